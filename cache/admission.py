@@ -32,7 +32,7 @@ class CacheRequest:
     restore_points: Sequence[RestorePoint]
     expected_tokens: int
     reuse: bool
-    """The request may reuse state and leave its own."""
+    """May reuse state and leave its own."""
     is_volatile: bool
     is_background: bool
 
@@ -80,7 +80,7 @@ class Admission:
         return self._make_lease(request, slot, found.match, tier if slot.offset else None)
 
     def _look_up(self, request: CacheRequest) -> tuple[LookupResult, bool]:
-        """Reads from disk what memory lacks; returns memory's match, and whether anything was read."""
+        """Reads from disk what memory lacks; returns memory's match, and whether it read anything."""
         self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
         if request.reuse:
             return self.disk_moves.promote(request.lookup, is_background=request.is_background)
@@ -115,10 +115,7 @@ class Admission:
     def _free_memory(
         self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int
     ) -> LookupResult | None:
-        """Frees memory for `capacity` tokens in `slot`; None if the request must wait for other leases.
-
-        That may evict part of `found`: the result is what memory holds afterwards.
-        """
+        """None if the request must wait for other leases. The result is what memory then holds of `found`."""
         excess = self.reclaimer.excess_for(slot, found.path, found.restorable_in(slot), capacity)
         if excess <= 0:
             return found
@@ -145,7 +142,7 @@ class Admission:
     def _page_in(
         self, slot: Slot, request: CacheRequest, path: list[Node], offset: int, shared: int, capacity: int
     ) -> None:
-        """Pages `[0, offset)` in from `path`, less if freeing memory evicts some; `slot` holds the first `shared`."""
+        """Less if freeing memory evicts some of `path`; `slot` holds the first `shared`."""
         trie = self.pager.trie(request.namespace)
         landing = self.pager.land(trie, path, offset)
         self.pager.page_out(slot, min(shared, offset))

@@ -71,7 +71,7 @@ class CacheError(Exception):
 
 
 class BudgetExceeded(CacheError):
-    """One sequence is larger than the whole budget."""
+    """One sequence exceeds the whole budget."""
 
     def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
         super().__init__(
@@ -83,7 +83,7 @@ class BudgetExceeded(CacheError):
 
 
 class PinnedFull(CacheError):
-    """Pinned state leaves too little memory for a sequence."""
+    """Pinned state leaves a sequence too little memory."""
 
     def __init__(self, missing_bytes: int) -> None:
         super().__init__(
@@ -131,4 +131,4 @@ class FolderUnsafe(FolderError):
 
 
 class DiskFault(CacheError):
-    """State on disk is missing, foreign or damaged, or the disk fails."""
+    """Unreadable state: missing, foreign or damaged, or a failing disk."""

@@ -26,11 +26,11 @@ class EvictionReason(StrEnum):
     """Why state was evicted."""
 
     MEMORY = "memory"
-    """The lowest value when memory was short."""
+    """Least valuable when memory was short."""
     SUPERSEDED = "superseded"
-    """Newer restore points replace the state."""
+    """By newer restore points."""
     UNUSABLE = "unusable"
-    """No request could be restored with the state."""
+    """No request could be restored."""
     NAMESPACES = "namespaces"
 
 
@@ -96,12 +96,12 @@ class CacheStats:
     live_bytes: int = 0
     budget_bytes: int = 0
     bytes_per_token: float = 0.0
-    """By how many bytes a conversation grows per token."""
+    """Growth of a conversation."""
     num_evictions: int = 0
-    """Leaves and snapshots evicted for lack of memory since the start."""
+    """For lack of memory, since the start."""
     moved: MovedState = field(default_factory=MovedState)
     keeps_on_disk: bool = False
-    """There is a disk tier with a usable folder."""
+    """With a usable folder."""
     disk_bytes: int = 0
     num_disk_files_gone: int = 0
-    """Files found missing or damaged since the start."""
+    """Missing or damaged, since the start."""

@@ -27,9 +27,8 @@ class Tier(StrEnum):
     """Where restored state came from."""
 
     LIVE = "live"
-    """All was already in the slot."""
     MEMORY = "memory"
-    """Some was paged in, or copied from another slot."""
+    """Some paged in, or copied from another slot."""
     DISK = "disk"
 
 
@@ -50,9 +49,9 @@ class Lease:
         self.num_prompt_tokens = len(tokens)
         self.match_tokens = match.length
         self.hit_tokens = slot.offset
-        """Prompt tokens restored; at most `match_tokens`."""
+        """Restored; at most `match_tokens`."""
         self.tier = tier
-        """None if no tokens were restored."""
+        """None if nothing was restored."""
         self.is_open = True
         self._points = {point.offset: point for point in points}
 
@@ -117,12 +116,12 @@ class Lease:
         self._recorder.capture(self._slot, kind)
 
     def close(self) -> None:
-        """Ends the sequence, which stays live in the slot and recorded in the trie."""
+        """Ends the sequence, which stays live and recorded."""
         self._end()
         self._recorder.close(self._slot)
 
     def suspend(self) -> None:
-        """Ends the lease of a sequence that another lease will continue."""
+        """Ends a lease that another will continue."""
         self._end()
         self._recorder.suspend(self._slot)
 
@@ -146,7 +145,7 @@ class Lease:
 
 
 class PrivateLease(Lease):
-    """A lease on a sequence that neither reuses nor leaves state."""
+    """A lease that neither reuses nor leaves state."""
 
     def want(self, point: RestorePoint) -> None:
         """Captures nothing."""
@@ -267,7 +266,7 @@ class Recorder:
         self.pager.ledger.reserve(slot.index, 0)
 
     def _mark_superseded(self, slot: Slot) -> None:
-        """Marks snapshots that newer ones of the sequence replace: they are evicted first."""
+        """Snapshots that newer ones replace are evicted first."""
         nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
         nodes[slot.tip.stop] = slot.tip
         points = [snapshots.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]

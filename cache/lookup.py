@@ -37,11 +37,11 @@ class LookupResult:
 
     match: NodeMatch
     stored: int
-    """Tokens that the trie can restore."""
+    """By the trie."""
     shared: list[int]
-    """By slot, with how many tokens of the match its sequence begins."""
+    """Tokens of the match with which each slot's sequence begins."""
     restorable: int
-    """Tokens that the trie or an idle slot can restore."""
+    """By the trie or an idle slot."""
 
     @property
     def path(self) -> list[Node]:
@@ -82,5 +82,4 @@ def node_at(path: Sequence[Node], offset: int) -> list[Node]:
 
 
 def _continued(slot: Slot, shared: int) -> int:
-    """Length of a slot's sequence if the prompt continues it, else 0."""
     return shared if shared == slot.offset else 0

@@ -79,14 +79,14 @@ class MemoryTier:
         self.ledger = Ledger(budget_bytes)
         self.journal = journal
         self.num_evictions = 0
-        """Leaves and snapshots evicted since the start."""
+        """Since the start."""
         self.evictions = Counter[str]()
-        """The same by namespace, for those that hold something."""
+        """By namespace, if it holds something."""
         self.before_eviction: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
         """Called before a node, or its snapshot, is evicted."""
         self._layout = layout
         self._namespaces: dict[str, _Namespace] = {}
-        """By name, in order of last use."""
+        """In order of last use."""
         self._shares = Shares(self.ledger)
         self._empty_leaves: dict[Node, PrefixTrie] = {}
         """Leaves without bytes that a request or a pin needed."""
@@ -125,7 +125,6 @@ class MemoryTier:
         return _Namespace(PrefixTrie(count_bytes, name, changed, snapped), holdings)
 
     def _forget_idle(self, idle: Sequence[str]) -> None:
-        """Forgets empty namespaces, and the least recently used ones above the limit."""
         is_full = len(self._namespaces) >= MAX_NAMESPACES
         limit = MAX_NAMESPACES - MAX_NAMESPACES // FORGOTTEN_SHARE
         for name in sorted(idle, key=lambda name: self._namespaces[name].trie.num_nodes > 0):
@@ -183,7 +182,7 @@ class MemoryTier:
         self._drop_empty(trie, above, ())
 
     def restored(self, trie: PrefixTrie, node: Node, now: int) -> None:
-        """Records that a sequence was restored at a node."""
+        """Records a sequence restored at a node."""
         for passed in node.path():
             passed.num_uses += 1
         self.order.used(trie.namespace, node, now)
@@ -223,10 +222,7 @@ class MemoryTier:
                 self.order.put_back(victim)
 
     def _in_order(self, target_bytes: int, now: int, popped: list[Candidate]) -> Iterator[Candidate]:
-        """Yields what to evict until `target_bytes` is reached, and some more that is superseded or unusable.
-
-        `popped` gets all that leaves the order.
-        """
+        """Until `target_bytes` is reached, and some more superseded or unusable state; `popped` gets all."""
         num_extra = 0
         while (victim := self.order.pop(now)) is not None:
             popped.append(victim)
@@ -272,7 +268,7 @@ class MemoryTier:
         return node
 
     def _evict_snapshot(self, trie: PrefixTrie, node: Node, reason: EvictionReason) -> None:
-        """Evicts a snapshot, except window rows that restore points below need."""
+        """Except window rows that restore points below need."""
         snapshot = node.snapshot
         assert isinstance(snapshot, Snapshot)
         rest = Snapshot(snapshot.offset, snapshot.window, None) if has_shared_rows(self._layout, node) else None

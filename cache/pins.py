@@ -21,7 +21,7 @@ class PinName:
 
     namespace: str
     label: str
-    """The pinned session, or another label."""
+    """A session, or another label."""
     is_soft: bool = False
     """A label can have both a soft and an explicit pin."""
 
@@ -30,7 +30,6 @@ class PinName:
 class _Pin:
     nodes: list[Node]
     until: float | None
-    """None for an explicit pin."""
 
 
 class Pins:
@@ -76,7 +75,7 @@ class Pins:
         self._hold(name, nodes, None)
 
     def _bytes_of(self, nodes: set[Node]) -> int:
-        """About the protected bytes: spans of the paths, and the nodes' snapshots."""
+        """Estimate: spans of the paths, and the nodes' snapshots."""
         snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
         return snapshots + sum(
             node.span.num_bytes if node.span is not None else int(len(node.tokens) * self.bytes_per_token)
@@ -130,9 +129,6 @@ def path_nodes(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _nodes_to_pin(path: list[Node]) -> list[Node]:
-    """Returns what to pin so that a sequence, and its next turn rendered differently, can be restored.
-
-    That is the end, which protects all spans, and the last two turns' snapshots.
-    """
+    """The end, which protects all spans, and two turns' snapshots: the next turn may render differently."""
     inner = [node for node in path[:-1] if node.snapshot is not None]
     return [*inner[-KEPT_POINTS:], *path[-1:]]

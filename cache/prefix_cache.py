@@ -28,7 +28,7 @@ from cache.views import CacheReports
 
 
 class PrefixCache:
-    """State of all conversations with one model. Worker thread only."""
+    """State of all conversations with one model."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class PrefixCache:
         )
 
     def check(self) -> None:
-        """Asserts the invariants of the parts. Tests call it after every step."""
+        """Asserts the invariants of the parts."""
         self.memory.check()
         self.pager.check()
         for trie, node in self.memory.nodes():

@@ -20,7 +20,7 @@ from cache.trie import Node
 
 @dataclass(frozen=True, eq=False)
 class Reclaimer:
-    """Frees memory of one budget, and reserves it for leased slots."""
+    """Frees one budget's memory, and reserves it for leased slots."""
 
     memory: MemoryTier
     pager: Pager

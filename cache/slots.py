@@ -15,17 +15,17 @@ from cache.types import LayerCache, TokenLog
 
 @dataclass(eq=False)
 class SlotTurn:
-    """The request that runs in a slot, or ran last."""
+    """What runs in a slot, or ran last."""
 
     session_id: str | None = None
     is_volatile: bool = False
     is_background: bool = False
     leaves_background: bool = False
-    """All requests of the conversation so far are background work."""
+    """All requests so far are background work."""
     is_on_probation: bool = False
-    """The request has no session and continues no earlier turn."""
+    """Without a session, and continues no earlier turn."""
     landing: int = 0
-    """The offset where the request was restored."""
+    """Where the request was restored."""
     start: int = 0
     """From here the next turn may render messages differently."""
     last_used: int = 0
@@ -37,17 +37,17 @@ class Slot:
 
     index: int
     caches: list[LayerCache]
-    """Empty from emptying the slot until `enter`."""
+    """Empty until `enter`."""
     log: TokenLog
     tip: Node
-    """Where the sequence, as far as recorded, ends in the trie."""
+    """The end of what the trie has recorded."""
     namespace: str = ""
     turn: SlotTurn = field(default_factory=SlotTurn)
     is_leased: bool = False
     is_cut: bool = False
-    """Spans were truncated for a restore to come; the rest belongs to the old end."""
+    """Spans were truncated for a restore; the rest belongs to the old end."""
     capacity: int = 0
-    """Tokens that the live buffers hold, or will once allocated."""
+    """Tokens in live buffers, allocated or not yet."""
     reserved_tokens: int = 0
 
     @property
@@ -129,7 +129,7 @@ class RequestClock:
     def __init__(self) -> None:
         self.now = 0
         self._sessions: dict[tuple[str, str], None] = {}
-        """By namespace and name, in order of the last request."""
+        """In order of the last request."""
 
     def begin(self, namespace: str, session_id: str | None, *, is_background: bool = False) -> None:
         """Counts a request's start; one that `is_background` begins no session."""

@@ -117,7 +117,7 @@ def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
 
 
 def _shares_rows(layout: LayerKinds, node: Node, rows: "Segment") -> bool:
-    """Whether a node or one below needs rows of `rows` that its own snapshot lacks."""
+    """Whether a node or one below lacks some of `rows` without them."""
     first, window = max(0, node.stop - layout.window), _window(node)
     if window is not None:
         return max(first, rows.start) < window.start <= rows.stop
@@ -129,7 +129,7 @@ def _window(node: Node) -> "Segment | None":
 
 
 def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
-    """The range extended by the next snapshot, or replaced if the two do not meet."""
+    """Replaced if the two do not meet."""
     window = snapshot.window if isinstance(snapshot, Snapshot) else None
     if window is None:
         return cover

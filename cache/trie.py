@@ -1,13 +1,12 @@
-"""A path-compressed prefix trie over token ids, and the trie of the memory tier with state on its nodes. Pure.
+"""A path-compressed prefix trie over token ids, and the memory tier's trie with state on its nodes. Pure.
 
-Each tier derives its nodes from `TokenNode`: here for memory, in `cache.disk.tree` for the disk. The tries decide
-where state belongs, not what it is: spans and snapshots are anything that can be split and joined. Tokens are
-compared by whole edges, byte by byte: microseconds per thousand tokens, no Python object per token. Invariants:
-
+Each tier derives its nodes from `TokenNode`: here for memory, in `cache.disk.tree` for disk. The tries decide where
+state belongs, not what it is: spans and snapshots are anything that splits and joins. Whole edges are compared, byte
+by byte: microseconds per thousand tokens, no Python object per token. Invariants:
 * a child starts where its parent stops, and an edge is as long as the range it covers;
 * no two siblings begin with the same token;
 * a `Node` below the root holds the span of exactly its edge, stored or live in its `home`; a snapshot ends at `stop`;
-* below a volatile node all nodes are volatile: a request that had the later tokens had the earlier ones too.
+* below a volatile node all are volatile: a request with the later tokens had the earlier ones too.
 """
 
 import itertools
@@ -22,28 +21,28 @@ from cache.types import TOKEN_BYTES, TokenArray, common_prefix_length
 
 @dataclass(slots=True, eq=False, repr=False)
 class TokenNode:
-    """One edge `[start, stop)` of a trie, and the node where it ends."""
+    """One edge `[start, stop)` of a trie, and the node at its end."""
 
     parent: Self | None
     tokens: TokenArray
     start: int
     stop: int = field(init=False)
     data: bytes = field(init=False)
-    """The same as `tokens`: bytes are compared in one call, arrays in several."""
+    """`tokens` as bytes, which one call compares."""
     children: dict[int, Self] = field(init=False, default_factory=dict)
     number: int = field(init=False, default=0)
-    """Distinguishes the node from all others that its trie ever had, except the root."""
+    """Unique in its trie, for ever, except for the root."""
 
     def __post_init__(self) -> None:
         self.stop = self.start + len(self.tokens)
         self.set_tokens(np.asarray(self.tokens, np.int32).tobytes())
 
     def set_tokens(self, data: bytes) -> None:
-        """Sets the edge's tokens from their bytes; the caller sets `start` and `stop`."""
+        """Sets the edge's tokens; the caller sets `start` and `stop`."""
         self.data, self.tokens = data, np.frombuffer(data, np.int32)
 
     def path(self) -> list[Self]:
-        """Returns the nodes from below the root down to this one."""
+        """The nodes from below the root to this one."""
         nodes: list[Self] = []
         node: Self | None = self
         while node is not None and node.parent is not None:
@@ -53,27 +52,27 @@ class TokenNode:
         return nodes
 
     def meeting(self, others: Collection[Self]) -> Self:
-        """Returns the nearest of `others` on the way up, this node included; else the root."""
+        """The nearest of `others` on the way up, this node included; else the root."""
         node = self
         while node.parent is not None and node not in others:
             node = node.parent
         return node
 
     def divide_state(self, upper: Self, offset: int) -> None:
-        """Moves the state of the tokens up to `offset` to `upper`, a new node; atomic."""
+        """Moves the state up to `offset` to `upper`, a new node; atomic."""
 
     def may_join(self, parent: Self) -> bool:
-        """Whether only the structure needs the border between `parent` and this node."""
+        """Whether only the structure needs the border to `parent`."""
         return True
 
     def join_state(self, parent: Self) -> None:
-        """Takes over the state of `parent`, whose edge comes to precede this one's."""
+        """Takes over `parent`'s state, whose edge comes to precede this one's."""
 
     def drop_state(self) -> None:
         """Releases all state: the node has left the trie."""
 
     def check(self) -> None:
-        """Asserts the invariants of the node's state."""
+        """Asserts the invariants of the state."""
 
     def __repr__(self) -> str:
         return f"Node[{self.start}, {self.stop}) with {len(self.children)} children"
@@ -85,7 +84,7 @@ TrieNodeCo = TypeVar("TrieNodeCo", bound=TokenNode, covariant=True)
 
 @dataclass(frozen=True)
 class Match(Generic[TrieNodeCo]):
-    """The longest stored prefix of some tokens; the last node of `path` perhaps only in part."""
+    """The longest stored prefix of some tokens; the last of `path` perhaps only in part."""
 
     path: list[TrieNodeCo]
     length: int
@@ -93,18 +92,18 @@ class Match(Generic[TrieNodeCo]):
 
 @dataclass(frozen=True, slots=True)
 class Place(Generic[TrieNodeCo]):
-    """Where the longest stored prefix of some tokens ends, on the edge of `node`. Valid until it `is_gone`."""
+    """Where the longest stored prefix of some tokens ends, on `node`'s edge. Valid until it `is_gone`."""
 
     node: TrieNodeCo
     length: int
 
     @property
     def is_gone(self) -> bool:
-        """Whether the node has left the trie: match again from the root."""
+        """The node has left the trie: match again from the root."""
         return self.length > 0 and self.node.parent is None
 
     def edges(self, start: int, stop: int) -> Iterator[TrieNodeCo]:
-        """Yields the nodes on the path whose edges overlap `[start, stop)`, the last first."""
+        """Yields nodes on the path whose edges overlap `[start, stop)`, the last first."""
         node, stop = self.node, min(stop, self.length)
         while start < stop and node.parent is not None and node.stop > start:
             if node.start < stop:
@@ -113,9 +112,9 @@ class Place(Generic[TrieNodeCo]):
 
 
 class TokenTrie(Generic[TrieNode]):
-    """Edges and nodes for one namespace. Single-threaded.
+    """Edges and nodes of one namespace. Single-threaded.
 
-    `changed` gets every node whose edge, state or children have changed; one that has left the trie has no parent.
+    `changed` gets every node whose edge, state or children changed; one that left the trie has no parent.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class TokenTrie(Generic[TrieNode]):
         changed: Callable[[TrieNode], None] = lambda node: None,
     ) -> None:
         self.namespace = namespace
-        """Not used by the trie."""
         self.root = node_type(None, np.empty(0, np.int32), 0)
         self.num_nodes = 0
         self._node_type = node_type
@@ -133,12 +131,12 @@ class TokenTrie(Generic[TrieNode]):
         self._numbers = itertools.count(1)
 
     def match(self, tokens: TokenArray) -> Match[TrieNode]:
-        """Finds the longest stored prefix of `tokens`, comparing every token."""
+        """Finds the longest stored prefix of `tokens`."""
         place = self.follow(Place(self.root, 0), tokens)
         return Match(place.node.path(), place.length)
 
     def follow(self, place: Place[TrieNode], tokens: TokenArray) -> Place[TrieNode]:
-        """Returns the place where the match of `tokens`, which follow `place`, ends."""
+        """The place where the match of `tokens`, which follow `place`, ends."""
         node, length, done = place.node, place.length, 0
         while node.parent is not None and length <= node.start:
             node = node.parent  # the edge was cut since
@@ -162,7 +160,7 @@ class TokenTrie(Generic[TrieNode]):
         return Place(node, length)
 
     def extend(self, node: TrieNode, tokens: TokenArray, *, may_split: bool = True) -> TrieNode:
-        """Returns the node at which `tokens` end below `node`, splitting and adding edges as needed.
+        """Returns the node where `tokens` end below `node`, splitting and adding edges as needed.
 
         Without `may_split`, returns the start of an edge that the tokens end inside. The caller gives an added edge a
         span or a home at once.
@@ -180,7 +178,7 @@ class TokenTrie(Generic[TrieNode]):
         return node
 
     def split(self, node: TrieNode, offset: int) -> TrieNode:
-        """Cuts `node` at `offset`; returns the new upper half, `node` stays the lower one."""
+        """Cuts `node`, which stays the lower half, at `offset`; returns the upper."""
         if not node.start < offset < node.stop or node.parent is None:
             raise ValueError(f"cannot split {node} at {offset}")
         cut, parent = offset - node.start, node.parent
@@ -230,7 +228,7 @@ class TokenTrie(Generic[TrieNode]):
         self._changed(leaf)
 
     def nodes(self) -> Iterator[TrieNode]:
-        """Yields every node below the root, parents before children."""
+        """Yields all nodes but the root, parents before children."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -269,66 +267,66 @@ class Span(Protocol):
 
     @property
     def start(self) -> int:
-        """The first token's offset."""
+        """First token."""
 
     @property
     def stop(self) -> int:
-        """The offset after the last token."""
+        """After the last token."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that dropping the span frees."""
+        """That dropping the span frees."""
 
     def split(self, offset: int) -> tuple[Any, Any]:
-        """Returns `[start, offset)` and `[offset, stop)`, each owning its bytes."""
+        """`[start, offset)` and `[offset, stop)`, each owning its bytes."""
 
     def join(self, later: Any) -> Any:
-        """Returns one span of this one and `later`, which starts at `stop`."""
+        """One span of this one and `later`, which starts at `stop`."""
 
 
 class NodeSnapshot(Protocol):
-    """Immutable state that is valid at its node's `stop`, like `cache.snapshots.Snapshot`."""
+    """Immutable state valid at its node's `stop`, like `cache.snapshots.Snapshot`."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that dropping the snapshot frees."""
+        """That dropping the snapshot frees."""
 
     def split(self, offset: int) -> tuple[Any, Any]:
-        """Returns what remains valid at `offset`, if anything, and at the old `stop`."""
+        """What remains valid at `offset`, if anything, and at the old `stop`."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node(TokenNode):
-    """One edge of the trie, its state, and its use."""
+    """One edge, its state, and its use."""
 
     span: Span | None = None
     snapshot: NodeSnapshot | None = None
     home: Any = None
-    """The slot in which the span is live; None if it is stored."""
+    """The slot where the span is live; None if stored."""
     last_used: int = 0
-    """When a sequence was last restored here or recorded up to here."""
+    """When a sequence was last restored or recorded here."""
     last_used_behind: int = 0
-    """The latest `last_used` of this node and all nodes below it."""
+    """The latest `last_used` here and below."""
     session_id: str | None = None
-    """The session of the last sequence that ended here."""
+    """Of the last sequence that ended here."""
     is_on_probation: bool = False
-    """A sequence without a session ends here, and none has continued from it."""
+    """A sequence without a session ends here, not continued."""
     is_background: bool = False
     """A conversation of background requests ends here."""
     num_slots: int = 0
-    """Slots whose sequence ends here; such a node is never evicted nor merged away."""
+    """Slots whose sequence ends here: never evicted nor merged away."""
     num_pins: int = 0
-    """Pins on this node; the trie never merges a pinned node away."""
+    """A pinned node is never merged away."""
     num_uses: int = 0
-    """Sequences restored with the edge's tokens; for people, evictions ignore it."""
+    """Sequences restored with these tokens; for people only."""
     kind: Any = None
-    """Why the snapshot was taken; not used by the trie."""
+    """Why the snapshot was taken; the trie ignores it."""
     is_explicit: bool = False
-    """A restore point that a client requested: never merged away."""
+    """A client's restore point: never merged away."""
     is_volatile: bool = False
-    """Only volatile requests had these tokens: no state here may be written to disk."""
+    """Only volatile requests had these tokens: nothing may go to disk."""
     place: Place[TokenNode] | None = None
-    """The last known place in the trie of the disk tier; not used by this trie."""
+    """The last known place in the disk tier's trie, which this trie ignores."""
 
     @property
     def num_bytes(self) -> int:
@@ -344,7 +342,7 @@ class Node(TokenNode):
         (upper.span, self.span), (upper.snapshot, self.snapshot) = spans, snapshots
 
     def may_join(self, parent: "Node") -> bool:
-        """Whether the parent does not need the border, and both spans are stored or in one slot."""
+        """Whether `parent` needs no border, and both spans are stored or in one slot."""
         needs_border = parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None
         return (
             not needs_border
@@ -354,7 +352,7 @@ class Node(TokenNode):
         )
 
     def join_state(self, parent: "Node") -> None:
-        """Joins the spans, if they are stored."""
+        """Joins stored spans."""
         if self.span is not None and parent.span is not None:
             self.span = parent.span.join(self.span)
 
@@ -363,7 +361,7 @@ class Node(TokenNode):
         self.span = self.snapshot = self.home = None
 
     def check(self) -> None:
-        """Asserts the invariants of the node's state."""
+        """Asserts the invariants of the state."""
         assert (self.span is None) != (self.home is None), f"{self} must be stored or live, not both"
         if self.span is not None:
             assert (self.span.start, self.span.stop) == (self.start, self.stop), f"{self} holds a foreign span"
@@ -378,10 +376,10 @@ NodeMatch: TypeAlias = Match[Node]
 
 
 class PrefixTrie(TokenTrie[Node]):
-    """Edges and state for one namespace. Single-threaded.
+    """Edges and state of one namespace. Single-threaded.
 
-    `count_bytes` gets the bytes of stored state that a change adds, negative when it frees some; `snapped` gets every
-    node whose snapshot was replaced, `changed` every node with another change.
+    `count_bytes` gets the stored bytes that a change adds, negative when it frees some; `snapped` every node with a
+    new snapshot, `changed` every node with another change.
     """
 
     def __init__(
@@ -396,7 +394,7 @@ class PrefixTrie(TokenTrie[Node]):
         self._snapped = snapped
 
     def split(self, node: Node, offset: int) -> Node:
-        """Cuts `node` at `offset`; its halves may take more bytes than it did."""
+        """Cuts `node` at `offset`; the halves may take more bytes."""
         before = node.num_bytes
         upper = super().split(node, offset)
         self._count_bytes(upper.num_bytes + node.num_bytes - before)
@@ -424,7 +422,7 @@ class PrefixTrie(TokenTrie[Node]):
         self._changed(node)
 
     def make_live(self, node: Node, home: Any) -> None:
-        """Records that a span is live in the slot `home`; drops a stored copy."""
+        """Records that a span is live in slot `home`; drops a stored copy."""
         if node.span is not None:
             self._count_bytes(-node.span.num_bytes)
             node.span = None

@@ -6,23 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 LayerCache: TypeAlias = Any
-"""An object with mlx-lm's cache interface; the library has no useful base type."""
+"""With mlx-lm's cache interface, which has no useful base type."""
 
 
 class LayerKinds(Protocol):
-    """The kinds of state in a model's layers, as `cache.layers.layout.Layout` has them."""
+    """The kinds of state in a model's layers, as in `cache.layers.layout.Layout`."""
 
     @property
     def window(self) -> int:
-        """Rows before an offset that restoring the window layers needs; 0 without such layers."""
+        """Rows before an offset that restoring window layers needs; 0 without any."""
 
     @property
     def has_recurrent(self) -> bool:
-        """Whether some state is valid at single offsets only."""
+        """Some state is valid at single offsets only."""
 
     @property
     def needs_snapshots(self) -> bool:
-        """Whether restoring needs more than spans, so that offsets must be chosen ahead."""
+        """Restoring needs more than spans: offsets must be chosen ahead."""
 
 
 TokenArray: TypeAlias = NDArray[np.int32]
@@ -30,7 +30,7 @@ TOKEN_BYTES = 4
 
 
 def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
-    """Returns how many leading tokens two arrays share."""
+    """How many leading tokens two arrays share."""
     num = min(len(left), len(right))
     differs = left[:num] != right[:num]
     first = int(differs.argmax()) if num else 0
@@ -38,7 +38,7 @@ def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
 
 
 class TokenLog:
-    """The tokens of a live sequence, with no Python object per token."""
+    """A live sequence's tokens, without a Python object per token."""
 
     def __init__(self) -> None:
         self._tokens = np.empty(256, np.int32)
@@ -48,7 +48,7 @@ class TokenLog:
         return self._length
 
     def view(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Returns a view of `[start, stop)`, valid until the log changes."""
+        """A view of `[start, stop)`, valid until the log changes."""
         return self._tokens[start : self._length if stop is None else stop]
 
     def append(self, tokens: TokenArray) -> None:
@@ -62,5 +62,5 @@ class TokenLog:
         self._length = needed
 
     def truncate(self, length: int) -> None:
-        """Forgets all tokens from `length` on."""
+        """Forgets tokens from `length` on."""
         self._length = min(length, self._length)

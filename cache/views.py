@@ -1,6 +1,4 @@
-"""What the cache holds of each namespace, as plain values for reports: copied, and bounded in number. Worker thread
-only.
-"""
+"""What the cache holds, as plain values for reports: copied, and bounded in number. Worker thread only."""
 
 import heapq
 from collections.abc import Iterable
@@ -23,7 +21,7 @@ MAX_SESSIONS = 32
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes by use: stored state by kind, live state, and files."""
+    """Stored state by kind, live state, and files."""
 
     span: int = 0
     window: int = 0
@@ -41,15 +39,15 @@ class EdgeView:
     """One edge `[start, stop)`, in memory or on disk."""
 
     number: int
-    """Identifies the edge within its tier and namespace, while it exists."""
+    """Unique in its tier and namespace."""
     parent: int | None
-    """The number of the edge that stops at `start`."""
+    """The edge that stops at `start`."""
     start: int
     stop: int
     last_used: int
-    """A reading of a logical clock that all namespaces share."""
+    """By a logical clock of all namespaces."""
     num_bytes: int
-    """Stored bytes: a live span's are the slot's, and a file may hold rows of several edges."""
+    """Stored; a live span's are the slot's, and a file may hold rows of several edges."""
     first_tokens: TokenArray
 
 
@@ -58,26 +56,26 @@ class NodeView(EdgeView):
     """One edge of the trie."""
 
     is_live: bool
-    """Whether the span is in a slot; otherwise it is stored in memory."""
+    """The span is in a slot, not stored in memory."""
     kind: RestorePointKind | None
-    """Why a snapshot was taken at `stop`; None if none can be restored by itself."""
+    """Why a snapshot was taken at `stop`; None if none restores by itself."""
     is_explicit: bool
     is_pinned: bool
     num_uses: int
     disk_tokens: int
-    """Number of the edge's leading tokens whose rows are on disk too."""
+    """Leading tokens whose rows are on disk too."""
 
 
 @dataclass(frozen=True, eq=False)
 class DiskNodeView(EdgeView):
-    """One edge whose rows are on disk."""
+    """One edge with rows on disk."""
 
     has_snapshot: bool
-    """Whether the snapshot at `stop` is on disk too."""
+    """On disk, at `stop`."""
     memory_tokens: int
-    """Number of the edge's leading tokens that are in memory too."""
+    """Leading tokens that are in memory too."""
     memory_number: int | None
-    """The edge in memory on which these tokens, or those before them, end, if any."""
+    """The edge in memory on which these or earlier tokens end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,21 +85,21 @@ class CacheView:
     nodes: list[NodeView]
     disk_nodes: list[DiskNodeView]
     num_nodes: int
-    """All nodes, of which only the first may be listed."""
+    """All, listed or not."""
     num_tokens: int
-    """Tokens on the edges of all nodes."""
+    """On all edges."""
     num_disk_nodes: int
     is_disk_truncated: bool
-    """Whether `disk_nodes` leaves out edges because there are too many."""
+    """`disk_nodes` leaves some out."""
     state: StateBytes
     disk_writes: DiskWrites | None
-    """For all namespaces together; None without a disk tier."""
+    """Of all namespaces; None without a disk tier."""
     num_evictions: int
-    """Leaves and snapshots evicted since the start."""
+    """Leaves and snapshots since the start."""
     budget_bytes: int
-    """For all namespaces together."""
+    """Of all namespaces."""
     pinned: tuple[str, ...]
-    """Labels of the explicit pins."""
+    """Labels of explicit pins."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +111,7 @@ class EdgeDetail:
     first_tokens: TokenArray
     num_uses: int
     sessions: list[str]
-    """Sessions whose last turn goes through the edge, the latest first; not all of many."""
+    """Whose last turn goes through the edge, the latest first; some of many."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +131,9 @@ class SharedTokens:
     def __init__(self, trie: PrefixTrie, edges: Iterable[DiskNode]) -> None:
         """`edges` are in order, parents before children."""
         self.in_memory: dict[DiskNode, Place[Node]] = {}
-        """Where the match of the tokens from the root to the end of each edge ends."""
+        """Where the match of the tokens up to each edge's end ends."""
         self.on_disk: dict[Node, int] = {}
-        """Number of a node's leading tokens on disk; nodes without any are left out."""
+        """Leading tokens on disk, for nodes with any."""
         start = Place(trie.root, 0)
         for edge in edges:
             before = self.in_memory.get(edge.parent, start) if edge.parent is not None else start
@@ -147,7 +145,7 @@ class SharedTokens:
 
 
 def _in_order(trie: PrefixTrie, max_nodes: int) -> list[Node]:
-    """Returns up to `max_nodes` edges, parents before children, the last used first among siblings."""
+    """Parents before children, the last used first among siblings."""
     found, stack = list[Node](), _newest_children(trie.root, max_nodes)
     while stack and len(found) < max_nodes:
         found.append(stack.pop())
@@ -156,7 +154,7 @@ def _in_order(trie: PrefixTrie, max_nodes: int) -> list[Node]:
 
 
 def _newest_children(node: Node, max_nodes: int) -> list[Node]:
-    """Returns the most recently used children, the newest last."""
+    """The most recently used children, the newest last."""
     newest_first = heapq.nlargest(max_nodes, reversed(node.children.values()), key=lambda child: child.last_used)
     return newest_first[::-1]
 
@@ -204,7 +202,7 @@ def _sessions_below(top: Node) -> list[str]:
 
 
 def _number_of(node: TokenNode | None) -> int | None:
-    """Returns the number of a node; None for the root, which is no edge."""
+    """None for the root, which is no edge."""
     return None if node is None or node.parent is None else node.number
 
 
@@ -218,7 +216,7 @@ class CacheReports:
         self._pins = pins
 
     def view(self, namespace: str, max_nodes: int) -> CacheView:
-        """Returns the state of one namespace, with at most `max_nodes` edges."""
+        """One namespace, with at most `max_nodes` edges."""
         memory, tier = self._memory, self._tier
         trie = memory.find_trie(namespace)
         on_disk = tier.listing(namespace, max_nodes) if tier is not None else NO_LISTING
@@ -238,7 +236,7 @@ class CacheReports:
         )
 
     def edge(self, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
-        """Returns one edge in memory, with at most `max_tokens` tokens; None if it is gone."""
+        """One edge in memory, with at most `max_tokens` tokens; None if gone."""
         node = next((one for one in self._memory.find_trie(namespace).nodes() if one.number == number), None)
         if node is None:
             return None
@@ -246,7 +244,7 @@ class CacheReports:
         return EdgeDetail(node.start, node.stop, first_tokens, node.num_uses, _sessions_below(node))
 
     def namespaces(self) -> list[NamespaceView]:
-        """Returns the sums of each namespace that holds anything, the most bytes first."""
+        """Sums of each namespace that holds anything, the most bytes first."""
         on_disk = list[str]()
         if self._tier is not None:
             self._tier.notice_written()
@@ -256,7 +254,7 @@ class CacheReports:
         return sorted(held, key=lambda view: (-view.state.in_memory - view.state.disk, view.namespace))
 
     def bytes_of(self, namespace: str) -> StateBytes:
-        """Returns the bytes of one namespace."""
+        """Bytes of one namespace."""
         layout = self._pager.layout
         live = sum(layout.live_bytes(slot.caches) for slot in self._pager.slots if slot.namespace == namespace)
         disk = self._tier.space.bytes_of(namespace) if self._tier is not None else 0

@@ -1,1 +1,1 @@
-"""The disk tier: state of past tokens that outlives memory and the process."""
+"""The disk tier: state that outlives memory and the process."""

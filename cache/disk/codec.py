@@ -1,8 +1,8 @@
 """Converts segments and recurrent state to tensors of a file, and back.
 
 Rows of a pack, [num_components, num_heads, num_tokens, width] in memory, are [num_tokens, num_components, num_heads,
-width] in a file, so any token range is contiguous. Recurrent state is a tree of plain values and arrays; only mlx-lm
-classes that consist of these can be stored.
+width] in a file: any token range is contiguous. Recurrent state is a tree of plain values and arrays; mlx-lm classes
+of other parts cannot be stored.
 """
 
 import json
@@ -21,7 +21,7 @@ from cache.layers.state import RecurrentState, Segment
 from mlx_lm.models import cache as mlx_lm_cache
 
 BLOCK_TOKENS = 256
-"""Tokens of one pack that share a checksum, and so are read together."""
+"""Tokens of one pack that share a checksum, so are read together."""
 
 _MLX_TYPES: dict[str, mx.Dtype] = {
     **{name: getattr(mx, np.dtype(bits).name) for name, bits in NUMPY_TYPES.items() if name != "BOOL"},
@@ -34,17 +34,17 @@ NamedArrays: TypeAlias = list[tuple[str, mx.array]]
 
 
 class Unstorable(Exception):
-    """Recurrent state contains something other than plain values and arrays."""
+    """Recurrent state holds more than plain values and arrays."""
 
 
 class StateImage:
-    """The tensors of one segment or snapshot, made on the worker thread and written by another one.
+    """The tensors of one segment or snapshot, made on the worker thread, written by another.
 
     Borrows the arrays, and evaluates what the other thread reads.
     """
 
     def __init__(self, rows: Segment | None, recurrent: RecurrentState | None = None) -> None:
-        """Raises Unstorable for recurrent state of unknown classes."""
+        """Raises Unstorable."""
         self.start = rows.start if rows is not None else 0
         packs = rows.packs if rows is not None else []
         self._indices = [list(indices) for indices, _ in packs]
@@ -58,16 +58,16 @@ class StateImage:
         self.num_bytes = sum(array.nbytes for array in self._carriers.values())
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Returns about the size of a file with `num_tokens` of the rows and all recurrent state."""
+        """About the size of a file with `num_tokens` rows and all recurrent state."""
         rows = sum(array.nbytes // array.shape[2] * num_tokens for _, array in self._packs)
         return rows + sum(array.nbytes for _, array in self._arrays)
 
     def metadata(self) -> dict[str, str]:
-        """Returns what `read_rows` and `read_recurrent` need to interpret the tensors."""
+        """What `read_rows` and `read_recurrent` need to interpret the tensors."""
         return {"state": json.dumps({"rows": self._indices if self._has_rows else None, "points": self._tree})}
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
-        """Returns rows `[start, stop)`, in token offsets, and all recurrent state."""
+        """Rows `[start, stop)`, in token offsets, and all recurrent state."""
         found = []
         for name, array in self._packs:
             rows = _bits(self._carriers[name]).transpose(2, 0, 1, 3)
@@ -81,7 +81,7 @@ class StateImage:
 
 
 def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
-    """Returns rows `[start, stop)` of a file whose first row is at `first`, evaluated. Raises DiskFault."""
+    """Rows `[start, stop)`, evaluated, of a file whose first row is at `first`. Raises DiskFault."""
     indices = json.loads(file.metadata["state"])["rows"]
     if indices is None:
         raise DiskFault("the file holds no rows")
@@ -95,7 +95,7 @@ def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
 
 
 def read_recurrent(file: TensorFile) -> RecurrentState:
-    """Returns a file's recurrent state in evaluated arrays. Raises DiskFault."""
+    """A file's recurrent state, evaluated. Raises DiskFault."""
     tree = json.loads(file.metadata["state"])["points"]
     if tree is None:
         raise DiskFault("the file holds no recurrent state")
@@ -104,7 +104,7 @@ def read_recurrent(file: TensorFile) -> RecurrentState:
 
 
 def _reading() -> AbstractContextManager[Any]:
-    """Makes arrays on the CPU: a reading thread needs no GPU stream and takes no GPU time."""
+    """On the CPU: reading needs no GPU stream or time."""
     return mx.stream(mx.cpu)
 
 
@@ -127,7 +127,7 @@ def _array(file: TensorFile, name: str, start: int = 0, stop: int | None = None)
 
 
 def _tree_of(value: Any, arrays: NamedArrays) -> Any:
-    """Returns `value` as JSON, with names in place of its arrays, which are added to `arrays`."""
+    """`value` as JSON, with names in place of arrays, which go to `arrays`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, mx.array):

@@ -1,7 +1,7 @@
-"""Connects the trie in memory to the disk tier: finds what disk adds for a prompt, and chooses what to write.
+"""Connects the trie in memory to the disk tier: finds what disk adds for a prompt, chooses what to write.
 
 Disk supplies rows that the trie lacks, and a snapshot where they end. In memory a snapshot may share window rows with
-those above it; on disk each is complete. Worker thread only.
+those above; on disk each is complete. Worker thread only.
 """
 
 import logging
@@ -26,10 +26,10 @@ from cache.types import TokenArray
 logger = logging.getLogger(__name__)
 
 GAIN_SHARE = 2.5
-"""A snapshot is written once the rows since the last one on disk take this many times its bytes."""
+"""A snapshot is written once the rows since the last on disk take this many times its bytes."""
 
 MIN_RESTORE_TOKENS = 256
-"""Disk must add this many tokens to what memory can restore: evaluating fewer is cheaper than reading."""
+"""Tokens that disk must add to memory's: evaluating fewer is cheaper than reading."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class DiskMatch:
 
     offset: int
     span: FileSpan | None
-    """Rows up to `offset` that the trie in memory lacks, if any."""
+    """Rows up to `offset` that memory lacks, if any."""
     snapshot: StoredFile | None
-    """The snapshot at `offset`; None for a model that needs none."""
+    """None for a model that needs none."""
     place: DiskPlace
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of memory that the state takes once loaded."""
+        """Approximate, once loaded."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
@@ -59,18 +59,18 @@ class DiskMatch:
 
 
 class DiskConnector:
-    """Moves state between the nodes of the trie and the disk tier."""
+    """Moves state between trie nodes and the disk tier."""
 
     def __init__(self, tier: DiskTier, layout: Layout) -> None:
         self.tier = tier
         self.bytes_per_token = 0.0
-        """Bytes of one token's rows; 0 until measured."""
+        """Of one token's rows; 0 until measured."""
         self._layout = layout
 
     # ---------------------------------------------------------------------------------------------- reading
 
     def find(self, namespace: str, tokens: TokenArray, match: NodeMatch, *, restorable: int) -> DiskMatch | None:
-        """Returns what disk adds to `match`, of which memory can restore `restorable` tokens; None if too little."""
+        """Returns what disk adds to `match`, of which memory restores `restorable` tokens; None if too little."""
         self.tier.notice_written()
         tree = self.tier.tree
         place = self._place(namespace, [node for node in match.path if node.stop <= match.length])
@@ -87,10 +87,7 @@ class DiskConnector:
         return DiskMatch(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
 
     def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
-        """Returns the place in the tier where the match of a path ends.
-
-        Nodes remember their places, so only tokens after the last one are compared.
-        """
+        """Where the match of a path ends in the tier. Nodes remember their places: only later tokens are compared."""
         kept = (node.place for node in reversed(path) if node.place is not None and not node.place.is_gone)
         place = cast(DiskPlace, next(kept, START))  # the trie in memory does not know the types of the disk tier
         for node in path:
@@ -101,7 +98,6 @@ class DiskConnector:
         return place
 
     def _deepest(self, place: DiskPlace, stop: int) -> StoredFile | None:
-        """Returns the deepest written snapshot up to `stop` that restores every layer."""
         layout = self._layout
         for file in self.tier.tree.snapshots(place):
             has_rows = not layout.window or file.start <= max(0, file.stop - layout.window)
@@ -113,7 +109,7 @@ class DiskConnector:
     # ---------------------------------------------------------------------------------------------- writing
 
     def close(self, pieces: Iterator[None], timeout_seconds: float) -> None:
-        """Writes as many of the `pieces` as time allows, and closes the folder."""
+        """Writes as many `pieces` as time allows, and closes the folder."""
         deadline = time.monotonic() + timeout_seconds
         for _ in pieces:
             if time.monotonic() > deadline:
@@ -125,9 +121,9 @@ class DiskConnector:
         self.tier.close()
 
     def save_dropped(self, namespace: str, node: Node) -> None:
-        """Writes state that memory is about to drop: all of a leaf, but only the snapshot of any other node.
+        """Writes what memory is about to drop: all of a leaf, of another node only the snapshot.
 
-        For a model that needs snapshots, rows after the last one on disk are useless and not written.
+        If the model needs snapshots, rows after the last on disk are useless and not written.
         """
         self.tier.notice_written()
         path = node.path()
@@ -144,9 +140,9 @@ class DiskConnector:
     def save_path(
         self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], used_at: int
     ) -> Iterator[None]:
-        """Writes what disk lacks of a path, a span or a snapshot with each step.
+        """Writes what disk lacks of a path, a span or snapshot a step.
 
-        `live_rows` copies the rows of a node that live in a slot; `used_at` is one of the tier's `ticks`.
+        `live_rows` copies a node's rows that live in a slot; `used_at` is one of the tier's `ticks`.
         """
         self.tier.notice_written()
         disk_path = _DiskPath(namespace, path, self._place(namespace, path))
@@ -167,7 +163,6 @@ class DiskConnector:
             yield
 
     def _wanted_snapshots(self, disk_path: "_DiskPath") -> list[Node]:
-        """Returns the nodes of a path whose snapshots should be written, in ascending order."""
         nodes = {
             node.stop: node for node in disk_path.path if self._has_whole_snapshot(node) and not node.is_volatile
         }
@@ -183,7 +178,7 @@ class DiskConnector:
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _has_whole_snapshot(self, node: Node) -> bool:
-        """Whether a node's snapshot is complete, not only window rows for other snapshots."""
+        """Not only window rows for others."""
         snapshot = node.snapshot
         return isinstance(snapshot, Snapshot) and (snapshot.recurrent is not None or not self._layout.has_recurrent)
 
@@ -208,7 +203,7 @@ class DiskConnector:
         )
 
     def check(self, namespace: str, node: Node) -> None:
-        """Asserts that the place kept on a node is the place of its tokens."""
+        """Asserts that a node's kept place is that of its tokens."""
         place = node.place
         if place is not None and not place.is_gone:
             tokens = np.concatenate([step.tokens for step in node.path()])[: place.length]
@@ -224,5 +219,4 @@ class _DiskPath:
 
     @cached_property
     def tokens(self) -> TokenArray:
-        """The path's tokens, copied; used only when something is written."""
         return np.concatenate([node.tokens for node in self.path])

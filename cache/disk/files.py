@@ -1,8 +1,8 @@
 """Files of the disk tier: safetensors with checksums, written once, read in parts.
 
-A tensor is stored row by row, one token's state per row, so any range of rows is one read. Every `block_rows` rows
-have a checksum, in the last tensor, `checksums`. The digest in a `Receipt` covers header and checksums, so a receipt
-proves that a file is unchanged. Nothing here knows what the tensors mean.
+A row is one token's state, so any range of rows is one read. Every `block_rows` rows have a checksum in the last
+tensor, `checksums`. A `Receipt`'s digest covers header and checksums, and so proves that a file is unchanged. Nothing
+here knows what the tensors mean.
 """
 
 import contextlib
@@ -48,18 +48,18 @@ NUMPY_TYPES: Mapping[str, str] = {
     "F64": "<f8",
     "C64": "<c8",
 }
-"""The numpy types that hold the bits of safetensors types; numpy has no bfloat16."""
+"""Numpy types for the bits of safetensors types; numpy has no bfloat16."""
 
 
 class FileSystem:
     """What the tier asks of the system; tests make it fail. Any call may raise OSError. Any thread."""
 
     def make_folder(self, path: Path) -> None:
-        """Creates a folder that only its owner can enter, unless it exists."""
+        """Creates a folder, unless it exists, that only its owner can enter."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def owner_and_mode(self, path: Path) -> tuple[int, int]:
-        """Returns the owner's user ID and the permissions of a folder."""
+        """A folder's owner ID and permissions."""
         status = path.stat()
         return status.st_uid, stat.S_IMODE(status.st_mode)
 
@@ -78,24 +78,24 @@ class FileSystem:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def open(self, path: Path) -> int:
-        """Opens a file for reading; follows no link and waits for no pipe."""
+        """Opens a file for reading; follows no link, waits for no pipe."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Writes part of `data`; returns the number of bytes written."""
+        """Writes part of `data`; returns the bytes written."""
         return os.write(descriptor, data)
 
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        """Reads from `offset` into a buffer; returns how many bytes, 0 at the end."""
+        """Reads from `offset` into a buffer; returns the bytes read, 0 at the end."""
         return os.preadv(descriptor, [into], offset)
 
     def size(self, descriptor: int) -> int:
-        """Returns the size of an open regular file; -1 for anything else."""
+        """Size of an open regular file; -1 for anything else."""
         status = os.fstat(descriptor)
         return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
     def sync(self, descriptor: int) -> None:
-        """Waits until an open file's data are on disk."""
+        """Waits until an open file is on disk."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -107,11 +107,11 @@ class FileSystem:
         source.rename(target)
 
     def remove(self, path: Path) -> None:
-        """Deletes a file if it is there."""
+        """Deletes a file if there."""
         path.unlink(missing_ok=True)
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Returns the size of each regular file in a folder; -1 for anything else."""
+        """Size of each regular file in a folder; -1 for anything else."""
         found = {}
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -120,7 +120,7 @@ class FileSystem:
         return found
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Opens a SQLite database for one thread at a time; syncs commits and overwrites what is deleted."""
+        """Opens a SQLite database for one thread at a time; syncs commits, overwrites what is deleted."""
         database = sqlite3.connect(path, check_same_thread=False)
         database.execute("PRAGMA journal_mode = WAL").fetchone()
         database.execute("PRAGMA synchronous = FULL")
@@ -139,14 +139,14 @@ def opened(files: FileSystem, descriptor: int) -> Iterator[int]:
 
 
 def write_all(files: FileSystem, descriptor: int, data: bytes | bytearray | memoryview) -> None:
-    """Writes all of a contiguous buffer; only a buffer of bytes may be empty."""
+    """Writes a contiguous buffer; only a buffer of bytes may be empty."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[files.write(descriptor, rest) :]
 
 
 def read_exactly(files: FileSystem, descriptor: int, num_bytes: int, offset: int) -> bytearray:
-    """Reads `num_bytes` at `offset`; raises DiskFault if the file ends earlier."""
+    """Reads `num_bytes` at `offset`; raises DiskFault if fewer are left."""
     data = bytearray(num_bytes)
     rest = memoryview(data)
     while rest:
@@ -169,11 +169,11 @@ def _checksum(*parts: bytes | bytearray | memoryview) -> bytes:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write: its bits in `rows`, with any strides, cut into blocks of `block_rows`."""
+    """A tensor to write: its bits in `rows`, with any strides, in blocks of `block_rows`."""
 
     name: str
     dtype: str
-    """The safetensors name of the type, a key of NUMPY_TYPES."""
+    """A key of NUMPY_TYPES."""
     rows: NumpyArray
     block_rows: int
 
@@ -185,13 +185,13 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Size and digest that verify a file's content."""
+    """Size and digest that verify a file."""
 
     num_bytes: int
     header_bytes: int
     checksums_bytes: int
     digest: bytes
-    """Digest of header and checksums."""
+    """Of header and checksums."""
 
 
 def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Receipt:
@@ -211,7 +211,7 @@ def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], meta
 
 
 def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Returns the first bytes of a file: the length of a JSON text, and the text, padded to eight bytes."""
+    """The length of a JSON text, and the text, padded to eight bytes."""
     block_rows = json.dumps({tensor.name: tensor.block_rows for tensor in tensors})
     num_blocks = sum(_num_blocks(len(tensor.rows), tensor.block_rows) for tensor in tensors)
     entries = [(tensor.name, tensor.dtype, tensor.rows.shape, tensor.rows.nbytes) for tensor in tensors]
@@ -230,10 +230,10 @@ def _num_blocks(num_rows: int, block_rows: int) -> int:
 
 
 class TensorFile:
-    """A file open for reading, with header and checksums verified."""
+    """A file open for reading, header and checksums verified."""
 
     def __init__(self, files: FileSystem, descriptor: int, receipt: Receipt) -> None:
-        """Raises DiskFault if the file no longer matches `receipt`, and OSError."""
+        """Raises DiskFault if the file does not match `receipt`, and OSError."""
         self._files = files
         self._descriptor = descriptor
         self._data_start = receipt.header_bytes
@@ -253,12 +253,11 @@ class TensorFile:
         self._block_rows: dict[str, int] = json.loads(self.metadata["block_rows"])
         nums = [_num_blocks(fields["shape"][0], self._block_rows[name]) for name, fields in self._tensors.items()]
         self._first_block = dict(zip(self._tensors, itertools.accumulate(nums, initial=0), strict=False))
-        """The index of each tensor's first checksum."""
 
     @classmethod
     @contextlib.contextmanager
     def verified(cls, files: FileSystem, path: Path, receipt: Receipt) -> "Iterator[TensorFile]":
-        """Opens a file; raises DiskFault if it cannot be read or does not match `receipt`."""
+        """Opens a file; raises DiskFault if it is unreadable or does not match `receipt`."""
         try:
             with opened(files, files.open(path)) as descriptor:
                 yield cls(files, descriptor, receipt)
@@ -266,11 +265,11 @@ class TensorFile:
             raise DiskFault(str(error)) from error
 
     def dtype(self, name: str) -> str:
-        """Returns the safetensors name of a tensor's type."""
+        """Safetensors name of a tensor's type."""
         return str(self._tensors[name]["dtype"])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NumpyArray:
-        """Returns rows `[start, stop)` of a tensor, verified; by default all. Raises DiskFault."""
+        """Rows `[start, stop)` of a tensor, by default all, verified. Raises DiskFault."""
         shape, block_rows = self._tensors[name]["shape"], self._block_rows[name]
         stop = shape[0] if stop is None else stop
         if not 0 <= start <= stop <= shape[0]:
@@ -293,7 +292,7 @@ class TensorFile:
 
 
 class ProblemLog:
-    """Logs the first problem of a tier as a warning, later ones for debugging."""
+    """Logs a tier's first problem as a warning, later ones for debugging."""
 
     def __init__(self) -> None:
         self._has_warned = False

@@ -1,10 +1,8 @@
 """The folder of the disk tier: a lock, a secret, files and an index, changed in a safe order.
 
-A file is written under a temporary name, synced, renamed, and added to the index; it is removed from the index before
-it is deleted. The next opening deletes what a process that ended in between left over.
-
-A prefix has a key, the keyed hash of its namespace and tokens, and a file's name is a hash of its key. The secret of
-these hashes never leaves the folder, so a name reveals no tokens.
+A file is written under a temporary name, synced, renamed, then indexed; it leaves the index before it is deleted. The
+next opening deletes what an interrupted process left over. A prefix's key is the keyed hash of namespace and tokens,
+a file's name a hash of its key: without the folder's secret a name reveals no tokens.
 """
 
 import contextlib
@@ -40,7 +38,7 @@ _MACHINE_ERRORS = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_LOCKED),
     *(sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_READONLY),
 }
-"""SQLite errors that the machine causes, not the database."""
+"""SQLite errors caused by the machine, not the database."""
 
 
 def is_damage(error: Exception) -> bool:
@@ -50,7 +48,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def _check_owner(files: FileSystem, folder: Path) -> None:
-    """Raises FolderUnsafe if another user could replace the folder or put files into it."""
+    """Raises FolderUnsafe if another user could replace the folder or add files."""
     owner, mode = files.owner_and_mode(folder)
     if owner != os.geteuid():
         raise FolderUnsafe(folder, f"belongs to another user (id {owner}); name another one, or change its owner")
@@ -72,7 +70,7 @@ class WriteOrder:
     file: StoredFile
     image: StateImage
     tokens: TokenArray
-    """All tokens before `stop` of the file."""
+    """All before the file's `stop`."""
     day: WriteDay
 
 
@@ -87,11 +85,11 @@ class DiskStore:
         self._secret = self._load_secret()
         self._index: DiskIndex | None = None
         self.is_failing = False
-        """A write failed: none is tried until the write queue resets the flag."""
+        """None is tried until the write queue resets the flag."""
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskStore":
-        """Locks a folder and creates what is missing. Raises FolderUnsafe, DiskInUse or OSError."""
+        """Locks a folder, creating what is missing. Raises FolderUnsafe, DiskInUse or OSError."""
         files.make_folder(folder)
         _check_owner(files, folder)
         try:
@@ -122,23 +120,23 @@ class DiskStore:
     # ------------------------------------------------------------------------------------------------- keys
 
     def hasher(self, namespace: str) -> PrefixHasher:
-        """Returns the hasher of a namespace's empty prefix."""
+        """The hasher of a namespace's empty prefix."""
         hasher = hashlib.blake2b(key=self._secret, digest_size=KEY_BYTES)
         for text in (self._fingerprint.encode(), namespace.encode("utf-8", "surrogatepass")):
             hasher.update(len(text).to_bytes(8, "little") + text)
         return PrefixHasher(hasher)
 
     def name_of(self, file: StoredFile, key: bytes) -> str:
-        """Returns the name of a file with state of the prefix with this `key`."""
+        """The name of a file with state of the prefix with this `key`."""
         what = key + file.start.to_bytes(8, "little") + bytes([file.is_snapshot, file.has_recurrent])
         return hashlib.blake2b(what, key=self._secret, digest_size=KEY_BYTES).hexdigest() + _SUFFIX
 
     # ----------------------------------------------------------------------------------------------- opening
 
     def rows(self) -> list[FileRow]:
-        """Opens the index and returns the rows whose files exist, by name and size.
+        """Opens the index; returns the rows whose files exist, by name and size.
 
-        Using the index may raise sqlite3.Error, or UnicodeDecodeError when SQLite's message quotes a damaged page.
+        Using the index may raise sqlite3.Error, or UnicodeDecodeError from a message that quotes a damaged page.
         """
         self._index = DiskIndex.open(self._files, self._folder, self._fingerprint)
         self.scrub()
@@ -156,12 +154,12 @@ class DiskStore:
         ]
 
     def start_afresh(self) -> None:
-        """Deletes the index, so no file can be found."""
+        """Deletes the index: no file can be found."""
         self._close_index()
         DiskIndex.remove(self._files, self._folder)
 
     def keep_only(self, names: set[str]) -> None:
-        """Deletes the tier's files and rows that are not in `names`; foreign files stay."""
+        """Deletes the tier's files and rows not in `names`; foreign files stay."""
         rows = [row.file.name for row in self.index.rows() if row.file.name not in names]
         if rows:
             self.index.drop(rows)
@@ -173,7 +171,7 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------- writing
 
     def write(self, order: WriteOrder) -> Receipt | None:
-        """Writes a file and adds it to the index; returns None if the file has become GONE.
+        """Writes a file and indexes it; returns None if the file has become GONE.
 
         Raises OSError or sqlite3.Error after deleting what was written.
         """
@@ -208,7 +206,7 @@ class DiskStore:
         return receipt
 
     def delete(self, files: Iterable[StoredFile]) -> None:
-        """Deletes files and their rows. Errors are logged; the next opening deletes the leftovers."""
+        """Deletes files and rows. Errors are logged; the next opening deletes leftovers."""
         names = [file.name for file in files if file.name]
         with self._logging_errors():
             self.index.drop(names)
@@ -217,12 +215,12 @@ class DiskStore:
                 self._files.remove(self._folder / name)
 
     def scrub(self) -> None:
-        """Overwrites removed rows, so they cannot be read. Errors are logged."""
+        """Overwrites removed rows, so that nobody reads them. Errors are logged."""
         with self._logging_errors():
             self.index.scrub()
 
     def touch(self, files: Iterable[StoredFile]) -> None:
-        """Records when files were last used. Errors are logged."""
+        """Records files' last use. Errors are logged."""
         last_used = {file.name: file.last_used for file in files if file.name}
         with self._logging_errors():
             self.index.touch(last_used)
@@ -249,12 +247,12 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------- reading
 
     def read_rows(self, file: StoredFile, start: int, stop: int) -> Segment:
-        """Returns rows of a file in evaluated arrays. Any thread. Raises DiskFault."""
+        """Rows of a file, evaluated. Any thread. Raises DiskFault."""
         with self._opened(file) as found:
             return read_rows(found, file.start, start, stop)
 
     def read_recurrent(self, file: StoredFile) -> RecurrentState:
-        """Returns a file's recurrent state in evaluated arrays. Any thread. Raises DiskFault."""
+        """A file's recurrent state, evaluated. Any thread. Raises DiskFault."""
         with self._opened(file) as found:
             return read_recurrent(found)
 

@@ -1,6 +1,6 @@
-"""The index of the disk tier: which files exist, what they hold and their last use, and how much was written today.
+"""The index of the disk tier: which files exist, their content and last use, and today's writes.
 
-One SQLite database in write-ahead mode. A row is added after its file is complete, and removed before the file is
+One SQLite database in write-ahead mode. A row is added after its file is complete, removed before the file is
 deleted. Callers pass clocks in. One thread at a time.
 """
 
@@ -23,42 +23,40 @@ DAY_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class WriteDay:
-    """The current day as the index keeps it, from which a restart continues."""
+    """The current day as indexed, from which a restart continues."""
 
     saved_at: float
-    """Wall clock at saving, in seconds since 1970."""
+    """Wall clock, seconds since 1970."""
     age_seconds: float
-    """How long the day had lasted then."""
     num_bytes: int
-    """Bytes written on the day until then."""
 
 
 @dataclass(frozen=True)
 class DiskWrites:
-    """Bytes that all namespaces have written in the current day, for people."""
+    """Bytes written in the current day by all namespaces, for people."""
 
     today_bytes: int
     budget_bytes: int | None
 
 
 class WriteBudget:
-    """Counts the bytes written in the current day against a limit. Worker thread only.
+    """Counts the bytes of the current day against a limit. Worker thread only.
 
-    A day is 24 hours from its first write, by a clock that never goes back. Only a restart uses the wall clock, to
-    tell how long no process was running.
+    A day is 24 hours from its first write, by a clock that never goes back; only a restart uses the wall clock, to
+    tell how long no process ran.
     """
 
     def __init__(self, bytes_per_day: int | None, now: Callable[[], float], elapsed: Callable[[], float]) -> None:
-        """`bytes_per_day` None sets no limit; `now` is the wall clock, `elapsed` never goes back."""
+        """No limit without `bytes_per_day`; `now` is the wall clock, `elapsed` never goes back."""
         self._bytes_per_day = bytes_per_day
         self._now = now
         self._elapsed = elapsed
         self._started: float | None = None
-        """When the day began, by `elapsed`; None before its first write."""
+        """By `elapsed`; None before the day's first write."""
         self._num_bytes = 0
 
     def resume(self, saved: WriteDay | None) -> None:
-        """Continues the day that an earlier process saved, if any."""
+        """Continues an earlier process's day, if saved."""
         if saved is not None:
             downtime = max(0.0, self._now() - saved.saved_at)
             self._started = self._elapsed() - saved.age_seconds - downtime
@@ -66,7 +64,7 @@ class WriteBudget:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of the current day, handed to the writer or written."""
+        """Of the current day, handed to the writer or written."""
         if self._started is not None and self._elapsed() - self._started >= DAY_SECONDS:
             self._started, self._num_bytes = None, 0
         return self._num_bytes
@@ -84,16 +82,16 @@ class WriteBudget:
         return WriteDay(self._now(), self._elapsed() - self._started, total)
 
     def writes(self) -> DiskWrites:
-        """Returns the bytes of the current day and their limit."""
+        """The current day's bytes and their limit."""
         return DiskWrites(self.written_bytes, self._bytes_per_day)
 
     def correct(self, difference_bytes: int) -> None:
-        """Adds the difference between bytes written and the estimate that was counted."""
+        """Adds the difference between bytes written and the estimate counted."""
         self._num_bytes = max(0, self.written_bytes + difference_bytes)
 
 
 FORMAT = 1
-"""The version of files and rows; state of other versions is deleted."""
+"""Of files and rows; state of other versions is deleted."""
 
 _ENCODING = ("utf-8", "surrogatepass")
 """A client's JSON may name a namespace with half a surrogate pair."""
@@ -125,20 +123,20 @@ class FileRow:
 
     file: StoredFile
     parent_key: bytes
-    """The key of the prefix before `start`; for a snapshot, its own `key`."""
+    """Before `start`; for a snapshot, `key`."""
     key: bytes
-    """The key of the prefix before `stop`."""
+    """Before `stop`."""
     tokens: TokenArray
-    """The tokens `[start, stop)`; empty for a snapshot."""
+    """Empty for a snapshot."""
 
 
 class DiskIndex:
-    """An open database. Any method may raise OSError, sqlite3.Error, or UnicodeDecodeError from SQLite's messages."""
+    """An open database. Methods may raise OSError, sqlite3.Error, or UnicodeDecodeError from SQLite's messages."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
         self.num_foreign = 0
-        """Rows of another fingerprint that opening removed."""
+        """Rows removed at opening."""
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskIndex":
@@ -180,7 +178,7 @@ class DiskIndex:
             database.execute(f"PRAGMA user_version = {FORMAT}")
 
     def rows(self) -> list[FileRow]:
-        """Returns all rows whose columns are valid."""
+        """All rows with valid columns."""
         found = []
         for values in self._database.execute(f"SELECT {_COLUMNS} FROM files"):
             # A damaged database may hold anything in any column.
@@ -189,12 +187,12 @@ class DiskIndex:
         return found
 
     def write_day(self) -> WriteDay | None:
-        """Returns the day saved last; None if there is none or it is invalid."""
+        """The day saved last; None without a valid one."""
         found = self._database.execute("SELECT saved_at, age_seconds, num_bytes FROM write_day").fetchone()
         return _write_day(found) if found is not None else None
 
     def add(self, row: FileRow, receipt: Receipt, day: WriteDay) -> None:
-        """Adds a row for a complete file, and saves the day's bytes written."""
+        """Adds a complete file's row, and saves the day."""
         file = row.file
         values = (
             *(file.name, file.is_snapshot, file.has_recurrent),
@@ -207,12 +205,12 @@ class DiskIndex:
             database.execute("INSERT INTO write_day VALUES (?, ?, ?)", astuple(day))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Removes the rows of some files."""
+        """Removes files' rows."""
         with self._database as database:
             database.executemany("DELETE FROM files WHERE name = ?", [(name,) for name in names])
 
     def touch(self, last_used: Mapping[str, int]) -> None:
-        """Records when files were last used, by name."""
+        """Records last uses, by file name."""
         with self._database as database:
             changes = [(used_at, name) for name, used_at in last_used.items()]
             database.executemany("UPDATE files SET last_used = ? WHERE name = ?", changes)
@@ -227,7 +225,7 @@ class DiskIndex:
 
 
 def _row(values: tuple[Any, ...]) -> FileRow:
-    """Returns a row from its columns; raises TypeError or ValueError if they are invalid."""
+    """Raises TypeError or ValueError for invalid columns."""
     name, is_snapshot, has_points, namespace, start, stop, parent_key, key, tokens, *sizes, digest, last_used = values
     if len(sizes) != 3:
         raise ValueError("columns are missing")

@@ -1,7 +1,7 @@
-"""Input and output of the disk tier in threads of its own: reading ahead, loading, and the queue of writes.
+"""Input and output of the disk tier in its own threads: reading ahead, loading, and the queue of writes.
 
-Requests that wait for the same state share one read: the first to load it takes its memory, the others find the state
-in the trie, or read again. One thread writes, in order. All methods belong to the worker thread.
+Requests that wait for the same state share one read: the first to load it takes the memory, others find the state in
+the trie, or read again. One thread writes, in order. All methods belong to the worker thread.
 """
 
 import math
@@ -23,17 +23,14 @@ from cache.layers.state import RecurrentState, Segment
 
 @dataclass(eq=False)
 class _Read:
-    """Rows of a file, or its recurrent state: being read, or read."""
-
     file: StoredFile
     rows: FilePart | None
     num_bytes: int
     result: "Future[Any]"
     num_waiting: int = 1
-    """Number of prefetches that share the read."""
 
     def holds(self, file: StoredFile, rows: FilePart | None) -> bool:
-        """Whether these rows are read, or the file's recurrent state if `rows` is None."""
+        """For None, the recurrent state."""
         if self.file is not file or self.rows is None or rows is None:
             return self.file is file and self.rows is rows
         return self.rows.start <= rows.start and rows.stop <= self.rows.stop
@@ -44,7 +41,7 @@ _CANCELLED.cancel()
 
 
 class Prefetch:
-    """State that is being read ahead. The owner must cancel the prefetch after loading."""
+    """State being read ahead. The owner must cancel the prefetch after loading."""
 
     def __init__(self, reads: list[_Read], release: Callable[[_Read], None]) -> None:
         self._reads = reads
@@ -55,13 +52,13 @@ class Prefetch:
         return all(read.result.done() for read in self._reads)
 
     def cancel(self) -> None:
-        """Stops reading, and frees what no other prefetch shares. May be called twice."""
+        """Stops reading, and frees what no other prefetch shares. Idempotent."""
         while self._reads:
             self._release(self._reads.pop())
 
 
 class FileReader:
-    """Loads the files of one folder, read ahead or at once; drops and logs one that cannot be read.
+    """Loads a folder's files, ahead or at once; drops and logs an unreadable one.
 
     Without a store, and once closed, nothing can be loaded.
     """
@@ -79,12 +76,11 @@ class FileReader:
         self._drop = drop
         self._log = log
         self._num_bytes = 0
-        """Approximate bytes of memory that `_reads` take."""
         self._reads: list[_Read] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-reader")
 
     def prefetch(self, wanted: Iterable[FileSpan | StoredFile]) -> Prefetch:
-        """Begins to read what is written of spans and snapshots, as far as memory allows."""
+        """Begins to read what is written of `wanted`, as far as memory allows."""
         reads = list[_Read]()
         for item in wanted:
             for file, rows, num_bytes in _parts_of(item) if item.is_written else ():
@@ -99,14 +95,14 @@ class FileReader:
         return Prefetch(reads, self._release)
 
     def load_rows(self, file: StoredFile, start: int, stop: int) -> Segment:
-        """Returns rows of a file in evaluated arrays. Raises DiskFault."""
+        """Rows of a file, evaluated. Raises DiskFault."""
         segment: Segment = self._load(file, FilePart(file, start, stop))
         if stop < segment.stop:
             segment = segment.split(stop)[0]
         return segment.tail(start) if start > segment.start else segment
 
     def load_recurrent(self, file: StoredFile) -> RecurrentState:
-        """Returns a file's recurrent state in evaluated arrays. Raises DiskFault."""
+        """A file's recurrent state, evaluated. Raises DiskFault."""
         state: RecurrentState = self._load(file, None)
         return state
 
@@ -126,7 +122,7 @@ class FileReader:
         return next((read for read in self._reads if read.holds(file, rows)), None)
 
     def _take(self, read: _Read) -> Any:
-        """Waits for a read; None if it has not started: the caller can then read faster."""
+        """Waits for a read; None if it has not started: the caller is then faster."""
         result = read.result
         self._remove(read)
         return None if result.cancelled() else result.result()
@@ -158,7 +154,7 @@ def _fetch(store: DiskStore, file: StoredFile, rows: FilePart | None) -> Segment
 
 
 def _parts_of(item: FileSpan | StoredFile) -> Iterator[tuple[StoredFile, FilePart | None, int]]:
-    """Yields what is read at once: rows of a file, or its recurrent state; with their bytes."""
+    """What is read at once: a file's rows, or for None its recurrent state; with the bytes."""
     if isinstance(item, FileSpan):
         yield from ((part.file, part, part.num_bytes) for part in item.parts)
         return
@@ -179,7 +175,7 @@ class _Write:
 
 
 class WriteQueue:
-    """The writer thread of one folder. Accepts nothing without a store, and once closed."""
+    """A folder's writer thread. Accepts nothing without a store, and once closed."""
 
     def __init__(
         self,
@@ -190,7 +186,6 @@ class WriteQueue:
         log: ProblemLog,
     ) -> None:
         self.waiting_bytes = 0
-        """Bytes of memory that unwritten state holds."""
         self._store = store
         self._max_waiting_bytes = max_waiting_bytes
         self._elapsed = elapsed
@@ -201,11 +196,11 @@ class WriteQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether unwritten state holds more than half of its memory limit."""
+        """Whether unwritten state holds more than half its limit."""
         return 2 * self.waiting_bytes > self._max_waiting_bytes
 
     def accepts(self, num_bytes: int) -> bool:
-        """Whether state of `num_bytes` may wait too; an empty queue accepts one file of any size."""
+        """Whether `num_bytes` more may wait; an empty queue accepts one file of any size."""
         if self._store is None or self._elapsed() < self._paused_until:
             return False
         if self._writes and self.waiting_bytes + num_bytes > self._max_waiting_bytes:
@@ -214,13 +209,13 @@ class WriteQueue:
         return True
 
     def add(self, order: WriteOrder, num_bytes: int) -> None:
-        """Queues a file for writing; it holds `num_bytes` of memory until written. Requires `accepts`."""
+        """Queues a file, which holds `num_bytes` of memory until written. Requires `accepts`."""
         assert self._store is not None
         self._writes.append(_Write(order.file, num_bytes, self._thread.submit(self._store.write, order)))
         self.waiting_bytes += num_bytes
 
     def ended(self) -> Iterator[tuple[StoredFile, Receipt | None]]:
-        """Yields the files whose writes have ended, with receipts; None if not written."""
+        """Yields files whose writes ended, with receipts; None if not written."""
         while self._writes and self._writes[0].receipt.done():
             write = self._writes.popleft()
             self.waiting_bytes -= write.num_bytes
@@ -250,7 +245,7 @@ class WriteQueue:
         return barrier.done()
 
     def close(self) -> None:
-        """Ends the thread: finishes the file being written, and drops the waiting files."""
+        """Ends the thread: finishes the current file, drops the waiting ones."""
         for write in self._writes:
             write.receipt.cancel()
         if self._store is not None:
@@ -259,6 +254,6 @@ class WriteQueue:
         self._store = None
 
     def check(self) -> None:
-        """Asserts that the count of waiting bytes is right."""
+        """Asserts the count of waiting bytes."""
         waiting = sum(write.num_bytes for write in self._writes)
         assert waiting == self.waiting_bytes, f"{waiting} bytes are waiting, {self.waiting_bytes} counted"

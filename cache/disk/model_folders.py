@@ -1,7 +1,7 @@
 """The folders of a cache directory, one per model: finding, naming, listing and removing them.
 
-A folder is called `NAME-FINGERPRINT`. The name is for people; by the fingerprint a model finds its folder under any
-name. Only files that the disk tier wrote are ever removed.
+A folder is called `NAME-FINGERPRINT`: the name is for people, by the fingerprint a model finds its folder. Only files
+that the disk tier wrote are ever removed.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ class ModelFolder:
 
     path: Path
     model: str
-    """What the model was first called, made fit for a file name; may be empty."""
+    """What the model was first called, as a file name; may be empty."""
     num_bytes: int
     last_used: float
-    """Seconds since 1970; 0 if nothing was ever written."""
+    """Seconds since 1970; 0 if never written."""
     is_in_use: bool
 
 
 def place(parent: Path, model: str, fingerprint: str) -> Path:
-    """Returns the folder of a model, which need not exist; renames one called by the fingerprint alone."""
+    """A model's folder, which need not exist; renames one called by the fingerprint alone."""
     digits = fingerprint[:FINGERPRINT_DIGITS]
     wanted = parent / f"{_file_name(model)}-{digits}"
     with contextlib.suppress(OSError):
@@ -46,7 +46,7 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
 
 
 def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
-    """Returns the folders, by name, of models also called `model` that had other files."""
+    """Folders, by name, of models also called `model` that had other files."""
     name, digits = _file_name(model), fingerprint[:FINGERPRINT_DIGITS]
     with contextlib.suppress(OSError):
         matches = [(path, _FOLDER.fullmatch(path.name)) for path in sorted(_folders(parent))]
@@ -55,12 +55,12 @@ def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
 
 
 def find_all(parent: Path) -> list[ModelFolder]:
-    """Returns the models' folders by name; none if `parent` does not exist. Raises OSError."""
+    """The models' folders by name; none without `parent`. Raises OSError."""
     return [_describe(path) for path in sorted(_folders(parent))] if parent.exists() else []
 
 
 def remove(folder: ModelFolder) -> bool:
-    """Deletes what the disk tier wrote; returns False if foreign files, and so the folder, remain.
+    """Deletes what the disk tier wrote; False if foreign files, and so the folder, remain.
 
     Raises OSError, and DiskInUse while a server has the folder open.
     """
@@ -89,7 +89,7 @@ def _describe(path: Path) -> ModelFolder:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether a server has a folder open, which need not exist."""
+    """Whether a server has a folder, which need not exist, open."""
     if not (path / LOCK).exists():
         return False
     try:
@@ -101,7 +101,7 @@ def is_in_use(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder; raises DiskInUse while a server has it."""
+    """Raises DiskInUse while a server has the folder."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

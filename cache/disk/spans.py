@@ -1,6 +1,6 @@
 """State on disk as files and spans that take no memory, but can be clipped and loaded. Worker thread only.
 
-A file is written once and never changed. A span refers to row ranges of files, so clipping it reads nothing; it may
+A file is written once and never changed. A span refers to row ranges of files: clipping reads nothing. A span may
 have gaps, ranges without a file.
 """
 
@@ -19,19 +19,18 @@ if TYPE_CHECKING:
 
 
 class FileState(Enum):
-    """The states of a file, in order."""
+    """A file's states, in order."""
 
     PENDING = "pending"
-    """Waiting to be written, or being written."""
     WRITTEN = "written"
-    """Complete, synced, and in the index."""
+    """Complete, synced, indexed."""
     GONE = "gone"
-    """Never written, found damaged, or deleted."""
+    """Or never written."""
 
 
 @dataclass(eq=False)
 class StoredFile:
-    """One file of the tier: rows of the tokens `[start, stop)`.
+    """One file: rows of the tokens `[start, stop)`.
 
     A snapshot has the window rows before `stop`, recurrent state at `stop`, or both.
     """
@@ -40,11 +39,11 @@ class StoredFile:
     start: int
     stop: int
     num_bytes: int
-    """Size on disk; an estimate until the file is written."""
+    """On disk; an estimate until written."""
     is_snapshot: bool = False
     has_recurrent: bool = False
     name: str = ""
-    """Empty until the file is being written."""
+    """Empty until being written."""
     receipt: "Receipt | None" = None
     state: FileState = FileState.PENDING
     last_used: int = 0
@@ -69,7 +68,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class FilePart:
-    """The rows `[start, stop)` of a file, in offsets of the sequence."""
+    """Rows `[start, stop)` of a file, in offsets of the sequence."""
 
     file: StoredFile
     start: int
@@ -80,24 +79,24 @@ class FilePart:
         return self.file.num_bytes * (self.stop - self.start) // (self.file.stop - self.file.start)
 
     def clipped(self, start: int, stop: int) -> "FilePart | None":
-        """Returns the overlap with `[start, stop)`; None if there is none."""
+        """The overlap with `[start, stop)`, if any."""
         start, stop = max(start, self.start), min(stop, self.stop)
         return FilePart(self.file, start, stop) if start < stop else None
 
     def load(self) -> "Segment":
-        """Reads the rows into memory. Raises DiskFault; the file is then GONE."""
+        """Reads the rows. Raises DiskFault; the file is then GONE."""
         assert self.file.reader is not None, "a written file has a reader"
         return self.file.reader.load_rows(self.file, self.start, self.stop)
 
 
 class FileSpan:
-    """Rows of the tokens `[start, stop)` on disk, in one file or several. Immutable."""
+    """Rows of the tokens `[start, stop)` in one or several files. Immutable."""
 
     def __init__(self, start: int, stop: int, parts: tuple[FilePart, ...] = ()) -> None:
         self.start = start
         self.stop = stop
         self.parts = parts
-        """Ascending, without overlap."""
+        """Ascending, disjoint."""
 
     @property
     def files(self) -> list[StoredFile]:
@@ -113,7 +112,7 @@ class FileSpan:
 
     @property
     def written_stop(self) -> int:
-        """The offset up to which the rows are on disk without a gap."""
+        """Up to here rows are on disk without a gap."""
         stop = self.start
         for part in self.parts:
             if part.start > stop or not part.file.is_written:
@@ -123,21 +122,21 @@ class FileSpan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk, of each file only the span's part."""
+        """On disk, of each file only this part."""
         return sum(part.num_bytes for part in self.parts)
 
     def split(self, offset: int) -> "tuple[FileSpan, FileSpan]":
-        """Returns `[start, offset)` and `[offset, stop)`. Reads nothing."""
+        """`[start, offset)` and `[offset, stop)`. Reads nothing."""
         return self.clipped(self.start, offset), self.clipped(offset, self.stop)
 
     def load(self) -> "Segment":
-        """Reads the rows into memory, evaluated. Raises DiskFault; the faulty file is then GONE."""
+        """Reads the rows, evaluated. Raises DiskFault; the faulty file is then GONE."""
         if not self.is_written:
             raise DiskFault(f"the state of tokens {self.start} to {self.stop} is not on disk")
         return reduce(lambda before, after: before.join(after), (part.load() for part in self.parts))
 
     def clipped(self, start: int, stop: int) -> "FileSpan":
-        """Returns the part of the span in `[start, stop)`."""
+        """The part in `[start, stop)`."""
         parts = (part.clipped(start, stop) for part in self.parts)
         return FileSpan(start, stop, tuple(part for part in parts if part is not None))
 
@@ -154,7 +153,7 @@ class FileSpan:
             yield done, self.stop
 
     def filled(self, file: StoredFile) -> "FileSpan":
-        """Returns the span with `file` in the missing ranges that the file covers."""
+        """The span with `file` in the missing ranges that it covers."""
         live = [part for part in self.parts if not part.file.is_gone]
         new = [FilePart(file, *gap).clipped(file.start, file.stop) for gap in self.missing()]
         live.extend(part for part in new if part is not None)
@@ -162,7 +161,7 @@ class FileSpan:
 
 
 def merged(parts: Iterable[FilePart]) -> tuple[FilePart, ...]:
-    """Joins adjoining parts of the same file."""
+    """Joins adjoining parts of one file."""
     found: list[FilePart] = []
     for part in parts:
         continues = found and found[-1].file is part.file and found[-1].stop == part.start

@@ -1,12 +1,10 @@
 """The disk tier: state of past tokens that outlives memory and the process. Worker thread only.
 
-A thread of the tier writes each token's state at most once: the tier finds by tokens what files already hold, however
-edges were cut. A `FileSpan` or `StoredFile` stands for state on disk: loadable once it `is_written`, and `is_gone`
-after it was evicted, damaged or cleared.
-
-A failure here costs the reuse of some state and nothing else: a failed write pauses writing, and unreadable state is
-evaluated again. State of other weights, another format or another machine's folder is never read. Files hold people's
-conversations: only their owner can read them, and their names reveal no tokens.
+A thread of the tier writes each token's state at most once: files are found by tokens, however edges were cut. A
+`FileSpan` or `StoredFile` stands for state on disk: loadable once it `is_written`, `is_gone` after eviction, damage
+or clearing. A failure costs the reuse of some state and nothing else: writing pauses, unreadable state is evaluated
+again. State of other weights, formats or machines is never read. Files hold people's conversations: only their owner
+can read them, and names reveal no tokens.
 """
 
 import itertools
@@ -34,53 +32,52 @@ from cache.types import TokenArray
 logger = logging.getLogger(__name__)
 
 _LOW_WATERMARK = 0.95
-"""Eviction continues until the budget is full to this fraction, or after `tree.MAX_SPARE_FILES`."""
+"""Eviction stops at this fraction of the budget, or after `tree.MAX_SPARE_FILES`."""
 
 
 class DiskSpace:
-    """Counts the tier's files by namespace and last use, and evicts the least recently used beyond a budget."""
+    """Counts files by namespace and last use; evicts the least recently used beyond a budget."""
 
     def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int, journal: Journal) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        """Bytes of all files, including unwritten ones."""
+        """Of all files, unwritten ones too."""
         self.num_gone = 0
-        """Files evicted, damaged, cleared, or replaced by a larger one since the start."""
+        """Evicted, damaged, cleared, or replaced, since the start."""
         self._tree = tree
         self._queue = queue
         self._journal = journal
         self._namespace_bytes: defaultdict[str, int] = defaultdict(int)
         self._now = 0
-        """The last tick of the clock, which counts uses."""
         self._touched: set[StoredFile] = set()
-        """Files whose last use is not yet in the index."""
+        """Not yet indexed."""
 
     def bytes_of(self, namespace: str) -> int:
-        """Returns the bytes of a namespace's files, including unwritten ones."""
+        """Bytes of a namespace's files, unwritten ones too."""
         return self._namespace_bytes.get(namespace, 0)
 
     # ------------------------------------------------------------------------------------------- files come and go
 
     def adopt(self, files: Collection[StoredFile]) -> None:
-        """Counts the files found at opening; evicts some if the budget is smaller now."""
+        """Counts files found at opening; evicts if the budget is smaller now."""
         for file in files:
             self.add(file)
         self._now = max((file.last_used for file in files), default=0) + 1
         self.evict_for(0, self._now)
 
     def add(self, file: StoredFile) -> None:
-        """Counts a file that was added to the tree."""
+        """Counts a file added to the tree."""
         self._count(file, file.num_bytes)
 
     def complete(self, file: StoredFile, receipt: Receipt) -> None:
-        """Records that a file is written, unless it has become GONE."""
+        """Records that a file is written, unless GONE."""
         if file.state is FileState.PENDING:
             file.state, file.receipt = FileState.WRITTEN, receipt
             self._count(file, receipt.num_bytes - file.num_bytes)
             file.num_bytes = receipt.num_bytes
 
     def drop(self, files: Iterable[StoredFile]) -> None:
-        """Deletes files, after all earlier writes in the queue."""
+        """Deletes files, after all earlier writes."""
         gone = [file for file in files if not file.is_gone]
         for file in gone:
             file.state = FileState.GONE
@@ -92,9 +89,9 @@ class DiskSpace:
             self._queue.change(lambda store: store.delete(gone))
 
     def evict_for(self, num_bytes: int, newest: int) -> bool:
-        """Evicts so that `num_bytes` more fit; files last used at `newest` or later stay.
+        """Evicts so that `num_bytes` fit; files last used at `newest` or later stay.
 
-        Returns False, and deletes nothing, if that is not enough.
+        Returns False, deleting nothing, if that is not enough.
         """
         excess = self.used_bytes + num_bytes - self.budget_bytes
         if excess <= 0:
@@ -118,12 +115,12 @@ class DiskSpace:
     # ---------------------------------------------------------------------------------------------------- recency
 
     def ticks(self, count: int) -> list[int]:
-        """Returns `count` new ticks, the latest first."""
+        """`count` new ticks, the latest first."""
         self._now += count
         return list(range(self._now, self._now - count, -1))
 
     def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
-        """Records a use, at `used_at` or now, of the files needed to restore at `stop`; returns the tick."""
+        """Records a use, at `used_at` or now, of the files that restore at `stop`; returns the tick."""
         used_at = used_at if used_at is not None else self.ticks(1)[0]
         for file in self._tree.on_path(place, stop):
             if file.last_used < used_at:
@@ -132,13 +129,13 @@ class DiskSpace:
         return used_at
 
     def save_recency(self) -> None:
-        """Queues an index update with all uses since the last call."""
+        """Queues an index update with all uses since the last."""
         touched, self._touched = self._touched, set()
         if touched:
             self._queue.change(lambda store: store.touch(touched))
 
     def check(self) -> None:
-        """Asserts that the counts are right."""
+        """Asserts the counts."""
         expected: defaultdict[str, int] = defaultdict(int)
         for file in self._tree.files():
             expected[file.namespace] += file.num_bytes
@@ -147,7 +144,7 @@ class DiskSpace:
 
 
 MAX_VISITED = 4096
-"""The most edges that one listing visits: the worker waits for it."""
+"""The most edges one listing visits: the worker waits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,16 +154,16 @@ class DiskListing:
     edges: list[DiskNode]
     """Parents before children."""
     num_edges: int
-    """Number of all edges, including unlisted and unwritten ones."""
+    """All, unlisted and unwritten ones too."""
     is_truncated: bool
 
 
 NO_LISTING = DiskListing([], 0, False)
-"""The listing of a cache without a disk tier."""
+"""Of a cache without a disk tier."""
 
 
 def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskNode | None]:
-    """Yields the edges, depth first; None for one that is not on disk, and nothing below it."""
+    """Edges, depth first; None for one not on disk, and nothing below."""
     waiting = [tree.children(namespace)]
     while waiting:
         node = next(waiting[-1], None)
@@ -182,16 +179,16 @@ def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskNode | None]:
 _HEADER_BYTES = 4096
 
 _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Never goes back and counts the machine's sleep; macOS and Linux name it differently."""
+"""macOS and Linux name it differently."""
 
 
 def elapsed_seconds() -> float:
-    """Returns the seconds since a fixed moment, including the machine's sleep."""
+    """Seconds since a fixed moment, the machine's sleep included."""
     return time.clock_gettime(_CLOCK_WITH_SLEEP)
 
 
 class DiskTier:
-    """Decides which state is written to disk, and finds it again."""
+    """Decides what is written to disk, and finds it again."""
 
     def __init__(
         self,
@@ -228,15 +225,14 @@ class DiskTier:
         now: Callable[[], float] = time.time,
         elapsed: Callable[[], float] = elapsed_seconds,
     ) -> "DiskTier":
-        """Opens or creates a folder for the state of one model; reads names, sizes and tokens, no state.
+        """Opens or creates one model's folder; reads names, sizes and tokens, no state.
 
-        `fingerprint` covers what the state depends on: weights, tokenizer, types, library versions. State with
-        another one is deleted, and everything if the index is damaged. At most `max_in_flight_bytes`, or one file,
-        wait to be written, and as many are read ahead. `now` is the wall clock, `elapsed` a clock that never goes
-        back.
+        `fingerprint` covers what state depends on: weights, tokenizer, types, library versions. State with another
+        one is deleted, and everything if the index is damaged. At most `max_in_flight_bytes`, or one file, wait to be
+        written, and as many are read ahead. `now` is the wall clock, `elapsed` never goes back.
 
-        Raises DiskInUse while another process has the folder, FolderUnsafe if another user owns it or can write into
-        it, and FolderUnusable if it cannot be used for another reason.
+        Raises DiskInUse while another process has the folder, FolderUnsafe if another user owns or can write into it,
+        FolderUnusable for another reason.
         """
 
         def attached(store: DiskStore) -> DiskTier:
@@ -278,17 +274,17 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier has a folder; without one it keeps nothing."""
+        """Whether there is a folder; without one nothing is kept."""
         return self._store is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether so much waits to be written that only urgent writes should be added."""
+        """Whether so much waits that only urgent writes should be added."""
         self.notice_written()
         return self.queue.is_busy
 
     def listing(self, namespace: str, max_edges: int) -> DiskListing:
-        """Returns up to `max_edges` edges of a namespace."""
+        """Up to `max_edges` edges of a namespace."""
         self.notice_written()
         num_edges = self.tree.num_edges(namespace)
         visited = itertools.islice(_walk(self.tree, namespace), MAX_VISITED)
@@ -297,7 +293,7 @@ class DiskTier:
         return DiskListing(found[:max_edges], num_edges, is_truncated)
 
     def notice_written(self) -> None:
-        """Updates the files whose writes have ended since the last call."""
+        """Updates files whose writes have ended."""
         for file, receipt in self.queue.ended():
             num_bytes = receipt.num_bytes if receipt is not None else 0
             self.write_budget.correct(num_bytes - file.num_bytes)
@@ -320,12 +316,12 @@ class DiskTier:
         near: DiskPlace = START,
         used_at: int | None = None,
     ) -> FileSpan | None:
-        """Writes a segment that stops at `len(tokens)`; `tokens` begin at the sequence's start.
+        """Writes a segment that stops at `len(tokens)`, counted from the sequence's start.
 
-        Returns at once a span that can be loaded once it `is_written`; None if the segment is refused: too much
-        waits, the day's or the whole budget is used up, or the disk fails. What is on disk is not written again.
-        Borrows the segment's arrays. `near` is a place on the way to the tokens' end, which saves comparing; nothing
-        used after `used_at`, one of `ticks`, is evicted for the segment.
+        Returns at once a span, loadable once it `is_written`; None if refused: too much waits, the day's or the whole
+        budget is used up, or the disk fails. What is on disk is not written again. Borrows the arrays. `near`, a
+        place on the way to the tokens' end, saves comparing; nothing used after `used_at`, one of `ticks`, is
+        evicted.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
@@ -348,9 +344,9 @@ class DiskTier:
         near: DiskPlace = START,
         used_at: int | None = None,
     ) -> StoredFile | None:
-        """Writes a snapshot that is valid right after `tokens`, where the window's rows end.
+        """Writes a snapshot valid right after `tokens`, where the window's rows end.
 
-        Returns like `write_span`; None also for recurrent state that cannot be stored. Replaces one that holds less.
+        Returns like `write_span`; None also for unstorable recurrent state. Replaces one that holds less.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
@@ -393,7 +389,7 @@ class DiskTier:
         return True
 
     def clear(self, namespace: str | None = None) -> None:
-        """Deletes everything, or one namespace, and overwrites its tokens in the index's files."""
+        """Deletes everything, or one namespace, and overwrites its tokens in the index."""
         self.notice_written()
         self.space.drop(self.tree.files(namespace))
         self.queue.change(lambda store: store.scrub())
@@ -401,14 +397,14 @@ class DiskTier:
     # ---------------------------------------------------------------------------------------------------- ending
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Waits until everything handed over is on disk; returns False on timeout."""
+        """Waits until all is on disk; False on timeout."""
         self.space.save_recency()
         is_all_written = self.queue.wait(timeout_seconds)
         self.notice_written()
         return is_all_written
 
     def close(self) -> None:
-        """Finishes the file being written, drops those that wait (`flush` keeps them), and unlocks the folder."""
+        """Finishes the current file, drops those that wait (`flush` keeps them), unlocks the folder."""
         self.space.save_recency()
         self.queue.close()
         self.notice_written()

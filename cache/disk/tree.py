@@ -1,8 +1,7 @@
 """The tokens with state on disk: one prefix trie per namespace, with files on its nodes. Worker thread only.
 
 No two files cover the same tokens of the same prefix. An edge may have gaps. A snapshot is on the node that ends at
-its offset. A file depends on the file that holds the tokens right before its own. Reads and writes nothing, and knows
-no budget.
+its offset. A file depends on the one with the tokens right before. Reads and writes nothing, knows no budget.
 """
 
 import hashlib
@@ -22,11 +21,11 @@ from cache.trie import Place, TokenNode, TokenTrie
 from cache.types import TokenArray
 
 MIN_GARBAGE = 1024
-"""Up to this many entries of GONE files stay in the heap."""
+"""Up to this many GONE files stay in the heap."""
 
 
 class LruOrder:
-    """Files in a heap, least recently used first; of files used together, the one with the largest `stop`.
+    """Files in a heap, least recently used first, then by largest `stop`.
 
     An entry may be outdated: its file was used again, or is GONE. `pop` notices: a use only moves a file back.
     """
@@ -36,11 +35,11 @@ class LruOrder:
         self._heap: list[tuple[int, int, int, StoredFile]] = []
 
     def push(self, file: StoredFile) -> None:
-        """Adds a file that is not in the order."""
+        """Adds a file not in the order."""
         heapq.heappush(self._heap, (file.last_used, -file.stop, next(self._count), file))
 
     def pop(self) -> StoredFile | None:
-        """Removes and returns the first file; None if there is none."""
+        """Removes and returns the first file, if any."""
         while self._heap:
             last_used, _, _, file = heapq.heappop(self._heap)
             if file.is_gone:
@@ -51,13 +50,13 @@ class LruOrder:
         return None
 
     def compact(self, num_files: int) -> None:
-        """Removes the entries of GONE files once they outnumber the `num_files` others."""
+        """Removes GONE files once they outnumber the `num_files` others."""
         if len(self._heap) > 2 * num_files + MIN_GARBAGE:
             self._heap = [entry for entry in self._heap if not entry[-1].is_gone]
             heapq.heapify(self._heap)
 
     def files(self) -> set[StoredFile]:
-        """Returns the files that are not GONE."""
+        """The files not GONE."""
         return {entry[-1] for entry in self._heap if not entry[-1].is_gone}
 
 
@@ -66,30 +65,29 @@ MAX_SPARE_FILES = 16
 
 
 class PrefixHasher:
-    """Computes the keys of a growing prefix of one namespace. Immutable."""
+    """Keys of one namespace's growing prefix. Immutable."""
 
     def __init__(self, hasher: hashlib.blake2b) -> None:
         self._hasher = hasher
 
     def extended(self, tokens: TokenArray) -> "PrefixHasher":
-        """Returns the hasher of the prefix extended by `tokens`."""
+        """The hasher of the prefix extended by `tokens`."""
         hasher = self._hasher.copy()
         hasher.update(np.ascontiguousarray(tokens, np.int32).data)
         return PrefixHasher(hasher)
 
     def key(self) -> bytes:
-        """Returns the key of the prefix."""
+        """The prefix's key."""
         return self._hasher.digest()
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class DiskNode(TokenNode):
-    """One edge, and the files that hold state of its tokens."""
+    """One edge, and the files with its state."""
 
     parts: tuple[FilePart, ...] = ()
-    """Rows of the edge's tokens, ascending, without overlap."""
+    """Rows of the edge, ascending, disjoint."""
     snapshot: StoredFile | None = None
-    """The snapshot at the edge's end."""
 
     @property
     def span(self) -> FileSpan:
@@ -109,7 +107,7 @@ class DiskNode(TokenNode):
         self.parts, self.snapshot = (), None
 
     def check(self) -> None:
-        """Asserts that the rows belong to this edge and the snapshot to its end."""
+        """Asserts that rows and snapshot belong to this edge."""
         done = self.start
         for part in self.parts:
             assert done <= part.start < part.stop <= self.stop, f"{self} holds a part that is not its own"
@@ -133,72 +131,71 @@ class DiskTree:
     def __init__(self) -> None:
         self._tries: dict[str, DiskTrie] = {}
         self._ends: dict[StoredFile, DiskPlace] = {}
-        """The place of each file's `stop`."""
         self._order = LruOrder()
 
     # ---------------------------------------------------------------------------------------------- questions
 
     def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
-        """Returns where the match of `tokens` ends; they follow `place`, `START` or one that is not gone."""
+        """Where the match of `tokens` ends, which follow `place`: `START`, or one not gone."""
         trie = self._tries.get(namespace)
         # A look-up must not create a namespace: a client may name a new one with each request.
         return trie.follow(place if place.length else Place(trie.root, 0), tokens) if trie is not None else START
 
     def locate(self, namespace: str, tokens: TokenArray, near: DiskPlace) -> DiskPlace:
-        """Returns the place where the match of `tokens` ends, which is beyond `near`."""
+        """Where the match of `tokens` ends, beyond `near`."""
         start = near if not near.is_gone else START
         return self.follow(namespace, start, tokens[start.length :])
 
     def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
-        """Returns the rows of `[start, stop)` in files, on the way to `place`; the span may have gaps."""
+        """Rows of `[start, stop)` in files on the way to `place`, perhaps with gaps."""
         last = min(stop, place.length)
         edges = reversed(list(place.edges(start, stop)))
         parts = [part.clipped(start, last) for node in edges for part in node.parts]
         return FileSpan(start, stop, merged(part for part in parts if part is not None))
 
     def snapshots(self, place: DiskPlace) -> Iterator[StoredFile]:
-        """Yields the snapshots on the way to a place, the deepest first."""
+        """Yields the snapshots on the way to a place, deepest first."""
         for node in place.edges(0, place.length):
             if node.snapshot is not None and node.stop <= place.length:
                 yield node.snapshot
 
     def snapshot(self, place: DiskPlace, offset: int) -> StoredFile | None:
-        """Returns the snapshot at `offset`; None if there is none."""
+        """The snapshot at `offset`, if any."""
         ends = (node for node in place.edges(offset - 1, offset) if node.stop == offset <= place.length)
         return next((node.snapshot for node in ends), None)
 
     def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
-        """Whether a place covers all `num_tokens` tokens and there are files of later tokens."""
+        """Whether a place covers all `num_tokens`, and files hold later ones."""
         last = next(place.edges(num_tokens - 1, num_tokens), None)
         return last is not None and place.length == num_tokens and (last.stop > num_tokens or bool(last.children))
 
     def on_path(self, place: DiskPlace, stop: int) -> list[StoredFile]:
-        """Returns the files needed to restore at `stop`, on the way to a place."""
+        """Files needed to restore at `stop` on the way to a place."""
         last = min(stop, place.length)
         files = [part.file for node in place.edges(0, stop) for part in node.parts if part.start < last]
         snapshot = self.snapshot(place, stop)
         return [*files, snapshot] if snapshot is not None else files
 
     def num_edges(self, namespace: str) -> int:
-        """Returns how many edges a namespace has."""
+        """How many edges a namespace has."""
         trie = self._tries.get(namespace)
         return trie.num_nodes if trie is not None else 0
 
     def children(self, namespace: str) -> Iterator[DiskNode]:
-        """Yields the nodes below the root of a namespace."""
+        """Yields the nodes below a namespace's root."""
         trie = self._tries.get(namespace)
         return iter(trie.root.children.values()) if trie is not None else iter(())
 
     def namespaces(self) -> list[str]:
-        """Returns the namespaces with files."""
+        """The namespaces with files."""
         return list(self._tries)
 
     def files(self, namespace: str | None = None) -> list[StoredFile]:
-        """Returns all files, or those of one namespace."""
+        """All files, or one namespace's."""
         return list(dict.fromkeys(file for node in self.nodes(namespace) for file in node.files))
 
     def nodes(self, namespace: str | None = None) -> Iterator[DiskNode]:
-        """Yields all nodes, or those of one namespace, parents before children."""
+        """Yields all nodes, or one namespace's, parents before children."""
         for name, trie in self._tries.items():
             if namespace in (None, name):
                 yield from trie.nodes()
@@ -215,7 +212,7 @@ class DiskTree:
     # ------------------------------------------------------------------------------------------------ changes
 
     def add(self, tokens: TokenArray, file: StoredFile, near: DiskPlace) -> None:
-        """Adds a file of rows that no other file holds, or of a snapshot; it stops at `len(tokens)`.
+        """Adds a file of rows that no other holds, or of a snapshot; it stops at `len(tokens)`.
 
         `tokens` begin at the sequence's start; `near` is a place on the way to their end.
         """
@@ -228,7 +225,6 @@ class DiskTree:
         return self._tries.setdefault(namespace, TokenTrie(DiskNode, namespace))
 
     def _add(self, trie: DiskTrie, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
-        """Adds a file that stops where `tokens` end below `node`."""
         last = trie.extend(node, tokens)
         self._ends[file] = Place(last, file.stop)
         self._order.push(file)
@@ -240,7 +236,7 @@ class DiskTree:
                 step.parts = step.span.filled(file).parts
 
     def prune(self, gone: Iterable[StoredFile]) -> None:
-        """Removes GONE files, and then the edges without files on or below them."""
+        """Removes GONE files, then edges without files on or below them."""
         nodes: dict[DiskNode, DiskTrie] = {}
         for file in gone:
             nodes.update(dict.fromkeys(self._nodes_of(file), self._tries[file.namespace]))
@@ -257,7 +253,7 @@ class DiskTree:
     # ----------------------------------------------------------------------------------------------- eviction
 
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
-        """Returns files to evict, least recently used first, each only together with all that depend on it.
+        """Files to evict, least recently used first, each with all that depend on it.
 
         They free `excess_bytes`, and up to `spare_bytes` more if few files suffice; none was used at `newest` or
         later.
@@ -281,7 +277,6 @@ class DiskTree:
         return list(chosen)
 
     def _dependent_on(self, file: StoredFile, chosen: Collection[StoredFile]) -> StoredFile | None:
-        """Returns a file that depends on `file` and is not `chosen`, if any."""
         if file.is_snapshot:
             return None
         after = (other for node in self._nodes_of(file) for other in _right_after(file, node))
@@ -294,9 +289,9 @@ class DiskTree:
     # ------------------------------------------------------------------------------------------------ opening
 
     def attach(self, rows: Sequence[FileRow], hasher_of: Callable[[str], PrefixHasher]) -> None:
-        """Adds the files of an index, from the root down.
+        """Adds an index's files, from the root down.
 
-        Keys are computed again: a row whose tokens were changed is left out, with all that depend on it.
+        Keys are computed again: a row with changed tokens is left out, with all that depend on it.
         """
         waiting: defaultdict[bytes, list[FileRow]] = defaultdict(list)
         for row in rows:
@@ -321,7 +316,7 @@ def _parent_offset(row: FileRow) -> int:
 def _child_offsets(
     row: FileRow, hasher: PrefixHasher, cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
 ) -> list[tuple[int, PrefixHasher]]:
-    """Returns where other rows start on a row's tokens, and its end; nothing if its key is wrong."""
+    """Where other rows start on a row's tokens, and its end; nothing if its key is wrong."""
     start, stop = row.file.start, row.file.stop
     if row.file.is_snapshot:
         return [(start, hasher)] if hasher.key() == row.key else []
@@ -335,12 +330,12 @@ def _child_offsets(
 
 
 def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:
-    """Whether the excess is freed, and the spare bytes too unless `MAX_SPARE_FILES` are chosen."""
+    """Spare bytes do not count once `MAX_SPARE_FILES` are chosen."""
     return excess_bytes <= 0 and (excess_bytes <= -spare_bytes or num_chosen >= MAX_SPARE_FILES)
 
 
 def _right_after(file: StoredFile, node: DiskNode) -> Iterator[StoredFile]:
-    """Yields the files on or below a node that depend on a file's rows there."""
+    """Files on or below a node that depend on a file's rows there."""
     number = [part.file for part in node.parts].index(file)
     if later := node.parts[number + 1 : number + 2]:
         yield later[0].file
@@ -358,7 +353,7 @@ def _right_after(file: StoredFile, node: DiskNode) -> Iterator[StoredFile]:
 
 
 def _remove_empty(trie: DiskTrie, node: DiskNode) -> None:
-    """Removes a node without files on or below it, then each ancestor that has become one."""
+    """Then each ancestor that became empty."""
     while node.parent is not None and not node.children and not node.files:
         above = node.parent
         trie.remove(node)

@@ -1,11 +1,9 @@
-"""The order in which stored state is evicted, fair among namespaces and updated as nodes change. Pure.
+"""The order in which stored state is evicted, fair among namespaces, updated as nodes change. Pure.
 
-A node is valued again only when a change, of the node or of another one, may have lowered its value: there are too
-many to value all. A value that has risen is noticed when the node is about to be evicted, and the node is put back.
-Invariant: no value in the order is too high.
-
-A namespace's fair share is the budget divided by the number of namespaces that hold anything. When memory is short,
-namespaces over their share are evicted from first.
+A node is valued again only when a change, of it or another, may have lowered its value: there are too many to value
+all. A risen value is noticed before eviction, and the node put back. Invariant: no value in the order is too high. A
+namespace's share is the budget divided by the number of namespaces that hold anything; those over it lose state
+first.
 """
 
 import heapq
@@ -18,7 +16,7 @@ from cache.types import LayerKinds
 
 
 def over_share(held_bytes: Mapping[str, int], budget_bytes: int) -> set[str]:
-    """Returns the namespaces over their share; none while only one holds anything."""
+    """The namespaces over their share; none while only one holds anything."""
     active = {name: num_bytes for name, num_bytes in held_bytes.items() if num_bytes > 0}
     if len(active) < 2:
         return set()
@@ -26,17 +24,17 @@ def over_share(held_bytes: Mapping[str, int], budget_bytes: int) -> set[str]:
 
 
 class Shares:
-    """The bytes that each namespace holds, and which namespaces hold more than their share."""
+    """Each namespace's bytes, and which hold more than their share."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.held: dict[str, int] = {}
         self._ledger = ledger
         self._over: set[str] | None = set()
-        """None when outdated: the number of namespaces or the budget has changed."""
+        """None when the number of namespaces or the budget has changed."""
         self._budget_bytes = ledger.budget_bytes
 
     def add(self, namespace: str, num_bytes: int) -> None:
-        """Counts bytes that a namespace now holds; negative when it has released them."""
+        """Counts bytes that a namespace now holds; negative for released ones."""
         before, held = len(self.held), self.held.pop(namespace, 0) + num_bytes
         assert held >= 0, f"more bytes were dropped in {namespace!r} than stored"
         if held:
@@ -48,7 +46,7 @@ class Shares:
             (self._over.add if is_over else self._over.discard)(namespace)
 
     def over(self) -> set[str]:
-        """Returns the namespaces over their share, like `over_share`. Do not change the set."""
+        """The namespaces over their share. Do not change the set."""
         if self._over is None or self._budget_bytes != self._ledger.budget_bytes:
             self._budget_bytes = self._ledger.budget_bytes
             self._over = over_share(self.held, self._budget_bytes)
@@ -56,10 +54,10 @@ class Shares:
 
 
 class FairQueue:
-    """Candidates of all namespaces, first of those over their share."""
+    """Candidates of all namespaces, first those over their share."""
 
     def __init__(self, find_over_share: Callable[[], set[str]]) -> None:
-        """`find_over_share` is called before each candidate, since every eviction may change the answer."""
+        """`find_over_share` is called before each candidate: every eviction may change the answer."""
         self._find_over_share = find_over_share
         self._queues: dict[str, Queue] = {}
         self._over, self._all = _Ranking(self._queues), _Ranking(self._queues)
@@ -70,7 +68,7 @@ class FairQueue:
         return self._num_candidates
 
     def push(self, namespace: str, candidate: Candidate) -> None:
-        """Adds a candidate, unless evicting it would free nothing."""
+        """Adds a candidate, unless evicting it frees nothing."""
         if candidate.num_bytes <= 0:
             return
         if namespace not in self._queues:
@@ -86,7 +84,7 @@ class FairQueue:
             self._all.pushed(namespace)
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns the next candidate; None if nothing is left."""
+        """Removes and returns the next candidate, if any."""
         if len(self._queues) == 1:
             (only,) = self._queues.values()
             candidate = only.pop(now)
@@ -96,7 +94,7 @@ class FairQueue:
         return candidate
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
-        """Removes outdated candidates among the next `num_candidates`, or a few more; goes through all in turn."""
+        """Removes outdated ones among the next `num_candidates` or a few more; goes through all in turn."""
         has_restarted = False
         while num_candidates > 0:
             step = next(self._sweeping, None)
@@ -115,10 +113,10 @@ class FairQueue:
 
 
 class _Ranking:
-    """Namespaces by the rank of their next candidate; all are ranked again when the clock moves."""
+    """Namespaces by their next candidate's rank; all ranked again when the clock moves."""
 
     def __init__(self, queues: dict[str, Queue]) -> None:
-        """Removes emptied queues from `queues`, which belong to the caller."""
+        """Removes emptied queues from `queues`, the caller's."""
         self._queues = queues
         self._now = -1
         self._names: set[str] = set()
@@ -126,7 +124,6 @@ class _Ranking:
         """A heap; no rank in it is too high."""
 
     def pushed(self, name: str) -> None:
-        """Records that a namespace has one more candidate."""
         if name in self._names:
             heapq.heappush(self._firsts, (self._queues[name].rank(self._now), name))
 
@@ -135,7 +132,6 @@ class _Ranking:
         self._now, self._names, self._firsts = -1, set(), []
 
     def pop(self, names: Set[str], now: int) -> Candidate | None:
-        """Removes and returns the next candidate of some namespaces; None if there is none."""
         if now != self._now or not names <= self._names:
             self._rank(names, now)
         while self._firsts:
@@ -161,18 +157,18 @@ class _Ranking:
 
 
 MANY_CHANGED = 64
-"""With more changed nodes all are valued although memory is not short: a later eviction takes less time."""
+"""With more changed nodes all are valued without need: a later eviction takes less time."""
 MIN_GARBAGE = 1024
-"""Up to this many outdated entries may stay in the queue."""
+"""Up to this many outdated entries may stay."""
 SWEPT_PER_CHANGE = 4
-"""Entries checked for each changed node while half of all are outdated."""
+"""Entries checked per changed node while half of all are outdated."""
 
 
 class EvictionOrder:
-    """Candidates for eviction from all namespaces, in order. Worker thread only.
+    """Candidates of all namespaces, in order. Worker thread only.
 
-    Must be told of every change of a node's state, children or use. Nodes that are pinned or live in a slot are in
-    the order too; a caller that pops one puts it back.
+    Must be told of every change of a node's state, children or use. Pinned nodes and those in slots are in the order
+    too; a caller that pops one puts it back.
     """
 
     def __init__(self, layout: LayerKinds, find_over_share: Callable[[], set[str]]) -> None:
@@ -182,7 +178,7 @@ class EvictionOrder:
         self._changed: dict[Node, str] = {}
 
     def changed(self, namespace: str, node: Node) -> None:
-        """Records that a node or one of its children has changed, or that the node has left the trie.
+        """Records that a node or a child has changed, or that the node has left the trie.
 
         One that has left is forgotten at once: a long prompt joins hundreds of edges.
         """
@@ -193,7 +189,7 @@ class EvictionOrder:
             self._latest.pop(node, None)
 
     def snapped(self, namespace: str, node: Node) -> None:
-        """Records that a node has another snapshot, from which nodes below may be evaluated."""
+        """Records a new snapshot, from which nodes below may be evaluated."""
         self.changed(namespace, node)
         for below in self._valuation.evaluated_from(node):
             self.changed(namespace, below)
@@ -218,7 +214,7 @@ class EvictionOrder:
             self._refresh()
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns the next candidate, with its current value, if any."""
+        """Removes and returns the next candidate, if any, with its current value."""
         if self._changed:
             self._refresh()
         while (candidate := self._queue.pop(now)) is not None:
@@ -233,20 +229,20 @@ class EvictionOrder:
         return None
 
     def put_back(self, candidate: Candidate) -> None:
-        """Returns a popped candidate to the order, unless its node was evicted."""
+        """Returns a popped candidate, unless its node was evicted."""
         namespace, node = candidate.key
         if _is_evictable(node) and node not in self._latest:
             self.changed(namespace, node)
 
     def push(self, candidate: Candidate) -> None:
-        """Adds a candidate, unless evicting it would free nothing."""
+        """Adds a candidate, unless evicting it frees nothing."""
         namespace, node = candidate.key
         if candidate.num_bytes > 0:
             self._latest[node] = candidate
             self._queue.push(namespace, candidate)
 
     def check(self, nodes: Iterable[tuple[str, Node]]) -> None:
-        """Asserts that every evictable node is in the order, and that no value is too high."""
+        """Asserts that every evictable node is in the order, no value too high."""
         pending = self._find_stale()
         for namespace, node in nodes:
             if _is_evictable(node) and node not in pending:
@@ -256,7 +252,7 @@ class EvictionOrder:
                 assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
 
     def _find_stale(self) -> dict[Node, str]:
-        """Returns the changed nodes and those whose value they may have lowered, with namespaces."""
+        """Also those whose value the changes may have lowered."""
         found, seen = dict(self._changed), set[Node]()
         for node, namespace in self._changed.items():
             end = self._valuation.leaf_counting(node)
@@ -281,5 +277,5 @@ class EvictionOrder:
 
 
 def _is_evictable(node: Node) -> bool:
-    """Whether there is something to evict, pinned or not."""
+    """Pinned or not."""
     return node.parent is not None and (not node.children or node.snapshot is not None)

@@ -1,9 +1,9 @@
 """Values stored state, and orders it for eviction when memory is short. Pure.
 
-A candidate is a whole leaf, or the snapshot of a node with children. Its value is the chance that it is wanted again,
-times the tokens to evaluate then, divided by its bytes and its age; the lowest is evicted first. Value falls with age
-because gaps between turns are long-tailed. The number of uses says nothing: a conversation that has just ended was
-used more often than one that has just begun.
+A candidate is a leaf, or the snapshot of a node with children. Its value is the chance that it is wanted again, times
+the tokens to evaluate then, divided by its bytes and age; the lowest goes first. Value falls with age because gaps
+between turns are long-tailed. The number of uses says nothing: a conversation that has just ended has more of them
+than one that has just begun.
 """
 
 import bisect
@@ -20,46 +20,43 @@ from cache.trie import Node
 from cache.types import LayerKinds
 
 LONG_TOKENS = 70_000
-"""Above this length, the longer a conversation is, the less likely it continues."""
+"""Above this length a longer conversation is less likely to continue."""
 
 
 class Chance(float, Enum):
-    """Relative chances that state is wanted when its conversation continues, by the role of the state.
+    """Relative chances that state is wanted when its conversation continues, by the state's role.
 
-    Of 2 817 recorded requests of coding agents 2 624 continued from their conversation's end, 44 from the end of its
-    last prompt, 86 from where that prompt had continued, 8 from further back, and 55 kept no more than tools and
-    system messages. The weights are such shares, tried out and rounded; the hit rate depends little on any of them.
+    Of 2 817 recorded requests of coding agents 2 624 continued from their conversation's end, 44 from its last
+    prompt's end, 86 from where that prompt had continued, 8 from further back, and 55 kept only tools and system
+    messages. The weights are such shares, tried out and rounded; the hit rate depends little on any.
     """
 
     REST = 30.0
-    """All that is left of a conversation whose end was evicted."""
+    """Its conversation's end was evicted."""
     FIRST = 2.0
-    """The first restore point of a conversation."""
     CURRENT = 1.0
-    """The end of a conversation."""
     SHARED = 1 / 10
     """Where conversations part, and the end of tools and system messages."""
     EARLIER = 1 / 12
-    """A restore point well before a conversation's end: useful once the end is evicted."""
+    """Well before a conversation's end: useful once the end is evicted."""
     PROBATION = 1 / 16
-    """The end of a prompt without a session that nothing has continued."""
+    """A prompt's end without a session, not continued."""
     LANDING = 1 / 20
-    """Where the newest turn of a conversation continued from."""
+    """Where the newest turn continued from."""
     PROMPT = 1 / 60
-    """The end of the newest prompt."""
     LEFT = 1 / 100
-    """A former end of a session that has continued elsewhere."""
+    """A former end of a session that continued elsewhere."""
     SUPERSEDED = 1e-6
-    """A restore point that newer ones of the same conversation replace."""
+    """Newer restore points of the conversation replace this one."""
     UNUSABLE = 0.0
-    """State after the last restore point: no request can be restored with it."""
+    """State after the last restore point restores no request."""
 
 
 def chance_to_go_on(num_tokens: int) -> float:
-    """Returns the chance that a conversation of this length is wanted at its end.
+    """The chance that a conversation of this length is wanted at its end.
 
-    Contexts are bounded, and agents begin anew before the bound. Of recorded conversations that had been silent for
-    64 to 256 requests, those under 40 000 tokens came back about six times as often as those over 140 000.
+    Contexts are bounded, and agents begin anew before the bound. Of recorded conversations silent for 64 to 256
+    requests, those under 40 000 tokens came back about six times as often as those over 140 000.
     """
     return Chance.CURRENT * min(1.0, (LONG_TOKENS / max(1, num_tokens)) ** 2)
 
@@ -69,18 +66,17 @@ class Candidate:
     """State that can be evicted."""
 
     key: Any
-    """The caller's handle, never inspected."""
+    """The caller's, never inspected."""
     num_bytes: int
-    """Bytes that eviction may free."""
     num_tokens: int
-    """Tokens to evaluate again, from the nearest restore point that remains."""
+    """To evaluate again, from the nearest remaining restore point."""
     last_used: int
-    """When the state, or any below it, was used."""
+    """Or any below."""
     chance: float = Chance.CURRENT
     is_explicit: bool = False
-    """A client requested the state: it is evicted last."""
+    """Evicted last."""
     is_session_end: bool = False
-    """The end of a session that is not background work."""
+    """Not of background work."""
 
     @cached_property
     def weight(self) -> tuple[bool, float]:
@@ -88,7 +84,7 @@ class Candidate:
         return self.is_explicit, self.chance * self.num_tokens / self.num_bytes
 
     def rank(self, now: int) -> tuple[bool, float]:
-        """The value now; the lowest rank is evicted first."""
+        """The value now; the lowest goes first."""
         is_explicit, value = self.weight
         return is_explicit, value / max(1, now - self.last_used)
 
@@ -96,17 +92,17 @@ class Candidate:
 AGE_SHARE = 4
 """Ages that differ by less than one part in this many count as equal."""
 MAX_HEAPS = 256
-"""At this many heaps neighbours are joined, even if nothing is evicted."""
+"""At this many, neighbours are joined even without evictions."""
 MAX_JOINED = 4096
-"""Two heaps larger than this together are not joined while there are few, to be swept quickly."""
+"""Two heaps larger than this are not joined while there are few, to be swept quickly."""
 
 
 class Queue:
     """Candidates in the order of eviction.
 
-    Time changes the order only between candidates of different ages. So those of about the same age share a heap,
-    ordered by weight, and only the first of each heap is compared. As they grow older, differences in age matter
-    less, and neighbouring heaps are joined: there are never more than some dozens.
+    Time reorders only candidates of different ages. So those of about one age share a heap by weight, and only heaps'
+    firsts are compared. As differences in age matter less, neighbouring heaps are joined: there are some dozens at
+    most.
     """
 
     def __init__(self) -> None:
@@ -115,13 +111,13 @@ class Queue:
         self._heaps: list[_Heap] = []
         self._now = 0
         self._firsts: list[tuple[tuple[bool, float], int, _Heap]] = []
-        """A heap of heaps, by the rank of each heap's first candidate at `_now`."""
+        """A heap of heaps, by their first candidate's rank at `_now`."""
 
     def __len__(self) -> int:
         return self._num_candidates
 
     def push(self, candidate: Candidate) -> None:
-        """Adds a candidate, unless evicting it would free nothing."""
+        """Adds a candidate, unless evicting it frees nothing."""
         if candidate.num_bytes > 0:
             heap = self._heap(candidate.last_used)
             heapq.heappush(heap.entries, (candidate.weight, candidate.last_used, next(self._count), candidate))
@@ -130,13 +126,13 @@ class Queue:
                 self._rank(heap)
 
     def rank(self, now: int) -> tuple[bool, float]:
-        """The rank of the next candidate; the queue must not be empty."""
+        """The next candidate's rank; the queue must not be empty."""
         heap = self._first(now)
         assert heap is not None, "an empty queue has no next candidate"
         return heap.rank(now)
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns the next candidate; None if nothing is left."""
+        """Removes and returns the next candidate, if any."""
         heap = self._first(now)
         if heap is None:
             return None
@@ -144,9 +140,9 @@ class Queue:
         return heapq.heappop(heap.entries)[-1]
 
     def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
-        """Removes outdated candidates, a heap with each step; yields how many candidates it held and lost.
+        """Removes outdated candidates, a heap a step; yields how many it held and lost.
 
-        The queue may be used between two steps.
+        The queue may be used between steps.
         """
         for heap in list(self._heaps):
             if any(heap is held for held in self._heaps):
@@ -200,14 +196,13 @@ class Queue:
 
 @dataclass
 class _Heap:
-    """Candidates last used within `[start, stop)`, the lightest first, and of equals the oldest."""
+    """Candidates last used in `[start, stop)`, the lightest first, then the oldest."""
 
     start: int
     stop: int
     entries: list[tuple[tuple[bool, float], int, int, Candidate]] = field(default_factory=list)
 
     def rank(self, now: int) -> tuple[bool, float]:
-        """The rank of the first candidate."""
         (is_explicit, value), last_used, _, _ = self.entries[0]
         return is_explicit, value / max(1, now - last_used)
 
@@ -220,22 +215,21 @@ class _Heap:
 
 
 _HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind.INTERVAL)
-"""Kinds of restore points at which no conversation ends."""
+"""Restore points at which no conversation ends."""
 
 
 class Valuation:
-    """Values nodes, and remembers where each session last ended."""
+    """Values nodes, and remembers each session's last end."""
 
     def __init__(self, layout: LayerKinds) -> None:
         self._layout = layout
         self._needs_snapshots = layout.needs_snapshots
         self._ends: dict[tuple[str, str], Node] = {}
-        """The end of each session, by namespace and name."""
         self._current: dict[tuple[str, str], dict[Node, None]] = {}
-        """Nodes valued as the end of each session; several if the last end was evicted."""
+        """Nodes valued as each session's end; several if the last was evicted."""
 
     def record_session_end(self, namespace: str, node: Node) -> list[Node]:
-        """Records that the session of `node` ends there; returns other nodes valued as its end."""
+        """Records that `node` ends its session; returns other nodes valued so."""
         if node.session_id is None:
             return []
         session = namespace, node.session_id
@@ -246,7 +240,7 @@ class Valuation:
         return [end for end in self._current.pop(session, {}) if end is not node]
 
     def forget_sessions(self, max_sessions: int) -> None:
-        """Forgets sessions whose ends were evicted, if more than `max_sessions` are remembered."""
+        """Forgets sessions with evicted ends beyond `max_sessions`."""
         if len(self._ends) > max_sessions:
             self._ends = {session: node for session, node in self._ends.items() if node.parent is not None}
         if len(self._current) > max_sessions:
@@ -254,7 +248,7 @@ class Valuation:
             self._current = {session: dict.fromkeys(ends) for session, ends in held if ends}
 
     def evaluated_from(self, node: Node) -> Iterator[Node]:
-        """Yields the leaves and snapshots below a restore point, as far as the next restore points."""
+        """Leaves and snapshots below a restore point, up to the next restore points."""
         below = list(node.children.values()) if self._needs_snapshots and self._is_point(node) else []
         while below:
             next_node = below.pop()
@@ -264,7 +258,7 @@ class Valuation:
                 below += next_node.children.values()
 
     def leaf_counting(self, node: Node) -> Node | None:
-        """Returns the only leaf below a node, whose value may count the node's bytes, if any."""
+        """The only leaf below a node, whose value may count the node's bytes, if any."""
         if not self._needs_snapshots or not node.children:
             return None
         while len(node.children) == 1 and not self._is_point(node):
@@ -272,10 +266,10 @@ class Valuation:
         return None if node.children else node
 
     def affected_above(self, node: Node, held: Mapping[Node, Candidate], seen: set[Node]) -> Iterator[Node]:
-        """Yields the nodes above `node` whose chance a change there may have lowered; `held` has the values so far.
+        """Nodes above `node` whose chance a change there may have lowered; `held` has the values so far.
 
-        The chance of a restore point depends on the next two below it, and on the sessions that end below. Nodes
-        further above are added to `seen`, so that several changes on one path visit them once.
+        A restore point's chance depends on the next two below, and on the sessions that end below. Nodes further
+        above go to `seen`: several changes on one path visit them once.
         """
         num_points, above = 0, node.parent if self._needs_snapshots else None
         while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):
@@ -290,7 +284,7 @@ class Valuation:
             above = above.parent
 
     def candidate(self, namespace: str, node: Node) -> Candidate:
-        """Returns what evicting a leaf, or another node's snapshot, would free and cost."""
+        """What evicting a leaf, or another node's snapshot, would free and cost."""
         return self._of_snapshot(namespace, node) if node.children else self._of_leaf(namespace, node)
 
     def _of_snapshot(self, namespace: str, node: Node) -> Candidate:
@@ -338,7 +332,6 @@ class Valuation:
         return isinstance(snapshot, Snapshot) and (snapshot.recurrent is not None or not self._layout.has_recurrent)
 
     def _base(self, node: Node) -> int:
-        """Returns the offset of the nearest restore point above, where evaluation would begin."""
         if not self._needs_snapshots:
             return node.start
         above = node.parent
@@ -349,7 +342,7 @@ class Valuation:
         return 0
 
     def _tail_bytes(self, leaf: Node) -> int:
-        """Returns the bytes of a leaf and of the nodes that are useless without it."""
+        """Bytes of a leaf and of nodes useless without it."""
         num_bytes, node = leaf.num_bytes, leaf.parent
         while node is not None and self._needs_snapshots and not self._is_point(node):
             if len(node.children) > 1 or node.num_slots:
@@ -372,7 +365,7 @@ def _is_last_point(node: Node) -> bool:
 
 
 def _newer(node: Node) -> Node | None:
-    """Returns the next restore point or leaf below a node; None at a fork."""
+    """The next restore point or leaf below; None at a fork."""
     if len(node.children) != 1:
         return None
     (node,) = node.children.values()
@@ -382,14 +375,14 @@ def _newer(node: Node) -> Node | None:
 
 
 def _is_shared(node: Node) -> bool:
-    """Whether several sessions end below; a leaf without a session counts as one."""
+    """Whether several sessions end below; a leaf without one counts."""
     owners = (leaf.session_id or leaf for leaf in _leaves(node))
     first = next(owners)
     return any(owner != first for owner in owners)
 
 
 def _leaves(node: Node) -> Iterator[Node]:
-    """Yields the leaves one by one: a caller may need only the first of many."""
+    """One by one: a caller may need only the first of many."""
     stack = [iter((node,))]
     while stack:
         step = next(stack[-1], None)

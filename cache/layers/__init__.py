@@ -1,9 +1,8 @@
-"""mlx-lm's layer caches taken apart into state that can be stored, and put together again.
+"""mlx-lm's layer caches taken apart into storable state, and put together again.
 
-Importing this package imports mlx-lm without two of its side effects on the process: it lowers RLIMIT_NOFILE, the
-hard limit too, which a server with many sockets and files cannot undo; and its generators call `mx.set_wired_limit`,
-which with several streams and freed buffers can panic macOS. So import this package, or outside `cache`
-`models.mlx_lm_import`, before anything from `mlx_lm`.
+Importing this package imports mlx-lm without two side effects on the process: it lowers RLIMIT_NOFILE, the hard limit
+too, for good; and its generators call `mx.set_wired_limit`, which with several streams and freed buffers can panic
+macOS. So import this package, or outside `cache` `models.mlx_lm_import`, before anything from `mlx_lm`.
 """
 
 import importlib
@@ -29,7 +28,7 @@ def _file_limit_kept() -> Iterator[None]:
 
 
 def _ignore_wired_limit(limit: int) -> int:
-    """Replaces `mx.set_wired_limit`: returns 0 bytes, the limit that stays in force."""
+    """Replaces `mx.set_wired_limit`: returns 0 bytes, the limit still in force."""
     return 0
 
 

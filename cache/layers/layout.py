@@ -1,9 +1,9 @@
-"""Takes the layer caches of one model apart into state that can be stored, puts them together, and sizes sequences.
+"""Takes one model's layer caches apart into storable state, puts them together, and sizes sequences.
 
-mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts the layers into three kinds: *span*
-state (attention) is rows of any token range; *window* state (sliding or chunked attention) the last W rows;
-*recurrent* state, and that of convolutions, is whole and valid at one offset. A class without an adapter here is
-taken whole, as if it were recurrent: slower, never wrong. Nothing here knows tokens, nodes or a budget.
+mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts layers into three kinds: *span* state
+(attention) is rows of any token range; *window* state (sliding or chunked attention) the last W rows; *recurrent*
+state, and that of convolutions, is whole and valid at one offset. A class without an adapter counts as recurrent:
+slower, never wrong. Nothing here knows tokens, nodes or a budget.
 """
 
 import math
@@ -33,48 +33,47 @@ from cache.types import LayerCache
 
 
 class RowLeaf:
-    """Adapter of a class whose state is rows per token; this one, of `KVCache`."""
+    """Adapter of a class with rows per token; this one, of `KVCache`."""
 
     num_components = 2
     can_overallocate = True
-    """Whether a buffer may be longer than its rows."""
+    """A buffer may be longer than its rows."""
 
     def __init__(self, window: int = 0) -> None:
         self.window = window
-        """How many of the last rows the class keeps; 0 if all."""
+        """How many of the last rows are kept; 0 if all."""
 
     def length(self, cache: LayerCache) -> int:
-        """Returns the number of rows; the last row is at the sequence's end."""
+        """The number of rows; the last is at the sequence's end."""
         return int(cache.offset) if cache.keys is not None else 0
 
     def arrays(self, cache: LayerCache) -> list[mx.array]:
-        """Returns the components in temporal order, each [1, num_heads, length, width]; views."""
+        """Components in temporal order, each [1, num_heads, length, width]; views."""
         return [cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]]
 
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        """Makes `arrays`, whose first `num_rows` rows end at `offset`, the cache's state. Consumes them."""
+        """Makes `arrays`, whose first `num_rows` rows end at `offset`, the state. Consumes them."""
         cache.keys, cache.values = arrays
         cache.offset = offset
 
     def truncate(self, cache: LayerCache, offset: int) -> None:
-        """Forgets rows from `offset` on; for classes that keep all rows."""
+        """Forgets rows from `offset` on; for classes that keep all."""
         cache.offset = offset
 
     def capacity(self, cache: LayerCache) -> int | None:
-        """Returns how many rows fit the buffers, if there are any; for classes that keep all rows."""
+        """How many rows fit the buffers, if any; for classes that keep all."""
         return int(cache.keys.shape[2]) if cache.keys is not None else None
 
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns the most rows in a window class's buffers while `num_tokens` are evaluated.
+        """The most rows in a window class's buffers while `num_tokens` are evaluated.
 
-        A call, of up to `chunk_tokens` of a prompt, adds rows before it removes old ones: there may be more than the
-        window.
+        A call with up to `chunk_tokens` adds rows before it removes old ones: more than the window.
         """
         raise AssertionError("every row is kept, and buffers are resized to what was reserved")
 
 
 class _ConcatenatingLeaf(RowLeaf):
-    """`ConcatenateKVCache`: keys and values in buffers without spare rows; each token copies them."""
+    """`ConcatenateKVCache`: no spare rows; each token copies the buffers."""
 
     can_overallocate = False
 
@@ -100,7 +99,7 @@ class _QuantizedLeaf(RowLeaf):
 
 
 class _RotatingLeaf(RowLeaf):
-    """`RotatingKVCache` without kept first tokens: a ring of the last `max_size` rows."""
+    """`RotatingKVCache` without kept first tokens: a ring of `max_size` rows."""
 
     can_overallocate = False
 
@@ -142,7 +141,7 @@ class _ChunkedLeaf(RowLeaf):
 
 
 def row_leaf(cache: LayerCache) -> RowLeaf | None:
-    """Returns the adapter of a cache; None if it must be taken whole."""
+    """The adapter of a cache; None if it must be taken whole."""
     kind = type(cache)
     if kind is mlx_lm_cache.KVCache:
         return RowLeaf()
@@ -158,7 +157,7 @@ def row_leaf(cache: LayerCache) -> RowLeaf | None:
 
 
 def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
-    """Returns the caches with every `CacheList` replaced by its members."""
+    """The caches with every `CacheList` replaced by its members."""
     found: list[LayerCache] = []
     for cache in caches:
         found.extend(leaves_of(cache.caches) if isinstance(cache, mlx_lm_cache.CacheList) else [cache])
@@ -173,7 +172,7 @@ token: growing adds one part in 128.
 
 @dataclass(frozen=True)
 class _Place:
-    """A row layer's index among the leaves, and its components' among all of the same kind."""
+    """A row layer's index among the leaves, and its components' in their kind."""
 
     index: int
     leaf: RowLeaf
@@ -189,7 +188,7 @@ def _places(rows: Iterable[tuple[int, RowLeaf]]) -> list[_Place]:
 
 
 class Layout:
-    """How the layer caches of one model come apart. Made from fresh caches."""
+    """How one model's layer caches come apart. Made from fresh caches."""
 
     _spans: Sequence[_Place] = ()
     _windows: Sequence[_Place] = ()
@@ -200,14 +199,14 @@ class Layout:
         windows = {leaf.window for _, leaf in rows if leaf.window}
         # Rows are kept for one common window; with several windows, the layers are taken whole instead.
         self.window = windows.pop() if len(windows) == 1 else 0
-        """Rows before an offset that restoring the window layers needs; 0 without such layers."""
+        """Rows before an offset that restoring window layers needs; 0 without any."""
         self._spans = _places((index, leaf) for index, leaf in rows if not leaf.window)
         self._windows = _places((index, leaf) for index, leaf in rows if leaf.window and self.window)
         known = {place.index for place in (*self._spans, *self._windows)}
         self._recurrent = [index for index in range(len(leaves)) if index not in known]
 
     def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
-        """Leaves out the layers whose `caches` are still empty after the model has evaluated tokens.
+        """Leaves out layers whose `caches` are empty after the model has evaluated tokens.
 
         Some models make a cache for each layer although some layers share another's keys and values.
         """
@@ -224,47 +223,46 @@ class Layout:
 
     @property
     def needs_snapshots(self) -> bool:
-        """Whether restoring needs more than spans, so that offsets must be chosen ahead."""
+        """Whether restoring needs more than spans: offsets must be chosen ahead."""
         return bool(self._recurrent or self._windows)
 
     # -- sizes
 
     def live_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Returns the bytes that live caches hold in the allocator, including unused capacity."""
+        """Bytes of live caches in the allocator, unused capacity included."""
         arrays = [array for cache in leaves_of(caches) for array in arrays_in(cache)]
         mx.eval(arrays)
         return int(mx.get_array_buffer_size(*arrays)) if arrays else 0
 
     def span_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
-        """Returns bytes of span state per token, by caches that hold some."""
+        """Bytes of span state per token, by caches that hold some."""
         return _bytes_per_row(_pairs(self._spans, caches))
 
     def window_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
-        """Returns bytes of window state per row, by caches that hold a few tokens."""
+        """Bytes of window state per row, by caches with a few tokens."""
         return _bytes_per_row(_pairs(self._windows, caches))
 
     def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns the most rows in a window layer's buffers; see `RowLeaf`."""
+        """The most rows in a window layer's buffers; see `RowLeaf`."""
         return max((place.leaf.max_rows(num_tokens, chunk_tokens) for place in self._windows), default=0)
 
     def recurrent_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Returns the bytes of the recurrent layers of one sequence that has evaluated something."""
+        """Bytes of one sequence's recurrent layers, by caches that have evaluated something."""
         return sum(array.nbytes for live in self._recurrent_leaves(caches) for array in arrays_in(live))
 
     # -- capacity of live buffers
 
     def capacity(self, caches: Sequence[LayerCache]) -> int | None:
-        """Returns how many tokens fit all span buffers; None before there are any."""
+        """How many tokens fit all span buffers; None before there are any."""
         pairs = _pairs(self._spans, caches)
         capacities = [place.leaf.capacity(live) for place, live in pairs if place.leaf.can_overallocate]
         return min((num for num in capacities if num is not None), default=None)
 
     def resize(self, caches: Sequence[LayerCache], capacity_tokens: int) -> None:
-        """Resizes span buffers to `capacity_tokens`, not less than they hold, unless they are larger by a step at
-        most.
+        """Resizes span buffers to `capacity_tokens`, at least what they hold, unless larger by at most a step.
 
-        They are copied one after another, so the extra memory is one buffer. The first evaluation allocates missing
-        ones at this size. After an error the caches are damaged.
+        One is copied after another: the extra memory is one buffer. The first evaluation allocates missing ones at
+        this size. An error damages the caches.
         """
         for place, live in _pairs(self._spans, caches):
             capacity = place.leaf.capacity(live) if place.leaf.can_overallocate else capacity_tokens
@@ -283,7 +281,7 @@ class Layout:
     # -- spans
 
     def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> LiveRows:
-        """Returns span rows `[start, stop)` as views, to be copied at once."""
+        """Span rows `[start, stop)` as views, to be copied at once."""
         arrays = [array for place, live in _pairs(self._spans, caches) for array in place.leaf.arrays(live)]
         return LiveRows([array[..., start:stop, :] for array in arrays])
 
@@ -292,7 +290,7 @@ class Layout:
     ) -> list[Segment]:
         """Copies token ranges out of live span caches, one owned segment per half-open range.
 
-        With `consume` each layer is dropped once its rows are copied: the extra memory is one pack.
+        With `consume` each layer is dropped once copied: the extra memory is one pack.
         """
         packs: list[list[Pack]] = [[] for _ in ranges]
         for batch in _batches(_pairs(self._spans, caches)):
@@ -315,10 +313,10 @@ class Layout:
         offset: int,
         capacity_tokens: int,
     ) -> None:
-        """Makes live span caches hold `[0, offset)`: their first `keep` rows, then the rows of `sources`.
+        """Makes live span caches hold `[0, offset)`: their first `keep` rows, then those of `sources`.
 
-        Buffers are allocated for `capacity_tokens`. Sources forget components as they are copied. Raises
-        AssertionError if rows are missing.
+        Buffers get `capacity_tokens`. Sources forget components once copied. Raises AssertionError if rows are
+        missing.
         """
         for place, live in _pairs(self._spans, caches):
             held = [array[..., :keep, :] for array in place.leaf.arrays(live)] if keep else []
@@ -342,11 +340,11 @@ class Layout:
     # -- windows and recurrent state
 
     def window_start(self, caches: Sequence[LayerCache], offset: int) -> int:
-        """Returns the first token whose rows all live window layers still hold at `offset`."""
+        """The first token whose rows all live window layers still hold at `offset`."""
         return offset - min((place.leaf.length(live) for place, live in _pairs(self._windows, caches)), default=0)
 
     def cut_window(self, caches: Sequence[LayerCache], start: int, offset: int) -> Segment:
-        """Copies the window rows `[start, offset)` out of caches that have evaluated `offset` tokens."""
+        """Copies the window rows `[start, offset)` of caches that have evaluated `offset` tokens."""
         rows = list[mx.array]()
         for place, live in _pairs(self._windows, caches):
             skipped = place.leaf.length(live) - (offset - start)
@@ -366,11 +364,11 @@ class Layout:
             place.leaf.load(live, arrays, num_rows, offset)
 
     def take_recurrent(self, caches: Sequence[LayerCache]) -> RecurrentState:
-        """Returns the current state of the recurrent layers."""
+        """The current state of the recurrent layers."""
         return RecurrentState(self._recurrent_leaves(caches))
 
     def put_recurrent(self, caches: Sequence[LayerCache], state: RecurrentState) -> None:
-        """Restores live recurrent layers from a state taken earlier."""
+        """Restores live recurrent layers from a taken state."""
         state.put(self._recurrent_leaves(caches))
 
     def _recurrent_leaves(self, caches: Sequence[LayerCache]) -> list[LayerCache]:
@@ -405,7 +403,6 @@ def _bytes_per_row(pairs: Iterable[_Pair]) -> float:
 
 
 def _resize(leaf: RowLeaf, live: LayerCache, capacity_tokens: int) -> None:
-    """Moves the rows of a span cache into buffers for `capacity_tokens`, one after another."""
     length, arrays = leaf.length(live), leaf.arrays(live)
     for number, rows in enumerate(arrays):
         arrays[number] = _with_spare_rows([rows], capacity_tokens - length)
@@ -415,7 +412,6 @@ def _resize(leaf: RowLeaf, live: LayerCache, capacity_tokens: int) -> None:
 
 
 def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
-    """Joins parts along tokens in a new buffer with `num_spare` more rows."""
     batch, num_heads, _, width = parts[0].shape
     if num_spare > 0:
         parts = [*parts, mx.zeros((batch, num_heads, num_spare, width), parts[0].dtype)]
@@ -423,40 +419,40 @@ def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
 
 
 CHUNK_TOKENS = 256
-"""The most prompt tokens evaluated in one model call, by default."""
+"""The most prompt tokens of one model call, by default."""
 
 
 class SequenceSizes:
-    """Bytes of one model's sequences, estimated before memory is allocated. Worker thread only."""
+    """Bytes of one model's sequences, estimated before allocation. Worker thread only."""
 
     def __init__(self, layout: Layout, chunk_tokens: int) -> None:
         self.bytes_per_token = 0.0
-        """Bytes of span state per token; 0 until `calibrate`."""
+        """Of span state; 0 until `calibrate`."""
         self._layout = layout
         self._chunk_tokens = chunk_tokens
         self._window_bytes_per_token = 0.0
         self._recurrent_bytes = 0
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Measures `caches`, which hold a few evaluated tokens. Until then all estimates are 0."""
+        """Measures `caches` with a few evaluated tokens. Until then all estimates are 0."""
         self.bytes_per_token = self._layout.span_bytes_per_token(caches)
         self._window_bytes_per_token = self._layout.window_bytes_per_token(caches)
         self._recurrent_bytes = self._layout.recurrent_bytes(caches)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Returns about the most bytes that a live sequence takes until it has `num_tokens`.
+        """About the most bytes of a live sequence until it has `num_tokens`.
 
         A window layer counts with its rows right after a prefill chunk. Recurrent state counts twice: while rows
-        decode together, the runner holds a merged copy of it.
+        decode together, the runner holds a merged copy.
         """
         in_windows = self._layout.max_window_rows(num_tokens, self._chunk_tokens)
         rows = num_tokens * self.bytes_per_token + in_windows * self._window_bytes_per_token
         return int(rows) + 2 * self._recurrent_bytes
 
     def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:
-        """Returns how many of `num_tokens` remain when their rows must take `excess_bytes` less; maybe negative.
+        """How many of `num_tokens` remain, maybe fewer than 0, when rows must take `excess_bytes` less.
 
-        All of them if nothing has been measured.
+        All if nothing has been measured.
         """
         if excess_bytes <= 0 or not self.bytes_per_token:
             return num_tokens

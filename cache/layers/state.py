@@ -1,8 +1,8 @@
-"""Immutable state of layers, as the trie stores it: rows of token ranges, and whole state at one offset.
+"""Immutable state of layers as the trie stores it: rows of token ranges, and whole state at one offset.
 
-A component is one array of one layer: keys, values, or their scales. Rows of many are packed into few arrays, since
-an allocator may bound the number of live buffers. A slice keeps its whole buffer alive, uncounted, so state is copied
-before it is stored unless it owns its buffer.
+A component is one array of one layer: keys, values, or scales. Rows of many are packed into few arrays: an allocator
+may bound the number of live buffers. A slice keeps its whole buffer alive, uncounted, so state is copied before it is
+stored unless it owns its buffer.
 """
 
 import copy
@@ -21,7 +21,7 @@ _SMALLEST_BYTES = 8
 
 
 def owned(array: mx.array) -> mx.array:
-    """Returns `array`; if it is a view of a larger buffer, an evaluated copy."""
+    """`array`, or if it is a view of a larger buffer, an evaluated copy."""
     mx.eval(array)
     if is_view(array):
         array = mx.array(array)
@@ -30,7 +30,7 @@ def owned(array: mx.array) -> mx.array:
 
 
 def is_view(array: mx.array) -> bool:
-    """Whether an evaluated array's buffer is larger than its own allocation would be."""
+    """Whether an evaluated array's buffer is larger than its own would be."""
     return int(mx.get_array_buffer_size(array)) > _allocated_bytes(array.nbytes)
 
 
@@ -45,7 +45,7 @@ def _allocated_bytes(num_bytes: int) -> int:
 
 @functools.cache
 def _granule_bytes() -> int:
-    """Returns the step by which large buffers are sized: 1 byte on the CPU, 16 KiB on a GPU."""
+    """1 byte on the CPU, 16 KiB on a GPU."""
     mx.clear_cache()  # a buffer that was freed may be handed out again although it is larger
     probe = mx.zeros((_PROBE_BYTES + 1,), mx.uint8)
     mx.eval(probe)
@@ -53,7 +53,7 @@ def _granule_bytes() -> int:
 
 
 def arrays_in(value: Any) -> list[mx.array]:
-    """Returns every array that a layer cache references, under any attribute name."""
+    """Every array that a layer cache references, under any attribute name."""
     if isinstance(value, mx.array):
         return [value]
     if isinstance(value, dict):
@@ -64,17 +64,17 @@ def arrays_in(value: Any) -> list[mx.array]:
 
 
 PACK_BYTES = 32 << 20
-"""Rows of successive layers share an array up to this size: few buffers, and little extra memory in paging."""
+"""Rows of successive layers share an array up to this size: few buffers, little extra memory in paging."""
 
 
 class RowSource(Protocol):
     """Rows of a token range, by component."""
 
     def component(self, index: int) -> mx.array:
-        """Returns the rows of one component, [1, num_heads, num_tokens, width]; may be a view."""
+        """One component's rows, [1, num_heads, num_tokens, width]; may be a view."""
 
     def forget(self, index: int) -> None:
-        """Declares that this component will not be read again."""
+        """Declares that nobody will read this component again."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Pack:
 
 
 class Segment:
-    """Immutable rows of the tokens `[start, stop)` for a fixed list of components. Owns its bytes.
+    """Immutable rows of the tokens `[start, stop)` for fixed components. Owns its bytes.
 
     Raises AssertionError for more or fewer rows: MLX silently shortens a slice beyond the end.
     """
@@ -104,12 +104,12 @@ class Segment:
 
     @classmethod
     def of(cls, start: int, stop: int, packs: Iterable[tuple[tuple[int, ...], mx.array]]) -> "Segment":
-        """Returns a segment that was stored elsewhere."""
+        """A segment that was stored elsewhere."""
         return cls(start, stop, [Pack(indices, rows, len(indices)) for indices, rows in packs])
 
     @property
     def packs(self) -> list[tuple[tuple[int, ...], mx.array]]:
-        """Components and their rows, [num_components, num_heads, num_tokens, width]; not to be changed."""
+        """Components and rows, [num_components, num_heads, num_tokens, width]; not to be changed."""
         return [(pack.indices, pack.rows) for pack in self._packs]
 
     @property
@@ -117,19 +117,19 @@ class Segment:
         return len(self._where) == self._num_components
 
     def component(self, index: int) -> mx.array:
-        """Returns a view of one component's rows, [1, num_heads, num_tokens, width]."""
+        """A view of one component's rows, [1, num_heads, num_tokens, width]."""
         pack, row = self._where[index]
         return pack.rows[row : row + 1]
 
     def forget(self, index: int) -> None:
-        """Drops an array once all of its components are forgotten, while the segment moves into caches."""
+        """Drops an array once all its components are forgotten, while the segment moves into caches."""
         pack, _ = self._where.pop(index)
         pack.num_wanted -= 1
         if pack.num_wanted == 0:
             self._packs.remove(pack)
 
     def split(self, offset: int) -> "tuple[Segment, Segment]":
-        """Returns `[start, offset)` and `[offset, stop)`, each owning its bytes."""
+        """`[start, offset)` and `[offset, stop)`, each owning its bytes."""
         cut = offset - self.start
         return (
             Segment(self.start, offset, [_sliced(pack, 0, cut) for pack in self._packs]),
@@ -137,7 +137,7 @@ class Segment:
         )
 
     def join(self, later: "Segment") -> "Segment":
-        """Joins this segment and `later`, which must start where this one stops."""
+        """Joins `later`, which must start where this segment stops."""
         if later.start != self.stop:
             raise ValueError(f"segments [{self.start}, {self.stop}) and [{later.start}, {later.stop}) do not meet")
         indices = sorted(self._where)
@@ -145,12 +145,12 @@ class Segment:
         return Segment(self.start, later.stop, [packed(*group) for group in groups(indices, rows)])
 
     def tail(self, start: int) -> "Segment":
-        """Returns the rows from `start` on."""
+        """The rows from `start` on."""
         return self if start <= self.start else self.split(start)[1]
 
 
 def assert_rows(rows: mx.array, start: int, stop: int) -> None:
-    """Raises AssertionError unless an array, [..., num_tokens, width], has a row for each token `[start, stop)`.
+    """Raises AssertionError unless an array, [..., num_tokens, width], has a row per token of `[start, stop)`.
 
     `assert` can be switched off; with wrong rows the model would write wrong tokens, unnoticed.
     """
@@ -178,13 +178,13 @@ def groups(indices: Sequence[int], rows: Sequence[mx.array]) -> Iterable[tuple[l
 
 
 def cut_packs(indices: Sequence[int], arrays: Sequence[mx.array], start: int, stop: int) -> list[Pack]:
-    """Returns owned packs of the rows `[start, stop)` of some components."""
+    """Owned packs of rows `[start, stop)` of some components."""
     rows = [array[..., start:stop, :] for array in arrays]
     return [packed(*group) for group in groups(indices, rows)]
 
 
 def packed(indices: Sequence[int], rows: Sequence[mx.array]) -> Pack:
-    """Returns the rows of equally shaped components in one array that owns its bytes."""
+    """Rows of equally shaped components in one array that owns its bytes."""
     if len(rows) == 1:
         return Pack(tuple(indices), owned(rows[0]), 1)
     packed = mx.concatenate(list(rows), axis=0)
@@ -193,13 +193,13 @@ def packed(indices: Sequence[int], rows: Sequence[mx.array]) -> Pack:
 
 
 class LiveRows:
-    """Views of rows inside live caches: read them before the caches change."""
+    """Views of rows in live caches: read them before the caches change."""
 
     def __init__(self, arrays: list[mx.array]) -> None:
         self._arrays: list[mx.array | None] = list(arrays)
 
     def component(self, index: int) -> mx.array:
-        """Returns a view of one component's rows, [1, num_heads, num_tokens, width]."""
+        """A view of one component's rows, [1, num_heads, num_tokens, width]."""
         array = self._arrays[index]
         assert array is not None, "rows were read after they were forgotten"
         return array
@@ -210,7 +210,7 @@ class LiveRows:
 
 
 def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
-    """Returns how many rows there are up to `offset`; raises AssertionError without the last `num_rows`."""
+    """How many rows there are up to `offset`; raises AssertionError without the last `num_rows`."""
     starts, stops = [segment.start for segment in rows], [segment.stop for segment in rows]
     if starts[1:] != stops[:-1] or min(starts, default=offset) > offset - num_rows or max(stops, default=0) < offset:
         held = ", ".join(f"[{start}, {stop})" for start, stop in zip(starts, stops, strict=True)) or "none"
@@ -219,9 +219,9 @@ def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
 
 
 class RecurrentState:
-    """Whole state of the recurrent layers at one offset. Immutable, and owns its bytes.
+    """Whole state of the recurrent layers at one offset. Immutable, owns its bytes.
 
-    It may share buffers with a live cache, never array objects: a model that writes in place gets a new buffer.
+    Shares buffers with a live cache at most, never array objects: a model that writes in place gets a new buffer.
     """
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
@@ -231,7 +231,7 @@ class RecurrentState:
 
     @property
     def held(self) -> Sequence[LayerCache]:
-        """The layer caches with the state, not to be changed; `RecurrentState(held)` is the same state."""
+        """Layer caches with the state, not to be changed; `RecurrentState(held)` is the same state."""
         return self._held
 
     def put(self, caches: Sequence[LayerCache]) -> None:
@@ -241,5 +241,5 @@ class RecurrentState:
 
 
 def _copied(cache: LayerCache, own: Callable[[mx.array], mx.array]) -> LayerCache:
-    """Returns a deep copy of a layer cache, with new objects over `own(array)`."""
+    """With new objects over `own(array)`."""
     return copy.deepcopy(cache, {id(array): own(array[...]) for array in arrays_in(cache)})
