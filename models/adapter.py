@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 MAX_NAME_CHARACTERS = 128
 NO_ADAPTER = 0
-"""The index of rows without an adapter."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 
 
@@ -14,15 +13,15 @@ class Adapter:
     """One adapter of a loaded model."""
 
     name: str
-    """The model name that clients request."""
+    """As clients request it."""
     index: int
     digest: str
-    """32 hexadecimal digits that differ for adapters with different results."""
+    """32 hexadecimal digits, other ones for other results."""
 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """The name and folder of an adapter on the command line."""
+    """An adapter's name and folder on the command line."""
 
     name: str
     folder: str
@@ -39,15 +38,15 @@ def parse_adapter(text: str) -> AdapterPlace:
 
 
 def state_namespace(namespace: str, adapter: Adapter | None) -> str:
-    """Returns the name under which the states of a client's namespace are stored, apart for each adapter.
+    """The name under which states of a client's namespace are stored, apart for each adapter.
 
-    A client's own namespace begins with a digest or a slash, so none looks like an adapter's.
+    A client's own begins with a digest or a slash: none looks like an adapter's.
     """
     return namespace if adapter is None else f"lora:{adapter.digest}:{namespace}"
 
 
 def client_namespace(state_name: str) -> tuple[str, str | None]:
-    """Returns the client's namespace in a name of states, and the digest of its adapter, if any."""
+    """The client's namespace in a name of states, and its adapter's digest, if any."""
     kind, _, rest = state_name.partition(":")
     if kind != "lora":
         return state_name, None

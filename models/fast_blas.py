@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libmkl_rt.so.3", "libmkl_rt.so.2")
-"""Libraries with `cblas_sgemm`, the fastest first."""
+"""With `cblas_sgemm`, the fastest first."""
 ADVICE = "apt install libopenblas0-pthread"
 
 
 def load_fast_blas(open_library: Callable[[str, int], object] = ctypes.CDLL) -> str | None:
-    """Loads the first library found and returns its name; None if there is none, or MLX needs none."""
+    """Loads the first library found; returns its name, None if there is none or MLX needs none."""
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return None
     for name in LIBRARIES:
@@ -31,7 +31,7 @@ def load_fast_blas(open_library: Callable[[str, int], object] = ctypes.CDLL) -> 
 def find_compiler(held_back: Callable[[], AbstractContextManager[None]]) -> None:
     """Makes MLX run `g++ --version` now, within `held_back`, which delays Ctrl-C.
 
-    It imports MLX alone: threads of other libraries would take the Ctrl-C.
+    Imports MLX alone: other libraries' threads would take the Ctrl-C.
     """
     import mlx.core as mx
 

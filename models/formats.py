@@ -1,10 +1,8 @@
 """How one model turns a text into a vector, or judges a query and a document. Pure.
 
-Sentence Transformers keep in `1_Pooling/config.json` which positions count. Without it, a tokenizer that puts a
-special token after each text belongs to a model that sums a text up there; any other model gets the mean.
-
-A reranker here is a language model that answers with yes or no, in the prompt of Qwen3-Reranker's model card,
-"Usage"; the score is the probability of yes against that of no.
+Sentence Transformers say in `1_Pooling/config.json` which positions count. Without it, a tokenizer that puts a
+special token after each text belongs to a model that sums the text up there; other models get the mean. A reranker
+here answers with yes or no to the prompt of Qwen3-Reranker's model card, "Usage"; the score is yes against no.
 """
 
 import json
@@ -22,7 +20,7 @@ _MODE = "pooling_mode_"
 
 
 class Pooling(StrEnum):
-    """The positions that make up the vector, by Sentence Transformers' names."""
+    """The positions that make the vector, by Sentence Transformers' names."""
 
     MEAN = "mean"
     LAST = "lasttoken"
@@ -35,10 +33,10 @@ class EmbeddingFormat:
 
     pooling: Pooling = Pooling.MEAN
     end_token_id: int | None = None
-    """The special token that the tokenizer puts after every text, if any."""
+    """Put by the tokenizer after every text, if any."""
 
     def cut(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """Returns the first `max_tokens` of a text's tokens; the end token stays at the end."""
+        """The first `max_tokens` of a text's tokens; the end token stays at the end."""
         if len(tokens) <= max_tokens:
             return list(tokens)
         end = [] if self.end_token_id is None else [self.end_token_id]
@@ -46,9 +44,9 @@ class EmbeddingFormat:
 
 
 def read_embedding_format(folder: Path, empty_text: Sequence[int], special_ids: frozenset[int]) -> EmbeddingFormat:
-    """Returns the format of the model in `folder`; raises EmbeddingUnsupported.
+    """The format of the model in `folder`; raises EmbeddingUnsupported.
 
-    `empty_text` are the tokens that the tokenizer puts around a text; `special_ids` are never text.
+    `empty_text` are the tokens put around a text; `special_ids` are never text.
     """
     end = empty_text[-1] if empty_text and empty_text[-1] in special_ids else None
     pooling = _named(folder / POOLING_FILE)
@@ -84,36 +82,36 @@ _ANSWERS = ("no", "yes")
 
 @dataclass(frozen=True)
 class Judgement:
-    """The two tokens that judge a text: `yes_id` against `no_id`."""
+    """Two tokens judge a text: `yes_id` against `no_id`."""
 
     no_id: int
     yes_id: int
 
 
 Reading: TypeAlias = Pooling | Judgement
-"""How to read the result of a text that a model has evaluated."""
+"""How to read the result of an evaluated text."""
 
 
 @dataclass(frozen=True)
 class RerankFormat:
-    """How one model judges: the tokens, and the texts around query and document, with special tokens."""
+    """How one model judges: the tokens, and the texts around query and document."""
 
     judgement: Judgement
     prefix: str = _PREFIX
     suffix: str = _SUFFIX
 
     def text(self, query: str, document: str, instruction: str | None = None) -> str:
-        """Returns the text to judge; special tokens in it are text."""
+        """The text to judge; special tokens in it are text."""
         return f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
 
 
 def read_rerank_format(
     name: str, config: Mapping[str, Any], template: str, token_id: Callable[[str], int | None]
 ) -> RerankFormat | None:
-    """Returns how a model judges; None for no reranker of this kind.
+    """How a model judges; None for no reranker of this kind.
 
     Its configuration names the two tokens (`classifier_from_token`, as vLLM reads it: no, then yes), or its template
-    or name is that of Qwen3-Reranker.
+    or name is Qwen3-Reranker's.
     """
     named = config.get("classifier_from_token")
     if named is None and _QUESTION not in template and not _NAME.search(name):

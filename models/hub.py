@@ -1,7 +1,7 @@
-"""Downloads models into the local Hugging Face cache: only what MLX needs, and never the same bytes twice.
+"""Downloads models into the local Hugging Face cache: only what MLX needs, never the same bytes twice.
 
-`huggingface_hub` keeps no part of a file whose download is interrupted. So weights are first fetched here, into
-`blobs/<sha256>.part`, which the next attempt continues; `snapshot_download` finds them and fetches the rest.
+`huggingface_hub` keeps no part of an interrupted file. So weights are first fetched here, into `blobs/<sha256>.part`,
+which the next attempt continues; `snapshot_download` finds them and fetches the rest.
 """
 
 import errno
@@ -55,12 +55,12 @@ class PlannedFile:
     name: str
     num_bytes: int
     digest: str
-    """SHA-256 in hexadecimal; empty for a small file, which is not worth resuming."""
+    """SHA-256 in hexadecimal; empty for a small file, not worth resuming."""
 
 
 @dataclass(frozen=True)
 class PullPlanned:
-    """The files to fetch are known, and there is space for them."""
+    """The files to fetch are known, and fit the disk."""
 
     repository: str
     files: tuple[PlannedFile, ...]
@@ -70,8 +70,10 @@ class PullPlanned:
 class PullProgress:
     """Progress of the download."""
 
+    """Progress of the download."""
+
     file: PlannedFile | None
-    """The file being fetched; None for the small files together, and at the beginning and the end."""
+    """None for the small files together, at the beginning and at the end."""
     file_bytes: int
     done_bytes: int
     total_bytes: int
@@ -79,7 +81,7 @@ class PullProgress:
 
 @dataclass(frozen=True)
 class PullChecking:
-    """A file is complete and is compared with its digest."""
+    """A complete file is compared with its digest."""
 
     file: PlannedFile
 
@@ -91,7 +93,7 @@ TellPull: TypeAlias = Callable[[PullEvent], None]
 
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5
-"""Attempts in a row without a new byte, after which the download fails."""
+"""In a row without a new byte."""
 _PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _BUSY = (429, 500, 502, 503, 504)
@@ -126,7 +128,7 @@ class _Download:
 def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: int | None = None) -> Path:
     """Returns the folder of the model called `name`, after downloading what is missing.
 
-    Weights of more than `max_weights_bytes` are not fetched. Raises ModelNotFound and PullFailed; bytes fetched are
+    Weights of more than `max_weights_bytes` are not fetched. Raises ModelNotFound and PullFailed; fetched bytes are
     kept.
     """
     if name in BUILT_IN:
@@ -224,7 +226,7 @@ class _Progress:
         self.add(0)
 
     def add(self, num_bytes: int) -> None:
-        """Adds bytes that have arrived; negative if a file is fetched anew."""
+        """Negative if a file is fetched anew."""
         self._done_bytes += num_bytes
         self._file_bytes += num_bytes
         self.tell(PullProgress(self._file, self._file_bytes, self._done_bytes, self.total_bytes))
@@ -263,7 +265,7 @@ def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, add:
 
 
 def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
-    """Returns the seconds until another attempt; None if none makes sense."""
+    """Seconds until another attempt; None if none makes sense."""
     if not isinstance(error, HfHubHTTPError):
         return _PAUSE_SECONDS
     if error.response.status_code not in _BUSY:
@@ -307,7 +309,7 @@ class _SilentBar(tqdm):
 
 @contextmanager
 def _explained(repository: RepositoryName) -> Iterator[None]:
-    """Turns errors of the hub, the network and the disk into PullFailed with one sentence."""
+    """Turns errors of hub, network and disk into PullFailed with one sentence."""
     endpoint = HfApi().endpoint
     try:
         yield

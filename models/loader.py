@@ -1,10 +1,8 @@
 """Loads a model folder: weights, configuration, tokenizer. Never downloads, never runs code from the folder.
 
-A folder that names code of its own (`auto_map`) loads without it, or is refused if it needs it.
-
-The checksum of the weights takes each array as 32-bit words; a chunk's sum of word × odd random multiplier, modulo
-2^32, changes with nearly any change (multiply-shift hashing; Dietzfelbinger et al., 1997), and is the same on every
-device. It withstands no attacker.
+A folder that names its own code (`auto_map`) loads without it, or is refused if it needs it. The checksum of weights
+takes each array as 32-bit words; a chunk's sum of word × odd random multiplier, modulo 2^32, changes with nearly any
+change (multiply-shift hashing; Dietzfelbinger et al., 1997), equally on every device. It withstands no attacker.
 """
 
 import hashlib
@@ -71,7 +69,7 @@ def _refusal_of_tokenizer(name: str, code: str) -> str:
 
 
 def _code_in(auto_map: Any, kinds: tuple[str, ...]) -> str | None:
-    """Returns the first class for `kinds`; older folders give a tokenizer's as a list alone."""
+    """Older folders give a tokenizer's classes as a list alone."""
     if isinstance(auto_map, list) and "AutoTokenizer" in kinds:
         auto_map = {"AutoTokenizer": auto_map}
     if not isinstance(auto_map, dict):
@@ -90,7 +88,7 @@ _SEED: Final = 20_26
 
 
 def checksum(arrays: Iterable[tuple[str, mx.array]]) -> str:
-    """Returns 16 hexadecimal digits that differ for arrays with other names, types, shapes or bytes."""
+    """16 hexadecimal digits that differ for other names, types, shapes or bytes."""
     multipliers = mx.array(np.random.default_rng(_SEED).integers(1 << 32, size=_CHUNK_WORDS, dtype=np.uint32) | 1)
     digest = hashlib.blake2b(digest_size=8)
     for name, array in sorted(arrays, key=lambda named: named[0]):
@@ -100,7 +98,7 @@ def checksum(arrays: Iterable[tuple[str, mx.array]]) -> str:
 
 
 def _chunk_sums(array: mx.array, multipliers: mx.array) -> mx.array:
-    """Returns one uint32 for each chunk of an array, `[num_chunks]`."""
+    """Uint32 `[num_chunks]`."""
     if array.size == 0:
         return mx.zeros(0, mx.uint32)
     words = _words(array)
@@ -139,16 +137,16 @@ _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_de
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model ready to run. Its weights are evaluated, so any thread may use it, one at a time."""
+    """A model ready to run. Its weights are evaluated: any thread may use it, one at a time."""
 
     name: str
-    """The name that clients request."""
+    """As clients request it."""
     path: Path
     model: Module
     """`model(tokens, cache=caches)` returns logits `[batch, num_tokens, vocab_size]`."""
     tokenizer: PreTrainedTokenizerBase
     tokenizer_wrapper: TokenizerWrapper
-    """mlx-lm's view of the tokenizer."""
+    """mlx-lm's."""
     reasoning_format: ReasoningFormat | None
     tool_syntax: ToolSyntax | None
     detokenizer: Detokenizer
@@ -158,9 +156,8 @@ class LoadedModel:
     """Width of the logits; may exceed the tokenizer's tokens."""
     eos_token_ids: frozenset[int]
     fingerprint: str
-    """Differs for different models."""
     state_fingerprint: str
-    """Differs where stored states must not be mixed: by weights, precision and library versions."""
+    """Differs where stored states must not mix: by weights, precision, library versions."""
     precision: Precision = Precision.STORED
     adapters: AdapterSet | None = None
 
@@ -170,8 +167,8 @@ def load(
 ) -> LoadedModel:
     """Loads the model in the local folder `path`; blocks until all weights are in memory.
 
-    With `max_float32_bytes`, weights are converted to the types that are fastest on a CPU, see `models.precision`.
-    `tell` receives what is being done. Raises ModelNotFound and ModelBroken.
+    With `max_float32_bytes`, weights become the types fastest on a CPU, see `models.precision`. `tell` receives what
+    is being done. Raises ModelNotFound and ModelBroken.
     """
     check(path, name)
     tell("reading weights")
@@ -211,7 +208,7 @@ def load(
 
 
 def check(path: Path, name: str) -> None:
-    """Raises like `load` for missing, damaged or unknown files; reads little of them."""
+    """Raises like `load` for missing, damaged or unknown files; reads little."""
     _check_folder(path, name)
     config = _load_config(path, name)
     _check_model_code(config, name)
@@ -221,7 +218,7 @@ def check(path: Path, name: str) -> None:
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns the configuration of a model folder, and the most tokens of prompt and output; raises like `check`."""
+    """A folder's configuration, and the most tokens of prompt and output; raises like `check`."""
     _check_folder(path, path.name)
     config = _load_config(path, path.name)
     return config, _context_tokens(config)
@@ -241,7 +238,7 @@ def _state_fingerprint(fingerprint: str, contents: str, precision: Precision) ->
 
 
 def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
-    """Returns how a model writes tool calls: as mlx-lm knows it, else by its tokens and template."""
+    """As mlx-lm knows it, else by tokens and template."""
     if wrapper.has_tool_calling:
         parser, end = wrapper.tool_parser, wrapper.tool_call_end or ""
         writes_json = bool(end) and str(getattr(parser, "__module__", "")).endswith(".json_tools")
@@ -272,7 +269,7 @@ def _check_folder(path: Path, name: str) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raises ModelBroken; the libraries' own errors mislead."""
+    """The libraries' own errors mislead."""
     at = path
     try:
         for at in [path, *path.iterdir()]:
@@ -372,7 +369,7 @@ def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerW
 
 
 def _vocab_size(model: Any, name: str) -> int:
-    """Returns the width of the logits of a call that is never evaluated."""
+    """By a call that is never evaluated."""
     try:
         return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
     except Exception as error:  # as above: the architecture's own code
@@ -387,7 +384,7 @@ def _context_tokens(config: dict[str, Any]) -> int:
 
 
 def _eos_token_ids(config: dict[str, Any], wrapper: TokenizerWrapper) -> Iterator[int]:
-    """Yields what any part of the model declares as the end of an answer."""
+    """What any part of the model declares as the end of an answer."""
     declared = [section.get("eos_token_id") for section in _sections(config)]
     for ids in (*declared, wrapper.eos_token_ids, wrapper._tokenizer.eos_token_id):
         if isinstance(ids, int):

@@ -1,11 +1,9 @@
-"""Layers with variants for adapters, and the choice of a variant for each row of a model call. Worker thread only,
-once a model is loaded.
+"""Layers with variants for adapters, and the choice of one for each row of a call. Worker thread only, once loaded.
 
-A wrapped layer holds the model's own and, for each adapter, mlx-lm's layer around it. Rows that all have the same
-adapter go through one of them, bit for bit as without this module.
-
-Rows of different adapters share a call if all variants are plain LoRA of linear layers and `can_mix` has shown that
-rows together differ from each alone by little compared with an adapter's effect. Otherwise they take turns.
+A wrapped layer holds the model's own and, per adapter, mlx-lm's layer around it. Rows of one adapter go through one
+of them, bit for bit as without this module. Rows of different adapters share a call if all variants are plain LoRA of
+linear layers and `can_mix` has shown that rows together differ from each alone by little against an adapter's effect.
+Otherwise they take turns.
 """
 
 import logging
@@ -27,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class CannotMix(Exception):
-    """A call of a layer does not tell rows of different adapters apart."""
+    """A layer's call does not tell rows of different adapters apart."""
 
 
 class _Mixture:
@@ -36,9 +34,7 @@ class _Mixture:
         self._places: dict[tuple[tuple[int, float], ...], tuple[mx.array, mx.array]] = {}
 
     def places(self, held: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
-        """Returns each row's index among the adapters `held` and its scale, 0 for none: `[num_rows]`, `[num_rows, 1,
-        1]`.
-        """
+        """Each row's index among the adapters `held` and its scale, 0 for none: `[num_rows]`, `[num_rows, 1, 1]`."""
         found = self._places.get(held)
         if found is None:
             place = {index: number for number, (index, _) in enumerate(held)}
@@ -50,7 +46,7 @@ class _Mixture:
 
 
 class AdapterSet:
-    """The adapters of one model, and the selection for the next call."""
+    """One model's adapters, and the selection for the next call."""
 
     def __init__(self, adapters: Sequence[Adapter], num_bytes: int) -> None:
         self.adapters = tuple(adapters)
@@ -61,7 +57,7 @@ class AdapterSet:
 
     @contextmanager
     def selecting(self, rows: Sequence[int]) -> Iterator[None]:
-        """Makes model calls in the block evaluate each row with its adapter, by index."""
+        """Model calls in the block evaluate each row with its adapter, by index."""
         self.selected = rows[0] if len(set(rows)) == 1 else self._mixed(tuple(rows))
         try:
             yield
@@ -82,12 +78,12 @@ class AdapterSet:
 
 
 def selecting(adapters: AdapterSet | None, *rows: int) -> AbstractContextManager[None]:
-    """Like `AdapterSet.selecting`, if the model has adapters."""
+    """Like `AdapterSet.selecting`, if there are adapters."""
     return nullcontext() if adapters is None else adapters.selecting(rows)
 
 
 class AdaptedLayer(Module):
-    """A layer of the model with its variants."""
+    """A model's layer with its variants."""
 
     def __init__(self, layer: Module, variants: "Variants", adapters: AdapterSet) -> None:
         """`variants` are layers around `layer`."""
@@ -99,7 +95,7 @@ class AdaptedLayer(Module):
         adapters.layers.append(self)
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        """Evaluates the layer, each row with its selected adapter."""
+        """Evaluates the layer, each row with its adapter."""
         selected = self._adapters.selected
         if isinstance(selected, _Mixture):
             return self._mixed(x, selected)
@@ -130,10 +126,10 @@ class AdaptedLayer(Module):
 
 
 class Variants:
-    """A layer's variants by the index of their adapter; for plain ones, also their stacked factors."""
+    """A layer's variants by adapter index; for plain ones, also their stacked factors."""
 
     def __init__(self, by_index: Mapping[int, Module], *, are_plain: bool) -> None:
-        """Variants `are_plain` if each adds exactly `scale * (x @ lora_a) @ lora_b`."""
+        """Plain ones each add exactly `scale * (x @ lora_a) @ lora_b`."""
         self.by_index: dict[int, Any] = dict(by_index)
         self.are_plain = are_plain
 
@@ -144,12 +140,12 @@ class Variants:
 
     @cached_property
     def scales(self) -> tuple[tuple[int, float], ...]:
-        """The index of each adapter with its scale."""
+        """Each adapter's index with its scale."""
         return tuple((index, float(layer.scale)) for index, layer in self.by_index.items())
 
     @cached_property
     def stacked(self) -> tuple[mx.array, mx.array]:
-        """`[num_adapters, input_dims, rank]` and `[num_adapters, rank, output_dims]`, padded with zeros."""
+        """`[num_adapters, input_dims, rank]`, `[num_adapters, rank, output_dims]`, padded with zeros."""
         pairs = [(layer.lora_a, layer.lora_b) for layer in self.by_index.values()]
         rank = max(a.shape[1] for a, _ in pairs)
         first = mx.stack([mx.pad(a, [(0, 0), (0, rank - a.shape[1])]) for a, _ in pairs])
@@ -159,7 +155,7 @@ class Variants:
 
 
 def own_arrays(layer: Module) -> dict[str, mx.array]:
-    """Returns the weights of an adapter's layer, without the model's layer inside it."""
+    """Weights of an adapter's layer, without the model's layer inside."""
     return {name: value for name, value in layer.items() if isinstance(value, mx.array)}
 
 
@@ -168,7 +164,7 @@ _STEPS = 2
 _LARGEST_SHARE = 0.1
 """The most that counts as rounding, as a fraction of the adapters' effect."""
 _ROUNDING = 16
-"""The same in units in the last place of the largest logit."""
+"""In units in the last place of the largest logit."""
 
 
 def can_mix(model: Any, adapters: AdapterSet, vocab_size: int, *, seed: int = 0) -> bool:
@@ -204,7 +200,7 @@ def _alone(model: Any, adapters: AdapterSet, adapter: int, tokens: Any) -> Any:
 
 
 def _together(model: Any, adapters: AdapterSet, rows: Sequence[int], tokens: Any) -> tuple[Any, float]:
-    """Returns logits `[num_rows, steps, vocab_size]`, and their precision."""
+    """Logits `[num_rows, steps, vocab_size]`, and their precision."""
     batch = RaggedBatch([_prefilled(model, adapters, index, row) for index, row in zip(rows, tokens, strict=True)])
     found = []
     for step in range(_STEPS):

@@ -1,7 +1,7 @@
-"""Reads the folders of adapters, and attaches adapters to a loaded model, which shares its weights among them.
+"""Reads folders of adapters, and attaches adapters to a loaded model, which shares its weights among them.
 
 Two forms are read, never code: mlx-lm's `adapter_config.json` with `lora_parameters` and `adapters.safetensors`;
-PEFT's with `peft_type` and `adapter_model.safetensors`. Importing this module imports all of mlx-lm's training.
+PEFT's with `peft_type` and `adapter_model.safetensors`. Importing this module imports mlx-lm's training.
 """
 
 import cache.layers  # noqa: F401
@@ -50,11 +50,10 @@ class AdapterFolder:
 
     @property
     def weights(self) -> Path:
-        """The file with the tensors."""
         return self.path / (PEFT_WEIGHTS if self.is_peft else MLX_WEIGHTS)
 
     def digest(self) -> str:
-        """Returns 32 hexadecimal digits of the files' contents. Reads all of them."""
+        """32 hexadecimal digits of the files' contents. Reads all."""
         found = hashlib.sha256()
         for path in (self.path / CONFIG, self.weights):
             found.update(hashlib.sha256(_content(self.name, path)).digest())
@@ -63,7 +62,7 @@ class AdapterFolder:
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter's addition to one linear layer: `scale * (x @ a) @ b`."""
+    """An addition to one linear layer: `scale * (x @ a) @ b`."""
 
     a: mx.array
     """`[input_dims, rank]`."""
@@ -98,7 +97,7 @@ def read_folder(name: str, folder: str) -> AdapterFolder:
 
 
 def low_ranks(adapter: AdapterFolder) -> dict[str, LowRank]:
-    """Returns the additions of an adapter in PEFT's form, by the layer's path; raises ModelBroken."""
+    """Additions of an adapter in PEFT's form, by layer path; raises ModelBroken."""
     factors: dict[str, dict[str, mx.array]] = {}
     for key, tensor in read_tensors(adapter).items():
         suffix = next((suffix for suffix in _PEFT_FACTORS if key.endswith(suffix)), None)
@@ -110,7 +109,7 @@ def low_ranks(adapter: AdapterFolder) -> dict[str, LowRank]:
 
 
 def read_tensors(adapter: AdapterFolder) -> dict[str, mx.array]:
-    """Returns the tensors of an adapter; raises ModelBroken."""
+    """An adapter's tensors; raises ModelBroken."""
     try:
         found = mx.load(str(adapter.weights))
     except Exception as error:  # of the file's reader, for whatever is wrong with it
@@ -174,8 +173,8 @@ def _content(name: str, path: Path) -> bytes:
 def attach(model: Module, places: Sequence[AdapterPlace], *, as_float32: bool = False) -> AdapterSet:
     """Attaches adapters to a model; blocks until their weights are in memory.
 
-    `as_float32` converts the weights, which is fastest on a CPU. Raises ModelNotFound and ModelBroken for an adapter
-    that does not fit; the model is unusable then.
+    `as_float32` converts the weights, fastest on a CPU. Raises ModelNotFound, and ModelBroken for a misfit; the model
+    is unusable then.
     """
     folders = [read_folder(place.name, place.folder) for place in places]
     variants: dict[str, dict[int, Module]] = {}
@@ -196,7 +195,7 @@ def _variants(layers: dict[int, Module]) -> Variants:
 
 
 def _layers_of(model: Module, folder: AdapterFolder) -> dict[str, Module]:
-    """Returns an adapter's layers by their path; leaves the model unchanged."""
+    """By path; leaves the model unchanged."""
     own = dict(_named_modules(model))
     if folder.is_peft:
         return {path: _around(own, folder, path, part) for path, part in low_ranks(folder).items()}
@@ -229,7 +228,7 @@ def _around(own: dict[str, Module], folder: AdapterFolder, path: str, part: LowR
 
 
 def _settled(layer: Module, *, as_float32: bool) -> Module:
-    """Returns a layer for any thread: without dropout, its own weights in memory."""
+    """For any thread: without dropout, its own weights in memory."""
     layer.eval()
     own: dict[str, Any] = own_arrays(layer)
     if as_float32:

@@ -1,6 +1,6 @@
-"""The names of mlx-lm that the project uses outside `cache`, imported without side effects on the process.
+"""The names of mlx-lm that the project uses outside `cache`, imported without side effects (see `cache.layers`).
 
-`cache.layers` explains these. If a release of mlx-lm moves a name, only this file changes.
+If a release of mlx-lm moves a name, only this file changes.
 """
 
 import cache.layers  # noqa: F401

@@ -29,10 +29,10 @@ DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
 BUILT_IN = {DEMO: DEMO_FOLDER, "demo-hybrid": DEMO_FOLDER.with_name("demo_hybrid")}
 
 FILE_PATTERNS = ["*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt", "model*.safetensors"]
-"""Files of a repository that MLX needs. Never `*.py`: a repository's code is not run."""
+"""What MLX needs. Never `*.py`: a repository's code is not run."""
 
 IGNORED_PATTERNS = ["*/*"]
-"""Subfolders hold other formats of the same weights."""
+"""Subfolders with other formats of the same weights."""
 
 _NEEDED = "a model needs config.json and its weights, model*.safetensors"
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?"
@@ -49,7 +49,7 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True)
 class RepositoryName:
-    """A repository of the hub with its revision: a branch, a tag or a commit."""
+    """A hub repository and revision: a branch, tag or commit."""
 
     repository: str
     revision: str = "main"
@@ -60,7 +60,7 @@ class RepositoryName:
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """A model that `resolve` finds by its name; `stored` and `identity` are of local names."""
+    """A model that `resolve` finds by name; `stored` and `identity` are of local names."""
 
     name: str
     path: Path
@@ -73,7 +73,7 @@ class InstalledModel:
 
 
 def shorten(name: str) -> str:
-    """Returns `org/name[@revision]` for a repository's address; other names unchanged."""
+    """`org/name[@revision]` for an address; other names unchanged."""
     address = _ADDRESS.fullmatch(name.strip())
     if address is None:
         return name
@@ -81,7 +81,7 @@ def shorten(name: str) -> str:
 
 
 def parse_repository(name: str) -> RepositoryName | None:
-    """Returns the repository of a name, short name or address; None if it cannot be one."""
+    """The repository of a name, short name or address; None if impossible."""
     head, at, revision = shorten(name).partition("@")
     short = find_short_name(head)
     full = head if short is None else short.repository
@@ -91,7 +91,7 @@ def parse_repository(name: str) -> RepositoryName | None:
 
 
 def resolve(name: str) -> Path:
-    """Returns the folder of the model called `name`; raises ModelNotFound or ModelBroken."""
+    """The folder of the model called `name`; raises ModelNotFound or ModelBroken."""
     return _found(name)[1]
 
 
@@ -116,7 +116,7 @@ def _found(name: str) -> tuple[WeightsPlace, Path]:
 
 
 def _downloaded(name: str) -> tuple[WeightsPlace, Path]:
-    """Returns the place and the folder of a repository, or of the largest model here of a family."""
+    """Place and folder of a repository, or of a family's largest model here."""
     family = find_family(name)
     repository = parse_repository(_largest_here(family, name) if family else name)
     if repository is None:
@@ -126,7 +126,7 @@ def _downloaded(name: str) -> tuple[WeightsPlace, Path]:
 
 
 def settle(name: str) -> str:
-    """Returns the largest model here of the family called `name`; other names unchanged. Raises like `resolve`."""
+    """The largest model here of the family `name`; other names unchanged. Raises like `resolve`."""
     family = () if _is_no_download(name) else find_family(name)
     return _largest_here(family, name) if family else name
 
@@ -144,14 +144,14 @@ def _largest_here(family: Sequence[ShortName], name: str) -> str:
 
 
 def find_stored(name: str) -> StoredModel | None:
-    """Returns the manifest's entry for a local name, never taking it for a path; raises StoreError."""
+    """The manifest's entry for a local name, never taken for a path; raises StoreError."""
     return None if name in BUILT_IN else user_manifest().find(name)
 
 
 def find_installed(name: str) -> tuple[str, Path] | None:
-    """Returns the identity and the folder of an installed model, if there is one; local names do not count.
+    """Identity and folder of an installed model, if any; local names do not count.
 
-    Never takes a name for a path, so a name may come from anyone. Raises ModelBroken for half a download.
+    Never takes a name for a path: it may come from anyone. Raises ModelBroken for half a download.
     """
     found = _installed(name)
     if found is None:
@@ -161,7 +161,7 @@ def find_installed(name: str) -> tuple[str, Path] | None:
 
 
 def installed_place(name: str) -> WeightsPlace | None:
-    """Returns the place of an installed model or a local name, like `find_installed`; raises StoreError too."""
+    """Place of an installed model or local name, like `find_installed`; raises StoreError too."""
     stored = find_stored(name)
     found = _installed(name) if stored is None else (stored.weights, None)
     return None if found is None else found[0]
@@ -176,7 +176,7 @@ def _installed(name: str) -> tuple[WeightsPlace, Path] | None:
 
 
 def folder_of(place: WeightsPlace) -> Path:
-    """Returns the folder of a stored model's weights; raises ModelNotFound or ModelBroken."""
+    """The folder of stored weights; raises ModelNotFound or ModelBroken."""
     if place.kind == "repository":
         return _cached(str(place), RepositoryName(place.name, place.commit))
     if place.kind == "built-in":
@@ -190,7 +190,7 @@ def folder_of(place: WeightsPlace) -> Path:
 
 
 def identity_of(place: WeightsPlace) -> str:
-    """Returns the unique id of a stored model's weights, never a path; raises like `folder_of`."""
+    """The weights' unique id, never a path; raises like `folder_of`."""
     folder = folder_of(place)
     if place.kind == "repository":
         return _repository_identity(place.name, folder)
@@ -200,7 +200,7 @@ def identity_of(place: WeightsPlace) -> str:
 
 
 def place_of(name: str) -> WeightsPlace:
-    """Returns where the weights of the model called `name`, perhaps a path, are; raises like `resolve`."""
+    """Where the weights of `name`, perhaps a path, are; raises like `resolve`."""
     if name in BUILT_IN:
         return WeightsPlace("built-in", name)
     stored = find_stored(name)
@@ -208,7 +208,7 @@ def place_of(name: str) -> WeightsPlace:
 
 
 def files_of(name: str) -> tuple[WeightsPlace, Path]:
-    """Returns place and folder of the model called `name`, whose files may be missing; raises ModelNotFound."""
+    """Place and folder of `name`, whose files may be missing; raises ModelNotFound."""
     repository = None if _is_no_download(name) else parse_repository(name)
     snapshot = None if repository is None else _snapshot(repository)
     if repository is not None and snapshot is not None:
@@ -227,7 +227,7 @@ def _snapshot(repository: RepositoryName) -> Path | None:
 
 
 def _repository_identity(repository: str, snapshot: Path) -> str:
-    """Returns a name that is the same for every branch, tag or commit of a revision."""
+    """The same for every branch, tag or commit of a revision."""
     refs = snapshot.parent.parent / "refs"
     commit = snapshot.name
     names = frozenset(str(ref.relative_to(refs)) for ref in refs.rglob("*") if _holds(ref, commit))
@@ -242,14 +242,14 @@ def _holds(ref: Path, commit: str) -> bool:
 
 
 def installed() -> list[InstalledModel]:
-    """Returns built-in models, local names, then the complete models of the cache. Raises StoreError."""
+    """Built-in models, local names, then complete models of the cache. Raises StoreError."""
     models = [describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
     models += [model for stored in user_manifest().models().values() if (model := _described(stored)) is not None]
     return models + sorted(_cached_models(), key=lambda model: model.name.lower())
 
 
 def used_last() -> str | None:
-    """Returns the downloaded chat model whose files were read last, if any."""
+    """The downloaded chat model whose files were read last, if any."""
     for repository in sorted(_cached_repositories(), key=lambda one: one.last_accessed, reverse=True):
         for revision in repository.revisions:
             if "main" in revision.refs and _is_usable(revision.snapshot_path) and _can_chat(revision.snapshot_path):
@@ -258,7 +258,7 @@ def used_last() -> str | None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Returns the names of missing files that a model in `folder` needs."""
+    """Missing files that a model in `folder` needs."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     index = read_json(folder / "model.safetensors.index.json")
     shards = sorted(set(index.get("weight_map", {}).values()))
@@ -268,14 +268,14 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of Hugging Face repositories, which need not exist."""
+    """The folder of Hugging Face repositories, which need not exist."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def cache_stamp() -> tuple[tuple[str, int], ...]:
-    """Returns each folder's modification time in nanoseconds: it changes with any file or name of a revision."""
+    """Each folder's modification time in nanoseconds, which any file or name of a revision changes."""
     repositories = cache_folder().glob("models--*")
     folders = [one for repository in repositories for one in (repository / "refs", *repository.glob("snapshots/*"))]
     stamps = []
@@ -317,7 +317,7 @@ def _complete(folder: Path, what: str, advice: str) -> Path:
 
 
 def suggest(name: str) -> str:
-    """Returns what to type in place of an unknown name."""
+    """What to type in place of an unknown name."""
     sizes = like(name)
     if sizes:
         return f"choose a size: {', '.join(sizes)}"
@@ -369,12 +369,12 @@ def _is_usable(folder: Path) -> bool:
 
 
 def _shortest(refs: frozenset[str], commit: str) -> str:
-    """Returns `main`, else a branch, else the commit."""
+    """`main`, else a branch, else the commit."""
     return "main" if "main" in refs else min(refs, default=commit)
 
 
 def describe(name: str, folder: Path) -> InstalledModel:
-    """Describes a model by its files, under the given name."""
+    """A model by its files, under the given name."""
     config = read_json(folder / "config.json")
     bits = config.get("quantization", config.get("quantization_config", {})).get("bits")
     return InstalledModel(
@@ -391,9 +391,9 @@ GENERAL = "qwen3"
 
 
 def suggest_smaller(name: str, limit_bytes: int) -> str | None:
-    """Returns the short name of the largest model that takes at most `limit_bytes`, if any.
+    """The short name of the largest model within `limit_bytes`, if any.
 
-    Of the family of `name`, else of one with a similar name, else of any.
+    Of the family of `name`, else of a similar one, else of any.
     """
     everything = [one for family in FAMILIES.values() for one in family]
     for candidates in (_within(name, "[^a-z0-9]"), _within(name, "[^a-z]"), FAMILIES[GENERAL], everything):
@@ -404,7 +404,7 @@ def suggest_smaller(name: str, limit_bytes: int) -> str | None:
 
 
 def _within(name: str, ignored: str) -> Sequence[ShortName]:
-    """Returns the models of the families that `name` mentions, of the longest names."""
+    """Models of the families that `name` mentions, of the longest names."""
     spelled = {family: re.sub(ignored, "", family) for family in FAMILIES}
     families = [family for family in FAMILIES if spelled[family] in re.sub(ignored, "", name.lower())]
     longest = max((len(spelled[family]) for family in families), default=0)

@@ -1,8 +1,7 @@
-"""Chooses the types in which weights are held on a processor, and converts them, before any other thread sees the
-model.
+"""Chooses the types of weights on a processor, and converts them before any other thread sees the model.
 
-MLX's kernels for a CPU are made for float32. Seconds per token of an answer and of a prompt, 0.6 billion weights of 4
-bits, two x86-64 cores, a fast BLAS:
+MLX's kernels for a CPU are made for float32. Seconds per token of an answer and of a prompt, 0.6 billion weights of
+4 bits, two x86-64 cores, a fast BLAS:
 
     as stored, scales in bfloat16      4.3     5.7
     scales in float32                  0.48    0.46
@@ -25,7 +24,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from models.mlx_lm_import import QuantizedSwitchLinear, SwitchLinear
 
 Progress = Callable[[int, int], object]
-"""Called with the number of weights converted so far and the total."""
+"""Gets the number of weights converted, and the total."""
 
 
 class Precision(StrEnum):
@@ -38,7 +37,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Bytes of one model's weights in each precision."""
+    """One model's bytes in each precision."""
 
     stored: int
     as_float32: int
@@ -46,7 +45,7 @@ class WeightSizes:
 
 
 def choose_precision(sizes: WeightSizes, limit_bytes: int) -> Precision:
-    """Returns the fastest precision on a CPU, float32 only if that takes at most `limit_bytes`."""
+    """The fastest precision on a CPU, float32 only within `limit_bytes`."""
     if sizes.stored == sizes.as_float32:
         return Precision.STORED
     if sizes.as_float32 <= limit_bytes:
@@ -55,7 +54,7 @@ def choose_precision(sizes: WeightSizes, limit_bytes: int) -> Precision:
 
 
 def measure(model: Module) -> WeightSizes:
-    """Returns the bytes of the weights; evaluates nothing."""
+    """Bytes of the weights; evaluates nothing."""
     arrays = list(_arrays(model))
     packed = [module for _, module in _packed(model)]
     stored = sum(array.nbytes for array in arrays)
@@ -65,7 +64,7 @@ def measure(model: Module) -> WeightSizes:
 
 
 def convert(model: Module, precision: Precision, tell: Progress = lambda done, total: None) -> None:
-    """Converts the weights of `model`, evaluated, layer by layer to spare memory."""
+    """Converts `model`'s weights, evaluated, layer by layer to spare memory."""
     if precision is Precision.STORED:
         return
     model.update(tree_map(_as_float32, cast(Any, model).parameters()))
@@ -82,9 +81,9 @@ def convert(model: Module, precision: Precision, tell: Progress = lambda done, t
 
 
 def seconds_per_token(model: Module, active_share: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns about how long one token of an answer takes, from one matrix of the model.
+    """About how long one token of an answer takes, measured by one matrix.
 
-    `active_share` is the fraction of the experts that a token uses; 1 without experts.
+    `active_share` is the fraction of experts that a token uses; 1 without experts.
     """
     matrices = [module for _, module in cast(Any, model).named_modules() if type(module) in _MATRICES]
     flat = [module for module in matrices if isinstance(module, Linear | QuantizedLinear)]
@@ -111,12 +110,12 @@ _KINDS: dict[type[Module], Callable[[bool], Module]] = {
     QuantizedEmbedding: lambda has_bias: Embedding(1, 1),
     QuantizedSwitchLinear: lambda has_bias: SwitchLinear(1, 1, 1, bias=has_bias),
 }
-"""Packed layers, and what makes the plain layers in their place."""
+"""Packed layers, and makers of plain ones in their place."""
 _MATRICES = (*_KINDS, Linear, Embedding, SwitchLinear)
 
 
 def _packed(model: Module) -> Iterator[tuple[str, Module]]:
-    """Yields layers of packed matrices that can be unpacked; derived kinds stay unchanged."""
+    """Derived kinds stay unchanged."""
     for name, module in cast(Any, model).named_modules():
         if type(module) in _KINDS and module.get("global_scale") is None:
             yield name, module

@@ -1,5 +1,4 @@
-"""Short names of models as known from Ollama, such as `qwen3:8b` and `qwen3:8b-8bit`, and sizes for people to read.
-Pure.
+"""Short names of models as known from Ollama, such as `qwen3:8b` and `qwen3:8b-8bit`, and sizes for people. Pure.
 
 `short_names.toml` maps families, sizes and quantizations to repositories.
 """
@@ -24,7 +23,7 @@ class ShortName:
     family: str
     repository: str
     num_bytes: int
-    """Estimated bytes of the weights."""
+    """Of the weights, estimated."""
     is_usual: bool
 
 
@@ -43,40 +42,40 @@ def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, 
 
 
 def _bits(kind: str) -> float:
-    """Returns the bits per weight of a quantization, including its share of the scales."""
+    """Per weight, including its share of the scales."""
     return {"bf16": 16.0, "mxfp4": 4.25}.get(kind) or int(kind.removesuffix("bit")) + 0.5
 
 
 SHORT_NAMES = _read(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")))
-"""Every name, the usual ones of a family by size."""
+"""All, a family's usual ones by size."""
 FAMILIES: Mapping[str, Sequence[ShortName]] = {
     family: sorted(
         (one for one in SHORT_NAMES.values() if one.family == family and one.is_usual), key=lambda one: one.num_bytes
     )
     for family in dict.fromkeys(one.family for one in SHORT_NAMES.values())
 }
-"""The usual names of each family, the smallest model first."""
+"""The usual names, the smallest model first."""
 
 
 def find_short_name(text: str) -> ShortName | None:
-    """Returns the name that a person wrote, in any case; None if unknown."""
+    """The name that a person wrote, in any case, if known."""
     return SHORT_NAMES.get(text.lower())
 
 
 def find_family(text: str) -> Sequence[ShortName]:
-    """Returns the usual names of a family written as `qwen3` or `qwen3:latest`."""
+    """Usual names of a family, written `qwen3` or `qwen3:latest`."""
     return FAMILIES.get(text.lower().removesuffix(":latest"), ())
 
 
 def like(text: str) -> list[str]:
-    """Returns the usual names of all families that begin like `text`."""
+    """Usual names of all families that begin like `text`."""
     wanted = _plain(text.partition(":")[0])
     families = [family for family in FAMILIES if wanted and _plain(family).startswith(wanted)]
     return [one.name for family in families for one in FAMILIES[family]]
 
 
 def largest(names: Sequence[ShortName], limit_bytes: int) -> ShortName | None:
-    """Returns the largest model whose weights take at most `limit_bytes`, if any."""
+    """The largest model with weights within `limit_bytes`, if any."""
     fitting = [one for one in names if one.num_bytes <= limit_bytes]
     return max(fitting, key=lambda one: one.num_bytes, default=None)
 
@@ -86,7 +85,7 @@ def _plain(text: str) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Returns a size for people, such as `3.4 GB`; a GB is 10^9 bytes."""
+    """A size for people, such as `3.4 GB`; a GB is 10^9 bytes."""
     for unit, bytes_per_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= bytes_per_unit:
             return f"{num_bytes / bytes_per_unit:.1f} {unit}"

@@ -1,6 +1,6 @@
 """Text that can be encoded, and the comparison of long texts. Pure.
 
-Half a character (a lone surrogate), which JSON and a model's output can spell and UTF-8 cannot, becomes U+FFFD.
+A lone surrogate, which JSON and a model's output can spell and UTF-8 cannot, becomes U+FFFD.
 """
 
 import base64
@@ -18,7 +18,7 @@ _ESCAPES = re.compile(
 
 
 def well_formed(text: str) -> str:
-    """Returns `text` with U+FFFD for each lone surrogate; the same object if it holds none."""
+    """`text` with U+FFFD for lone surrogates; the same object without any."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -27,14 +27,14 @@ def well_formed(text: str) -> str:
 
 
 def well_formed_json(text: str) -> str:
-    """Returns a JSON text without lone surrogates, as characters or escapes; the rest is unchanged."""
+    """A JSON text without lone surrogates, as characters or escapes."""
     return _ESCAPES.sub(lambda escape: "\\ufffd" if escape[1] else escape[0], well_formed(text))
 
 
 def read_object(text: str, *, allow_nan: bool = False) -> dict[str, Any] | None:
-    """Returns the object of a JSON text, all its texts well-formed; None if it holds no object.
+    """The object of a JSON text, all texts well-formed; None if it holds none.
 
-    Neither is an object of more than some 200 levels, or with a number of more than 4300 digits.
+    None also above some 200 levels, or for a number of more than 4300 digits.
     """
     try:
         value = pydantic_core.from_json(well_formed_json(text), allow_inf_nan=allow_nan)
@@ -44,7 +44,7 @@ def read_object(text: str, *, allow_nan: bool = False) -> dict[str, Any] | None:
 
 
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns the length of the common beginning of two texts or lists, comparing whole slices."""
+    """Length of the common beginning, comparing whole slices."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,8 +1,7 @@
-"""Looks at a model folder's weight files without loading them: are they whole, and which weights are they? Knows no
-MLX.
+"""Looks at a model's weight files without loading them: are they whole, and which weights are they? Knows no MLX.
 
 A safetensors file opens with the length of a JSON header, 8 bytes little-endian; the header gives each tensor's type,
-shape and place behind it. MLX reads lazily, so a file cut short would fail in an evaluation.
+shape and place behind it. MLX reads lazily: a file cut short would fail in an evaluation.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ _DTYPE_BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of the types that MLX reads; MLX reports the others."""
+"""Types that MLX reads; MLX reports the others."""
 _OTHER_FORMATS = {
     "a GGUF file is": ("*.gguf",),
     "PyTorch weights are": ("*.bin", "*.pt", "*.pth", "*.ckpt"),
@@ -37,11 +36,11 @@ _IDENTITY_FILES = (
     *("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.json", "*.jinja"),
     "additional_chat_templates/*.jinja",
 )
-"""Files that decide a conversation's tokens and the model's results; not how answers are sampled."""
+"""They decide tokens and results, not how answers are sampled."""
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """Returns the weight files of a model folder, sorted, each whole. Raises ModelNotFound and ModelBroken."""
+    """A folder's weight files, sorted, each whole. Raises ModelNotFound and ModelBroken."""
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_files_of_index(folder) - {file.name for file in files})
     if missing:
@@ -54,7 +53,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 
 def total_bytes(folder: Path) -> int:
-    """Returns the memory of the weights in their stored types; raises like `find_weight_files`."""
+    """Memory of the weights in stored types; raises like `find_weight_files`."""
     return sum(file.stat().st_size for file in find_weight_files(folder))
 
 
@@ -72,7 +71,7 @@ def _files_of_index(folder: Path) -> set[str]:
 
 
 def other_formats(folder: Path) -> str:
-    """Returns a message about weights in unsupported formats, if any: a pickle runs its author's code."""
+    """A message about unsupported weights, if any: a pickle runs its author's code."""
     for what, patterns in _OTHER_FORMATS.items():
         if any(any(folder.glob(pattern)) for pattern in patterns):
             return (
@@ -83,7 +82,7 @@ def other_formats(folder: Path) -> str:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Returns the tensors that `file` declares, by name; `data_offsets` count from the file's start.
+    """The tensors of `file` by name; `data_offsets` count from the file's start.
 
     Raises ModelBroken for an unreadable or unsound file, or another length than declared.
     """
@@ -109,7 +108,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def _check_places(tensors: dict[str, Any]) -> None:
-    """Raises an error of any kind unless each range has the bytes of its type and shape."""
+    """Raises any error unless each range has the bytes of its type and shape."""
     for entry in tensors.values():
         start, stop = entry["data_offsets"]
         sizes = [start, stop, *entry["shape"]]
@@ -128,7 +127,7 @@ def _check_overlaps(tensors: dict[str, Any], file: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; empty if there is none or it cannot be read."""
+    """The object in a JSON file; empty without a readable one."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -137,7 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def unreadable(path: Path, error: OSError) -> ModelBroken:
-    """Returns the error for a file or folder that cannot be read."""
+    """The error for an unreadable file or folder."""
     return ModelBroken(f"{path} is not readable: {reason(error)}")
 
 
@@ -157,9 +156,9 @@ def _parse_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns 32 hexadecimal digits that differ for different models, wherever their folders are.
+    """32 hexadecimal digits that differ for different models, wherever their folders are.
 
-    They cover configuration, tokenizer and templates, and every tensor's name, type, shape and middle bytes.
+    They cover configuration, tokenizer, templates, and every tensor's name, type, shape and middle bytes.
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in _parts(folder):

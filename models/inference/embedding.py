@@ -1,7 +1,7 @@
-"""Vectors of texts: the output of a model's last layer, before the logits, pooled over the text's positions.
+"""Vectors of texts: a model's last layer, before the logits, pooled over the text's positions.
 
 A judgement is a vector of one number: the probability of one token against another after the text. Short texts are
-evaluated together, padded at the end, which changes nothing; a long one alone, chunk by chunk. Worker thread only.
+evaluated together, padded at the end, which changes nothing; a long one alone, in chunks. Worker thread only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import make_prompt_cache
 
 Vector: TypeAlias = NDArray[np.float32]
-"""`[dimensions]`, of length 1; for a judgement, the probability alone."""
+"""`[dimensions]`, of length 1; for a judgement, only the probability."""
 _Evaluate: TypeAlias = Callable[..., mx.array]
 _TRUNKS = ("model", "backbone", "transformer", "language_model")
 
@@ -34,7 +34,7 @@ class Embedder:
         self._adapters = adapters
 
     def embed(self, texts: Sequence[NDArray[np.int32]], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
-        """Returns the vectors of texts of one token or more; raises EmbeddingUnsupported."""
+        """Vectors of texts of one token or more; raises EmbeddingUnsupported."""
         evaluate = self._evaluation(reading)
         padded = np.zeros((len(texts), max(len(text) for text in texts)), np.int32)
         for row, text in enumerate(texts):
@@ -45,7 +45,7 @@ class Embedder:
             return [self._finished(row, reading) for row in rows]
 
     def begin(self, reading: Reading, adapter: int = NO_ADAPTER) -> "LongText":
-        """Returns a text to be evaluated chunk by chunk; raises EmbeddingUnsupported."""
+        """A text to evaluate chunk by chunk; raises EmbeddingUnsupported."""
         evaluate_any, adapters = self._evaluation(reading), self._adapters
 
         def evaluate(tokens: mx.array, cache: list[LayerCache]) -> mx.array:
@@ -59,7 +59,7 @@ class Embedder:
         return LongText(evaluate, finish, list(make_prompt_cache(self._model)), reading)
 
     def _evaluation(self, reading: Reading) -> _Evaluate:
-        """Returns the trunk, or the model if it judges and its head is unknown."""
+        """The trunk, or the model if it judges and its head is unknown."""
         if isinstance(reading, Pooling) or self._head is not None:
             return self._trunk
         return cast(_Evaluate, self._model)
@@ -73,7 +73,7 @@ class Embedder:
 
     @cached_property
     def _head(self) -> _Evaluate | None:
-        """The function from the trunk's states to logits; None if it cannot be found from the outside."""
+        """From the trunk's states to logits; None if not found from the outside."""
         try:
             trunk = self._trunk
         except EmbeddingUnsupported:
@@ -84,7 +84,7 @@ class Embedder:
 
     @cached_property
     def _trunk(self) -> _Evaluate:
-        """The innermost of the nested parts that gives states; raises EmbeddingUnsupported if none does."""
+        """The innermost nested part that gives states; raises EmbeddingUnsupported without any."""
         found: Any = None
         part = _next_part(self._model)
         while part is not None:
@@ -123,7 +123,7 @@ class LongText:
         mx.eval(self._pooled, [cache.state for cache in self._caches])
 
     def vector(self) -> Vector:
-        """Returns the vector of all tokens fed so far, at least one."""
+        """Of all tokens fed so far, at least one."""
         assert self._pooled is not None, "a text without tokens has no vector"
         return self._finish(self._pooled)
 
@@ -159,7 +159,7 @@ def _makes(head: _Evaluate, states: mx.array, wanted: mx.array) -> bool:
 
 
 def _read(states: mx.array, reading: Reading) -> mx.array:
-    """Returns `[dimensions]` from the states `[num_tokens, dimensions]` of one text."""
+    """`[dimensions]` from one text's states `[num_tokens, dimensions]`."""
     if isinstance(reading, Judgement):
         return states[-1]
     states = states.astype(mx.float32)

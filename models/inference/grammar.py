@@ -1,7 +1,7 @@
-"""Grammars compiled against one model's tokens, by llguidance; the only module that knows llguidance.
+"""Grammars compiled against one model's tokens; the only module that knows llguidance.
 
-Compiling takes up to about 100 ms, on a thread of its own. JSON is constrained to one line with at most one space
-after commas and colons: a small model would continue unlimited white space for ever.
+Compiling takes up to about 100 ms, on its own thread. JSON is constrained to one line with at most one space after
+commas and colons: a small model would continue white space for ever.
 """
 
 import hashlib
@@ -20,23 +20,23 @@ from models.errors import GrammarFailed, InvalidGrammar, brief
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
 
 MAX_KEPT = 16
-"""The most compiled grammars kept, of at most about 20 MB each."""
+"""Compiled grammars of at most about 20 MB each."""
 MAX_CHARACTERS: Final = 1 << 18
 MAX_MESSAGE: Final = 400
 _WORD_BITS = 32
 _LIMITS: Final[Any] = llguidance.LLParserLimits(
     initial_lexer_fuel=50_000, step_lexer_fuel=50_000, max_lexer_states=25_000, verbose_errors=False
 )
-"""Of a lexer, which all outputs of a grammar share: 7 MB of expressions at first, 10 MB of states."""
+"""Of a lexer, which a grammar's outputs share: 7 MB of expressions at first, 10 MB of states."""
 _RENEWAL_TOKENS = 256
-"""Tokens that an output accepts before its lexer may be renewed again."""
+"""Tokens between two renewals of an output's lexer."""
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. For any thread."""
+    """Compiles grammars for one model. Any thread."""
 
     def __init__(self, describe_tokenizer: Callable[[], str], eos_token_ids: Iterable[int]) -> None:
-        """`describe_tokenizer` returns the text of a `tokenizer.json`; called for the first grammar."""
+        """`describe_tokenizer` returns a `tokenizer.json`; called for the first grammar."""
         self._describe_tokenizer = describe_tokenizer
         self._eos = sorted(eos_token_ids)
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[bytes, LlguidanceGrammar] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> "LlguidanceGrammar":
-        """Returns a compiled grammar; raises InvalidGrammar with the fault."""
+        """Raises InvalidGrammar with the fault."""
         if len(grammar.text) > MAX_CHARACTERS:
             raise InvalidGrammar(f"{len(grammar.text)} characters are more than the {MAX_CHARACTERS} that are taken")
         digest = hashlib.sha256(f"{grammar.kind}\n{grammar.text}".encode("utf-8", "surrogatepass")).digest()
@@ -62,7 +62,7 @@ class GrammarCompiler:
         return compiled
 
     def spell(self, marker: str) -> str:
-        """Returns how a Lark grammar writes a marker, which may be a token; raises InvalidGrammar."""
+        """A marker, perhaps a token, in a Lark grammar; raises InvalidGrammar."""
         with self._lock:
             tokenizer = self._ready_tokenizer()
         tokens = tokenizer.tokenize_str(marker, parse_special=True)
@@ -79,7 +79,7 @@ class GrammarCompiler:
 
 
 class LlguidanceGrammar:
-    """One compiled grammar. For any thread."""
+    """One compiled grammar. Any thread."""
 
     def __init__(self, tokenizer: Any, definition: str, eos_token_ids: Iterable[int]) -> None:
         self.tokenizer: Final = tokenizer
@@ -92,16 +92,16 @@ class LlguidanceGrammar:
         self._check_beginning()
 
     def begin(self) -> "LlguidanceMatcher":
-        """Returns a matcher at the beginning of an output."""
+        """A matcher at an output's beginning."""
         return LlguidanceMatcher(self)
 
     def copy(self) -> tuple[Any, Any]:
-        """Returns the library's matcher at the beginning, and a copy that shares its lexer."""
+        """The library's matcher at the beginning, and a copy that shares its lexer."""
         with self._lock:
             return self._beginning, self._beginning.deep_copy()
 
     def renew(self, spent: Any) -> None:
-        """Renews the lexer, which holds the states of all outputs, unless it already differs from `spent`'s."""
+        """Renews the lexer with all outputs' states, unless it already differs from `spent`'s."""
         with self._lock:
             if self._beginning is spent:
                 self._beginning = self._compile()
@@ -143,17 +143,17 @@ class LlguidanceMatcher:
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def accept(self, token: int) -> None:
-        """Accepts the next token; `mask` raises for a forbidden one."""
+        """Accepts a token; `mask` raises for a forbidden one."""
         self._tokens.append(token)
         self._matcher.consume_token(token)
 
     def accept_text(self, text: str) -> None:
-        """Accepts text like a token; see `accept`."""
+        """Accepts text like a token."""
         for token in self._grammar.tokenizer.tokenize_str(text):
             self.accept(token)
 
     def mask(self) -> MaskWords:
-        """Returns which tokens may come next; raises GrammarFailed."""
+        """Which tokens may come next; raises GrammarFailed."""
         fill_next_token_bitmask(self._matcher, self._words)
         if self._matcher.is_error() and len(self._tokens) - self._num_at_renewal >= _RENEWAL_TOKENS:
             self._renew()
@@ -173,7 +173,7 @@ class LlguidanceMatcher:
         self._matcher.consume_tokens(self._tokens)
 
     def _spell_out(self, words: MaskWords) -> None:
-        """Replaces a mask's only token if it is a special token that stands for text: it would be rejected."""
+        """A mask's only token, if special and standing for text, would be rejected."""
         (token,) = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[:1].tolist()
         if self._matcher.validate_tokens([token]) == 1:
             return
@@ -184,7 +184,7 @@ class LlguidanceMatcher:
             words[spelled[0] // _WORD_BITS] = np.array(1 << spelled[0] % _WORD_BITS, np.uint32).astype(np.int32)
 
     def mask_without_end(self) -> MaskWords:
-        """Returns a mask of all tokens except the ends of turn."""
+        """All tokens except the ends of turn."""
         return self._grammar.free
 
 

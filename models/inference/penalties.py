@@ -1,7 +1,7 @@
 """Penalties on tokens that occurred before, and tokens that a request rules out, for all rows of a decode step.
 
-A penalty takes over the state of its rows when the rows change, counts every sampled token without reading it, and
-gives the state back. A grammar wins over tokens that are ruled out. If no row uses a kind, its `of` returns None.
+A penalty takes over its rows' state when the rows change, counts every sampled token unread, and gives the state
+back. A grammar wins over tokens ruled out. If no row uses a kind, its `of` returns None.
 """
 
 import math
@@ -24,25 +24,25 @@ from models.inference.sampling_state import (
 )
 
 MAX_PENALTY = 1e9
-"""Above this limit nothing becomes less likely; infinity could leave a row without a token."""
+"""Nothing gets less likely above; infinity could leave a row without a token."""
 
 
 class Penalty(Protocol):
-    """One kind of penalty; its arrays have one row per row of the step."""
+    """One kind; its arrays have one row per row of the step."""
 
     def apply_to(self, logits: mx.array) -> mx.array:
-        """Returns the penalised logits, float32 `[num_rows, vocab_size]`."""
+        """Penalised logits, float32 `[num_rows, vocab_size]`."""
         ...
 
     def count(self, tokens: mx.array) -> None:
-        """Counts the sampled token of each row, `[num_rows]`."""
+        """Counts the sampled tokens, `[num_rows]`."""
 
     def give_back(self, rows: Sequence[RowSampling]) -> None:
-        """Writes the state of each row back to its `RowSampling`."""
+        """Writes each row's state back to its `RowSampling`."""
 
 
 def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
-    """Returns the penalties that at least one row uses, in the order in which they apply."""
+    """Penalties that at least one row uses, in the order of applying."""
     found: list[Penalty | None] = [
         _Repetition.of(rows, vocab_size),
         _Occurrences.of(rows, vocab_size),
@@ -54,7 +54,7 @@ def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
 
 @dataclass
 class _Repetition(Penalty):
-    """Dividing every logit costs less than selecting the tokens of prompt and output."""
+    """Dividing every logit costs less than selecting prompt and output tokens."""
 
     divisors: mx.array
     penalties: mx.array
@@ -119,7 +119,7 @@ class _Windowed(Penalty):
     counts: mx.array
     recent: mx.array
     oldest: mx.array
-    """Where each row's window begins, `[num_rows, 1]`."""
+    """Where windows begin, `[num_rows, 1]`."""
     forgets: mx.array
     repetition: mx.array
     presence: mx.array
@@ -167,18 +167,16 @@ class _Windowed(Penalty):
 
 @dataclass
 class _Dry(Penalty):
-    """Don't repeat yourself: penalises tokens that would continue a repetition, more for longer ones, as in
-    llama.cpp.
+    """Don't repeat yourself, as in llama.cpp: penalises continuing a repetition, more for longer ones.
 
-    Windows move by one token in each step, so lengths keep their places.
+    Windows move by one token a step, so lengths keep their places.
     """
 
     recent: mx.array
     lengths: mx.array
-    """See `RepeatedEnds`."""
     is_breaker: mx.array
     num_before: mx.array
-    """How many tokens of the row's window precede each token."""
+    """Tokens of the row's window before each token."""
     multiplier: mx.array
     base: mx.array
     allowed_length: mx.array
@@ -227,14 +225,14 @@ class _Dry(Penalty):
 
 
 def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | None:
-    """Returns the rows as one array, with `missing` for None; None if all are None."""
+    """One array, with `missing` for None; None if all are."""
     if all(row is None for row in rows):
         return None
     return mx.stack([missing if row is None else row for row in rows])
 
 
 def bans_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
-    """Returns the rules that exclude tokens for at least one row."""
+    """Rules that exclude tokens for at least one row."""
     found: list[Penalty | None] = [_AllowedTokens.of(rows, vocab_size), _BadWords.of(rows), _EarlyEnds.of(rows)]
     return [ban for ban in found if ban is not None]
 
@@ -261,14 +259,14 @@ class _AllowedTokens(Penalty):
 
 @dataclass
 class _BadWords(Penalty):
-    """Excludes the last token of a forbidden sequence after the others."""
+    """Excludes a forbidden sequence's last token after the others."""
 
     row_ids: mx.array
     before: mx.array
-    """All tokens of each sequence but the last, right-aligned; `NO_TOKEN` is any token."""
+    """Each sequence without its last token, right-aligned; `NO_TOKEN` is any token."""
     last: mx.array
     recent: mx.array
-    """The end of each row's output, `[num_rows, width]`."""
+    """Each row's output's end, `[num_rows, width]`."""
 
     @classmethod
     def of(cls, rows: Sequence[RowSampling]) -> "_BadWords | None":
@@ -299,7 +297,7 @@ class _BadWords(Penalty):
 
 
 class _EarlyEnds(Penalty):
-    """Excludes end tokens before a row's `min_tokens`. The affected rows change with each draw."""
+    """Excludes end tokens before a row's `min_tokens`. The rows change with each draw."""
 
     def __init__(self, rows: Sequence[RowSampling]) -> None:
         self._rows = rows
@@ -329,5 +327,5 @@ def _is_early(row: RowSampling) -> bool:
 
 
 def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
-    """Returns `logits` for rows that would be left without a token."""
+    """`logits` for rows that would be left without a token."""
     return mx.where(ruled_out.max(axis=-1, keepdims=True) > -math.inf, ruled_out, logits)

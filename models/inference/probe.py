@@ -1,16 +1,14 @@
 """Tests whether a model decodes ragged batches correctly. Worker thread only.
 
-Rows of different lengths are decoded together, and each is compared with the same row alone: the logits, and what
-every layer writes into its caches. There are rows before, at and beyond every length at which the model may change:
-bounds of layer caches, windows that it asks masks for, and numbers of its configuration named like a bound of
-attention.
+Rows of different lengths are decoded together, and each is compared with the same row alone: logits, and what every
+layer writes into its caches. Rows lie before, at and beyond every length where the model may change: bounds of layer
+caches, windows that it asks masks for, numbers of its configuration named like a bound of attention. Long rows are
+synthetic, drawn from a few real tokens, with large values where a window ends or a chunk begins: a mask wrong by one
+token then shows.
 
-Long rows are synthetic, drawn from a few real tokens, with large values where a window ends or a chunk begins: a mask
-that is wrong by one token then shows.
-
-The *spread* between a row alone as one chunk and token by token shows how much difference is rounding. Rounding may
-change a discrete choice, such as of an expert; but only a fault comes back with new random tokens at the same row,
-step and layer. A model not proven correct in bounded time decodes its rows one after another.
+The *spread* between a row alone as one chunk and token by token tells the size of rounding. Rounding may change a
+discrete choice, such as of an expert; only a fault comes back with new random tokens at the same row, step and layer.
+A model not proven correct in bounded time decodes its rows one after another.
 """
 
 import logging
@@ -33,7 +31,7 @@ from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_pro
 logger = logging.getLogger(__name__)
 
 _BORDER_TOKENS = 6
-"""Tokens around a border with large values: a row passes the border in fewer steps."""
+"""Large values around a border: a row passes it in fewer steps."""
 _MAX_GAIN = 16.0
 """Half precision must not overflow."""
 
@@ -41,7 +39,7 @@ _MAX_GAIN = 16.0
 def fill(
     caches: Sequence[LayerCache], short: Sequence[LayerCache], num_tokens: int, borders: Sequence[int], seed: int
 ) -> None:
-    """Fills fresh `caches` with a row of `num_tokens` tokens, like the few in `short`; deterministic for a seed.
+    """Fills fresh `caches` with a row of `num_tokens`, like the few in `short`; deterministic for a seed.
 
     `borders` are distances from the row's end. Raises NotRagged.
     """
@@ -57,7 +55,7 @@ def fill(
 
 
 def copy_row(caches: Sequence[LayerCache], source: Sequence[LayerCache]) -> None:
-    """Copies the state of `source` into fresh `caches`."""
+    """Copies `source`'s state into fresh `caches`."""
     for cache, original in zip(leaves(caches), leaves(source), strict=True):
         vars(cache).update({name: _same(value) for name, value in vars(original).items()})
 
@@ -69,13 +67,13 @@ def _same(value: Any) -> Any:
 
 
 def bytes_per_token(caches: Sequence[LayerCache]) -> int:
-    """Returns the bytes of keys and values per token; an upper bound for rows beyond a window."""
+    """Bytes of keys and values; an upper bound for rows beyond a window."""
     rows = [cache for cache in leaves(caches) if isinstance(cache, KVCache | RotatingKVCache)]
     return sum(a.nbytes // a.shape[2] for cache in rows if cache.keys is not None for a in (cache.keys, cache.values))
 
 
 def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
-    """Returns keys and values of the last `count` tokens, `[1, num_heads, count, head_dim]`; empty if unused."""
+    """Keys and values of the last `count` tokens, `[1, num_heads, count, head_dim]`; empty if unused."""
     if cache.keys is None:
         return []
     if isinstance(cache, RotatingKVCache):
@@ -113,13 +111,13 @@ def _fill_rows(
 
 
 def _drawn_keys(keys: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
-    """Keys around those of real tokens, so that attention keeps its sharpness."""
+    """Around those of real tokens: attention keeps its sharpness."""
     one, other, third = (_drawn(keys, num_rows, rng) for _ in range(3))
     return one + (other - third) * mx.array(0.3, keys.dtype)
 
 
 def _drawn_values(values: mx.array, gains: np.ndarray[Any, Any], rng: np.random.Generator) -> mx.array:
-    """Values of either sign: many together nearly cancel, and one large value shows."""
+    """Of either sign: many nearly cancel, and one large value shows."""
     signs = gains * rng.choice([-1.0, 1.0], len(gains))
     return _drawn(values, len(gains), rng) * mx.array(signs[:, None]).astype(values.dtype)
 
@@ -129,23 +127,21 @@ def _drawn(rows: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
 
 
 MAX_NAMED_TOKENS = 8192
-"""Larger numbers of a configuration are ignored: often they repeat the context."""
+"""Larger numbers of a configuration often repeat the context."""
 
 _SIZE = re.compile(r"(window|window_size|chunk_size|index_topk)$")
 _BLOCKS = re.compile(r"^(.*)topk_blocks$")
 
 
 def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[int]) -> list[int]:
-    """Returns the lengths in tokens, ascending, at which attention may change; `asked_windows` is of
-    `spy_on_masks`.
-    """
+    """Lengths in tokens, ascending, where attention may change; `asked_windows` is of `spy_on_masks`."""
     kept = {int(size) for cache in leaves(caches) for size in _bounds(cache)}
     named = {size for size in _named_sizes(model, set()) if size <= MAX_NAMED_TOKENS}
     return sorted(size for size in kept | asked_windows | named if size > 1)
 
 
 def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
-    """Returns a set that collects the windows for which a model asks the masks of `caches`."""
+    """A set that collects the windows for which a model asks masks."""
     windows: set[int] = set()
     for cache in leaves(caches):
         if hasattr(cache, "make_mask"):
@@ -195,31 +191,31 @@ def _size(name: str, number: int, fields: dict[Any, Any]) -> Iterator[int]:
 
 
 MAX_SECONDS = 30.0
-"""Time limit of the whole probe; one model call may exceed it."""
+"""Limit of the probe; one model call may exceed it."""
 MAX_STATE_BYTES = 2 << 30
 
 _NUM_TRIALS = 4
 _SPREADS = 3.0
-"""A difference of more spreads is not rounding."""
+"""More than rounding."""
 _LARGEST_ERROR = 0.25
 _SMALLEST_SPREAD = 1e-5
 
 _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
-"""mlx-lm's caches grow by this many tokens at once."""
+"""By which mlx-lm's caches grow."""
 _STEPS = ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))
-"""Rows that decode together in each step; at last a row has left and the order has changed."""
+"""Rows of each step; at last one has left and the order has changed."""
 
 
 class NotProven(Exception):
-    """The probe would take too much time or memory to prove anything."""
+    """Proving anything would take too much time or memory."""
 
 
 class _Observed(NamedTuple):
-    """One array of a row's evaluation; the step is -1 for state after the last."""
+    """One array of a row's evaluation; step -1 for state after the last."""
 
     place: tuple[int, int]
-    """Layer cache and component; layer cache -1 for logits."""
+    """Layer cache, -1 for logits, and component."""
     row: int
     step: int
 
@@ -235,7 +231,7 @@ def is_ragged(
     max_seconds: float = MAX_SECONDS,
     seed: int = 0,
 ) -> bool:
-    """Whether rows of different lengths are proven to give the same together as alone, within `max_seconds`."""
+    """Whether rows of different lengths are proven, within `max_seconds`, to give the same together as alone."""
     try:
         fault = _find_fault(_Evaluator(model, clock, max_seconds), vocab_size, seed)
     except NotProven as reason:
@@ -253,7 +249,7 @@ def is_ragged(
 
 
 class _Evaluator:
-    """Calls the model, or raises NotProven if the call would end too late."""
+    """Calls the model, or raises NotProven if that would end too late."""
 
     def __init__(self, model: Any, clock: Callable[[], float], max_seconds: float) -> None:
         self._model = model
@@ -267,7 +263,7 @@ class _Evaluator:
         return list(make_prompt_cache(self._model))
 
     def measure(self) -> list[int]:
-        """Times the second evaluation of one token; returns the lengths at which the model may change."""
+        """Times the second evaluation of one token; returns lengths where the model may change."""
         self([[0]], self.make_caches())
         begun, caches = self._clock(), self.make_caches()
         windows = spy_on_masks(caches)
@@ -283,7 +279,7 @@ class _Evaluator:
             raise NotProven(f"that takes {needed:.0f} s, {pace}, more than {self._max_seconds:.0f} s")
 
     def __call__(self, tokens: list[list[int]], caches: Sequence[LayerCache]) -> mx.array:
-        """Returns the evaluated logits `[num_rows, num_tokens, vocab_size]`."""
+        """Evaluated logits `[num_rows, num_tokens, vocab_size]`."""
         self.require(len(tokens) * len(tokens[0]))
         logits: mx.array = self._model(mx.array(tokens), cache=caches)
         mx.eval(logits)
@@ -291,7 +287,7 @@ class _Evaluator:
 
 
 class _Rows:
-    """Three rows: a short one, one that reaches the border while it decodes, and one beyond it."""
+    """A short row, one that reaches the border while it decodes, and one beyond."""
 
     def __init__(self, evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> None:
         rng = np.random.default_rng([border, seed])
@@ -363,7 +359,7 @@ def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
 
 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
-    """A row's logits after each step, what each step wrote into the caches, and recurrent state at the end."""
+    """A row's logits and cache writes after each step, and recurrent state at the end."""
     found = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
     for layer, cache in enumerate(leaves(caches)):
         if isinstance(cache, ArraysCache):
@@ -413,7 +409,7 @@ def _suspects(rows: _Rows, eps: float) -> dict[_Observed, float]:
 
 
 def _difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Root mean square of the differences, each relative to its value plus the median size."""
+    """Root mean square of differences, each relative to its value plus the median size."""
     size = np.abs(expected)
     with np.errstate(invalid="ignore", divide="ignore"):
         parts = (found - expected) / (size + np.median(size))

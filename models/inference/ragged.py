@@ -2,9 +2,9 @@
 
 A model sees a batch of rows with one token each, so its linear layers run once. Two things differ per row:
 
-- *Span and window layers*: a `RaggedLayer` stands in for the caches of all rows, passes each row's keys and values to
-  its own cache, and returns the content as `Rows`, over which MLX's attention loops within `ragged_attention()`.
-  Nothing is padded, nothing is copied when a row joins or leaves.
+- *Span and window layers*: a `RaggedLayer` stands in for all rows' caches, passes each row's keys and values to its
+  own, and returns the content as `Rows`, over which MLX's attention loops within `ragged_attention()`. Nothing is
+  padded, nothing is copied when a row joins or leaves.
 - *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
 Knows no tokens, sampling or requests. Other threads' attention is unaffected.
@@ -30,7 +30,7 @@ from models.mlx_lm_import import (
 
 
 class NotRagged(Exception):
-    """A layer cache of this class cannot take part in a ragged batch."""
+    """This class of layer cache cannot join a ragged batch."""
 
 
 _MISFIT = mx.zeros(10_007)  # a prime number, so that no reshape can fit it either
@@ -38,9 +38,9 @@ mx.eval(_MISFIT)
 
 
 class Rows(mx.array):
-    """One item per row where a model expects one array: keys, values, masks or scores of different lengths.
+    """One item per row where a model expects one array: keys, values, masks or scores.
 
-    Its shape fits no operation, so one that is not overridden here fails.
+    Its shape fits no operation: one not overridden here fails.
     """
 
     items: list[Any]
@@ -58,12 +58,12 @@ class Rows(mx.array):
         return Rows([item.astype(dtype) for item in self.items])
 
     def __rmatmul__(self, batch: mx.array) -> "Rows":
-        """Multi-head latent attention multiplies its queries with the cached positions outside of attention."""
+        """Multi-head latent attention multiplies queries with cached positions outside of attention."""
         return Rows([row @ item for row, item in zip(_split(batch, len(self.items)), self.items, strict=True)])
 
 
 class QuantizedRow(NamedTuple):
-    """One row's keys or values in the form of its `QuantizedKVCache`."""
+    """A row's keys or values as in its `QuantizedKVCache`."""
 
     arrays: tuple[mx.array, mx.array, mx.array]
     group_size: int
@@ -73,8 +73,7 @@ class QuantizedRow(NamedTuple):
 class RaggedLayer:
     """Stands in for one span or window layer of all rows, whose caches it borrows.
 
-    A live slice of a cache's buffer makes the next update copy the whole buffer. So nothing here may store what
-    `update_and_fetch` returns.
+    A live slice of a buffer makes the next update copy all of it: never store what `update_and_fetch` returns.
     """
 
     def __init__(self, caches: Sequence[LayerCache], offsets: "OffsetArrays") -> None:
@@ -83,7 +82,7 @@ class RaggedLayer:
 
     @property
     def offset(self) -> mx.array:
-        """The number of tokens in each row's cache, `[num_rows]`: the argument of rotary embeddings."""
+        """Tokens in each row's cache, `[num_rows]`, for rotary embeddings."""
         return self._offsets.of(self._caches)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Rows, Rows]:
@@ -93,11 +92,11 @@ class RaggedLayer:
         return self._rows(cache.update_and_fetch(key, value) for cache, key, value in updates)
 
     def keys_and_values(self) -> tuple[Rows, Rows]:
-        """The content of each row's cache, for layers that attend to another layer's keys."""
+        """Each row's cache, for layers that attend to another layer's keys."""
         return self._rows(cache.keys_and_values() for cache in self._caches)
 
     def make_mask(self, num_tokens: int, **options: Any) -> Rows | None:
-        """The mask of each row for its next `num_tokens` tokens; None if no row needs one."""
+        """Each row's mask for its next `num_tokens`; None if no row needs one."""
         masks = [cache.make_mask(num_tokens, **options) for cache in self._caches]
         return None if all(mask is None for mask in masks) else Rows(masks)
 
@@ -112,14 +111,14 @@ class RaggedLayer:
 
 
 class OffsetArrays:
-    """Makes the array of row offsets once for all layers with the same offsets."""
+    """Makes one array of row offsets for all layers with the same ones."""
 
     def __init__(self) -> None:
         self._offsets: tuple[int, ...] = ()
         self._array = mx.array([], dtype=mx.int32)
 
     def of(self, caches: Sequence[LayerCache]) -> mx.array:
-        """Returns the offsets of `caches` as int32 `[num_rows]`."""
+        """Offsets of `caches`, int32 `[num_rows]`."""
         offsets = tuple([cache.offset for cache in caches])
         if offsets != self._offsets:
             self._offsets, self._array = offsets, mx.array(offsets, dtype=mx.int32)
@@ -127,28 +126,27 @@ class OffsetArrays:
 
 
 class RaggedBatch:
-    """The layer caches of several rows, borrowed and joined into the cache of a batch.
+    """Several rows' layer caches, borrowed and joined into a batch's cache.
 
-    From the first model call until `extract`, the rows' own recurrent state is outdated; span and window state never
-    is.
+    From the first model call until `extract`, rows' own recurrent state is outdated; other state never is.
     """
 
     layers: list[LayerCache]
-    """The cache argument for the model."""
+    """The model's cache argument."""
 
     def __init__(self, rows: Sequence[Sequence[LayerCache]]) -> None:
-        """Raises `NotRagged` for an unsupported class of layer cache."""
+        """Raises `NotRagged`."""
         offsets = OffsetArrays()
         self.layers = [_join(column, offsets) for column in zip(*rows, strict=True)]
 
     def extract(self, index: int, caches: Sequence[LayerCache]) -> None:
-        """Gives row `index` its recurrent state: lazy slices, written into `caches`, the row's own."""
+        """Writes row `index`'s recurrent state into `caches`, the row's own, as lazy slices."""
         for merged, own in _recurrent_layers(self.layers, caches):
             own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
 
 
 def leaves(caches: Iterable[LayerCache]) -> Iterator[LayerCache]:
-    """Yields the layer caches with every `CacheList` replaced by its members."""
+    """The layer caches with every `CacheList` replaced by its members."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from leaves(cache.caches)
@@ -157,7 +155,7 @@ def leaves(caches: Iterable[LayerCache]) -> Iterator[LayerCache]:
 
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
-    """Evaluates the recurrent state in `caches` and copies slices, which would keep a whole batch in memory."""
+    """Evaluates recurrent state in `caches` and copies slices, which would keep a whole batch in memory."""
     layers = [own for own, _ in _recurrent_layers(caches, caches)]
     mx.eval([layer.cache for layer in layers])
     for layer in layers:
@@ -186,7 +184,7 @@ def _recurrent_layers(
 
 
 def _split(batch: mx.array, num_rows: int) -> Sequence[mx.array]:
-    """The rows of a batch as views with a batch axis of 1, in one operation."""
+    """Views with a batch axis of 1, in one operation."""
     return cast(Sequence[mx.array], mx.split(batch, num_rows))  # the stub says array
 
 
@@ -199,7 +197,7 @@ _mlx_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
 
 @contextmanager
 def ragged_attention() -> Iterator[None]:
-    """Inside the block, `mx.fast.scaled_dot_product_attention` also accepts `Rows`. Re-entrant.
+    """Lets `mx.fast.scaled_dot_product_attention` accept `Rows` in the block. Re-entrant.
 
     Models look the function up in `mx.fast` at each call.
     """

@@ -6,18 +6,16 @@ The engine's loop is double-buffered, so that the device never waits for Python:
     runner.start(following)                     # before or after the next line: see `overlaps`
     tokens = current.tokens()                   # blocks until `current` is done
 
-Where the tokens of `current` decide what `following` may sample, `following` is prepared without sampling and
-started; once the tokens are read, `sample` takes the masks, and a second `start` computes the rest.
-
-Invariants:
+Where `current`'s tokens decide what `following` may sample, `following` is prepared without sampling and started;
+with the tokens read, `sample` takes the masks, and a second `start` computes the rest. Invariants:
 
 - `prepare` adds the tokens that it feeds to the rows' caches, which lack the token that the latest step samples.
 - Rows join and leave at any step. Span and window state is always in the row's own caches. Recurrent state of rows
   that decode together is merged here until the set of rows changes; `detach` writes it back.
 - Nothing here keeps a slice of a growing cache: MLX would copy the whole cache at its next update.
 
-When `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost; other rows
-are unharmed. The caller rebuilds it. Knows no requests, no text, and no stored state.
+When `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost, for the
+caller to rebuild; other rows are unharmed. Knows no requests, no text, no stored state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,19 +43,19 @@ from models.output.pieces import TokenLogprob
 
 @dataclass(eq=False)
 class StepLogprobs:
-    """The distributions of the rows of a step that requested log-probabilities; lazy until the step is evaluated."""
+    """Distributions of a step's rows that requested them; lazy until the step is evaluated."""
 
     places: dict[int, int]
-    """Maps a row of the step to a row of the arrays."""
+    """From rows of the step to rows of the arrays."""
     num_top: list[int]
     all: mx.array
-    """Natural logarithms of the probabilities, float32 `[num_telling, vocab_size]`."""
+    """Natural logarithms, float32 `[num_telling, vocab_size]`."""
     top_ids: mx.array
-    """The likeliest tokens, the likeliest first, uint32 `[num_telling, max(num_top)]`."""
+    """The likeliest first, uint32 `[num_telling, max(num_top)]`."""
 
     @classmethod
     def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "StepLogprobs | None":
-        """Returns the distributions of the requesting rows, if any, from logits `[num_rows, vocab_size]`."""
+        """Distributions of the requesting rows, if any, from logits `[num_rows, vocab_size]`."""
         telling = [row for row, one in enumerate(params) if one.top_logprobs is not None]
         if not telling:
             return None
@@ -69,11 +67,10 @@ class StepLogprobs:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The arrays to evaluate before `read`."""
         return [self.all, self.top_ids]
 
     def read(self, row: int, token: int) -> TokenLogprob | None:
-        """Returns the log-probability of `token`, which may differ from the sampled one, in a row of the step."""
+        """Log-probability of `token`, perhaps not the sampled one, in a row of the step."""
         place = self.places.get(row)
         if place is None:
             return None
@@ -92,14 +89,14 @@ def _likeliest(found: mx.array, count: int) -> mx.array:
 
 CLEAR_CACHE_PREFILL_TOKENS = 2048
 CLEAR_CACHE_STEPS = 256
-"""Steps between two emptyings of MLX's buffer pool: prefill leaves sizes that decode never uses."""
+"""Steps between emptyings of MLX's buffer pool: prefill leaves sizes that decode never uses."""
 
 
 @dataclass(eq=False)
 class DecodeRow:
-    """One sequence while it decodes. Only the runner changes its caches until it is detached.
+    """A sequence while it decodes. Only the runner changes its caches until detached.
 
-    Without `next_token` it is fed the token that the previous step sampled.
+    Without `next_token` it is fed the previous step's sample.
     """
 
     caches: list[LayerCache]
@@ -110,21 +107,21 @@ class DecodeRow:
 
 @dataclass(eq=False)
 class DecodeStep:
-    """One decode step: a token for each row, to be computed, being computed, or known."""
+    """A decode step: a token per row, to be computed, being computed, or known."""
 
     rows: tuple[DecodeRow, ...]
     logits: mx.array | None
-    """`[num_rows, vocab_size]` until the tokens are sampled from them."""
+    """`[num_rows, vocab_size]` until sampled from."""
     sampled: mx.array | None = None
     logprobs: StepLogprobs | None = None
 
     def tokens(self) -> list[int]:
-        """Blocks until the step is done; returns the sampled token of each row."""
+        """Blocks until the step is done; returns each row's sampled token."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
         return cast(list[int], self.sampled.tolist())
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Returns the log-probability of `token` in a row, once the step is done; None if it was not requested."""
+        """Log-probability of `token` in a row, once the step is done; None if not requested."""
         return None if self.logprobs is None else self.logprobs.read(index, token)
 
 
@@ -132,12 +129,10 @@ class Runner:
     """Runs one model. Worker thread only, construction included."""
 
     is_ragged: bool
-    """False: the rows are evaluated one after another in each step."""
+    """False: a step evaluates rows one after another."""
     mixes: bool
     overlaps: bool
-    """Whether `start` returns while most of the step is still to be computed, as on a GPU. Else tokens must be read
-    before `start`.
-    """
+    """`start` returns with most of the step to be computed, as on a GPU. Else read tokens before `start`."""
 
     def __init__(
         self,
@@ -147,7 +142,7 @@ class Runner:
         adapters: AdapterSet | None = None,
         max_probe_seconds: float = probe.MAX_SECONDS,
     ) -> None:
-        """`vocab_size` is the width of the logits; `adapters` are attached. Probes the model with short calls."""
+        """`vocab_size` is the logits' width; `adapters` are attached. Probes the model with short calls."""
         self._model = model
         self._adapters = adapters
         self._vocab_size = vocab_size
@@ -161,7 +156,7 @@ class Runner:
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def make_caches(self) -> list[LayerCache]:
-        """Returns empty layer caches for one sequence."""
+        """Empty layer caches for one sequence."""
         return list(make_prompt_cache(self._model))
 
     def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32], adapter: int = NO_ADAPTER) -> None:
@@ -181,7 +176,7 @@ class Runner:
         num_top: int,
         adapter: int = NO_ADAPTER,
     ) -> list[TokenLogprob]:
-        """Evaluates tokens like `prefill`; returns the log-probability of each of `following` after its token.
+        """Evaluates tokens like `prefill`; returns each of `following`'s log-probability after its token.
 
         Negative tokens stand for none. Computes all logits.
         """
@@ -211,7 +206,7 @@ class Runner:
         generated: TokenIds = (),
         adapter: int = NO_ADAPTER,
     ) -> DecodeRow:
-        """Returns a row over `caches` that decodes from `next_token` on.
+        """A row over `caches` that decodes from `next_token` on.
 
         Penalties look at `prompt` and `generated`, the output before a replay.
         """
@@ -219,7 +214,7 @@ class Runner:
         return DecodeRow(caches, state, next_token, adapter)
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
-        """Makes the next step feed `row` with `token` in place of the sampled token, which penalties forget.
+        """Feeds `row` `token` in the next step in place of the sample, which penalties forget.
 
         `generated` is the output with `token`.
         """
@@ -228,10 +223,9 @@ class Runner:
             row.sampling = row.sampling.after(prompt, generated)
 
     def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None, *, samples: bool = True) -> DecodeStep:
-        """Returns a step that evaluates one token for each row and samples the next; nothing is computed yet.
+        """Returns a step that evaluates one token per row and samples the next; computes nothing yet.
 
-        A row is fed its `next_token`, once, else the token that `previous` samples for it. Without `samples` the step
-        waits for `sample`.
+        A row is fed its `next_token`, once, else `previous`'s sample. Without `samples` the step waits for `sample`.
         """
         tokens = _inputs(rows, previous)
         with self._dropping_merged_state_on_error():
@@ -243,9 +237,9 @@ class Runner:
         return step
 
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
-        """Samples the tokens of a step, which `start` then computes.
+        """Samples a step's tokens, which `start` then computes.
 
-        `masks` holds the tokens that each row may sample, None for all; it may be empty.
+        `masks` holds the tokens that each row may sample, None for all; may be empty.
         """
         assert step.logits is not None, "a step samples once"
         with self._dropping_merged_state_on_error():
@@ -254,7 +248,7 @@ class Runner:
         step.logits = None
 
     def start(self, step: DecodeStep) -> None:
-        """Makes the device compute the prepared part of a step; does not wait for its end."""
+        """Makes the device compute a step's prepared part; does not wait."""
         with self._dropping_merged_state_on_error():
             wanted = [step.logits if step.sampled is None else step.sampled]
             if step.logprobs is not None:
@@ -267,7 +261,7 @@ class Runner:
             mx.clear_cache()
 
     def detach(self, row: DecodeRow) -> None:
-        """Takes a row out of the merged batch: `row.caches` then hold all of its state, evaluated, in own arrays."""
+        """Takes a row out of the merged batch: `row.caches` then hold all state, evaluated, in own arrays."""
         if row in self._joined_rows:
             index = self._joined_rows.index(row)
             self._extract(index)
@@ -278,12 +272,12 @@ class Runner:
         own_recurrent_state(row.caches)
 
     def close(self) -> None:
-        """Ends this thread's streams: a thread that ends with live ones can abort the process at exit."""
+        """Ends this thread's streams: ending with live ones can abort the process at exit."""
         mx.synchronize()
         mx.clear_streams()
 
     def _evaluate(self, rows: Sequence[DecodeRow], tokens: mx.array) -> mx.array:
-        """Returns the logits `[num_rows, vocab_size]` of one token for each row."""
+        """Logits `[num_rows, vocab_size]` of one token per row."""
         groups = self._groups(rows)
         if len(groups) == 1:
             return self._evaluate_group(rows, tokens)
@@ -292,7 +286,7 @@ class Runner:
         return mx.concatenate(parts)[mx.array(order)]
 
     def _groups(self, rows: Sequence[DecodeRow]) -> list[list[int]]:
-        """Returns row indices that may be evaluated together: all rows, or those of one adapter."""
+        """Row indices to evaluate together: all, or those of one adapter."""
         if self.mixes:
             return [list(range(len(rows)))]
         places: dict[int, list[int]] = {}
@@ -322,7 +316,7 @@ class Runner:
         return self._joined.layers
 
     def _dissolve(self) -> None:
-        """Gives every joined row its recurrent state back, as lazy slices."""
+        """Gives joined rows their recurrent state back, as lazy slices."""
         for index in range(len(self._joined_rows)):
             self._extract(index)
         self._forget_joined()
@@ -334,7 +328,7 @@ class Runner:
 
     @contextmanager
     def _dropping_merged_state_on_error(self) -> Iterator[None]:
-        """The merged state may be damaged then."""
+        """It may be damaged then."""
         try:
             yield
         except BaseException:
@@ -346,7 +340,7 @@ class Runner:
 
 
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
-    """The token that each row is fed, uint32 `[num_rows]`, without waiting for `previous`."""
+    """What each row is fed, uint32 `[num_rows]`, without waiting for `previous`."""
     host_tokens = [row.next_token for row in rows if row.next_token is not None]
     if len(host_tokens) == len(rows):
         return mx.array(host_tokens, dtype=mx.uint32)

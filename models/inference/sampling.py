@@ -2,10 +2,9 @@
 
 The order: a grammar's mask, logit bias, bans and penalties (`penalties.py`), temperature, filters (top-n-sigma,
 top-k, top-p, min-p, typical-p, XTC), one draw. A filter takes log-probabilities up to a constant, and keeps at least
-one token of each row and all that tie with the last one kept.
-
-A draw adds Gumbel noise and takes the maximum (Maddison, Tarlow, Minka, "A* Sampling", 2014, section 2). The noise
-depends on the request's seed and the number of tokens drawn before, not on the rows that share the step.
+one token per row and all that tie with the last kept. A draw adds Gumbel noise and takes the maximum (Maddison,
+Tarlow, Minka, "A* Sampling", 2014, section 2). Noise depends on the request's seed and earlier draws, not on other
+rows.
 """
 
 import math
@@ -22,19 +21,19 @@ from models.inference.sampling_state import RowSampling, column
 from models.output.grammar import MaskWords
 
 ALL_MASS = 2.0
-"""A mass that is never reached: rounding must not drop the tail of a row that wants all of it."""
+"""Never reached: rounding must not drop the tail of a row that wants all."""
 
 
 class Filter(Protocol):
-    """One filter for all rows of a step."""
+    """One filter for all rows."""
 
     def apply_to(self, scaled: mx.array) -> mx.array:
-        """Returns `scaled`, float32 `[num_rows, vocab_size]`, with -inf for dropped tokens."""
+        """`scaled`, float32 `[num_rows, vocab_size]`, with -inf for dropped tokens."""
         ...
 
 
 def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Filter]:
-    """Returns the filters that at least one row uses, in the order in which they apply."""
+    """Filters that at least one row uses, in the order of applying."""
     params = [row.params for row in rows]
     found: list[Filter | None] = [
         _NearMaximum.of(params),
@@ -70,7 +69,7 @@ class _NearMaximum:
 
 @dataclass
 class _Likeliest:
-    """Top-k, then top-p, then min-p, from the likeliest `num_sorted` tokens. The maximum of each row must be 0."""
+    """Top-k, top-p, then min-p, from the likeliest `num_sorted` tokens. Each row's maximum must be 0."""
 
     top_k: mx.array
     top_p: mx.array | None
@@ -103,7 +102,7 @@ class _Likeliest:
         return mx.where(scaled >= floor, scaled, -math.inf)
 
     def _floor_of_likeliest(self, scaled: mx.array) -> mx.array:
-        """The value `[num_rows, 1]` of the last token that top-k and then top-p keep."""
+        """The last token's value that top-k and top-p keep, `[num_rows, 1]`."""
         descending = _largest(scaled, self.num_sorted)
         floor = mx.take_along_axis(descending, mx.minimum(self.top_k, self.num_sorted) - 1, axis=-1)
         if self.top_p is None:
@@ -115,7 +114,7 @@ class _Likeliest:
 
 @dataclass
 class _Typical:
-    """Keeps the tokens whose information is nearest to the expected information, up to a share of the mass.
+    """Keeps tokens whose information is nearest to the expected, up to a share of the mass.
 
     Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2023, section 4.
     """
@@ -169,7 +168,7 @@ def _xtc_threshold(row: RowSampling) -> float:
 
 
 def _num_within(probs: mx.array, mass: mx.array) -> mx.array:
-    """How many of the first `probs` of each row add up to `mass`, at least 1: `[num_rows, 1]`."""
+    """How many of each row's first `probs` add up to `mass`, at least 1: `[num_rows, 1]`."""
     return (mx.cumsum(probs, axis=-1) - probs < mass).sum(axis=-1, keepdims=True)
 
 
@@ -181,9 +180,9 @@ def _largest(values: mx.array, count: int) -> mx.array:
 
 
 class BatchSampler:
-    """Samples one token for each row of a decode step. Worker thread only.
+    """Samples one token per row of a decode step. Worker thread only.
 
-    The rows' parameters become arrays once, when the rows change.
+    Parameters become arrays once, when the rows change.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -193,9 +192,9 @@ class BatchSampler:
     def sample(
         self, logits: mx.array, rows: Sequence[RowSampling], masks: Sequence[MaskWords | None] = ()
     ) -> mx.array:
-        """Returns the token of each row, uint32 `[num_rows]`, lazy, from logits `[num_rows, vocab_size]`.
+        """Each row's token, uint32 `[num_rows]`, lazy, from logits `[num_rows, vocab_size]`.
 
-        `masks` holds the tokens that each row may sample, None for all; it may be empty.
+        `masks` holds the tokens that each row may sample, None for all; may be empty.
         """
         if self._batch is None or not self._batch.is_for(rows):
             self.release()
@@ -205,14 +204,14 @@ class BatchSampler:
         return self._batch.sample(logits)
 
     def release(self) -> None:
-        """Gives the penalties' state back to the rows, and forgets them."""
+        """Gives the penalties' state back to the rows."""
         if self._batch is not None:
             self._batch.release()
             self._batch = None
 
 
 class _Batch:
-    """The parameters of some rows as arrays; None for what no row uses."""
+    """Rows' parameters as arrays; None for what no row uses."""
 
     def __init__(self, rows: Sequence[RowSampling], vocab_size: int) -> None:
         self._rows = list(rows)
@@ -274,7 +273,7 @@ class _BiasEntries:
 
 
 def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
-    """Returns which tokens each row may sample, bool `[num_rows, vocab_size]`."""
+    """Bool `[num_rows, vocab_size]`."""
     allowed = np.zeros((len(masks), vocab_size), np.bool_)
     for row, words in zip(allowed, masks, strict=True):
         if words is None:

@@ -9,17 +9,17 @@ MAX_TOP_LOGPROBS = 20
 MAX_WINDOW = 2**31 - 1
 """Longer than any context."""
 MAX_REPEATED = 256
-"""A longer repetition counts as one of this length."""
+"""A longer repetition counts like this."""
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: dividing by them would overflow."""
 
 ALL_TOKENS = -1
-"""The length of an unbounded window."""
+"""An unbounded window's length."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token of one sequence is chosen. `check` validates it before a request is queued."""
+    """How one sequence's next token is chosen. `check` validates it before queueing."""
 
     temperature: float = 1.0
     """0 is greedy; range [0, 2]."""
@@ -27,38 +27,32 @@ class SamplingParams:
     """Nucleus mass, range (0, 1]."""
     top_k: int = 0
     min_p: float = 0.0
-    """Keep tokens with at least this fraction of the likeliest one's probability, range [0, 1]."""
+    """At least this fraction of the likeliest token's probability, range [0, 1]."""
     typical_p: float = 1.0
-    """Mass of the tokens whose information is nearest to the expected, range (0, 1]."""
+    """Mass of tokens with information nearest to the expected, range (0, 1]."""
     top_n_sigma: float = 0.0
-    """Keep logits at most this many standard deviations below the largest; 0 keeps all, range [0, 100]."""
+    """Standard deviations below the largest logit; 0 keeps all, range [0, 100]."""
     xtc_probability: float = 0.0
-    """The share of draws to which XTC applies, range [0, 1]."""
+    """Share of draws with XTC, range [0, 1]."""
     xtc_threshold: float = 0.1
-    """From here on a token counts as likely for XTC, range [0, 1]."""
+    """Likely from here on for XTC, range [0, 1]."""
     seed: int | None = None
-    """The same seed gives the same noise in the same draw, however rows were batched. Logits may still differ in
-    their last bits.
-    """
+    """The same seed gives the same noise, however rows were batched. Logits may differ in their last bits."""
     repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of tokens in prompt or output, like Hugging Face's
-    `generate`; range (0, 10].
-    """
+    """Divides positive, multiplies negative logits of prompt and output tokens, like Hugging Face; range (0, 10]."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    """Of output tokens only, like `presence_penalty`; range [-2, 2]."""
+    """Of output tokens, like `presence_penalty`; range [-2, 2]."""
     repeat_last_n: int | None = None
-    """How many of the last tokens, the prompt's too, the three penalties look at; -1 is all, 0 turns them off. None
-    leaves each its own range.
-    """
+    """Last tokens of prompt and output for the three penalties; -1 is all, 0 none, None each one's own range."""
     dry_multiplier: float = 0.0
-    """The DRY penalty on a token that would continue a repetition of `dry_allowed_length`, range [0, 100]."""
+    """On continuing a repetition of `dry_allowed_length`, range [0, 100]."""
     dry_base: float = 1.75
-    """Factor for each further token of the repetition, range [1, 100]."""
+    """Factor per further repeated token, range [1, 100]."""
     dry_allowed_length: int = 2
     """Range [1, `MAX_REPEATED`]."""
     dry_penalty_last_n: int = ALL_TOKENS
-    """The number of last tokens searched for repetitions; -1 is all of them, 0 none."""
+    """Last tokens searched for repetitions; -1 is all, 0 none."""
     dry_breakers: tuple[int, ...] = ()
     """Tokens that no repetition reaches across."""
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -66,11 +60,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     top_logprobs: int | None = None
-    """How many of the likeliest tokens are reported with each; None reports no log-probabilities. Range [0,
-    `MAX_TOP_LOGPROBS`].
-    """
+    """Likeliest tokens reported with each, range [0, `MAX_TOP_LOGPROBS`]; None: no log-probabilities."""
     min_tokens: int = 0
-    """None of `end_token_ids` is among the first `min_tokens` tokens of the output."""
+    """No `end_token_ids` among as many first tokens."""
     end_token_ids: tuple[int, ...] = ()
 
     @property
@@ -79,7 +71,6 @@ class SamplingParams:
 
     @property
     def looks_back(self) -> bool:
-        """Whether earlier tokens matter."""
         return self.is_penalised or self.is_dry or self.longest_bad_word > 1
 
     @property
@@ -96,7 +87,7 @@ class SamplingParams:
         return penalties != (1.0, 0.0, 0.0) and self.repeat_last_n != 0
 
     def within(self, num_tokens: int) -> "SamplingParams":
-        """Returns the parameters for a sequence of at most `num_tokens`, with windows no longer than that."""
+        """The parameters for at most `num_tokens`, with windows no longer."""
         repeat, dry = self.repeat_last_n, self.dry_penalty_last_n
         return replace(
             self,
@@ -106,7 +97,7 @@ class SamplingParams:
 
 
 def check(params: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidParameter for a value that is no number, not finite or out of range."""
+    """Raises InvalidParameter for a value not a number, not finite or out of range."""
     _check_number("temperature", params.temperature, 0.0, 2.0)
     _check_number("top_p", params.top_p, 0.0, 1.0, exclusive_low=True)
     _check_integer("top_k", params.top_k, 0, 2**63 - 1)

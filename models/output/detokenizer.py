@@ -1,8 +1,8 @@
 """Tokens to text in whole characters: streamed, singly, and by search.
 
-Most tokenizers encode each token as bytes: by an alphabet of 256 letters, or by plain text with a mark for a space
-and `<0xE2>` for a byte. A UTF-8 decoder then holds back incomplete characters. Other tokenizers decode the last
-tokens with and without the new one.
+Most tokenizers encode tokens as bytes: by an alphabet of 256 letters, or by plain text with a mark for a space and
+`<0xE2>` for a byte; a UTF-8 decoder holds back incomplete characters. Others decode the last tokens with and without
+the new one.
 """
 
 import codecs
@@ -24,8 +24,8 @@ _SPACE_MARK: Final = "\u2581"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters of byte-level tokenizers: printable bytes as they are, the others from U+0100 on (Radford et al.,
-    "Language Models are Unsupervised Multitask Learners", 2019, section 2.2).
+    """Printable bytes as they are, others from U+0100 on (Radford et al., "Language Models are Unsupervised Multitask
+    Learners", 2019, section 2.2).
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -36,7 +36,7 @@ _BYTES_BY_LETTER: Final = _byte_alphabet()
 
 
 class Detokenizer:
-    """The text of a model's tokens. For any thread: only a memo grows."""
+    """The text of a model's tokens. Any thread: only a memo grows."""
 
     def __init__(
         self,
@@ -50,27 +50,27 @@ class Detokenizer:
         }
         self.tokenizer = tokenizer
         self.silent_ids = frozenset(_special_ids(tokenizer) - visible) | frozenset(eos_token_ids)
-        """Tokens without text."""
+        """Without text."""
         self._encoding = _byte_encoding(tokenizer)
         self._bytes: dict[int, bytes] = {}
 
     @property
     def encodes_bytes(self) -> bool:
-        """Whether every token has bytes of its own, whatever precedes it."""
+        """Every token has bytes of its own, whatever precedes it."""
         return self._encoding is not None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token; none for an unknown id. Only if `encodes_bytes`."""
+        """A token's bytes; none for an unknown id. Requires `encodes_bytes`."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._encode(self.tokenizer.convert_ids_to_tokens(token_id))
         return self._bytes[token_id]
 
     def piece(self, token_id: int) -> bytes:
-        """Returns the bytes of a token, special or not, perhaps part of a character; none for an unknown id."""
+        """A token's bytes, special or not, perhaps part of a character; none for an unknown id."""
         return self.bytes_of(token_id) if self.encodes_bytes else self._decoded([token_id]).encode()
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, special or not, with U+FFFD for bytes that are no character."""
+        """Text of tokens, special or not, with U+FFFD for bytes that are no character."""
         if self.encodes_bytes:
             return b"".join(map(self.bytes_of, token_ids)).decode(errors="replace")
         return self._decoded(list(token_ids))
@@ -92,7 +92,7 @@ class Detokenizer:
 
 
 def markers(wrapper: TokenizerWrapper) -> tuple[str, ...]:
-    """Returns the texts that structure a model's output; some consist of special tokens."""
+    """Texts that structure a model's output; some consist of special tokens."""
     texts = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
     return tuple(text for text in (*texts, *wrapper.structural_markers) if text)
 
@@ -103,7 +103,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _byte_encoding(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Returns "ByteLevel", "SentencePiece", or None where only the tokenizer knows how tokens encode bytes."""
+    """ "ByteLevel", "SentencePiece", or None where only the tokenizer knows."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return None
@@ -127,19 +127,17 @@ def _decoder_parts(decoder: dict[str, Any]) -> set[str]:
 
 
 class StreamDecoder:
-    """The text of one sequence: the results of all pushes and `finish`, joined."""
+    """One sequence's text: all pushes and `finish`, joined."""
 
     def __init__(self, source: Detokenizer | PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
-        """A bare tokenizer as `source` gets a `Detokenizer` of its own; `prompt` are the tokens before the first
-        pushed one.
-        """
+        """A bare tokenizer gets its own `Detokenizer`; `prompt` are the tokens before the first pushed."""
         self._detokenizer = source if isinstance(source, Detokenizer) else Detokenizer(source)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._context = [token_id for token_id in prompt[-_MAX_HELD_TOKENS:] if self._has_text(token_id)]
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Returns the text that a token completes: perhaps none, never part of a character."""
+        """The text that a token completes: perhaps none, never part of a character."""
         if not self._has_text(token_id):
             return ""
         if self._detokenizer.encodes_bytes:
@@ -148,7 +146,7 @@ class StreamDecoder:
         return self._release(is_final=False)
 
     def finish(self) -> str:
-        """Returns the text held back; an incomplete character becomes U+FFFD."""
+        """The text held back; an incomplete character becomes U+FFFD."""
         if self._detokenizer.encodes_bytes:
             return self._utf8.decode(b"", final=True)
         return self._release(is_final=True)
@@ -174,7 +172,7 @@ MAX_KEPT = 256
 
 
 class TokenSearch:
-    """Finds the tokens that contain a text. For any thread; the first search is slow."""
+    """Finds tokens that contain a text. Any thread; the first search is slow."""
 
     def __init__(self, piece: Callable[[int], bytes], vocab_size: int) -> None:
         self._piece = piece
@@ -184,7 +182,7 @@ class TokenSearch:
         self._found: dict[str, tuple[int, ...]] = {}
 
     def containing(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens, ascending, whose text contains all of `text`, which is not empty."""
+        """Tokens, ascending, with all of `text`, which is not empty."""
         with self._lock:
             if self._pieces is None:
                 self._pieces = [self._piece(token_id) for token_id in range(self._vocab_size)]

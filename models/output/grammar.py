@@ -1,7 +1,7 @@
 """What an output may be constrained to, and how it is followed token by token. Pure; compiled elsewhere.
 
-A JSON schema allows members besides `properties`, and a small model invents them until it has no tokens left. So a
-schema that says nothing about other members forbids them here.
+A JSON schema allows members besides `properties`, and a small model invents them until it has no tokens left. A
+schema silent about other members forbids them here.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 MaskWords = NDArray[np.int32]
-"""One bit for each token, the lowest of the first word for token 0; 1 if it may come next."""
+"""One bit per token, the lowest of the first word for token 0; 1 if it may come next."""
 
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""The style of JSON, as `x-guidance` of a schema."""
+"""As `x-guidance` of a schema."""
 
 
 class GrammarKind(StrEnum):
-    """The language of a grammar."""
+    """A grammar's language."""
 
     JSON_SCHEMA = "json_schema"
     """Unknown keywords are errors."""
@@ -48,65 +48,65 @@ class TokenMatcher(Protocol):
     def is_complete(self) -> bool: ...
 
     def accept(self, token: int) -> None:
-        """Accepts the next token. A forbidden one is an error, which `mask` raises."""
+        """Accepts the next token; `mask` raises for a forbidden one."""
 
     def accept_text(self, text: str) -> None:
-        """Accepts a part of a token's text, like `accept`."""
+        """Accepts part of a token's text, like `accept`."""
 
     def mask(self) -> MaskWords:
-        """Returns which tokens may come next, at least one; raises GrammarFailed if that cannot be determined."""
+        """Which tokens may come next, at least one; raises GrammarFailed if undetermined."""
         ...
 
     def mask_without_end(self) -> MaskWords:
-        """Returns a mask of all tokens except the ends of turn."""
+        """All tokens except the ends of turn."""
         ...
 
 
 class CompiledGrammar(Protocol):
-    """A grammar that any number of outputs may follow. For any thread."""
+    """A grammar that many outputs may follow. Any thread."""
 
     def begin(self) -> TokenMatcher:
-        """Returns a matcher at the beginning of an output."""
+        """A matcher at an output's beginning."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class OutputGrammar:
-    """The constraint on the answer of one request."""
+    """The constraint on one request's answer."""
 
     compiled: CompiledGrammar
     reasoning_start: int | None = None
-    """The token that may begin reasoning before the constrained answer; None if there can be none."""
+    """May begin reasoning before the constrained answer, if anything may."""
     begun: str = ""
-    """The beginning of the answer that the prompt already holds."""
+    """The answer's beginning in the prompt."""
     forces_calls: bool = False
 
 
 _OPEN: Final = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
-"""Keywords by which a schema itself describes other members."""
+"""By which a schema itself describes other members."""
 _COMBINING: Final = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
-"""Keywords by which other schemas describe the same object."""
+"""By which other schemas describe the same object."""
 _DEMANDING: Final = ("properties", "required", "minProperties", "enum", "const")
-"""Keywords by which a schema describes members, unless they are empty."""
+"""By which a schema describes members, unless empty."""
 _SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _LISTS_OF_SCHEMAS: Final = {"anyOf", "oneOf", "prefixItems"}
 _SCHEMAS: Final = {"items", "additionalProperties", "contains"}
 _VALUES: Final = {"const", "enum", "default", "examples"}
 BOUNDS: Final = {f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties", "Contains")}
-"""Keywords whose values are whole numbers, which JSON Schema also allows as 2.0."""
+"""Whole numbers, which JSON Schema also allows as 2.0."""
 
 
 def close_objects(schema: Any) -> Any:
-    """Returns a schema whose objects have only the members they name, unless they say otherwise.
+    """A schema whose objects have only the members they name, unless they say otherwise.
 
-    A schema in which several describe one object (`allOf` of more than one) stays open.
+    One in which several describe an object (`allOf` of more than one) stays open.
     """
     schema = _with_whole_bounds(schema)
     return schema if _joins_schemas(schema) else _closed(schema)
 
 
 def describes_members(schema: Mapping[str, Any]) -> bool:
-    """Returns whether the schema of an object describes any members."""
+    """Whether an object's schema describes any members."""
     return any(schema.get(key) for key in _DEMANDING) or not schema.keys().isdisjoint(_OPEN | _COMBINING | {"allOf"})
 
 

@@ -1,24 +1,24 @@
-"""Finds marker strings in a text that arrives in pieces. Holds back only what may begin a marker."""
+"""Finds marker strings in text that arrives in pieces. Holds back only what may begin a marker."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Found(NamedTuple):
-    """What one piece of text made certain."""
+    """What a piece of text made certain."""
 
     before: str
     marker: str | None
-    """The complete marker right after `before`, if any."""
+    """Complete, right after `before`, if any."""
     after: str
-    """The rest of the pushed piece after the marker."""
+    """The piece's rest after the marker."""
 
 
 class MarkerSearch:
-    """Finds the first marker to be completed; of two that end together, the longer one."""
+    """Finds the first marker to be completed; of two ending together, the longer."""
 
     def __init__(self, markers: Sequence[str]) -> None:
-        """`markers` may be empty; none of them is an empty string."""
+        """`markers` may be empty; none is an empty string."""
         self._markers = markers
         self._first_letters = {marker[0] for marker in markers}
         self._held = ""
@@ -42,12 +42,12 @@ class MarkerSearch:
         return bool(self._held)
 
     def flush(self) -> str:
-        """Returns the text held back: the text has ended, so it is no marker."""
+        """The text held back: the text has ended, so it is no marker."""
         held, self._held = self._held, ""
         return held
 
 
 def _num_begun(marker: str, text: str) -> int:
-    """Returns how many letters of `marker` the text ends with."""
+    """How many letters of `marker` end the text."""
     longest = min(len(marker) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

@@ -1,6 +1,6 @@
 """What an output consists of in any format: typed pieces in the order of writing. Pure.
 
-Parsers make pieces of an answer's text; dialects write them as their clients expect.
+Parsers make pieces of an answer's text; dialects write them as clients expect.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from typing import Protocol, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of the answer, never empty."""
+    """The answer's text, never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text of the model's reasoning, never empty."""
+    """The model's reasoning, never empty."""
 
     text: str
 
@@ -31,38 +31,38 @@ class ToolCallStarted:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """The next part of the JSON text of the open call's arguments."""
+    """The next part of the open call's JSON text of arguments."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnded:
-    """The open call is complete: its joined arguments are the JSON text of an object."""
+    """The open call is complete: its joined arguments are a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFailed:
-    """The open call is malformed or was cut off: its arguments so far do not count."""
+    """The open call is malformed or cut off: its arguments do not count."""
 
     text: str
-    """The whole text of the call with its markers, which is part of the answer's text."""
+    """All of the call with its markers, part of the answer's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallCut:
-    """The open call was cut off in an answer that must consist of calls: its arguments end here."""
+    """An answer that must be calls was cut off: the arguments end here."""
 
 
 Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed | ToolCallCut
 
 
 class OutputParser(Protocol):
-    """Splits the text of one answer into pieces. On the event loop."""
+    """Splits one answer's text into pieces. On the event loop."""
 
     @property
     def made_calls(self) -> bool:
-        """Whether a complete tool call has been returned."""
+        """Whether it returned a complete tool call."""
         ...
 
     def feed(self, text: str) -> list[Piece]:
@@ -70,30 +70,30 @@ class OutputParser(Protocol):
         ...
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the pieces held back. `is_complete`: the model ended the answer by itself."""
+        """The pieces held back. `is_complete`: the model ended the answer by itself."""
         ...
 
 
 class PlainParser:
-    """Passes all text on as part of the answer."""
+    """Passes all text on as the answer."""
 
     made_calls = False
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns the text, unless it is empty."""
+        """The text, unless empty."""
         return [Text(text)] if text else []
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns nothing: nothing is held back."""
+        """Nothing is held back."""
         return []
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """An output token with its log-probability, and those of other tokens in its place."""
+    """An output token's log-probability, and other tokens' in its place."""
 
     token_id: int
     logprob: float
-    """Natural logarithm of its probability, before anything that changes sampling."""
+    """Natural logarithm, before anything that changes sampling."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens with their log-probabilities, the likeliest first; may include this token."""
+    """Likeliest tokens, the likeliest first; may include this token."""

@@ -26,10 +26,10 @@ KNOWN_MARKERS: Final = (
 )
 
 HARMONY_END: Final = "<|end|>"
-"""Ends reasoning of gpt-oss, which then names the channel of its answer."""
+"""Of gpt-oss, which then names its answer's channel."""
 
 _IN_LINES: Final = "</"
-"""Such end markers have a line of their own, and an empty line after them."""
+"""End markers on a line of their own, with an empty line after."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,23 @@ class ReasoningFormat:
 
     @property
     def closing(self) -> str:
-        """The text of `closing_ids`: the end marker with its line breaks."""
+        """The text of `closing_ids`: end marker and line breaks."""
         if self.end == HARMONY_END:
             return f"{self.end}<|start|>assistant<|channel|>final<|message|>"
         return f"\n{self.end}\n\n" if self.end.startswith(_IN_LINES) else self.end
 
     def is_opened_by(self, prompt: str, begun: str = "") -> bool:
-        """Whether a prompt has begun the reasoning, perhaps in its end `begun`, the message that is continued."""
+        """Whether a prompt began reasoning, perhaps in `begun`, its end, the continued message."""
         return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(self.end)
 
     def is_closed_by(self, prompt: str) -> bool:
-        """Whether a prompt holds closed reasoning, so that the answer has none."""
+        """Whether a prompt holds closed reasoning: the answer has none."""
         return prompt.rstrip().endswith(self.end)
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """What the engine knows of one request's reasoning."""
+    """What the engine knows of a request's reasoning."""
 
     reasoning_format: ReasoningFormat
     is_open: bool = False
@@ -67,7 +67,7 @@ class Thinking:
 
 
 def find_reasoning_format(vocabulary: Container[str], template: str) -> ReasoningFormat | None:
-    """Returns the first known markers among the model's tokens or in its template."""
+    """The first known markers among the model's tokens or in its template."""
     for start, end in KNOWN_MARKERS:
         if (_has_token(start, vocabulary) and end in vocabulary) or end in template:
             return ReasoningFormat(start, end)
@@ -82,12 +82,12 @@ class _Phase(Enum):
     BEFORE = auto()
     REASONING = auto()
     GAP = auto()
-    """After the reasoning, before the first letter of the answer."""
+    """After the reasoning, before the answer's first letter."""
     ANSWER = auto()
 
 
 class ReasoningParser:
-    """Splits one answer's text into reasoning and the rest, which another parser reads."""
+    """Splits an answer's text into reasoning and the rest, which another parser reads."""
 
     def __init__(self, reasoning_format: ReasoningFormat, answer: OutputParser, *, is_open: bool) -> None:
         self._format = reasoning_format
@@ -95,7 +95,7 @@ class ReasoningParser:
         self._phase = _Phase.REASONING if is_open else _Phase.BEFORE
         self._search = MarkerSearch([reasoning_format.end if is_open else reasoning_format.start])
         self._space = ""
-        """White space held back: dropped if a marker follows."""
+        """White space, dropped if a marker follows."""
         self._has_reasoning = False
 
     @property
@@ -103,14 +103,14 @@ class ReasoningParser:
         return self._answer.made_calls
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns the pieces that `text` completes; holds back a possible marker."""
+        """The pieces that `text` completes; holds back a possible marker."""
         pieces: list[Piece] = []
         while text:
             text = self._read(text, pieces)
         return pieces
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest of unclosed reasoning, or of the answer."""
+        """The rest of unclosed reasoning, or of the answer."""
         rest, pieces = self._space + self._search.flush(), list[Piece]()
         if self._phase is _Phase.REASONING and rest and (self._has_reasoning or not rest.isspace()):
             pieces.append(Reasoning(rest))
@@ -161,29 +161,27 @@ class ReasoningParser:
 
 
 class ReasoningWatch:
-    """Counts the tokens of one answer's reasoning, without markers, and closes it at the limit. Takes every token in
-    order.
-    """
+    """Counts one answer's reasoning tokens, without markers; closes it at the limit. Takes every token in order."""
 
     def __init__(self, thinking: Thinking) -> None:
         self.num_tokens = 0
-        """Tokens of the reasoning so far."""
+        """Of the reasoning so far."""
         self._thinking = thinking
         self._phase = _Phase.REASONING if thinking.is_open else _Phase.BEFORE
         markers = thinking.reasoning_format
         self._search = MarkerSearch([markers.end if thinking.is_open else markers.start])
         self._num_held = 0
-        """Tokens that may be part of the end marker."""
+        """Perhaps part of the end marker."""
         self._num_forced = 0
         self.answer_begun = ""
-        """Text of the answer that came with the token that ended the reasoning."""
+        """Text that came with the token that ended the reasoning."""
 
     @property
     def is_thinking(self) -> bool:
         return self._phase is _Phase.REASONING
 
     def accept(self, token: int, text: str) -> None:
-        """Takes the next token and the text that it made certain."""
+        """Takes the next token and the text it made certain."""
         if self.forced() is not None:
             self._num_forced += 1
             if self._num_forced == len(self._closing_ids):
@@ -194,7 +192,7 @@ class ReasoningWatch:
             self._look_for_start(text)
 
     def forced(self) -> int | None:
-        """Returns the token that must come next; None if any may."""
+        """The token that must come next, if any."""
         limit = self._thinking.max_tokens
         if limit is None or not self._closing_ids or self._phase is not _Phase.REASONING:
             return None

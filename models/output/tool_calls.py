@@ -1,8 +1,8 @@
 """Tool calls between markers: found while the text streams, parsed once complete, left as text if malformed. Pure.
 
-Arguments in JSON are passed on once they are certain to be valid so far. At the end of a call the format's parser,
-mlx-lm's for most models, reads all of it. White space before calls, and at the end of an answer with calls, is
-dropped; around a malformed call it stays.
+JSON arguments are passed on once certain to be valid so far; at its end the format's parser, mlx-lm's for most
+models, reads the whole call. White space before calls, and at the end of an answer with calls, is dropped; around a
+malformed call it stays.
 """
 
 import json
@@ -30,7 +30,7 @@ from models.texts import read_object, well_formed, well_formed_json
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One complete call; `arguments` is a JSON text."""
+    """A complete call; `arguments` is a JSON text."""
 
     id: str
     name: str
@@ -44,22 +44,22 @@ JSON_HEAD: Final = re.compile(
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The markers around a call, and the parser of the text between."""
+    """Markers around a call, and the parser of the text between."""
 
     start: str
     end: str
     """May be empty: the call then ends with the answer."""
     parse: Callable[[str, Any], Any]
-    """(text, tools) to one `{"name", "arguments"}` or a list of them; raises for malformed text."""
+    """(text, tools) to one or a list of `{"name", "arguments"}`; raises for malformed text."""
     head: re.Pattern[str] = JSON_HEAD
-    """The text before arguments that are a JSON object, with the group `name`."""
+    """Text before arguments that are a JSON object, with group `name`."""
     frames: tuple[str, ...] = ()
-    """Markers around all calls of an answer; dropped like white space."""
+    """Around all of an answer's calls; dropped like white space."""
     writes_json: bool = False
-    """Whether each call is `{"name", "arguments"}` in JSON between two markers."""
+    """Each call is `{"name", "arguments"}` in JSON."""
 
     def find_arguments(self, text: str) -> tuple[str, int] | None:
-        """Returns the name of an unfinished call, and where its arguments begin."""
+        """An unfinished call's name, and where its arguments begin."""
         found = self.head.match(text)
         if found is None:
             return None
@@ -71,14 +71,14 @@ class ToolFormat:
         return (well_formed(read), found.end()) if read else None
 
     def read_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        """Returns the calls between two markers; none if the text is malformed."""
+        """Calls between two markers; none if malformed."""
         # Models use field names that some parsers do not know and therefore lose, so plain JSON is read here.
         written = _json_calls(text)
         return checked_calls(lambda: self.parse(text, tools) if written is None else written)
 
 
 def checked_calls(parse: Callable[[], Any]) -> list[ToolCall]:
-    """Returns the result of `parse`, one call or a list; none if it raises or returns anything else."""
+    """`parse`'s result, one call or a list; none if it raises or returns anything else."""
     try:
         parsed = parse()
         return [_tool_call(fields) for fields in (parsed if isinstance(parsed, list) else [parsed])]
@@ -104,7 +104,7 @@ def _tool_call(fields: Any) -> ToolCall:
 
 
 def _arguments_text(fields: Any) -> str:
-    """Returns the JSON text of an object, `{}` without arguments; raises otherwise."""
+    """An object's JSON text, `{}` without arguments; raises otherwise."""
     arguments = fields.get("arguments")
     if arguments is None:
         arguments = fields.get("parameters")
@@ -119,7 +119,7 @@ def _arguments_text(fields: Any) -> str:
 
 
 def new_call_id() -> str:
-    """Returns a unique name for a call."""
+    """A unique name for a call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -127,7 +127,7 @@ _SPACE = " \t\r\n"
 _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LITERAL_END = re.compile(rf"[,\]}}{_SPACE}]")
 _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))*')
-"""The inside of a string, without halves of characters."""
+"""Without halves of characters."""
 _ESCAPE_BEGUN = re.compile(r"\\(?:u(?:[0-9a-cA-CeEfF][0-9a-fA-F]{0,2}|[dD](?:[0-7][0-9a-fA-F]?)?)?)?")
 
 
@@ -150,21 +150,21 @@ _CLOSING: Final = {"{": "}", "[": "]"}
 
 
 class JsonPrefix:
-    """Reads the text of one JSON object from its first brace on, and tells how much is certain to be valid.
+    """Reads one JSON object from its first brace on, and tells how much is certain to be valid.
 
     Ignores text after the object.
     """
 
     def __init__(self) -> None:
         self.is_broken = False
-        """Whether no continuation can be an object, or the text holds half a character."""
+        """No continuation can be an object, or there is half a character."""
         self._text = ""
         self._at = 0
         self._open: list[str] = []
-        """The brackets that close what is open."""
+        """Brackets that close what is open."""
         self._expects = _Expects.VALUE
         self._may_end = False
-        """Whether the last of `_open` may come next."""
+        """The last of `_open` may come next."""
         self._is_in_string = False
 
     @property
@@ -173,7 +173,7 @@ class JsonPrefix:
         return self._expects is _Expects.NOTHING
 
     def push(self, text: str) -> str:
-        """Returns the text that has become certain."""
+        """The text that has become certain."""
         self._text, self._at = self._text + text, 0
         before = -1
         while before < self._at < len(self._text) and not self.is_broken and not self.is_complete:
@@ -213,7 +213,7 @@ class JsonPrefix:
             self.is_broken = True
 
     def _read_literal(self) -> None:
-        """Reads a literal once its end is there: a number may continue with every digit."""
+        """Once its end is there: a number may continue with every digit."""
         end = _LITERAL_END.search(self._text, self._at)
         if end is None:
             return
@@ -228,7 +228,7 @@ class JsonPrefix:
 
 
 class OpenCall:
-    """One call from the beginning of its arguments on."""
+    """One call from its arguments' beginning on."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -239,18 +239,17 @@ class OpenCall:
 
     @property
     def started(self) -> ToolCallStarted:
-        """The first piece of the call."""
         return ToolCallStarted(self._id, self.name)
 
     def push(self, text: str) -> list[Piece]:
-        """Takes the next text of the output; returns the arguments that have become certain."""
+        """Takes the next text; returns the arguments that have become certain."""
         self._written.append(text)
         certain = self._object.push(text)
         self._passed_on.append(certain)
         return [ToolArguments(certain)] if certain else []
 
     def end(self, call: ToolCall | None, text: str) -> list[Piece]:
-        """Ends the call: `call` is the meaning of its whole `text`, if it has one."""
+        """Ends the call: `call` is the meaning of its whole `text`, if any."""
         rest = self._rest(call) if call is not None else None
         if rest is None:
             return [ToolCallFailed(text)]
@@ -273,11 +272,11 @@ class OpenCall:
 
 
 MAX_HEAD_CHARACTERS = 2048
-"""A call whose arguments have not begun by then is read when it is complete."""
+"""Without arguments by then, a call is read when complete."""
 
 
 class ToolCallParser:
-    """Splits one answer's text into text and calls."""
+    """Splits an answer into text and calls."""
 
     def __init__(
         self, tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
@@ -289,14 +288,14 @@ class ToolCallParser:
         self._starts = MarkerSearch([tool_format.start, *tool_format.frames])
         self._ends = MarkerSearch([tool_format.end] if tool_format.end else [])
         self._space = ""
-        """White space and frames held back: they end the text so far, or precede the open call."""
+        """White space and frames that end the text so far, or precede the open call."""
         self._call: list[str] | None = None
         self._streamed: OpenCall | None = None
         self._head = ""
         """The open call, until its arguments are passed on."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns the pieces that `text` completes; holds back a possible marker."""
+        """The pieces that `text` completes; holds back a possible marker."""
         pieces: list[Piece] = []
         while text:
             read = self._read_text if self._call is None else self._read_call
@@ -304,7 +303,7 @@ class ToolCallParser:
         return pieces
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest. The open call of a complete answer may lack its end marker."""
+        """The rest. A complete answer's open call may lack its end marker."""
         if self._call is None:
             rest = "" if self._is_forced else self._space + self._starts.flush()
             return [] if not rest or (self.made_calls and not self._without_frame(rest)) else [Text(rest)]
@@ -347,7 +346,7 @@ class ToolCallParser:
         return after
 
     def _end_call(self, inner: str, marker: str, *, is_complete: bool) -> list[Piece]:
-        """Returns the open call's calls, or its text if it is none."""
+        """The open call's calls, or its text if none."""
         calls = self._format.read_calls(inner, self._tools) if is_complete else []
         space, self._space, self._call = self._space, "", None
         streamed, self._streamed, self._head = self._streamed, None, ""
@@ -376,13 +375,13 @@ class ToolCallParser:
 
 
 def pieces_of(call: ToolCall) -> tuple[Piece, Piece, Piece]:
-    """Returns the pieces of a call that came at once."""
+    """Pieces of a call that came at once."""
     return ToolCallStarted(call.id, call.name), ToolArguments(call.arguments), ToolCallEnded()
 
 
 @dataclass(frozen=True)
 class CallMarkers:
-    """The markers around one call; neither is empty."""
+    """Markers around a call; neither is empty."""
 
     start: str
     end: str
@@ -403,7 +402,7 @@ class CallWatch:
         self._search = MarkerSearch([markers.start])
 
     def accept(self, token: int, text: str) -> None:
-        """Takes the next token and the text that it made certain."""
+        """Takes the next token and the text it made certain."""
         was_thinking, reasoning = self._is_thinking, self._reasoning
         self._is_thinking = reasoning is not None and reasoning.is_thinking
         if not self._is_thinking:

@@ -1,11 +1,11 @@
-"""The formats in which models write tool calls, found by a model's tokens and template, and their parsers.
+"""The formats in which models write tool calls, found by tokens and template, and their parsers.
 
-* harmony, of gpt-oss: each message has a header with its channel and recipient. `<|channel|>analysis<|message|>`
-  begins reasoning, `final` the answer; `commentary` with a recipient is a call, its body the JSON text of arguments.
-  A message ends with `<|end|>` or the token that ends the answer, which has no text ("harmony response format").
-* bare calls, which are all of an answer, often without markers: an answer that may be one is held back to its end.
-  Llama 3 writes `{"name": …, "parameters": {…}}`, one or several; Llama 3.2, Llama 4 and others `[f(a=1), g(b="x")]`.
-* DeepSeek's calls: those of V3 and R1, with arguments in a block of code, and those of V3.1.
+* harmony, of gpt-oss: each message has a header with channel and recipient. `<|channel|>analysis<|message|>` begins
+  reasoning, `final` the answer; `commentary` with a recipient is a call, its body the JSON text of arguments. A
+  message ends with `<|end|>` or the token that ends the answer, which has no text ("harmony response format").
+* bare calls, which are all of an answer, often without markers: a possible one is held back to its end. Llama 3
+  writes `{"name": …, "parameters": {…}}`, one or several; Llama 3.2, Llama 4 and others `[f(a=1), g(b="x")]`.
+* DeepSeek's calls: of V3 and R1, with arguments in a block of code, and of V3.1.
 """
 
 import ast
@@ -34,32 +34,32 @@ _NOBODY: Final = ("assistant", "user", "all")
 
 @dataclass(frozen=True)
 class HarmonyFormat:
-    """The harmony format, in which reasoning, text and calls are read together."""
+    """Reasoning, text and calls are read together."""
 
     frames: tuple[str, ...] = (CHANNEL, MESSAGE, _HARMONY_START, *_ENDS, "<|constrain|>")
 
 
 class HarmonyParser:
-    """Splits one answer's text into reasoning, text and calls."""
+    """Splits one answer into reasoning, text and calls."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self.made_calls = False
         self._has_tools = bool(tools)
         self._search = MarkerSearch([MESSAGE])
         self._header: str | None = ""
-        """The header of the next message so far; None within its body."""
+        """Of the next message so far; None within its body."""
         self._is_reasoning = False
         self._call: _HarmonyCall | None = None
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns the pieces that `text` completes; holds back a possible marker."""
+        """The pieces that `text` completes; holds back a possible marker."""
         pieces: list[Piece] = []
         while text:
             text = self._read_body(text, pieces) if self._header is None else self._read_header(text, pieces)
         return pieces
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest. The open call of a complete answer is complete too."""
+        """The rest. A complete answer's open call is complete too."""
         rest, pieces = self._search.flush(), list[Piece]()
         if self._header is None:
             self._take(rest, pieces)
@@ -119,7 +119,7 @@ class HarmonyParser:
 
 
 class _HarmonyCall:
-    """The body of a message to a tool. Without a name it becomes text at its end."""
+    """The body of a message to a tool. Without a name it ends up as text."""
 
     def __init__(self, name: str, header: str) -> None:
         self._name = name
@@ -147,34 +147,34 @@ class _HarmonyCall:
         return list(pieces_of(calls[0]))
 
     def _read(self) -> dict[str, Any]:
-        """Returns the call; raises if the body is neither the JSON text of arguments nor empty."""
+        """Raises if the body is neither the JSON text of arguments nor empty."""
         return {"name": self._name, "arguments": json.loads(self._body or "{}")}
 
 
 @dataclass(frozen=True)
 class BareFormat:
-    """A format of calls that are all of an answer."""
+    """Calls that are all of an answer."""
 
     may_be_call: Callable[[str], bool]
-    """Whether an answer that begins with this text, after white space, may be calls."""
+    """Whether an answer that begins so, after white space, may be calls."""
     parse: Callable[[str, Any], Any]
-    """(text, tools) to a list of `{"name", "arguments"}`; raises for any other text."""
+    """(text, tools) to a list of `{"name", "arguments"}`; raises for other text."""
     call_start: str
     frames: tuple[str, ...] = ()
 
 
 class BareCallParser:
-    """Reads one answer: as calls if all of it is, else as text."""
+    """Reads an answer as calls if all of it is, else as text."""
 
     def __init__(self, bare_format: BareFormat, tools: Sequence[Mapping[str, Any]]) -> None:
         self.made_calls = False
         self._format = bare_format
         self._tools = list(tools)
         self._held: str | None = ""
-        """The answer so far, while it may be calls; None once it is text."""
+        """The answer while it may be calls; None once text."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns text that is certain to be no call."""
+        """Text certain to be no call."""
         if self._held is None:
             return [Text(text)] if text else []
         self._held += text
@@ -184,7 +184,7 @@ class BareCallParser:
         return [Text(held)]
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the calls of the answer, or the text held back."""
+        """The answer's calls, or the text held back."""
         if not self._held:
             return []
         written = self._without_frames(self._held)
@@ -291,7 +291,7 @@ def _value(node: ast.expr) -> Any:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Replaces the words of JSON, which models write for Python's."""
+    """JSON's words, which models write for Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
@@ -309,7 +309,7 @@ ToolSyntax: TypeAlias = ToolFormat | BareFormat | HarmonyFormat
 
 
 def find_tool_syntax(vocabulary: Container[str], template: str) -> ToolSyntax | None:
-    """Returns the first format with a parser here that fits the model, if any."""
+    """The first format with a parser here that fits the model, if any."""
     if CHANNEL in vocabulary and MESSAGE in vocabulary:
         return HarmonyFormat()
     if DEEPSEEK_V3.start in vocabulary or DEEPSEEK_V3.start in template:
@@ -324,7 +324,7 @@ def find_tool_syntax(vocabulary: Container[str], template: str) -> ToolSyntax | 
 
 
 def markers_of(syntax: ToolSyntax | None) -> tuple[str, ...]:
-    """Returns the markers of a format; some consist of special tokens."""
+    """A format's markers; some consist of special tokens."""
     if isinstance(syntax, ToolFormat):
         return tuple(text for text in (syntax.start, syntax.end, *syntax.frames) if text)
     return () if syntax is None else syntax.frames
@@ -333,7 +333,7 @@ def markers_of(syntax: ToolSyntax | None) -> tuple[str, ...]:
 def tool_parser(
     syntax: ToolFormat | BareFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
 ) -> OutputParser:
-    """Returns the parser for an answer that may call `tools`, or must."""
+    """The parser for an answer that may call `tools`, or must."""
     if isinstance(syntax, ToolFormat):
         return ToolCallParser(syntax, tools, is_forced=is_forced)
     return BareCallParser(syntax, tools)

@@ -1,9 +1,8 @@
 """Where a tokenizer first cuts a text: at its added tokens (such as `<|im_start|>`). Pure.
 
-The library finds added tokens in the raw text, leftmost and longest first, with the white space that they strip. A
-*border* is found in any surroundings, so texts between borders are tokenized alike together and apart. Left inside
-the parts are normalized tokens, which are searched for later, single words, which depend on their neighbours, and
-tokens whose white space a neighbour may strip.
+The library finds them in the raw text, leftmost and longest first, with the white space that they strip. A *border*
+is found in any surroundings, so texts between borders are tokenized alike together and apart. Not borders: normalized
+tokens, searched for later; single words, which depend on neighbours; tokens whose white space a neighbour may strip.
 """
 
 import re
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 _SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*")
-"""Unicode's White_Space, which the library strips; Python's has four more."""
+"""Unicode's White_Space, which the library strips; Python has four more."""
 _SURELY_NO_WORD = re.compile(r"[\t\n\r !-/:-@\[-^`{-~]")
 _NEVER = "(?!)"
 
@@ -23,7 +22,7 @@ _Trie: TypeAlias = "dict[str, _Trie]"
 
 
 class Cut(NamedTuple):
-    """The range `[start, stop)` of a text, and its added token, if it is a border."""
+    """The range `[start, stop)` of a text, and its added token, if a border."""
 
     start: int
     stop: int
@@ -38,12 +37,12 @@ class _Border:
 
 
 class Borders:
-    """The borders of one tokenizer. Any thread."""
+    """One tokenizer's borders. Any thread."""
 
     def __init__(self, added: "Mapping[int, AddedToken]", template: str = "") -> None:
-        """Borders are the special ones of `added`, by id, and those in `template`, if there are any.
+        """Borders are the special ones of `added`, by id, and those in `template`, if any.
 
-        Some tokenizers add thousands of tokens that are common in code; cutting there gains nothing.
+        Some tokenizers add thousands of tokens common in code; cutting there gains nothing.
         """
         raw = {number: token for number, token in added.items() if not token.normalized and token.content}
         exact = _exact(raw)
@@ -55,7 +54,7 @@ class Borders:
         self._pattern = re.compile(_any_of(_entangled(self._borders, texts)))
         self.token_ids = frozenset(marks)
         self.opener = self._choose_opener(texts)
-        """A border found before any part, which leaves the rest of the part unchanged."""
+        """A border that, before any part, leaves the rest unchanged."""
 
     def __bool__(self) -> bool:
         return bool(self._borders)
@@ -74,7 +73,7 @@ class Borders:
         return None
 
     def cut(self, text: str) -> list[Cut]:
-        """Returns the ranges of `text`: borders with the white space they strip, and the text between."""
+        """Ranges of `text`: borders with the white space they strip, and the text between."""
         cuts, position = list[Cut](), 0
         for match in self._pattern.finditer(text):
             border = self._borders.get(match[0])
@@ -91,7 +90,7 @@ class Borders:
         return cuts
 
     def cut_ids(self, ids: Sequence[int]) -> list[list[int]]:
-        """Returns `ids` cut before and after every border."""
+        """`ids` cut before and after every border."""
         runs = list[list[int]]()
         for token in ids:
             if not runs or token in self.token_ids or runs[-1][0] in self.token_ids:
@@ -101,7 +100,7 @@ class Borders:
 
 
 def _exact(tokens: "Mapping[int, AddedToken]") -> "dict[int, AddedToken]":
-    """Returns the tokens that are found in a text whatever surrounds them."""
+    """Tokens found in a text whatever surrounds them."""
     some_are_words = any(token.single_word for token in tokens.values())
     some_strip = any(token.lstrip or token.rstrip for token in tokens.values())
     some_may_be_stripped = any(_has_space_at_edge(token.content) for token in tokens.values())
@@ -141,7 +140,7 @@ def _spaces_before(text: str, position: int) -> int:
 
 
 def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
-    """Returns the borders, and all texts whose overlaps can keep one of these from being found."""
+    """Borders, and all texts whose overlaps can hide one."""
     found, left = list(borders), set(texts) - set(borders)
     fresh = found
     while fresh:
@@ -166,7 +165,7 @@ class _Overlaps:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """Returns a pattern for the longest of `texts` at a place, of a cost that does not grow with their number."""
+    """A pattern for the longest of `texts` at a place, whose cost does not grow with their number."""
     trie: _Trie = {}
     for text in texts:
         node = trie

@@ -1,8 +1,8 @@
 """Text to tokens: a model's own chat template, and where in its output a later prompt may branch off.
 
 The template is a black box: the conversation is rendered again with one thing changed, and a later request can share
-the common part of both texts. A character boundary becomes the last token edge at or before it, best next to an added
-token, where the edge holds whatever follows. Knows neither HTTP nor MLX. For any thread.
+what both texts have in common. A character boundary becomes the last token edge at or before it, best next to an
+added token, where the edge holds whatever follows. Knows neither HTTP nor MLX. For any thread.
 """
 
 import copy
@@ -26,8 +26,8 @@ from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.texts import shared_length, well_formed
 
 Message: TypeAlias = Mapping[str, Any]
-"""`role`, `content` (text, None, or a list of text parts), and other fields for the template. `cache_control` in a
-part or a message asks for a restore point at its end.
+"""`role`, `content` (text, None, or text parts), and other fields for the template. `cache_control` in a part or
+message asks for a restore point at its end.
 """
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
@@ -59,14 +59,14 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset(
 )
 
 MAX_EDGE_DISTANCE = 16
-"""The most tokens given up for an edge that holds whatever follows."""
+"""Tokens given up for an edge that holds whatever follows."""
 
 _MAX_ADDED_TOKENS = 70_000
-"""Speech models have 65 536 more tokens; above this, no text is cut at added tokens."""
+"""Speech models have 65 536 more; above this, no text is cut at added tokens."""
 _MAX_ADDED_SQUARES = 1 << 26
 """Limit of the tokens' squared lengths."""
 _MAX_FAR_SEARCHES = 64
-"""Contents not found before the next ones are searched for nearby only."""
+"""Contents not found before the next are searched for nearby only."""
 _NEAR_CHARACTERS = 1 << 16
 _READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
@@ -76,12 +76,12 @@ _MARKS = ("qendx", "q7endx", "qend0fx")
 
 
 class ChatTemplateError(ModelError):
-    """The model's template refuses the conversation; the message is the template's own."""
+    """The template refuses the conversation; the message is its own."""
 
 
 @dataclass(frozen=True, eq=False)
 class RenderedPrompt:
-    """Token ids of a prompt, int32 `[num_tokens]`, and the offsets worth restoring."""
+    """Token ids, int32 `[num_tokens]`, and offsets worth restoring."""
 
     tokens: NDArray[np.int32]
     restore_points: tuple[RestorePoint, ...] = ()
@@ -89,11 +89,11 @@ class RenderedPrompt:
     outline: Outline = NO_OUTLINE
     tail: Tail | None = None
     begun: str = ""
-    """The end of `text` with the assistant's unfinished message, if it is continued."""
+    """The end of `text` with the assistant's unfinished message, if continued."""
 
 
 class ChatRenderer:
-    """Renders conversations for one model. Remembers parts of text and replies."""
+    """Renders one model's conversations. Remembers parts of text and replies."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         """Borrows a Hugging Face tokenizer or mlx-lm's wrapper; a text has at most `max_tokens`."""
@@ -125,10 +125,10 @@ class ChatRenderer:
         *,
         continues: bool = False,
     ) -> RenderedPrompt:
-        """Returns the prompt for the next assistant message, with replies as they were generated for `namespace`.
+        """The prompt for the next assistant message, with replies as generated for `namespace`.
 
-        If it `continues`, the prompt ends after the last message's text or reasoning, which is the assistant's.
-        Raises ChatTemplateError, PromptTooLong and Abandoned.
+        If it `continues`, it ends after the last message's text or reasoning, the assistant's. Raises
+        ChatTemplateError, PromptTooLong and Abandoned.
         """
         adaptation = self._adaptation(with_tools=bool(tools))
         conversation = _Conversation(
@@ -150,7 +150,7 @@ class ChatRenderer:
         return RenderedPrompt(ids, kept, text, conversation.outline(text, before), tail, conversation.begun(text))
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Returns definitions for the middle of a conversation; see `ToolDefinitions.block`."""
+        """Definitions within a conversation; see `ToolDefinitions.block`."""
         return self._definitions.block(names, tools, place)
 
     def _prompt_with_tools(self, tools: Sequence[Tool]) -> str | None:
@@ -159,7 +159,7 @@ class ChatRenderer:
         return _try_apply(self._tokenizer, adaptation.messages([_ASKS]), shown, MAX_STEPS)
 
     def _adaptation(self, *, with_tools: bool) -> Adaptation:
-        """Returns the changes that the template needs, found once."""
+        """Changes that the template needs, found once."""
         found = self._adaptations.get(with_tools)
         if found is None:
             apply = partial(_try_apply, self._tokenizer)
@@ -167,12 +167,12 @@ class ChatRenderer:
         return found
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Records that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token."""
+        """Records that `reply` followed `prompt` as `reply_ids`, without its end-of-turn token."""
         if self._parts is not None and prompt.tail is not None:
             self._parts.remember_reply(prompt.tail, reply, reply_ids)
 
     def encode(self, text: str) -> RenderedPrompt:
-        """Returns the tokens of a plain prompt, with the model's first token, if any; raises PromptTooLong.
+        """Tokens of a plain prompt, with the model's first token, if any; raises PromptTooLong.
 
         Its restore point is before the last token, which may merge with later text.
         """
@@ -187,9 +187,9 @@ class ChatRenderer:
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Returns the tokens of a text of any length; raises Abandoned, and PromptTooLong above `max_tokens`.
+        """Tokens of a text of any length; raises Abandoned, and PromptTooLong above `max_tokens`.
 
-        Without `parse_special`, names of special tokens are text.
+        Without `parse_special`, special tokens' names are text.
         """
         frame = self._frame if add_special else ([], [])
         if frame is None:
@@ -206,7 +206,7 @@ class ChatRenderer:
 
     @cached_property
     def _plain_parts(self) -> PromptParts | None:
-        """Tokenization that reads special tokens as text."""
+        """Reads special tokens as text."""
         if self._backend is None:
             return None
         plain = copy.copy(self._backend)
@@ -216,7 +216,7 @@ class ChatRenderer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]] | None:
-        """The ids that the tokenizer puts around a text; None if it does something else."""
+        """Ids put around a text; None if the tokenizer does something else."""
         plain, framed = (self._encode_plain("a", add_special_tokens=special) for special in (False, True))
         for start in range(len(framed) - len(plain) + 1):
             if framed[start : start + len(plain)] == plain:
@@ -224,7 +224,7 @@ class ChatRenderer:
         return None
 
     def _encode_plain(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
-        """Returns the tokens of a text by the tokenizer itself, each slice with special tokens."""
+        """By the tokenizer itself, each slice with special tokens."""
         options = {} if parse_special else {"split_special_tokens": True}
         ids = list[int]()
         for text_slice in TextCutter().cut(text):
@@ -237,7 +237,7 @@ class ChatRenderer:
         return ids
 
     def _tokenized(self, text: str, namespace: str) -> tuple[NDArray[np.int32], Tail | None, Callable[[int], int]]:
-        """Returns ids, the context of a reply, and how many tokens end at or before a character offset."""
+        """Ids, a reply's context, and how many tokens end at or before a character offset."""
         if self._parts is not None:
             found = self._parts.tokenize(text, namespace, self._max_tokens)
             return found.ids, found.tail, lambda boundary: int(np.searchsorted(found.ends, boundary, side="right"))
@@ -248,7 +248,7 @@ class ChatRenderer:
 
 
 class _Conversation:
-    """One conversation's text, and the character offsets where others may branch off."""
+    """One conversation's text, and character offsets where others may branch off."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class _Conversation:
         raise ChatTemplateError("the last message is not shown as it is, so it cannot be continued")
 
     def begun(self, text: str) -> str:
-        """Returns the assistant's unfinished message as it ends `text`."""
+        """The assistant's unfinished message as it ends `text`."""
         last = self._messages[-1]
         if not self._continues or not (str(last["content"]).strip() or last.get("reasoning_content")):
             return ""
@@ -298,7 +298,7 @@ class _Conversation:
         )
 
     def boundaries(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
-        """Yields character offsets in the full rendering, with the reason for each."""
+        """Character offsets in the full rendering, with reasons."""
         for kind, messages in self._variants():
             stop_if_abandoned()
             try:
@@ -310,7 +310,7 @@ class _Conversation:
         yield from self._answer_start(text)
 
     def _answer_start(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
-        """Yields where `text` opens reasoning, which later prompts drop."""
+        """Where `text` opens reasoning, which later prompts drop."""
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
         try:
             asked = self.text([question], generation_prompt=True)
@@ -322,7 +322,7 @@ class _Conversation:
             yield len(text) - len(opening), RestorePointKind.PROMPT_END
 
     def outline(self, text: str, tokens_before: Callable[[int], int]) -> Outline:
-        """Returns where each message begins, in tokens."""
+        """Where messages begin, in tokens."""
         starts, position, num_missing = list[int](), 0, 0
         for message in self._messages:
             starts.append(tokens_before(position) if position else 0)
@@ -335,7 +335,7 @@ class _Conversation:
         return Outline(tuple(starts), tuple(str(message["role"]) for message in self._messages))
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
-        """Yields conversations that share with this one exactly the part worth restoring."""
+        """Conversations that share exactly the part worth restoring."""
         messages = self._messages
         num_system = num_leading_system(messages)
         if num_system or self._tools:
@@ -387,12 +387,12 @@ def _try_apply(
 
 class _Edges:
     def __init__(self, is_added: NDArray[np.bool_], before: Callable[[int], int]) -> None:
-        """`before` returns how many tokens end at or before a character offset."""
+        """`before`: how many tokens end at or before a character offset."""
         self.before = before
         self._is_added = is_added
 
     def offset_of(self, boundary: int, kind: RestorePointKind) -> int:
-        """Returns the token offset for a character boundary: at or before it, never after."""
+        """The token offset at or before a character boundary, never after."""
         offset = self.before(boundary)
         if kind is RestorePointKind.EXPLICIT:
             return offset
@@ -401,7 +401,7 @@ class _Edges:
         return self._stable_edge(offset)
 
     def _stable_edge(self, offset: int) -> int:
-        """Returns the nearest edge that depends on nothing after `offset`."""
+        """The nearest edge independent of what follows `offset`."""
         if offset > 0 and self._is_added[offset - 1]:
             return offset
         edges = range(offset - 1, max(offset - MAX_EDGE_DISTANCE, 0), -1)
@@ -412,7 +412,7 @@ class _Edges:
 
 
 def _parts_of(backend: Any, added: Mapping[int, Any], template: str) -> PromptParts | None:
-    """Returns parts, cut at borders if the tokenizer proves to cut there; None for a slow tokenizer."""
+    """Cut at borders if the tokenizer proves to cut there; None for a slow tokenizer."""
     if backend is None:
         return None
     lengths = [len(token.content) for token in added.values()]
@@ -438,7 +438,7 @@ def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int
 
 
 def plain_text(content: Any) -> str:
-    """Returns the text of a message's content as templates receive it."""
+    """A content's text as templates receive it."""
     return _flatten_content(content)[0]
 
 
@@ -463,9 +463,9 @@ def _without_cache_control(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _user_starts(messages: Sequence[Message]) -> list[int]:
-    """Returns the index of the last user message, and of the first in its run.
+    """Index of the last user message, and of the first in its run.
 
-    Clients put notes that change with every turn there; the next turn branches off where the run begins.
+    Clients put notes that change every turn there; the next turn branches off where the run begins.
     """
     last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if last is None:

@@ -1,11 +1,10 @@
 """Keeps the head of a prompt the same where a client changes it without meaning anything by it. Pure.
 
-Such a change makes all that follows differ from the prompt before, so nothing of it could be reused:
-
+Such a change makes all that follows differ from the prompt before, so nothing could be reused:
 * the first line of Claude Code's system message, `x-anthropic-billing-header: cc_version=2.1.15.7b4;
-  cc_entrypoint=cli; cch=eb6c6;`: `cch` and the last part of the version become constants. The line is matched as a
-  whole, and only as the first one of a leading system message;
-* the order of keys in the definition of a tool: a tool is shown as it was first sent.
+  cc_entrypoint=cli; cch=eb6c6;`: `cch` and the version's last part become constants. The line is matched whole, only
+  as the first one of a leading system message;
+* the order of keys in a tool's definition: a tool is shown as first sent.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
-"""A message of a template: `role`, and `content` as a text or a list of text parts."""
+"""`role`, and `content` as a text or text parts."""
 
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: ?[a-z][a-z0-9_]*=[\w.+-]*;)+ ?(?=\r?\n|\Z)", re.ASCII)
 _CHANGING_VALUES = (
@@ -26,13 +25,13 @@ _CHANGING_VALUES = (
 
 
 def with_constant_headers(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with constants in leading system messages; changed messages are copies."""
+    """Messages with constants in leading system messages; changed ones are copies."""
     num_system = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return [*map(_cleaned, messages[:num_system]), *messages[num_system:]]
 
 
 def with_constant_header(text: str) -> str:
-    """Returns the text of a system message with constants in its first line."""
+    """A system message's text with constants in its first line."""
     line = _BILLING_LINE.match(text)
     if line is None:
         return text
@@ -43,20 +42,20 @@ def with_constant_header(text: str) -> str:
 
 
 MAX_TOOLS = 512
-"""Tools whose order is remembered; those used longest ago are forgotten."""
+"""Remembered; the least recently used are forgotten."""
 MAX_TOOL_BYTES = 16 << 10
-"""A tool with a longer definition is shown as it is sent. All remembered ones take 8 MiB at the most."""
+"""A longer definition is shown as sent. All remembered take at most 8 MiB."""
 
 
 class ToolOrders:
-    """The order of keys in which each tool was first sent in its namespace. For any thread."""
+    """The order of keys in which each tool was first sent, by namespace. Any thread."""
 
     def __init__(self) -> None:
         # The cache has a lock of its own, and so has `setdefault`: two threads agree on one order.
         self._first = lru_cache(MAX_TOOLS)(lambda _namespace, _digest: dict[str, str]())
 
     def settle(self, namespace: str, tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Returns the tools, each with its keys in the order in which it was first sent."""
+        """The tools, each with its keys as first sent."""
         return [self._settle(namespace, tool) for tool in tools]
 
     def _settle(self, namespace: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:

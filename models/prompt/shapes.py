@@ -1,8 +1,7 @@
-"""Changes conversations that a model's template would refuse, or drop a part of, into a shape that it shows whole.
-Pure.
+"""Changes conversations that a model's template would refuse, or show in part, into a shape shown whole. Pure.
 
-A sample of each shape is rendered unchanged and changed. Only if the template shows just the second are conversations
-of that shape changed. A message's result hardly ever depends on later ones: a prompt keeps its beginning.
+A sample of each shape is rendered unchanged and changed; only if the template shows just the second, conversations of
+that shape are changed. A message's result hardly ever depends on later ones: a prompt keeps its beginning.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from functools import reduce
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
-"""As templates read it; `content` is always a text."""
+"""`content` is always a text."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 
@@ -25,14 +24,14 @@ _ID_CHARACTERS = 9
 
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """For templates that print a call's arguments as they are."""
+    """For templates that print arguments as they are."""
     return _each_call(
         messages, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     )
 
 
 def arguments_as_object(messages: Sequence[Message]) -> list[Message]:
-    """For templates that iterate over a call's arguments."""
+    """For templates that iterate over arguments."""
     return _each_call(messages, lambda given: given if isinstance(given, Mapping) else {"arguments": given})
 
 
@@ -49,7 +48,7 @@ def _with_calls(message: Message, calls: Iterable[Mapping[str, Any]]) -> Message
 
 
 def all_named(messages: Sequence[Message]) -> list[Message]:
-    """For templates that require ids: numbers the calls without one; results answer them in order."""
+    """For templates that require ids: numbers calls without one; results answer in order."""
     result: list[Message] = []
     unanswered: list[str] = []
     num_calls = 0
@@ -69,7 +68,7 @@ def all_named(messages: Sequence[Message]) -> list[Message]:
 
 
 def short_ids(messages: Sequence[Message]) -> list[Message]:
-    """For templates that accept only ids of nine letters and digits."""
+    """For templates that accept only nine letters and digits."""
     result: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls") or ()
@@ -88,7 +87,7 @@ def _short(call_id: str) -> str:
 
 
 def results_named(messages: Sequence[Message]) -> list[Message]:
-    """For templates that show a result's function: names it after the call it answers."""
+    """For templates that show a result's function: names it after its call."""
     names: dict[Any, str] = {}
     result: list[Message] = []
     for message in messages:
@@ -100,7 +99,7 @@ def results_named(messages: Sequence[Message]) -> list[Message]:
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """For templates that accept one call per message: each call is followed by its result."""
+    """For templates with one call per message: each is followed by its result."""
     result: list[Message] = []
     position = 0
     while position < len(messages):
@@ -119,7 +118,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _in_turn(message: Message, calls: list[Mapping[str, Any]], results: Sequence[Message]) -> Iterator[Message]:
-    """Yields each call with its result, in the order of the results: a later one changes nothing before it."""
+    """In the order of results: a later one changes nothing before it."""
     content = message["content"]
     for result in results:
         answered = next((call for call in calls if call.get("id") == result.get("tool_call_id")), None)
@@ -144,7 +143,7 @@ def described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def one_leading_system(messages: Sequence[Message]) -> list[Message]:
-    """For templates that accept one system message: joins those at the beginning."""
+    """For templates with one system message: joins those at the beginning."""
     count = num_leading_system(messages)
     if count < 2:
         return list(messages)
@@ -155,7 +154,7 @@ def one_leading_system(messages: Sequence[Message]) -> list[Message]:
 def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
     """For templates without later system messages: the user says the text, in the same place.
 
-    That is the end of the message before it, or the start of the user's next one.
+    That is the end of the message before, or the start of the user's next.
     """
     count = num_leading_system(messages)
     result: list[Message] = list(messages[:count])
@@ -179,7 +178,7 @@ def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
 
 
 def no_system(messages: Sequence[Message]) -> list[Message]:
-    """For templates without system messages: the text begins the user's first message."""
+    """For templates without system messages: the user's first message begins with the text."""
     count = num_leading_system(messages)
     if count == 0:
         return list(messages)
@@ -191,7 +190,7 @@ def no_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def users_joined(messages: Sequence[Message]) -> list[Message]:
-    """For templates whose roles must alternate: joins consecutive messages of a user."""
+    """For templates whose roles alternate: joins a user's consecutive messages."""
     result: list[Message] = []
     for message in messages:
         if result and message["role"] == result[-1]["role"] == "user":
@@ -206,7 +205,7 @@ def _followed_by(message: Message, text: str) -> Message:
 
 
 def num_leading_system(messages: Sequence[Message]) -> int:
-    """Returns how many system messages a conversation begins with."""
+    """How many system messages begin a conversation."""
     return next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
@@ -218,18 +217,18 @@ ToolChange: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A conversation that some templates refuse, and its change for them."""
+    """A conversation that some templates refuse, and its change."""
 
     sample: Sequence[Message]
     is_shown: Callable[[str], bool]
-    """Whether a rendering of the sample shows what matters in it."""
+    """Whether a rendering shows what matters in the sample."""
     change: Change = list
     change_tool: ToolChange = dict
     tools: Tools = None
     """Shown with the sample."""
 
     def must_change(self, apply: Apply, tools: Tools) -> bool:
-        """Returns whether a template accepts the sample only when changed."""
+        """Whether a template accepts the sample only when changed."""
         given = self.tools or tools
         if self._is_taken(apply(self.sample, given)):
             return False
@@ -248,18 +247,18 @@ class Adaptation:
     shapes: tuple[Shape, ...] = ()
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages as the template accepts them."""
+        """As the template accepts them."""
         return reduce(lambda changed, shape: shape.change(changed), self.shapes, list(messages))
 
     def tools(self, tools: Tools) -> Tools:
-        """Returns the tools as the template accepts them."""
+        """As the template accepts them."""
         if not tools:
             return None
         return [reduce(lambda changed, shape: shape.change_tool(changed), self.shapes, tool) for tool in tools]
 
 
 def adaptation_for(apply: Apply, *, with_tools: bool) -> Adaptation:
-    """Returns the changes for a template, with or without tools."""
+    """The changes for a template, with or without tools."""
     tools = [_TOOL] if with_tools else None
     return Adaptation(tuple(shape for shape in SHAPES if shape.must_change(apply, tools)))
 
@@ -347,19 +346,19 @@ SHAPES: tuple[Shape, ...] = (
     Shape([_says("system", "qrule"), _ASKS], _has("qrule", "qask"), no_system),
     Shape([_ASKS, _says("user", "qgo")], _in_order("qask", "qgo"), users_joined),
 )
-"""In the order in which conversations are changed."""
+"""In the order of changing."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """Where each message begins in one prompt, in tokens; empty for no conversation."""
+    """Where messages begin in a prompt, in tokens; empty without a conversation."""
 
     starts: tuple[int, ...] = ()
-    """Ascending; text before the first message belongs to the template."""
+    """Ascending; the template's own text comes before."""
     roles: tuple[str, ...] = ()
 
     def message_at(self, offset: int) -> tuple[int | None, str | None]:
-        """Returns index and role of the message with the token at `offset`; None without messages."""
+        """Index and role of the message at token `offset`; None without messages."""
         if not self.starts:
             return None, None
         index = max(0, bisect_right(self.starts, offset) - 1)

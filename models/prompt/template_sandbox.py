@@ -1,10 +1,9 @@
-"""The sandbox that chat templates are rendered in: transformers' own, which keeps them from Python, and bounds on it.
+"""The sandbox of chat templates: transformers' own, which keeps them from Python, and bounds on it.
 
-Two things of Jinja's immutable sandbox are changed for all templates of a process. A template may gather what it
-shows in a list, since transformers copies all that it can reach. And each turn of a loop, call and filter costs
-steps, of which a rendering has `MAX_STEPS`; what would be too long is refused before it is made (`template_sizes`).
-What goes through a whole value at once cannot be stopped, so the value is weighed first, unless the operation is
-known to look at no member.
+Two things of Jinja's immutable sandbox change for all templates of a process. A template may gather what it shows in
+a list, since transformers copies all that it can reach. Each turn of a loop, call and filter costs one of
+`MAX_STEPS`; what would be too long is refused before it is made (`template_sizes`). What goes through a whole value
+at once cannot be stopped, so the value is weighed first, unless the operation is known to look at no member.
 """
 
 import operator
@@ -28,16 +27,16 @@ from models.prompt import template_sizes
 from models.prompt.tokenize import stop_if_abandoned
 
 MAX_OWN_ITEMS: Final = 100_000
-"""The length of the longest range that the sandbox makes."""
+"""Of a range that the sandbox makes."""
 MAX_STEPS: Final = 3_000_000
-"""Limit of one rendering: about ten seconds, six times what 4 000 messages take."""
+"""Of one rendering: about ten seconds, six times what 4 000 messages take."""
 MAX_SAMPLE_STEPS: Final = 20_000
 _STEPS_PER_LOOK: Final = 4096
 _CHARACTERS_PER_STEP: Final = 256
 _ITEMS_PER_STEP: Final = 8
 
 MAX_TEMPLATE_CHARACTERS: Final = 1 << 18
-"""A template takes a hundredth of it; Python compiles a long one without interruption."""
+"""A template takes a hundredth; Python compiles without interruption."""
 _FEW: Final = 256
 _LIGHT_CHARACTERS: Final = 4096
 _LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
@@ -49,7 +48,7 @@ _LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
 _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
 _LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
-"""Filters for web pages, some of them slow on long texts."""
+"""For web pages, some slow on long texts."""
 _LIGHT_TESTS: Final = frozenset(
     {
         *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
@@ -83,7 +82,7 @@ _steps: ContextVar[_Steps | None] = ContextVar("template_steps", default=None)
 
 @contextmanager
 def bounded_steps(max_steps: int) -> Iterator[None]:
-    """Limits templates in the block: SecurityError after `max_steps`."""
+    """Raises SecurityError after `max_steps` in the block."""
     token = _steps.set(_Steps(max_steps))
     try:
         yield
@@ -122,7 +121,7 @@ def _spend_for(weight: template_sizes.Weight) -> None:
 
 
 def _are_light(values: Iterable[Any]) -> bool:
-    """Whether any operation on the values is cheap."""
+    """Whether any operation on them is cheap."""
     for value in values:
         kind = type(value)
         if kind is str:
@@ -140,7 +139,7 @@ def _weighed(value: Any) -> Any:
 
 
 def _drawn(values: Iterable[Any]) -> list[Any]:
-    """Returns values with iterators exhausted, so that they can be weighed."""
+    """Iterators exhausted, so that they can be weighed."""
     return [list(_drawing(value)) if isinstance(value, Iterator) else value for value in values]
 
 
@@ -157,10 +156,10 @@ def _take_step() -> bool:
 
 
 class _BoundedCode(CodeGenerator):
-    """Makes the environment check each comparison, slice, key and output."""
+    """Checks each comparison, slice, key and output."""
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """A comparison with a text or number of the template itself is cheap."""
+        """With a text or number of the template itself it is cheap."""
         (first, *more), left = node.ops, node.expr
         if more:
             pairs = nodes.Compare(left, [first]), nodes.Compare(first.expr, more)
@@ -200,7 +199,7 @@ class _BoundedCode(CodeGenerator):
         self.write("}")
 
     def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier, frame: Frame) -> None:  # noqa: N802
-        """Refuses `autoescape`, which makes texts longer than their parts."""
+        """`autoescape` makes texts longer than their parts."""
         self.fail("a chat template has no use for autoescape", node.lineno)
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
@@ -216,17 +215,17 @@ class _BoundedCode(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, with bounds and mutable lists of the template's own."""
+    """transformers' environment for chat templates, with bounds and the template's own mutable lists."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     code_generator_class = _BoundedCode
     weighed = staticmethod(_weighed)
     take_step = staticmethod(_take_step)
     optimized = False
-    """A constant would be computed while the template is compiled, at any cost."""
+    """A constant would be computed in compiling, at any cost."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Returns an attribute or a member; common cases take a short way."""
+        """An attribute or member; common cases take a short way."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_METHODS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -235,7 +234,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Like the sandbox's rule, and allows methods that change the template's own lists."""
+        """The sandbox's rule, and methods that change the template's own lists."""
         if attr in _CHANGES.get(type(obj), ()):
             return len(obj) < MAX_OWN_ITEMS
         if type(obj) in _PLAIN:
@@ -256,7 +255,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _spend_on(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Returns the result of an operator on two values."""
+        """An operator's result."""
         if operator == "+" and type(left) is type(right) is str:
             template_sizes.bound(len(left) + len(right), template_sizes.MAX_CHARACTERS)
             return _spend_on(left + right)
@@ -273,7 +272,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def contains(container: Any, item: Any) -> bool:
-        """Returns whether a container holds an item."""
+        """Whether a container holds an item."""
         is_quick = type(container) is dict or len(container) < _FEW if type(container) in _PLAIN else False
         if not is_quick or not _are_light((item,)):
             (container,) = _drawn([container])
@@ -282,7 +281,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def compare(name: str, left: Any, right: Any) -> Any:
-        """Returns the result of a comparison."""
+        """A comparison's result."""
         # Both sides are traversed together, so the smaller one bounds the work.
         if not _are_light((right,)):
             _weighed(left)
@@ -290,7 +289,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def sliced(part: Any) -> Any:
-        """Counts a part of a value and returns it."""
+        """Counts a value's part and returns it."""
         if isinstance(part, (str, list, tuple)):
             _spend(1 + len(part) // (_CHARACTERS_PER_STEP if isinstance(part, str) else _ITEMS_PER_STEP))
         return part
@@ -301,7 +300,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value if type(value) is str else str(_weighed(value))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Returns a bounded `str.format`; None for anything else."""
+        """A bounded `str.format`; None for anything else."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
@@ -316,12 +315,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Returns the text of an output, a macro or a block."""
+        """Text of an output, a macro or a block."""
         return str(_spend_on(template_sizes.joined(parts, _spender())))
 
     @classmethod
     def concat_texts(cls, *parts: Any) -> str:
-        """Returns the values joined by `~`."""
+        """Values joined by `~`."""
         return str(_spend_on(template_sizes.joined(map(cls.shown, parts), _spender())))
 
     def _generate(
@@ -331,7 +330,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Makes each turn of a loop take a step, whether its condition holds or not."""
+    """Each turn of a loop takes a step, whether its condition holds or not."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self.generic_visit(node)
@@ -346,7 +345,7 @@ def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., template_sizes.Weight]) -> Callable[..., Any]:
-    """Returns a filter or test whose arguments are checked and whose result is counted."""
+    """Checks a filter's or test's arguments, and counts its result."""
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
     formats = name in ("format", "divisibleby", "even", "odd")  # a short text makes a long one
     is_shallow = name in template_sizes.SHALLOW_FILTERS

@@ -20,27 +20,27 @@ from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
 MAX_CHARACTERS: Final = 1 << 26
-"""Limit of one text; a prompt is shorter, since request bodies are."""
+"""Of one text; a prompt is shorter, since request bodies are."""
 MAX_ITEMS: Final = 1_000_000
 MAX_WORKED_ITEMS: Final = 250_000
 MAX_WORKED_CHARACTERS: Final = 1 << 22
-"""Limit of all texts in one function that does more than search or copy them."""
+"""Of all texts in a function that does more than search or copy."""
 MAX_INTEGER_BITS: Final = 4096
 MAX_WIDTH: Final = 100_000
-"""The widest padding of a text."""
+"""Of a padded text."""
 
 _FORMAT_SPEC = re.compile(r":([^{}:]*)([{}])")
 _PERCENT_FIELD = re.compile(r"[%)][-+ #0]*(\d*)(?:\.(\d*))?")
 _TOLD_WIDTH = re.compile(r"%[-+ #0]*\d*\.?\*")
 _MAX_FIELDS: Final = 100_000
 _SHORT_CHARACTERS: Final = 1300
-"""Length of the longest printed number."""
+"""Of the longest printed number."""
 _CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
     *(list, tuple),
     *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
 )
 _SLOW_KEY_ITEMS: Final = 100
-"""A template can find many tuples or large numbers with the same hash."""
+"""A template can find many tuples or large numbers with one hash."""
 _KEY_BITS: Final = 60
 _TAKES_LONG_TEXTS = frozenset(
     [
@@ -66,12 +66,12 @@ _TAKES_LONG_TEXTS = frozenset(
         "join",
     ]
 )
-"""Methods of texts, and filters, that cost no more than a copy."""
+"""Methods of texts, and filters, no dearer than a copy."""
 _LOOKS_AT = {
     **dict.fromkeys(("clear", "copy", "items", "keys", "popitem", "reverse", "values", "append", "insert"), 0),
     **dict.fromkeys(("get", "pop", "setdefault"), 1),
 }
-"""Methods that look at no member, with the number of arguments they look at."""
+"""Methods that look at no member, and how many arguments they look at."""
 SHALLOW_FILTERS = frozenset(
     {
         *("attr", "batch", "items", "list", "map", "random"),
@@ -85,7 +85,7 @@ _FILTER_NUMBERS = frozenset({"batch", "center", "indent", "round", "slice", "toj
 
 
 class Weight(NamedTuple):
-    """The amount that Python traverses in a value; a part counts as often as it occurs."""
+    """What Python traverses in a value; a part counts as often as it occurs."""
 
     num_items: int = 0
     num_characters: int = 0
@@ -93,7 +93,7 @@ class Weight(NamedTuple):
 
 
 def weigh(*values: Any) -> Weight:
-    """Returns the total weight of values."""
+    """The total weight of values."""
     level, depth, num_items, num_characters = list[Any](values), 0, 0, 0
     while level:
         inner = list[Any]()
@@ -124,14 +124,14 @@ def weigh(*values: Any) -> Weight:
 
 
 def weigh_key(container: Any, *key: Any) -> Weight:
-    """Returns the weight of finding a key: for some types, all keys of a dict may share a hash."""
+    """The weight of finding a key: for some types, all keys may share a hash."""
     weight = weigh(*key)
     is_slow = isinstance(container, dict) and weight.num_items > 0
     return weight._replace(num_items=weight.num_items + len(container)) if is_slow else weight
 
 
 def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
-    """Returns `parts` as one text; `spend` receives the cost of each."""
+    """`parts` as one text; `spend` receives each one's cost."""
     gathered, num_characters = list[str](), 0
     for part in parts:
         spend(1)
@@ -142,7 +142,7 @@ def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Refuses `left operator right` if it is too long."""
+    """Refuses `left operator right` if too long."""
     if operator == "**":
         if isinstance(left, int) and isinstance(right, int):
             bound(left.bit_length() * max(right, 0), MAX_INTEGER_BITS)
@@ -156,7 +156,7 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
 
 
 def check_contains(container: Any, item: Any) -> Weight:
-    """Returns the weight of finding `item` in `container`."""
+    """The weight of finding `item`."""
     if isinstance(container, str):
         return Weight(0, len(container))
     weight = weigh_key(container, item)
@@ -167,7 +167,7 @@ def check_contains(container: Any, item: Any) -> Weight:
 
 
 def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weight:
-    """Returns the weight of a call; refuses one whose text is too long."""
+    """A call's weight; refuses one whose text is too long."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(owner, dict | list) and name in _LOOKS_AT:
         return weigh_key(owner, *args[: _LOOKS_AT[name]])
@@ -201,7 +201,7 @@ def _check_text_method(text: str, name: str, args: Sequence[Any], values: Sequen
 
 
 def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """Returns the weight of a filter on `args[0]` and the others; refuses like `check_call`."""
+    """The weight of a filter on `args[0]` and the others; refuses like `check_call`."""
     if not args:
         return Weight()
     value, rest = args[0], [*args[1:], *kwargs.values()]
@@ -232,7 +232,7 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
 
 
 def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """Returns the weight of a test; refuses like `check_call`."""
+    """A test's weight; refuses like `check_call`."""
     if name == "in" and len(args) == 2:
         return check_contains(args[1], args[0])
     if args and isinstance(args[0], str) and name in ("divisibleby", "even", "odd"):
@@ -241,7 +241,7 @@ def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wei
 
 
 def check_format(text: str, *values: Any) -> None:
-    """Refuses a text for `str.format` with a long result, or a width from a value."""
+    """Refuses a text for `str.format` with a long result or a width from a value."""
     _check_fields(text.count("{"), 0, values)
     specs = _FORMAT_SPEC.findall(text)
     bound(sum(brace == "{" for _, brace in specs), 0)
@@ -249,7 +249,7 @@ def check_format(text: str, *values: Any) -> None:
 
 
 def check_percent(text: str, *values: Any) -> None:
-    """Refuses a text for `%` with a long result, or a width from a value."""
+    """Refuses a text for `%` with a long result or a width from a value."""
     _check_fields(text.count("%"), 0, values)
     bound(len(_TOLD_WIDTH.findall(text)), 0)
     _check_fields(text.count("%"), _widest(map(" ".join, _PERCENT_FIELD.findall(text))), values)
@@ -261,7 +261,7 @@ def _widest(texts: Iterable[str]) -> int:
 
 
 def _check_fields(num_fields: int, width: int, values: Sequence[Any]) -> None:
-    """Refuses fields that could be too long if each held all of `values`."""
+    """Refuses fields too long if each held all of `values`."""
     weight = weigh(*values)
     bound(num_fields * (MAX_ITEMS // _MAX_FIELDS), MAX_ITEMS)
     longest = _SHORT_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters
@@ -302,6 +302,6 @@ def _check_widths(values: Iterable[Any]) -> None:
 
 
 def bound(count: int, most: int) -> None:
-    """Raises SecurityError for a count of more than `most`."""
+    """Raises SecurityError above `most`."""
     if count > most:
         raise SecurityError("the model's chat template makes a text, a list or a number that is too long")

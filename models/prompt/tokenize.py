@@ -1,10 +1,9 @@
 """Tokenizes long prompts part by part, and returns generated text as the tokens it was generated as.
 
-A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text. Each part between them is tokenized
-once and remembered, after a border unless it is the first. Text does not determine tokens ("Par" "is" or "Paris"), so
-a reply's ids are remembered for its place: after the same text, a prompt has the tokens whose state is cached.
-
-Long work asks between its parts whether anybody waits (`abandoned_when`). Namespaces remember apart. Any thread.
+A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text. Each part between is tokenized once
+and remembered, after a border unless it is the first. Text does not determine tokens ("Par" "is" or "Paris"), so a
+reply's ids are remembered for its place: after the same text, a prompt has the tokens whose state is cached. Long
+work asks between its parts whether anybody waits (`abandoned_when`). Namespaces remember apart. Any thread.
 """
 
 import hashlib
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 SLICE_CHARACTERS = 16_384
-"""The least length of a slice, but the most for one that ends at a word's start."""
+"""A slice's least length, but the most for one that ends at a word's start."""
 MAX_CHARACTERS = 32_768
-"""The most characters of a slice: more may take minutes and hold Python's lock."""
+"""Of a slice: more may take minutes and hold Python's lock."""
 _AHEAD_CHARACTERS = 256
-"""Words at the end of a text are not searched for: later text may change them."""
+"""At a text's end no words are searched for: later text may change them."""
 _TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
 
 
@@ -44,9 +43,9 @@ class CutPlace:
     pattern: "re.Pattern[str]"
     num_before: int
     context: str
-    """The text before which a slice after the cut is tokenized."""
+    """Text before which a slice after the cut is tokenized."""
     crossing: "re.Pattern[str]"
-    """Matches tokens of the vocabulary that reach across the cut."""
+    """Matches vocabulary that reaches across the cut."""
 
 
 AFTER_LINE = CutPlace(re.compile(r"\S\n[^\W\d_]"), 2, "a\n", re.compile("[\n\u010a](?![\u0100-\u0143])[^\\W\\d_]"))
@@ -63,18 +62,17 @@ class TextSlice:
     stop: int
     context: str = ""
     num_context: int = 0
-    """Tokens of the context."""
+    """In tokens."""
 
 
 class TextCutter:
-    """The cut places of one tokenizer, each tried on samples. Any thread.
+    """A tokenizer's cut places, each tried on samples. Any thread.
 
-    The library holds Python's lock while it returns results. So a long text is cut before a word or a bracket after a
-    line break, and before a space between two words, where no token reaches across. Later slices are tokenized after
-    a few characters that end like the slice before, whose tokens are left out.
-
-    A text without such places (JSON in one line) is cut where the tokenizer's own words begin, which do not depend on
-    later text, but for the last ones. Else it is cut after `MAX_CHARACTERS`, where a token may differ.
+    The library holds Python's lock while it returns results. So a long text is cut before a word or bracket after a
+    line break, and before a space between words, where no token reaches across. Later slices are tokenized after a
+    few characters that end like the slice before, whose tokens are left out. A text without such places (JSON in one
+    line) is cut where the tokenizer's own words begin, which do not depend on later text, but for the last. Else it
+    is cut after `MAX_CHARACTERS`, where a token may differ.
     """
 
     def __init__(
@@ -82,14 +80,12 @@ class TextCutter:
         places: Mapping[CutPlace, int] | None = None,
         word_starts: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        """`places` holds the number of tokens of each context; `word_starts` returns, ascending, where words
-        begin.
-        """
+        """`places` holds each context's number of tokens; `word_starts` returns, ascending, where words begin."""
         self._places = places or {}
         self._word_starts = word_starts
 
     def cut(self, text: str) -> Iterator[TextSlice]:
-        """Yields the slices of `text` in order."""
+        """Yields `text`'s slices in order."""
         start, context, num_context = 0, "", 0
         while len(text) - start > SLICE_CHARACTERS:
             found = self._next_cut(text, start)
@@ -100,7 +96,7 @@ class TextCutter:
         yield TextSlice(start, len(text), context, num_context)
 
     def _next_cut(self, text: str, start: int) -> tuple[int, str, int] | None:
-        """Returns where a slice ends, and the next one's context with its tokens; None for the last slice."""
+        """Where a slice ends, and the next one's context with its tokens; None for the last."""
         least, most = start + SLICE_CHARACTERS, start + MAX_CHARACTERS
         matches = ((place, count, place.pattern.search(text, least, most)) for place, count in self._places.items())
         found = [(match.start() + place.num_before, place.context, n) for place, n, match in matches if match]
@@ -123,7 +119,7 @@ def tried_cutter(
     encode_inner: Callable[[str], Sequence[int]],
     word_starts: Callable[[str], Sequence[int]],
 ) -> TextCutter:
-    """Returns the cutter of a tokenizer. `encode_inner` returns the ids of a text inside another."""
+    """A tokenizer's cutter. `encode_inner` returns the ids of a text inside another."""
     spelled = "\0".join(vocabulary)
     holding = [place for place in PLACES if not place.crossing.search(spelled) and _holds(place, encode)]
     do_words_hold = _words_hold(encode, encode_inner, word_starts)
@@ -184,7 +180,7 @@ _is_abandoned: ContextVar[Callable[[], bool]] = ContextVar("is_abandoned")
 
 @contextmanager
 def abandoned_when(is_abandoned: Callable[[], bool]) -> Iterator[None]:
-    """Makes `stop_if_abandoned` in the block ask `is_abandoned`, on any thread."""
+    """`stop_if_abandoned` in the block asks `is_abandoned`, on any thread."""
     token = _is_abandoned.set(is_abandoned)
     try:
         yield
@@ -193,7 +189,7 @@ def abandoned_when(is_abandoned: Callable[[], bool]) -> Iterator[None]:
 
 
 def stop_if_abandoned() -> None:
-    """Raises Abandoned if nobody waits any more. Costs almost nothing."""
+    """Raises Abandoned if nobody waits. Costs almost nothing."""
     is_abandoned = _is_abandoned.get(None)
     if is_abandoned is not None and is_abandoned():
         raise Abandoned
@@ -201,7 +197,7 @@ def stop_if_abandoned() -> None:
 
 MAX_REMEMBERED_BYTES = 64 << 20
 PART_BYTES = 560
-"""Memory of a remembered part besides its numbers."""
+"""Of a remembered part, besides its numbers."""
 
 _KEY_BYTES = 16
 _MANY_TOKENS = 50_000
@@ -224,7 +220,7 @@ _Digest: TypeAlias = "hashlib.blake2b"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PromptPart:
-    """Token ids of a part of text, and for each an upper bound of where it ends, in characters."""
+    """Token ids, and for each an upper bound of its end, in characters."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int32]
@@ -236,7 +232,7 @@ class PromptPart:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tail:
-    """The end of a tokenized text from its last border on."""
+    """A tokenized text's end from its last border on."""
 
     start: int
     text: str
@@ -247,7 +243,7 @@ class Tail:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tokenized:
-    """Token ids of a text, where each ends at most, and the context of a reply."""
+    """Token ids of a text, where each ends at most, and a reply's context."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int64]
@@ -255,14 +251,14 @@ class Tokenized:
 
 
 class PromptParts:
-    """Tokenization part by part by one fast tokenizer (of the `tokenizers` library), with a memory."""
+    """Tokenization part by part, with a memory, by a tokenizer of the `tokenizers` library."""
 
     def __init__(
         self, backend: Any, added: "Mapping[int, AddedToken]", template: str = "", *, at_borders: bool = True
     ) -> None:
         """Borrows `backend`; `added` holds its added tokens by id.
 
-        Unless it is cut `at_borders`, a text is one part, and nothing is remembered.
+        Unless cut `at_borders`, a text is one part, and nothing is remembered.
         """
         self._backend = backend
         self._borders = Borders(added if at_borders else {}, template)
@@ -274,7 +270,7 @@ class PromptParts:
         self._lock = threading.Lock()
 
     def fits(self) -> bool:
-        """Whether the tokenizer cuts as assumed here, tried with each border."""
+        """Whether the tokenizer cuts as assumed, tried with each border."""
         texts, mark = self._borders.texts, self._borders.opener
         if mark is None:
             return False
@@ -288,7 +284,7 @@ class PromptParts:
             return False
 
     def tokenize(self, text: str, namespace: str | None = "", max_tokens: int | None = None) -> Tokenized:
-        """Returns the token ids of `text`; raises Abandoned, and PromptTooLong above `max_tokens`.
+        """Token ids of `text`; raises Abandoned, and PromptTooLong above `max_tokens`.
 
         Without a namespace nothing is recalled or remembered.
         """
@@ -305,9 +301,9 @@ class PromptParts:
         return Tokenized(_joined_ids(parts), np.concatenate([np.empty(0, np.int64), *ends]), tail)
 
     def remember_reply(self, tail: Tail, reply: str, reply_ids: Sequence[int]) -> None:
-        """Remembers that `reply`, generated after the text of `tail`, was `reply_ids`, without the end of turn.
+        """Remembers that `reply`, generated after `tail`, was `reply_ids`, without the end of turn.
 
-        Nothing is remembered if the added tokens in text and ids disagree.
+        Nothing if text and ids disagree on added tokens.
         """
         if not self._borders:
             return
@@ -326,7 +322,7 @@ class PromptParts:
                 self._keep(_place_key(digest, tail.start + cut.start), PromptPart(np.array(run, np.int32), ends))
 
     def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: "_Count") -> PromptPart:
-        """Returns the tokens of one range; adds its text to `digest`."""
+        """Adds the range's text to `digest`."""
         raw = _bytes(text)
         digest.update(raw)
         if cut.token_id is not None:
@@ -395,7 +391,7 @@ class PromptParts:
         return self._ids(self._opener + text)[self._num_opener :]
 
     def _word_starts(self, text: str) -> list[int]:
-        """Returns where the tokenizer's words begin, not beside white space."""
+        """Not beside white space."""
         encoding = encode(self._backend, self._opener + text)
         tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
         starts = [
@@ -418,7 +414,7 @@ class _Count:
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> Any:
-    """Returns the library's encoding of `text`; other threads run meanwhile. Raises TokenizerFailed."""
+    """The library's encoding of `text`; other threads run meanwhile. Raises TokenizerFailed."""
     try:
         return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
     except BaseException as error:  # a panic of the library is no Exception, and would end the thread
@@ -428,10 +424,10 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> Any:
 
 
 def token_ends(encoding: Any, text_length: int) -> NDArray[np.int64]:
-    """Returns an upper bound for where each token of an encoding ends, ascending.
+    """An upper bound for each token's end, ascending.
 
-    Byte-level tokenizers may trim white space from offsets, so a token can end later than stated, but never after the
-    start of the next.
+    Byte-level tokenizers may trim white space from offsets: a token can end later than stated, never after the next
+    one's start.
     """
     num_tokens = len(encoding)
     if num_tokens > _MANY_TOKENS:
@@ -451,7 +447,7 @@ def _has_space(text: str) -> bool:
 
 
 def _between(marks: Sequence[str]) -> Iterator[str]:
-    """Yields texts with each of `marks` between samples, some hundred at once."""
+    """Each of `marks` between samples, some hundred at once."""
     for start in range(0, len(marks), 200):
         some = marks[start : start + 200]
         yield "".join(sample + mark for sample, mark in zip(islice(cycle(_SAMPLES), len(some)), some, strict=True))

@@ -1,7 +1,7 @@
 """Definitions of tools that a conversation learns of after its beginning, as the model's template writes them.
 
-The definition of a tool that is loaded later is the text that the template adds to a prompt with one tool for a
-second one. It is written where the tool is loaded, so that nothing before it changes.
+A later tool's definition is the text that the template adds to a prompt with one tool for a second one. It is written
+where the tool is loaded: nothing before changes.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 Tool: TypeAlias = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
 Render: TypeAlias = Callable[[Sequence[Tool]], str | None]
-"""Returns a short prompt with some tools; None if the template refuses it."""
+"""A short prompt with some tools; None if the template refuses it."""
 
 MAX_KEPT_CHARACTERS: Final = 16 << 20
 _SAMPLE: Final[Tool] = {
@@ -29,7 +29,7 @@ _BRACKETS: Final = ("<>", "{}", "[]", "()")
 
 
 class ToolDefinitions:
-    """Writes definitions for one model. For any thread."""
+    """Writes one model's definitions. Any thread."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -38,9 +38,9 @@ class ToolDefinitions:
         self._num_kept = 0
 
     def block(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Returns the definitions of the named tools as one block, which the conversation at `place` keeps.
+        """The named tools' definitions as one block, which the conversation at `place` keeps.
 
-        A name without a tool is declared unavailable; such a block is not kept, for the tool may come back.
+        A name without a tool is declared unavailable; such a block is not kept: the tool may come back.
         """
         key = (place, tuple(names))
         with self._lock:
@@ -62,7 +62,7 @@ class ToolDefinitions:
         return f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
 
     def _keep(self, key: Hashable, text: str) -> str:
-        """Another thread may have kept its own text meanwhile."""
+        """Another thread may have kept its own text."""
         with self._lock:
             if key in self._kept:
                 return self._kept[key]
@@ -74,9 +74,9 @@ class ToolDefinitions:
 
 
 def _inserted(shorter: str, longer: str) -> str:
-    """Returns the text that `longer` adds within `shorter`, without separators; "" if it is no insertion.
+    """The text that `longer` adds within `shorter`, without separators; "" if no insertion.
 
-    Of several possible places it takes the one between separators or brackets.
+    Of several places the one between separators or brackets.
     """
     count = len(longer) - len(shorter)
     start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))

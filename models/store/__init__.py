@@ -1,1 +1,1 @@
-"""Our own names for models: what each stands for, and what requests under it get where they say nothing."""
+"""Local names of models: what each stands for, and defaults for requests under it."""

@@ -1,6 +1,6 @@
-"""Makes and removes local names for models, and verifies models' files against the hub's hashes.
+"""Makes and removes local names, and verifies models' files against the hub's hashes.
 
-A file of Hugging Face's cache is a link to a blob named by its hash: SHA-256 for large files, Git's SHA-1 for others.
+A file of Hugging Face's cache links to a blob named by its hash: SHA-256 for large files, Git's SHA-1 for others.
 Elsewhere only the length of weights is checked.
 """
 
@@ -30,7 +30,7 @@ from models.store.stored_model import (
 
 @dataclass(frozen=True)
 class Making:
-    """The settings of a new model; None keeps the base model's."""
+    """A new model's settings; None keeps the base model's."""
 
     parameters: Sequence[tuple[str, Any]] = ()
     system: str | None = None
@@ -40,7 +40,7 @@ class Making:
 
 
 def create(name: str, base: WeightsPlace, base_name: str, making: Making) -> StoredModel:
-    """Makes a model from another, keeping settings that `making` lacks, and returns it.
+    """Makes a model from another, keeping settings that `making` lacks.
 
     Raises StoreError, and ModelfileError for a parameter that cannot be honoured.
     """
@@ -64,7 +64,7 @@ def create(name: str, base: WeightsPlace, base_name: str, making: Making) -> Sto
 
 
 def remove(name: str) -> StoredModel:
-    """Removes a name, but no weights; returns the removed model. Raises StoreError."""
+    """Removes a name, no weights; returns the removed model. Raises StoreError."""
     full = parse_full_name(name)
     with user_manifest().change() as stored:
         if full not in stored:
@@ -73,12 +73,12 @@ def remove(name: str) -> StoredModel:
 
 
 def names_with(place: WeightsPlace) -> list[str]:
-    """Returns the names that stand for the same weights; raises StoreError."""
+    """The names of the same weights; raises StoreError."""
     return [one.short_name for one in user_manifest().models().values() if one.weights == place]
 
 
 def parse_free_name(name: str) -> str:
-    """Returns `name:tag` for a name that may be stored; raises StoreError."""
+    """`name:tag` for a name that may be stored; raises StoreError."""
     full = parse_full_name(name)
     short = full.removesuffix(f":{LATEST}")
     if short in BUILT_IN:
@@ -156,7 +156,7 @@ def _fault(file: Path, expected: str | None) -> Iterator[str]:
 
 
 def _shortened(file: Path) -> str | None:
-    """Returns the fault in the length of weights, by their header."""
+    """The fault in the weights' length, by their header."""
     size_bytes = file.stat().st_size
     with file.open("rb") as source:
         header_bytes = int.from_bytes(source.read(_LENGTH_BYTES), "little")

@@ -1,6 +1,4 @@
-"""The manifest: one JSON file with all stored models.
-
-Invariants:
+"""The manifest: one JSON file with all stored models. Invariants:
 
 * a reader sees one state or the next: a change is written beside the file, synced, and renamed;
 * changes of several processes come one after another, under a lock file;
@@ -27,12 +25,12 @@ FILE_NAME = "models.json"
 
 
 def data_folder(environment: Mapping[str, str]) -> Path:
-    """Returns the folder of this user's manifest, which need not exist."""
+    """The folder of this user's manifest, which need not exist."""
     return Path(environment.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "mlx-serve"
 
 
 class Manifest:
-    """The stored models of one folder, by full name. For any thread and several processes."""
+    """One folder's stored models, by full name. For any thread and several processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,13 +39,13 @@ class Manifest:
 
     @property
     def path(self) -> Path:
-        """The file, which need not exist."""
+        """Need not exist."""
         return self._folder / FILE_NAME
 
     def models(self) -> Mapping[str, StoredModel]:
-        """Returns all stored models by full name; do not change them.
+        """All stored models by full name; do not change them.
 
-        Raises StoreDamaged after setting a damaged file aside, and StoreError.
+        Raises StoreError, and StoreDamaged after setting a damaged file aside.
         """
         try:
             return self._current()
@@ -57,13 +55,13 @@ class Manifest:
                 return self._current_or_set_aside()
 
     def find(self, name: str) -> StoredModel | None:
-        """Returns the model of that name, tagged or not; raises like `models`."""
+        """The model of that name, tagged or not; raises like `models`."""
         full = find_full_name(name)
         return None if full is None else self.models().get(full)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[dict[str, StoredModel]]:
-        """Yields the stored models for exclusive changes, written at the end without an error. Raises StoreError."""
+        """Yields the models for exclusive changes, written at the end without an error. Raises StoreError."""
         with self._alone():
             models = dict(self._current_or_set_aside())
             yield models
@@ -94,7 +92,7 @@ class Manifest:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _current(self) -> Mapping[str, StoredModel]:
-        """Reads the file only if it changed; raises _Damaged and StoreError."""
+        """Reads the file only if changed; raises _Damaged and StoreError."""
         stamp = self._stamp()
         if stamp is None:
             return {}
@@ -104,7 +102,7 @@ class Manifest:
         return last[1]
 
     def _current_or_set_aside(self) -> Mapping[str, StoredModel]:
-        """For the holder of the lock; raises StoreDamaged and StoreError."""
+        """For the lock's holder; raises StoreDamaged and StoreError."""
         try:
             return self._current()
         except _Damaged as error:
@@ -159,7 +157,7 @@ class _Newer(Exception):
 
 
 def _parse(text: bytes) -> Mapping[str, StoredModel]:
-    """Returns the models of a file; raises ValueError, RecursionError or _Newer."""
+    """Raises ValueError, RecursionError or _Newer."""
     from pydantic import ValidationError
 
     found = json.loads(text)
@@ -210,6 +208,6 @@ _manifests: dict[Path, Manifest] = {}
 
 
 def user_manifest(environment: Mapping[str, str] = os.environ) -> Manifest:
-    """Returns the manifest of this user, the same object each time."""
+    """This user's manifest, the same object each time."""
     folder = data_folder(environment)
     return _manifests.setdefault(folder, Manifest(folder))

@@ -1,7 +1,7 @@
-"""Reads and writes Ollama's Modelfile, and maps Ollama's names of parameters. Pure.
+"""Reads and writes Ollama's Modelfile, and maps its names of parameters. Pure.
 
-One instruction a line, in any case: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`. Three quotes around a text
-allow several lines; `#` begins a comment.
+One instruction a line, in any case: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`. Three quotes allow several
+lines; `#` begins a comment.
 """
 
 import difflib
@@ -34,7 +34,7 @@ _OF_LOADING = (
     "embedding_only tfs_z mirostat mirostat_tau mirostat_eta penalize_newline draft_num_predict"
 )
 WITHOUT_EFFECT = frozenset(_OF_LOADING.split())
-"""Ollama's parameters that are accepted and ignored."""
+"""Accepted and ignored."""
 
 
 @dataclass
@@ -46,9 +46,9 @@ class _Told:
 
 
 def with_parameters(defaults: ModelDefaults, told: Iterable[tuple[str, Any]]) -> ModelDefaults:
-    """Returns defaults changed by pairs of name and value, a text as in a Modelfile or a JSON value.
+    """Defaults changed by pairs of name and value, a Modelfile's text or a JSON value.
 
-    Raises ModelfileError for an unknown parameter and an invalid value.
+    Raises ModelfileError for an unknown parameter or invalid value.
     """
     found = _Told(dict(defaults.sampling), {}, [])
     for name, value in told:
@@ -70,7 +70,7 @@ def with_parameters(defaults: ModelDefaults, told: Iterable[tuple[str, Any]]) ->
 
 
 def parameters_of(defaults: ModelDefaults) -> Iterable[tuple[str, str]]:
-    """Yields the parameters as a Modelfile writes them."""
+    """Yields parameters as a Modelfile writes them."""
     for name, (ours, _) in _SAMPLING.items():
         if ours in defaults.sampling:
             value = defaults.sampling[ours]
@@ -160,7 +160,6 @@ class Modelfile:
     """The content of a Modelfile."""
 
     base: str = ""
-    """The base model."""
     parameters: list[tuple[str, str]] = field(default_factory=list)
     system: str | None = None
     messages: list[ExampleMessage] = field(default_factory=list)
@@ -168,7 +167,7 @@ class Modelfile:
 
 
 def parse_modelfile(text: str) -> Modelfile:
-    """Parses a Modelfile; raises ModelfileError, which names the line."""
+    """Raises ModelfileError, which names the line."""
     found = Modelfile()
     for number, instruction, argument in _instructions(text):
         try:
@@ -181,7 +180,7 @@ def parse_modelfile(text: str) -> Modelfile:
 
 
 def modelfile_of(stored: StoredModel, base: str | None = None) -> str:
-    """Returns a Modelfile that makes the same model, from `base` if given, which names the same weights."""
+    """A Modelfile that makes the same model, from `base` if given, which names the same weights."""
     defaults = stored.defaults
     lines = [
         f"FROM {base or stored.weights}",
@@ -253,7 +252,7 @@ def _take_instruction(found: Modelfile, instruction: str, text: str) -> None:
 
 
 def _parameter_text(name: str, value: str) -> str:
-    """Returns a parameter's value; a quoted stop string may hold escapes."""
+    """A quoted stop string may hold escapes."""
     if name.lower() != "stop" or not (len(value) > 1 and value[0] == value[-1] == '"'):
         return _unquoted(value)
     try:

@@ -21,7 +21,7 @@ SAMPLING_DEFAULTS = (
     "frequency_penalty",
     "repeat_last_n",
 )
-"""The fields of `SamplingParams` that a stored model may set."""
+"""Fields of `SamplingParams` that a stored model may set."""
 MIN_CONTEXT_TOKENS = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -31,7 +31,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 @dataclass(frozen=True)
 class ExampleMessage:
-    """A message before those of each conversation."""
+    """A message before each conversation's own."""
 
     role: str
     content: str
@@ -39,7 +39,7 @@ class ExampleMessage:
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """Defaults of a stored model; a request's own values take precedence."""
+    """A stored model's defaults; a request's own values take precedence."""
 
     system: str = ""
     messages: tuple[ExampleMessage, ...] = ()
@@ -47,9 +47,9 @@ class ModelDefaults:
     """By the names in `SAMPLING_DEFAULTS`."""
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
-    """Longest answer; None: the server's limit."""
+    """Of an answer; None: the server's limit."""
     context_tokens: int | None = None
-    """Longest prompt and answer together; None: the limit of model and server."""
+    """Of prompt and answer; None: the limit of model and server."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """As `chat_template_kwargs` of a request."""
 
@@ -63,7 +63,7 @@ class ModelDefaults:
         _check_least("num_ctx", self.context_tokens, MIN_CONTEXT_TOKENS)
 
     def sampling_over(self, sampling: SamplingParams) -> SamplingParams:
-        """Returns `sampling` overridden by these defaults; raises InvalidParameter."""
+        """`sampling` overridden by these defaults; raises InvalidParameter."""
         unknown = next((name for name in self.sampling if name not in SAMPLING_DEFAULTS), None)
         if unknown is not None:
             raise InvalidParameter(unknown, f"{unknown} is no parameter of sampling that a model may set")
@@ -71,7 +71,7 @@ class ModelDefaults:
         return replace(sampling, **named)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Returns a request's messages after the examples, with the system prompt if they have none."""
+        """A request's messages after the examples, with the system prompt if they have none."""
         has_system = bool(messages) and messages[0].get("role") in _SYSTEM_ROLES
         system = [messages[0]] if has_system else [_message("system", self.system)] if self.system else []
         examples = [_message(example.role, example.content) for example in self.messages]
@@ -96,7 +96,7 @@ _NAME = re.compile(rf"({_PART})(?::({_PART}))?")
 
 @dataclass(frozen=True)
 class WeightsPlace:
-    """Where the weights of a stored model are."""
+    """Where a stored model's weights are."""
 
     kind: Literal["built-in", "repository", "folder"]
     name: str
@@ -127,13 +127,13 @@ class StoredModel:
 
 
 def find_full_name(text: str) -> str | None:
-    """Returns `name:tag` in lower case for what may name a stored model, else None."""
+    """`name:tag` in lower case for what may name a stored model, else None."""
     match = _NAME.fullmatch(text.lower()) if text.isascii() else None
     return None if match is None else f"{match[1]}:{match[2] or LATEST}"
 
 
 def parse_full_name(text: str) -> str:
-    """Returns `name:tag` in lower case; raises StoreError."""
+    """`name:tag` in lower case; raises StoreError."""
     name = find_full_name(text)
     if name is None:
         raise StoreError(
