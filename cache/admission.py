@@ -32,7 +32,7 @@ class CacheRequest:
     restore_points: Sequence[RestorePoint]
     expected_tokens: int
     reuse: bool
-    """May reuse state and leave its own."""
+    """The request may reuse state and leave its own."""
     is_volatile: bool
     is_background: bool
 
@@ -55,7 +55,7 @@ class Admission:
     recorder: Recorder
 
     def admit(self, request: CacheRequest) -> Lease | None:
-        """Returns a lease with the prompt restored as far as possible; None if the request must wait.
+        """A lease with the prompt restored as far as possible; None if the request must wait.
 
         Raises BudgetExceeded if the prompt can never fit, PinnedFull if not while other state is pinned.
         """
@@ -80,7 +80,6 @@ class Admission:
         return self._make_lease(request, slot, found.match, tier if slot.offset else None)
 
     def _look_up(self, request: CacheRequest) -> tuple[LookupResult, bool]:
-        """Reads from disk what memory lacks; returns memory's match, and whether it read anything."""
         self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
         if request.reuse:
             return self.disk_moves.promote(request.lookup, is_background=request.is_background)
@@ -103,7 +102,7 @@ class Admission:
         return None if index is None else self.pager.slots[index]
 
     def _capacity(self, request: CacheRequest) -> int:
-        """Tokens to reserve memory for: fewer than expected if the budget is too small."""
+        """Fewer tokens than expected if the budget is too small."""
         num_tokens, budget = len(request.tokens), self.pager.ledger.budget_bytes
         needed = self.sizes.bytes_for(num_tokens)
         if needed > budget:
@@ -115,7 +114,7 @@ class Admission:
     def _free_memory(
         self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int
     ) -> LookupResult | None:
-        """None if the request must wait for other leases. The result is what memory then holds of `found`."""
+        """None if the request must wait; else what memory still holds of `found`."""
         excess = self.reclaimer.excess_for(slot, found.path, found.restorable_in(slot), capacity)
         if excess <= 0:
             return found
@@ -142,7 +141,7 @@ class Admission:
     def _page_in(
         self, slot: Slot, request: CacheRequest, path: list[Node], offset: int, shared: int, capacity: int
     ) -> None:
-        """Less if freeing memory evicts some of `path`; `slot` holds the first `shared`."""
+        """Pages in less than `[0, offset)` if freeing memory evicts some; `slot` holds the first `shared`."""
         trie = self.pager.trie(request.namespace)
         landing = self.pager.land(trie, path, offset)
         self.pager.page_out(slot, min(shared, offset))

@@ -36,7 +36,7 @@ class Ledger:
 
     @property
     def charged_bytes(self) -> int:
-        """Stored bytes, plus the larger of held and reserved bytes of each slot."""
+        """Stored bytes, and of each slot the larger of held and reserved bytes."""
         return self.stored_bytes + self._slot_bytes
 
     def slot_bytes(self, slot: int) -> int:
@@ -44,11 +44,11 @@ class Ledger:
         return max(self._live.get(slot, 0), self._reserved.get(slot, 0))
 
     def excess_bytes(self, extra_bytes: int = 0) -> int:
-        """Bytes to free before `extra_bytes` more fit; 0 or less if they fit."""
+        """Bytes to free before `extra_bytes` fit; 0 or less if they do."""
         return self.charged_bytes + extra_bytes - self.budget_bytes
 
     def store(self, num_bytes: int) -> None:
-        """Counts bytes that a node now owns; negative for released ones."""
+        """Counts a node's new bytes; negative for released ones."""
         self.stored_bytes += num_bytes
         assert self.stored_bytes >= 0, "more bytes were dropped than stored"
 
@@ -57,7 +57,7 @@ class Ledger:
         self._charge(slot, self._live, num_bytes)
 
     def reserve(self, slot: int, num_bytes: int) -> None:
-        """Reserves `num_bytes` in total for a slot; 0 ends the reservation."""
+        """Reserves `num_bytes` in total; 0 ends the reservation."""
         self._charge(slot, self._reserved, num_bytes)
 
     def _charge(self, slot: int, kind: dict[int, int], num_bytes: int) -> None:
@@ -105,11 +105,11 @@ class PinLimit(CacheError):
 
 
 class FolderError(CacheError):
-    """The disk tier's folder cannot be used; the message is one sentence for a person."""
+    """The folder cannot be used; the message is one sentence for a person."""
 
 
 class FolderUnusable(FolderError):
-    """The folder cannot be made, entered or written to."""
+    """It cannot be made, entered or written to."""
 
     def __init__(self, folder: Path, cause: Exception) -> None:
         words = getattr(cause, "strerror", None) or str(cause)
@@ -117,14 +117,14 @@ class FolderUnusable(FolderError):
 
 
 class DiskInUse(FolderError):
-    """Another process has locked the folder."""
+    """Another process has locked it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"the cache folder {folder} is in use by another process; give each its own")
 
 
 class FolderUnsafe(FolderError):
-    """Other users can change the folder."""
+    """Other users can change it."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(f"the cache folder {folder} {reason}; it holds people's conversations, so it is not used")

@@ -19,11 +19,11 @@ from cache.snapshots import RestorePointKind, Snapshot
 from cache.trie import Node, NodeMatch, PrefixTrie
 
 MAX_READS = 8
-"""The most unreadable files before a prompt is evaluated without the disk."""
+"""Unreadable files before a prompt is evaluated without the disk."""
 
 
 class DiskMoves:
-    """Looks up prompts in memory and on disk, and moves state. Worker thread only."""
+    """Looks up prompts in memory and on disk, and moves state."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class DiskMoves:
         return self.disk.tier.reader.prefetch(disk_match.parts)
 
     def promote(self, lookup: Lookup, *, is_background: bool = False) -> tuple[LookupResult, bool]:
-        """Reads what disk adds to a prompt into the trie, if memory can be freed.
+        """Reads what disk adds to a prompt, if memory can be freed.
 
-        Returns what memory then holds of the prompt, and whether anything was read.
+        Returns what memory then holds, and whether anything was read.
         """
         found, ledger = self.find_in_memory(lookup), self._memory.ledger
         for _ in range(MAX_READS):
@@ -115,7 +115,7 @@ class DiskMoves:
     def save(self) -> Iterator[None]:
         """Writes unsaved state worth keeping, the last used first, a span or snapshot a step.
 
-        Invalid after any other call to the cache.
+        Invalid after any other call.
         """
         if self.disk is None:
             return
@@ -126,7 +126,7 @@ class DiskMoves:
                 yield from self._save_path(self.disk, trie, leaf, used_at)
 
     def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
-        """Writes a conversation; its end's snapshot stays in memory if the budget allows."""
+        """The end's snapshot stays in memory if the budget allows."""
         path = leaf.path()
         ends = [
             slot for slot in self._pager.slots if slot.tip in path and not slot.is_leased and not slot.tip.snapshot

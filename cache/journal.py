@@ -19,14 +19,14 @@ class Happening(StrEnum):
     WRITTEN = "disk.written"
     READ = "disk.read"
     DELETED = "disk.evicted"
-    """Files were evicted."""
+    """Of files."""
 
 
 class EvictionReason(StrEnum):
     """Why state was evicted."""
 
     MEMORY = "memory"
-    """Least valuable when memory was short."""
+    """Least valuable."""
     SUPERSEDED = "superseded"
     """By newer restore points."""
     UNUSABLE = "unusable"
@@ -45,7 +45,7 @@ class CacheEvent:
     num_files: int = 0
     slot: int | None = None
     is_snapshot: bool = False
-    """The event concerns a snapshot, not rows or a whole edge."""
+    """Not rows or a whole edge."""
     reason: EvictionReason | None = None
 
 
@@ -67,7 +67,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.tell: Tell | None = None
-        """Gets each event; must not fail. Any thread may set it."""
+        """Must not fail. Any thread may set it."""
         self._num_events = Counter[Happening]()
         self._num_bytes = Counter[Happening]()
 

@@ -84,7 +84,7 @@ class Lease:
 
     @property
     def captures_next(self) -> bool:
-        """The next token completes the prompt, where a restore point was requested."""
+        """The next token completes the prompt, at a restore point."""
         return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
 
     @property
@@ -103,7 +103,7 @@ class Lease:
     def append(self, token: int, *, is_evaluated: bool = False) -> None:
         """Records one token of a decode step; the first is the prompt's last.
 
-        With `is_evaluated` the caches hold this sequence alone, evaluated: a restore point can be captured.
+        With `is_evaluated` the caches hold only this sequence, evaluated: a restore point can be captured.
         """
         may_capture = is_evaluated and self.captures_next
         self._slot.log.append(np.array([token], np.int32))
@@ -126,7 +126,7 @@ class Lease:
         self._recorder.suspend(self._slot)
 
     def discard(self) -> None:
-        """Ends a sequence with perhaps damaged caches: what is live only there is dropped."""
+        """Ends a sequence with perhaps damaged caches: state only there is dropped."""
         self._end()
         self._recorder.pager.discard(self._slot)
 
@@ -185,7 +185,7 @@ class Recorder:
         return self.pager.layout
 
     def commit(self, slot: Slot, *, may_split: bool = True) -> None:
-        """Records all tokens of a slot in the trie, and drops their stored spans, since the slot holds them.
+        """Records all tokens of a slot in the trie, and drops their stored spans: the slot holds them.
 
         Without `may_split`, a sequence that ends inside an edge is recorded up to its start: the next chunk goes
         beyond.
@@ -242,9 +242,9 @@ class Recorder:
         self.memory.refresh_if_many_changed()
 
     def suspend(self, slot: Slot) -> None:
-        """Ends a lease whose sequence continues once there is memory again.
+        """Ends a lease that continues once there is memory.
 
-        If state is sliceable at any token, the last edge is split, so that eviction takes no more than needed.
+        If state is sliceable at any token, the last edge is split: eviction takes no more than needed.
         """
         self._release(slot)
         trie, piece = self.pager.trie(slot.namespace), slot.tip
@@ -266,7 +266,6 @@ class Recorder:
         self.pager.ledger.reserve(slot.index, 0)
 
     def _mark_superseded(self, slot: Slot) -> None:
-        """Snapshots that newer ones replace are evicted first."""
         nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
         nodes[slot.tip.stop] = slot.tip
         points = [snapshots.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]
@@ -277,7 +276,7 @@ class Recorder:
 
 
 def _join_edges(trie: PrefixTrie, nodes: Iterable[Node]) -> None:
-    """Joins live edges where nothing needs the border. Copies no state."""
+    """Where nothing needs the border. Copies no state."""
     for node in nodes:
         while node.home is not None and trie.can_absorb_parent(node):
             trie.absorb_parent(node)

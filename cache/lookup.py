@@ -11,7 +11,7 @@ from cache.types import TokenArray
 
 
 class Lookup:
-    """A prompt and its last match: matching again compares only the rest. Worker thread only."""
+    """A prompt and its last match: only the rest is compared again. Worker thread only."""
 
     def __init__(self, tokens: TokenArray, *, namespace: str = "") -> None:
         """The last prompt token is never restored: one must be left to evaluate."""
@@ -39,7 +39,7 @@ class LookupResult:
     stored: int
     """By the trie."""
     shared: list[int]
-    """Tokens of the match with which each slot's sequence begins."""
+    """For each slot, common tokens of match and sequence."""
     restorable: int
     """By the trie or an idle slot."""
 
@@ -69,15 +69,15 @@ def look_up(match: NodeMatch, slots: Sequence[Slot], layout: Layout) -> LookupRe
 
 
 def nodes_to_restore(layout: Layout, path: Sequence[Node], offset: int) -> list[Node]:
-    """Nodes of a path that must not be evicted if it is to be restored at `offset`.
+    """Nodes of a path that must stay for restoring at `offset`.
 
-    The node at `offset` protects the spans above it; the others hold window rows needed there.
+    The node at `offset` protects the spans above; the others hold window rows.
     """
     return [*node_at(path, offset), *rows_before(layout, path, offset)]
 
 
 def node_at(path: Sequence[Node], offset: int) -> list[Node]:
-    """The node of a path on whose edge `offset` lies, in a list; none for 0."""
+    """The node on whose edge `offset` lies, in a list; none for 0."""
     return [node for node in path if node.start < offset][-1:]
 
 

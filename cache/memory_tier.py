@@ -60,11 +60,11 @@ def _holding_of(node: Node) -> Holding:
 
 
 MAX_NAMESPACES = 1024
-"""The most namespaces with tries: eviction visits all."""
+"""Eviction visits all."""
 FORGOTTEN_SHARE = 64
-"""At the limit one in this many is forgotten at once, not one for every new one."""
+"""At the limit one in this many goes at once, not one for every new one."""
 MAX_EXTRA = 32
-"""The most superseded or unusable candidates evicted beyond a round's target."""
+"""Superseded or unusable candidates evicted beyond a round's target."""
 
 
 class _Namespace(NamedTuple):
@@ -81,22 +81,22 @@ class MemoryTier:
         self.num_evictions = 0
         """Since the start."""
         self.evictions = Counter[str]()
-        """By namespace, if it holds something."""
+        """By namespace, if not empty."""
         self.before_eviction: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
-        """Called before a node, or its snapshot, is evicted."""
+        """Called with the node."""
         self._layout = layout
         self._namespaces: dict[str, _Namespace] = {}
         """In order of last use."""
         self._shares = Shares(self.ledger)
         self._empty_leaves: dict[Node, PrefixTrie] = {}
-        """Leaves without bytes that a request or a pin needed."""
+        """A request or a pin needed them."""
         self.order = EvictionOrder(layout, self._shares.over)
         """Must be told how nodes are used."""
 
     def trie(self, namespace: str, in_use: Iterable[str]) -> PrefixTrie:
-        """Returns a namespace's trie; makes one if missing, and then forgets empty ones not `in_use`.
+        """Returns a namespace's trie; makes a missing one, and then forgets empty ones not `in_use`.
 
-        Beyond `MAX_NAMESPACES`, the least recently used lose all state that is not pinned.
+        Beyond `MAX_NAMESPACES`, the least recently used lose all unpinned state.
         """
         found = self._namespaces.pop(namespace, None)
         if found is None:
@@ -200,10 +200,10 @@ class MemoryTier:
             self._drop_empty(trie, node, ())
 
     def evict(self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False) -> None:
-        """Evicts in order until at most `target_bytes` are charged, or only nodes in `kept` are left.
+        """Evicts in order until `target_bytes` are charged, or only `kept` nodes are left.
 
         With `guards_sessions`, session ends and explicit restore points go last. Some superseded or unusable state
-        goes beyond the target, so that the next round comes later.
+        goes beyond the target: the next round comes later.
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
@@ -222,7 +222,7 @@ class MemoryTier:
                 self.order.put_back(victim)
 
     def _in_order(self, target_bytes: int, now: int, popped: list[Candidate]) -> Iterator[Candidate]:
-        """Until `target_bytes` is reached, and some more superseded or unusable state; `popped` gets all."""
+        """Some superseded or unusable state beyond `target_bytes` too; `popped` gets all."""
         num_extra = 0
         while (victim := self.order.pop(now)) is not None:
             popped.append(victim)
@@ -254,9 +254,9 @@ class MemoryTier:
             self.order.ended(trie.namespace, parent)
 
     def _drop_empty(self, trie: PrefixTrie, node: Node | None, kept: Collection[Node]) -> Node | None:
-        """Drops a leaf without bytes, then its parent if now a leaf; returns the first that stays.
+        """Drops an empty leaf, then its parent if now a leaf; returns the first that stays.
 
-        One that is `kept` or pinned, which the order lacks, is tried again when a request ends.
+        One `kept` or pinned, which the order lacks, is tried again when a request ends.
         """
         while node is not None and _is_free_leaf(node) and not node.num_bytes:
             if node in kept or node.num_pins:

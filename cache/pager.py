@@ -21,7 +21,7 @@ from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache, TokenArray, TokenLog
 
 CLEAR_BYTES = 64 << 20
-"""After paging out this much, MLX's pool is freed: nothing else needs such buffers."""
+"""After paging out this much MLX's pool is freed: nothing else needs such buffers."""
 
 
 class Pager:
@@ -62,9 +62,9 @@ class Pager:
         return node if node.stop == offset else trie.split(node, offset)
 
     def page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, tokens: TokenArray, capacity: int) -> None:
-        """Moves the state of `tokens`, which end at `landing`, into a slot that already holds the first.
+        """Moves the state of `tokens`, which end at `landing`, into a slot that holds the first.
 
-        Raises AssertionError if state is missing; the caller must then `give_up` the slot.
+        Raises AssertionError if state is missing; then `give_up` the slot.
         """
         keep, path = slot.offset, landing.path()
         missing = [node for node in path if node.stop > keep]
@@ -100,7 +100,7 @@ class Pager:
     def page_out(self, slot: Slot, keep: int) -> None:
         """Takes `[keep, …)` out of a slot: nodes live only there are stored, others get another home.
 
-        Unless `keep` is 0 the slot then `is_cut`: page it in, or give it up.
+        Unless `keep` is 0 the slot `is_cut`: page it in, or give it up.
         """
         if slot.offset > keep and slot.tip.parent is not None:
             try:
@@ -128,9 +128,9 @@ class Pager:
         self._memory.journal.record(CacheEvent(what, slot.namespace, num_tokens, slot=slot.index))
 
     def page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
-        """Pages idle slots out until at most `target_bytes` are charged.
+        """Pages idle slots out until `target_bytes` are charged.
 
-        Loses nothing: frees spare capacity, and copies in other slots.
+        Frees only spare capacity, and copies in other slots.
         """
         idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
         for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
@@ -158,7 +158,7 @@ class Pager:
     def empty(self, slot: Slot) -> None:
         """Empties a slot, whose state was stored, or is dropped next.
 
-        `enter` makes new layer caches: there may be no memory for them now.
+        `enter` makes new layer caches: there may be no memory now.
         """
         self.move_tip(slot, self.trie(slot.namespace).root)
         slot.caches = []

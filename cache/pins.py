@@ -21,9 +21,8 @@ class PinName:
 
     namespace: str
     label: str
-    """A session, or another label."""
     is_soft: bool = False
-    """A label can have both a soft and an explicit pin."""
+    """A label may have an explicit pin too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +74,7 @@ class Pins:
         self._hold(name, nodes, None)
 
     def _bytes_of(self, nodes: set[Node]) -> int:
-        """Estimate: spans of the paths, and the nodes' snapshots."""
+        """Spans of the paths, and the nodes' snapshots."""
         snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
         return snapshots + sum(
             node.span.num_bytes if node.span is not None else int(len(node.tokens) * self.bytes_per_token)
@@ -129,6 +128,6 @@ def path_nodes(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _nodes_to_pin(path: list[Node]) -> list[Node]:
-    """The end, which protects all spans, and two turns' snapshots: the next turn may render differently."""
+    """The end protects all spans; two turns' snapshots serve a next turn rendered differently."""
     inner = [node for node in path[:-1] if node.snapshot is not None]
     return [*inner[-KEPT_POINTS:], *path[-1:]]

@@ -40,9 +40,9 @@ class PrefixCache:
         layout: Layout | None = None,
         disk: DiskTier | None = None,
     ) -> None:
-        """Prompts are evaluated in calls of up to `chunk_tokens`; `layout` defaults to that of `make_caches`.
+        """Prompts are evaluated up to `chunk_tokens` a call; `layout` defaults to that of `make_caches`.
 
-        `disk`, if any, gets state that does not fit the budget, and idle state.
+        `disk`, if any, gets idle state, and state beyond the budget.
         """
         self.layout = layout or Layout(make_caches())
         self.clock = RequestClock()
@@ -76,9 +76,9 @@ class PrefixCache:
     ) -> Lease | None:
         """Gives a prompt a slot, restored as far as possible; None if it must wait for another request.
 
-        Reserves memory for `expected_tokens` of output. `is_volatile` state never goes to disk. `is_background`
-        evicts session ends last. `lookup` is an earlier look-up of the prompt. Raises BudgetExceeded if the prompt
-        can never fit, PinnedFull if not while other state is pinned.
+        Reserves `expected_tokens` of output. `is_volatile` state never goes to disk; `is_background` evicts session
+        ends last; `lookup` is an earlier look-up. Raises BudgetExceeded if the prompt can never fit, PinnedFull if
+        not while other state is pinned.
         """
         request = CacheRequest(
             tokens,
@@ -101,7 +101,7 @@ class PrefixCache:
         return self._disk_moves.prefetch(lookup or Lookup(tokens, namespace=namespace))
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Learns a sequence's size, and which layers the model uses, from caches with a few tokens."""
+        """Learns a sequence's size, and which layers are used, from caches with a few tokens."""
         self.layout.leave_out_unused(caches)
         self.sizes.calibrate(caches)
         self.pins.bytes_per_token = self.sizes.bytes_per_token
@@ -109,7 +109,7 @@ class PrefixCache:
             self.disk.bytes_per_token = self.sizes.bytes_per_token
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drops all state and pins of one namespace, or all, but what a request holds."""
+        """Drops all state and pins, or one namespace's, but what a request holds."""
         self.pins.release_all(namespace)
         for slot in self.slots:
             if not slot.is_leased and namespace in (None, slot.namespace):
@@ -121,7 +121,7 @@ class PrefixCache:
     def try_resize(self, budget_bytes: int) -> int:
         """Changes the budget, paging out and evicting what no request holds.
 
-        Returns the bytes by which running requests exceed it; it is then unchanged.
+        Returns the bytes by which requests exceed it; it is then unchanged.
         """
         before, self.ledger.budget_bytes = self.ledger.budget_bytes, budget_bytes
         self.reclaimer.free_excess()
@@ -133,10 +133,9 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------------------- pins
 
     def pin(self, name: PinName, tokens: TokenArray) -> int:
-        """Protects the stored state of `tokens` until the pin is released; returns their number.
+        """Protects the stored state of `tokens` until released; returns their number.
 
-        A session's pin moves to the end of each turn. Raises PinLimit if explicit pins would exceed half of the
-        budget.
+        A session's pin moves to each turn's end. Raises PinLimit if explicit pins would exceed half the budget.
         """
         return self.pins.pin(name, self.pager.trie(name.namespace), tokens)
 
@@ -157,7 +156,7 @@ class PrefixCache:
             self.disk = self._disk_moves.disk = None
 
     def park(self) -> None:
-        """Pages all slots out, so that nothing refers to the model. No request may be running.
+        """Pages all slots out, so that nothing refers to the model. No request may run.
 
         Until `resume` only `try_resize` and reports may be called, on any one thread.
         """

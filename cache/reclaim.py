@@ -40,9 +40,9 @@ class Reclaimer:
         busy: Slot | None = None,
         is_background: bool = False,
     ) -> int:
-        """Frees `excess_bytes` without evicting `protected`; returns the bytes that it could not free.
+        """Frees `excess_bytes` without evicting `protected`; returns the bytes not freed.
 
-        `busy`, the slot that needs the memory, is not paged out. `is_background` evicts session ends last.
+        `busy`, the slot in need, is not paged out. `is_background` evicts session ends last.
         """
         if excess_bytes <= 0:
             return 0
@@ -61,7 +61,7 @@ class Reclaimer:
     def free_to_restore(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> None:
         """Frees memory for `num_tokens` in `slot`, `[0, offset)` coming from `path`.
 
-        A remaining shortage is tolerated: the request can no longer wait.
+        A shortage is tolerated: the request can no longer wait.
         """
         self.free(
             self.excess_for(slot, path, offset, num_tokens),
@@ -73,7 +73,7 @@ class Reclaimer:
     def excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
         """Bytes to free for `num_tokens` in `slot`, `[0, offset)` coming from `path`.
 
-        If any, idle slots are paged out first: what was live only there moves into `slot`, counted once.
+        If any, idle slots are paged out first: what was live only there moves here, counted once.
         """
         excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         if excess > 0:
@@ -90,7 +90,7 @@ class Reclaimer:
         return int(self.sizes.bytes_for(num_tokens) - moving) - self.ledger.slot_bytes(slot.index)
 
     def relieve(self) -> None:
-        """Evicts half of the stored state: the device has less memory than the budget says.
+        """Evicts half of the stored state: the device has less memory than the budget.
 
         Pages nothing out: that takes memory first.
         """
@@ -126,10 +126,10 @@ class Reclaimer:
         return True
 
     def _affordable(self, slot: Slot, num_tokens: int) -> int:
-        """Frees memory for `num_tokens` in `slot`; returns how many then fit the budget.
+        """Frees memory for `num_tokens` in `slot`; returns how many then fit.
 
         The slot counts with its estimate even where it holds more: an allocator returns larger buffers than
-        requested, and a sequence that was estimated to fit must fit.
+        requested, and a sequence estimated to fit must fit.
         """
         growth = self.sizes.bytes_for(num_tokens) - self.ledger.slot_bytes(slot.index)
         excess = self.ledger.excess_bytes(growth)

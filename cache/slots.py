@@ -40,12 +40,12 @@ class Slot:
     """Empty until `enter`."""
     log: TokenLog
     tip: Node
-    """The end of what the trie has recorded."""
+    """Where the recorded sequence ends."""
     namespace: str = ""
     turn: SlotTurn = field(default_factory=SlotTurn)
     is_leased: bool = False
     is_cut: bool = False
-    """Spans were truncated for a restore; the rest belongs to the old end."""
+    """Spans were truncated for a restore; other state is of the old end."""
     capacity: int = 0
     """Tokens in live buffers, allocated or not yet."""
     reserved_tokens: int = 0
@@ -69,7 +69,7 @@ class Slot:
 
 
 def _ends_a_turn(landing: Node) -> bool:
-    """Whether continuing here continues a conversation, not only shares its beginning."""
+    """Not only sharing a conversation's beginning."""
     turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
     return landing.parent is not None and (not landing.children or landing.kind in turns)
 
@@ -81,19 +81,19 @@ class SlotView(NamedTuple):
     is_leased: bool
     offset: int
     common: int
-    """Leading tokens shared with the request's reusable prompt."""
+    """Tokens shared with the reusable prompt."""
     is_same_session: bool
     turn_start: int
     last_used: int
 
     @property
     def continues(self) -> bool:
-        """Whether the request continues exactly where the slot's sequence ends."""
+        """The request continues exactly here."""
         return 0 < self.offset == self.common
 
     @property
     def rewinds(self) -> bool:
-        """The request is a version of the slot's conversation: a retry, an edit, another rendering."""
+        """A retry, an edit or another rendering of this conversation."""
         if self.common == 0:
             return False
         return self.common * 2 >= self.offset if self.is_same_session else self.common >= self.turn_start > 0
@@ -102,8 +102,8 @@ class SlotView(NamedTuple):
 def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
     """Returns the index of the slot for a request; None while all are leased.
 
-    First the one that the request continues, unless the trie restores deeper; then that of the same conversation, to
-    rewind it; then an empty one; then the least recently used.
+    First the one that the request continues, unless the trie restores deeper; then the conversation's own, to rewind
+    it; then an empty one; then the least recently used.
     """
     idle = [view for view in views if not view.is_leased]
     if not idle:
@@ -118,9 +118,9 @@ def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
 
 
 NEW_SESSION_COUNT = 200
-"""How far a new session moves the clock: its client has often ended another."""
+"""On the clock: a new session's client has often ended another."""
 MAX_SESSIONS = 10_000
-"""The most remembered sessions; a forgotten one counts as new."""
+"""A forgotten session counts as new."""
 
 
 class RequestClock:
@@ -129,7 +129,7 @@ class RequestClock:
     def __init__(self) -> None:
         self.now = 0
         self._sessions: dict[tuple[str, str], None] = {}
-        """In order of the last request."""
+        """In order of last use."""
 
     def begin(self, namespace: str, session_id: str | None, *, is_background: bool = False) -> None:
         """Counts a request's start; one that `is_background` begins no session."""

@@ -56,7 +56,7 @@ def deepest(layout: LayerKinds, match: NodeMatch) -> int:
 
 
 def deepest_up_to(layout: LayerKinds, node: Node) -> int:
-    """The deepest restorable offset up to a node's end; 0 if the node was evicted."""
+    """The deepest restorable offset up to a node's end; 0 if evicted."""
     path = node.path()
     return deepest(layout, Match(path, node.stop)) if path else 0
 
@@ -98,7 +98,7 @@ def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[N
 
 
 def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[Segment]":
-    """Adjoining segments with the rows of the window before `offset`, as far as held."""
+    """Adjoining segments with the window rows before `offset`, as far as held."""
     rows: list[Segment] = []
     needed, first = offset, max(0, offset - layout.window)
     for node in rows_before(layout, path, offset):
@@ -117,7 +117,7 @@ def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
 
 
 def _shares_rows(layout: LayerKinds, node: Node, rows: "Segment") -> bool:
-    """Whether a node or one below lacks some of `rows` without them."""
+    """Whether this node or one below needs some of `rows`."""
     first, window = max(0, node.stop - layout.window), _window(node)
     if window is not None:
         return max(first, rows.start) < window.start <= rows.stop
@@ -152,20 +152,20 @@ class RestorePointKind(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class RestorePoint:
-    """`offset` tokens from its start the sequence should be restorable, because of `kind`."""
+    """An offset to make restorable, in tokens from the sequence's start."""
 
     offset: int
     kind: RestorePointKind
 
 
 KEPT_POINTS = 4
-"""Restore points pinned at a conversation's end: about two turns."""
+"""Pinned at a conversation's end: about two turns."""
 SAME_TOKENS = 64
 """Of points closer together than this one is kept."""
 THINNING_TOKENS, THINNING_RATIO = 512, 8
 """Before the newest turn, points are kept at least that many tokens apart, and ever sparser by that ratio."""
 INTERVAL_TOKENS = 8192
-"""Distance of points along a new prompt."""
+"""Along a new prompt."""
 
 
 def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
@@ -192,9 +192,9 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
     """Returns the points of a conversation that later turns will hardly need, ascending like `points`.
 
     `landing` is where its newest turn was restored. Of 2 817 recorded requests of coding agents, 130 continued at the
-    last prompt's end or within what was new in it, which `landing` serves, and 8 further back; nearly all others at
-    the end. These three points are kept, and ever fewer before: one is superseded if the points around it are, seen
-    from the end, less than `THINNING_RATIO` apart.
+    last prompt's end or within what was new in it, which `landing` serves, 8 further back, nearly all others at the
+    end. These three points are kept, and ever fewer before: one is superseded if its neighbours are, seen from the
+    end, less than `THINNING_RATIO` apart.
     """
     behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
     if not behind:
@@ -215,9 +215,9 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
     """Returns the points of a conversation to write to disk, ascending like `points`.
 
-    All shared and explicit points are. The newest prompt's end, which the next turn will contain in any case, and the
-    sequence's end are if at least `min_gain` tokens after the last point on disk: whole state is large, and writing
-    all of it would wear the disk out.
+    All shared and explicit points are. The newest prompt's end, which the next turn contains anyway, and the
+    sequence's end are if at least `min_gain` tokens after the last on disk: writing all whole state would wear the
+    disk out.
     """
     written = set(on_disk)
     chosen = {point.offset for point in points if outlasts_turns(point)}
@@ -235,7 +235,7 @@ def outlasts_turns(point: KeptPoint) -> bool:
 
 
 def intervals(start: int, stop: int) -> list[RestorePoint]:
-    """Points along `[start, stop)`, yet to evaluate; none if that is no longer than one turn."""
+    """Points along `[start, stop)`, yet to evaluate; none if no longer than one turn."""
     if stop - start < 2 * INTERVAL_TOKENS:
         return []
     first = (start // INTERVAL_TOKENS + 1) * INTERVAL_TOKENS

@@ -31,7 +31,7 @@ class TokenNode:
     """`tokens` as bytes, which one call compares."""
     children: dict[int, Self] = field(init=False, default_factory=dict)
     number: int = field(init=False, default=0)
-    """Unique in its trie, for ever, except for the root."""
+    """Unique in its trie for ever."""
 
     def __post_init__(self) -> None:
         self.stop = self.start + len(self.tokens)
@@ -99,7 +99,7 @@ class Place(Generic[TrieNodeCo]):
 
     @property
     def is_gone(self) -> bool:
-        """The node has left the trie: match again from the root."""
+        """Match again from the root."""
         return self.length > 0 and self.node.parent is None
 
     def edges(self, start: int, stop: int) -> Iterator[TrieNodeCo]:
@@ -114,7 +114,7 @@ class Place(Generic[TrieNodeCo]):
 class TokenTrie(Generic[TrieNode]):
     """Edges and nodes of one namespace. Single-threaded.
 
-    `changed` gets every node whose edge, state or children changed; one that left the trie has no parent.
+    `changed` gets every node with changed edge, state or children; one that left the trie has no parent.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class TokenTrie(Generic[TrieNode]):
         return Place(node, length)
 
     def extend(self, node: TrieNode, tokens: TokenArray, *, may_split: bool = True) -> TrieNode:
-        """Returns the node where `tokens` end below `node`, splitting and adding edges as needed.
+        """The node where `tokens` end below `node`, splitting and adding edges as needed.
 
-        Without `may_split`, returns the start of an edge that the tokens end inside. The caller gives an added edge a
-        span or a home at once.
+        Without `may_split`, the start of an edge that the tokens end inside. The caller gives an added edge a span or
+        home at once.
         """
         done = 0
         while done < len(tokens):
@@ -302,31 +302,30 @@ class Node(TokenNode):
     span: Span | None = None
     snapshot: NodeSnapshot | None = None
     home: Any = None
-    """The slot where the span is live; None if stored."""
+    """The span's slot; None if stored."""
     last_used: int = 0
-    """When a sequence was last restored or recorded here."""
+    """By restoring or recording."""
     last_used_behind: int = 0
     """The latest `last_used` here and below."""
     session_id: str | None = None
-    """Of the last sequence that ended here."""
+    """Of the last sequence ending here."""
     is_on_probation: bool = False
-    """A sequence without a session ends here, not continued."""
+    """A sequence without a session ends here."""
     is_background: bool = False
-    """A conversation of background requests ends here."""
     num_slots: int = 0
-    """Slots whose sequence ends here: never evicted nor merged away."""
+    """Sequences in slots that end here: never evicted nor merged away."""
     num_pins: int = 0
     """A pinned node is never merged away."""
     num_uses: int = 0
-    """Sequences restored with these tokens; for people only."""
+    """Sequences restored; for people only."""
     kind: Any = None
-    """Why the snapshot was taken; the trie ignores it."""
+    """Of the snapshot; the trie ignores it."""
     is_explicit: bool = False
     """A client's restore point: never merged away."""
     is_volatile: bool = False
-    """Only volatile requests had these tokens: nothing may go to disk."""
+    """Nothing may go to disk."""
     place: Place[TokenNode] | None = None
-    """The last known place in the disk tier's trie, which this trie ignores."""
+    """Last known in the disk tier's trie; this trie ignores it."""
 
     @property
     def num_bytes(self) -> int:
@@ -378,8 +377,8 @@ NodeMatch: TypeAlias = Match[Node]
 class PrefixTrie(TokenTrie[Node]):
     """Edges and state of one namespace. Single-threaded.
 
-    `count_bytes` gets the stored bytes that a change adds, negative when it frees some; `snapped` every node with a
-    new snapshot, `changed` every node with another change.
+    `count_bytes` gets the stored bytes that a change adds, or frees if negative; `snapped` every node with a new
+    snapshot, `changed` every node with another change.
     """
 
     def __init__(

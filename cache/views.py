@@ -41,13 +41,13 @@ class EdgeView:
     number: int
     """Unique in its tier and namespace."""
     parent: int | None
-    """The edge that stops at `start`."""
+    """Stops at `start`."""
     start: int
     stop: int
     last_used: int
     """By a logical clock of all namespaces."""
     num_bytes: int
-    """Stored; a live span's are the slot's, and a file may hold rows of several edges."""
+    """Stored; a live span's are the slot's, a file may hold rows of several edges."""
     first_tokens: TokenArray
 
 
@@ -56,14 +56,14 @@ class NodeView(EdgeView):
     """One edge of the trie."""
 
     is_live: bool
-    """The span is in a slot, not stored in memory."""
+    """In a slot, not stored."""
     kind: RestorePointKind | None
-    """Why a snapshot was taken at `stop`; None if none restores by itself."""
+    """Of the snapshot at `stop`; None if none restores by itself."""
     is_explicit: bool
     is_pinned: bool
     num_uses: int
     disk_tokens: int
-    """Leading tokens whose rows are on disk too."""
+    """Leading tokens on disk too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +73,9 @@ class DiskNodeView(EdgeView):
     has_snapshot: bool
     """On disk, at `stop`."""
     memory_tokens: int
-    """Leading tokens that are in memory too."""
+    """Leading tokens in memory too."""
     memory_number: int | None
-    """The edge in memory on which these or earlier tokens end."""
+    """Where these or earlier tokens end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +87,8 @@ class CacheView:
     num_nodes: int
     """All, listed or not."""
     num_tokens: int
-    """On all edges."""
     num_disk_nodes: int
     is_disk_truncated: bool
-    """`disk_nodes` leaves some out."""
     state: StateBytes
     disk_writes: DiskWrites | None
     """Of all namespaces; None without a disk tier."""
@@ -99,7 +97,6 @@ class CacheView:
     budget_bytes: int
     """Of all namespaces."""
     pinned: tuple[str, ...]
-    """Labels of explicit pins."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +108,7 @@ class EdgeDetail:
     first_tokens: TokenArray
     num_uses: int
     sessions: list[str]
-    """Whose last turn goes through the edge, the latest first; some of many."""
+    """With their last turn through the edge, the latest first; some of many."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +128,9 @@ class SharedTokens:
     def __init__(self, trie: PrefixTrie, edges: Iterable[DiskNode]) -> None:
         """`edges` are in order, parents before children."""
         self.in_memory: dict[DiskNode, Place[Node]] = {}
-        """Where the match of the tokens up to each edge's end ends."""
+        """Where each edge's end matches."""
         self.on_disk: dict[Node, int] = {}
-        """Leading tokens on disk, for nodes with any."""
+        """Leading tokens, for nodes with any."""
         start = Place(trie.root, 0)
         for edge in edges:
             before = self.in_memory.get(edge.parent, start) if edge.parent is not None else start
@@ -145,7 +142,7 @@ class SharedTokens:
 
 
 def _in_order(trie: PrefixTrie, max_nodes: int) -> list[Node]:
-    """Parents before children, the last used first among siblings."""
+    """Parents first, among siblings the last used."""
     found, stack = list[Node](), _newest_children(trie.root, max_nodes)
     while stack and len(found) < max_nodes:
         found.append(stack.pop())
@@ -154,7 +151,7 @@ def _in_order(trie: PrefixTrie, max_nodes: int) -> list[Node]:
 
 
 def _newest_children(node: Node, max_nodes: int) -> list[Node]:
-    """The most recently used children, the newest last."""
+    """The newest last."""
     newest_first = heapq.nlargest(max_nodes, reversed(node.children.values()), key=lambda child: child.last_used)
     return newest_first[::-1]
 
@@ -202,7 +199,7 @@ def _sessions_below(top: Node) -> list[str]:
 
 
 def _number_of(node: TokenNode | None) -> int | None:
-    """None for the root, which is no edge."""
+    """None for the root."""
     return None if node is None or node.parent is None else node.number
 
 

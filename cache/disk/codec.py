@@ -38,9 +38,9 @@ class Unstorable(Exception):
 
 
 class StateImage:
-    """The tensors of one segment or snapshot, made on the worker thread, written by another.
+    """Tensors of one segment or snapshot, made on the worker thread, written by another.
 
-    Borrows the arrays, and evaluates what the other thread reads.
+    Borrows the arrays; evaluates what the other thread reads.
     """
 
     def __init__(self, rows: Segment | None, recurrent: RecurrentState | None = None) -> None:
@@ -58,12 +58,12 @@ class StateImage:
         self.num_bytes = sum(array.nbytes for array in self._carriers.values())
 
     def bytes_of(self, num_tokens: int) -> int:
-        """About the size of a file with `num_tokens` rows and all recurrent state."""
+        """About a file's size with `num_tokens` rows and all recurrent state."""
         rows = sum(array.nbytes // array.shape[2] * num_tokens for _, array in self._packs)
         return rows + sum(array.nbytes for _, array in self._arrays)
 
     def metadata(self) -> dict[str, str]:
-        """What `read_rows` and `read_recurrent` need to interpret the tensors."""
+        """What reading the tensors needs."""
         return {"state": json.dumps({"rows": self._indices if self._has_rows else None, "points": self._tree})}
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
@@ -127,7 +127,7 @@ def _array(file: TensorFile, name: str, start: int = 0, stop: int | None = None)
 
 
 def _tree_of(value: Any, arrays: NamedArrays) -> Any:
-    """`value` as JSON, with names in place of arrays, which go to `arrays`."""
+    """JSON, with names in place of arrays."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, mx.array):

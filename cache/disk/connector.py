@@ -26,10 +26,10 @@ from cache.types import TokenArray
 logger = logging.getLogger(__name__)
 
 GAIN_SHARE = 2.5
-"""A snapshot is written once the rows since the last on disk take this many times its bytes."""
+"""A snapshot is written once the rows since the last take this many times its bytes."""
 
 MIN_RESTORE_TOKENS = 256
-"""Tokens that disk must add to memory's: evaluating fewer is cheaper than reading."""
+"""More than memory restores: evaluating fewer is cheaper than reading."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DiskMatch:
 
     offset: int
     span: FileSpan | None
-    """Rows up to `offset` that memory lacks, if any."""
+    """Rows that memory lacks, if any."""
     snapshot: StoredFile | None
     """None for a model that needs none."""
     place: DiskPlace
@@ -70,7 +70,7 @@ class DiskConnector:
     # ---------------------------------------------------------------------------------------------- reading
 
     def find(self, namespace: str, tokens: TokenArray, match: NodeMatch, *, restorable: int) -> DiskMatch | None:
-        """Returns what disk adds to `match`, of which memory restores `restorable` tokens; None if too little."""
+        """What disk adds to `match`, of which memory restores `restorable` tokens; None if too little."""
         self.tier.notice_written()
         tree = self.tier.tree
         place = self._place(namespace, [node for node in match.path if node.stop <= match.length])
@@ -87,7 +87,7 @@ class DiskConnector:
         return DiskMatch(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
 
     def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
-        """Where the match of a path ends in the tier. Nodes remember their places: only later tokens are compared."""
+        """Nodes remember their places: only later tokens are compared."""
         kept = (node.place for node in reversed(path) if node.place is not None and not node.place.is_gone)
         place = cast(DiskPlace, next(kept, START))  # the trie in memory does not know the types of the disk tier
         for node in path:
@@ -109,7 +109,7 @@ class DiskConnector:
     # ---------------------------------------------------------------------------------------------- writing
 
     def close(self, pieces: Iterator[None], timeout_seconds: float) -> None:
-        """Writes as many `pieces` as time allows, and closes the folder."""
+        """Writes `pieces` as time allows, and closes the folder."""
         deadline = time.monotonic() + timeout_seconds
         for _ in pieces:
             if time.monotonic() > deadline:
@@ -121,9 +121,9 @@ class DiskConnector:
         self.tier.close()
 
     def save_dropped(self, namespace: str, node: Node) -> None:
-        """Writes what memory is about to drop: all of a leaf, of another node only the snapshot.
+        """Writes what memory will drop: all of a leaf, of another node only the snapshot.
 
-        If the model needs snapshots, rows after the last on disk are useless and not written.
+        If snapshots are needed, rows after the last on disk are useless and not written.
         """
         self.tier.notice_written()
         path = node.path()
@@ -142,7 +142,7 @@ class DiskConnector:
     ) -> Iterator[None]:
         """Writes what disk lacks of a path, a span or snapshot a step.
 
-        `live_rows` copies a node's rows that live in a slot; `used_at` is one of the tier's `ticks`.
+        `live_rows` copies a node's live rows; `used_at` is one of the tier's `ticks`.
         """
         self.tier.notice_written()
         disk_path = _DiskPath(namespace, path, self._place(namespace, path))

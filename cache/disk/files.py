@@ -48,7 +48,7 @@ NUMPY_TYPES: Mapping[str, str] = {
     "F64": "<f8",
     "C64": "<c8",
 }
-"""Numpy types for the bits of safetensors types; numpy has no bfloat16."""
+"""For the bits: numpy has no bfloat16."""
 
 
 class FileSystem:
@@ -120,7 +120,7 @@ class FileSystem:
         return found
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Opens a SQLite database for one thread at a time; syncs commits, overwrites what is deleted."""
+        """Opens a SQLite database for one thread at a time; syncs commits, overwrites deletions."""
         database = sqlite3.connect(path, check_same_thread=False)
         database.execute("PRAGMA journal_mode = WAL").fetchone()
         database.execute("PRAGMA synchronous = FULL")
@@ -169,7 +169,7 @@ def _checksum(*parts: bytes | bytearray | memoryview) -> bytes:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to write: its bits in `rows`, with any strides, in blocks of `block_rows`."""
+    """Bits to write in `rows`, with any strides, in blocks of `block_rows`."""
 
     name: str
     dtype: str
@@ -233,7 +233,7 @@ class TensorFile:
     """A file open for reading, header and checksums verified."""
 
     def __init__(self, files: FileSystem, descriptor: int, receipt: Receipt) -> None:
-        """Raises DiskFault if the file does not match `receipt`, and OSError."""
+        """Raises DiskFault if `receipt` does not match, and OSError."""
         self._files = files
         self._descriptor = descriptor
         self._data_start = receipt.header_bytes
@@ -257,7 +257,7 @@ class TensorFile:
     @classmethod
     @contextlib.contextmanager
     def verified(cls, files: FileSystem, path: Path, receipt: Receipt) -> "Iterator[TensorFile]":
-        """Opens a file; raises DiskFault if it is unreadable or does not match `receipt`."""
+        """Opens a file; raises DiskFault if unreadable or if `receipt` does not match."""
         try:
             with opened(files, files.open(path)) as descriptor:
                 yield cls(files, descriptor, receipt)

@@ -38,17 +38,16 @@ _MACHINE_ERRORS = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_LOCKED),
     *(sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_READONLY),
 }
-"""SQLite errors caused by the machine, not the database."""
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error means a damaged index; otherwise the machine is the cause."""
+    """Whether the index is damaged; otherwise the machine is the cause."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError) and code & 0xFF not in _MACHINE_ERRORS
 
 
 def _check_owner(files: FileSystem, folder: Path) -> None:
-    """Raises FolderUnsafe if another user could replace the folder or add files."""
+    """Raises FolderUnsafe if another user could replace it or add files."""
     owner, mode = files.owner_and_mode(folder)
     if owner != os.geteuid():
         raise FolderUnsafe(folder, f"belongs to another user (id {owner}); name another one, or change its owner")
@@ -127,16 +126,16 @@ class DiskStore:
         return PrefixHasher(hasher)
 
     def name_of(self, file: StoredFile, key: bytes) -> str:
-        """The name of a file with state of the prefix with this `key`."""
+        """The name of a file of the prefix with this `key`."""
         what = key + file.start.to_bytes(8, "little") + bytes([file.is_snapshot, file.has_recurrent])
         return hashlib.blake2b(what, key=self._secret, digest_size=KEY_BYTES).hexdigest() + _SUFFIX
 
     # ----------------------------------------------------------------------------------------------- opening
 
     def rows(self) -> list[FileRow]:
-        """Opens the index; returns the rows whose files exist, by name and size.
+        """Opens the index; returns rows whose files exist, by name and size.
 
-        Using the index may raise sqlite3.Error, or UnicodeDecodeError from a message that quotes a damaged page.
+        May raise sqlite3.Error, or UnicodeDecodeError from a message that quotes a damaged page.
         """
         self._index = DiskIndex.open(self._files, self._folder, self._fingerprint)
         self.scrub()
@@ -171,7 +170,7 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------- writing
 
     def write(self, order: WriteOrder) -> Receipt | None:
-        """Writes a file and indexes it; returns None if the file has become GONE.
+        """Writes and indexes a file; returns None if the file has become GONE.
 
         Raises OSError or sqlite3.Error after deleting what was written.
         """
@@ -215,7 +214,7 @@ class DiskStore:
                 self._files.remove(self._folder / name)
 
     def scrub(self) -> None:
-        """Overwrites removed rows, so that nobody reads them. Errors are logged."""
+        """Overwrites removed rows. Errors are logged."""
         with self._logging_errors():
             self.index.scrub()
 

@@ -23,7 +23,7 @@ DAY_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class WriteDay:
-    """The current day as indexed, from which a restart continues."""
+    """The day as indexed, from which a restart continues."""
 
     saved_at: float
     """Wall clock, seconds since 1970."""
@@ -33,26 +33,26 @@ class WriteDay:
 
 @dataclass(frozen=True)
 class DiskWrites:
-    """Bytes written in the current day by all namespaces, for people."""
+    """All namespaces' bytes written today, for people."""
 
     today_bytes: int
     budget_bytes: int | None
 
 
 class WriteBudget:
-    """Counts the bytes of the current day against a limit. Worker thread only.
+    """Counts the current day's bytes against a limit. Worker thread only.
 
     A day is 24 hours from its first write, by a clock that never goes back; only a restart uses the wall clock, to
     tell how long no process ran.
     """
 
     def __init__(self, bytes_per_day: int | None, now: Callable[[], float], elapsed: Callable[[], float]) -> None:
-        """No limit without `bytes_per_day`; `now` is the wall clock, `elapsed` never goes back."""
+        """`now` is the wall clock, `elapsed` never goes back."""
         self._bytes_per_day = bytes_per_day
         self._now = now
         self._elapsed = elapsed
         self._started: float | None = None
-        """By `elapsed`; None before the day's first write."""
+        """None before the day's first write."""
         self._num_bytes = 0
 
     def resume(self, saved: WriteDay | None) -> None:
@@ -64,7 +64,7 @@ class WriteBudget:
 
     @property
     def written_bytes(self) -> int:
-        """Of the current day, handed to the writer or written."""
+        """Handed to the writer or written."""
         if self._started is not None and self._elapsed() - self._started >= DAY_SECONDS:
             self._started, self._num_bytes = None, 0
         return self._num_bytes
@@ -74,7 +74,7 @@ class WriteBudget:
         return self._bytes_per_day is None or self.written_bytes + num_bytes <= self._bytes_per_day
 
     def count(self, num_bytes: int) -> WriteDay:
-        """Counts bytes handed to the writer; returns the day, to be saved with them."""
+        """Counts bytes handed to the writer; returns the day, to save with them."""
         total = self.written_bytes + num_bytes
         if self._started is None:
             self._started = self._elapsed()
@@ -91,10 +91,10 @@ class WriteBudget:
 
 
 FORMAT = 1
-"""Of files and rows; state of other versions is deleted."""
+"""State of other versions is deleted."""
 
 _ENCODING = ("utf-8", "surrogatepass")
-"""A client's JSON may name a namespace with half a surrogate pair."""
+"""JSON may name a namespace with half a surrogate pair."""
 
 _DATABASE = "index.sqlite3"
 _TABLES = """
@@ -140,7 +140,7 @@ class DiskIndex:
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskIndex":
-        """Opens the index; deletes rows of another fingerprint. Raises sqlite3.DatabaseError for another format."""
+        """Opens the index; deletes another fingerprint's rows. Raises sqlite3.DatabaseError for another format."""
         path = folder / _DATABASE
         if _DATABASE not in files.sizes(folder):
             # SQLite would make the file readable by others. Its further files copy the permissions of this one.

@@ -80,7 +80,7 @@ class FileReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-reader")
 
     def prefetch(self, wanted: Iterable[FileSpan | StoredFile]) -> Prefetch:
-        """Begins to read what is written of `wanted`, as far as memory allows."""
+        """Begins to read what is written, as memory allows."""
         reads = list[_Read]()
         for item in wanted:
             for file, rows, num_bytes in _parts_of(item) if item.is_written else ():
@@ -122,7 +122,7 @@ class FileReader:
         return next((read for read in self._reads if read.holds(file, rows)), None)
 
     def _take(self, read: _Read) -> Any:
-        """Waits for a read; None if it has not started: the caller is then faster."""
+        """Waits for a read; None if not started: the caller is then faster."""
         result = read.result
         self._remove(read)
         return None if result.cancelled() else result.result()
@@ -154,7 +154,7 @@ def _fetch(store: DiskStore, file: StoredFile, rows: FilePart | None) -> Segment
 
 
 def _parts_of(item: FileSpan | StoredFile) -> Iterator[tuple[StoredFile, FilePart | None, int]]:
-    """What is read at once: a file's rows, or for None its recurrent state; with the bytes."""
+    """For each read: the file, its rows or for None its recurrent state, the bytes."""
     if isinstance(item, FileSpan):
         yield from ((part.file, part, part.num_bytes) for part in item.parts)
         return
@@ -196,7 +196,7 @@ class WriteQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether unwritten state holds more than half its limit."""
+        """More than half the limit is waiting."""
         return 2 * self.waiting_bytes > self._max_waiting_bytes
 
     def accepts(self, num_bytes: int) -> bool:

@@ -17,7 +17,6 @@ from cache.budget import DiskInUse
 FINGERPRINT_DIGITS = 16
 LONGEST_NAME = 80
 LOCK = "lock"
-"""The file that `cache.disk.folder` locks."""
 _FOLDER = re.compile(rf"(?:(?P<name>.+)-)?(?P<fingerprint>[0-9a-f]{{{FINGERPRINT_DIGITS}}})")
 _OURS = re.compile(r"lock|secret|index\.sqlite3?.*|[0-9a-f]{32}\.safetensors(\.tmp)?")
 
@@ -28,7 +27,7 @@ class ModelFolder:
 
     path: Path
     model: str
-    """What the model was first called, as a file name; may be empty."""
+    """As first called, made a file name; may be empty."""
     num_bytes: int
     last_used: float
     """Seconds since 1970; 0 if never written."""
@@ -36,7 +35,7 @@ class ModelFolder:
 
 
 def place(parent: Path, model: str, fingerprint: str) -> Path:
-    """A model's folder, which need not exist; renames one called by the fingerprint alone."""
+    """A model's folder, which need not exist; renames one with only a fingerprint."""
     digits = fingerprint[:FINGERPRINT_DIGITS]
     wanted = parent / f"{_file_name(model)}-{digits}"
     with contextlib.suppress(OSError):
@@ -62,7 +61,7 @@ def find_all(parent: Path) -> list[ModelFolder]:
 def remove(folder: ModelFolder) -> bool:
     """Deletes what the disk tier wrote; False if foreign files, and so the folder, remain.
 
-    Raises OSError, and DiskInUse while a server has the folder open.
+    Raises OSError, and DiskInUse while a server has it open.
     """
     with _locked(folder.path):
         # The lock goes last: until then no server can open a half-removed folder.
@@ -89,7 +88,7 @@ def _describe(path: Path) -> ModelFolder:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether a server has a folder, which need not exist, open."""
+    """Whether a server has the folder, if any, open."""
     if not (path / LOCK).exists():
         return False
     try:

@@ -112,7 +112,7 @@ class FileSpan:
 
     @property
     def written_stop(self) -> int:
-        """Up to here rows are on disk without a gap."""
+        """The end of rows on disk without a gap."""
         stop = self.start
         for part in self.parts:
             if part.start > stop or not part.file.is_written:

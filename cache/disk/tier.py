@@ -32,16 +32,16 @@ from cache.types import TokenArray
 logger = logging.getLogger(__name__)
 
 _LOW_WATERMARK = 0.95
-"""Eviction stops at this fraction of the budget, or after `tree.MAX_SPARE_FILES`."""
+"""Eviction stops at this fraction, or after `tree.MAX_SPARE_FILES`."""
 
 
 class DiskSpace:
-    """Counts files by namespace and last use; evicts the least recently used beyond a budget."""
+    """Files by namespace and last use; evicts the least recently used beyond a budget."""
 
     def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int, journal: Journal) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        """Of all files, unwritten ones too."""
+        """Unwritten files too."""
         self.num_gone = 0
         """Evicted, damaged, cleared, or replaced, since the start."""
         self._tree = tree
@@ -59,7 +59,7 @@ class DiskSpace:
     # ------------------------------------------------------------------------------------------- files come and go
 
     def adopt(self, files: Collection[StoredFile]) -> None:
-        """Counts files found at opening; evicts if the budget is smaller now."""
+        """Counts files found at opening; evicts those beyond a smaller budget."""
         for file in files:
             self.add(file)
         self._now = max((file.last_used for file in files), default=0) + 1
@@ -89,9 +89,9 @@ class DiskSpace:
             self._queue.change(lambda store: store.delete(gone))
 
     def evict_for(self, num_bytes: int, newest: int) -> bool:
-        """Evicts so that `num_bytes` fit; files last used at `newest` or later stay.
+        """Evicts so that `num_bytes` fit; files used at `newest` or later stay.
 
-        Returns False, deleting nothing, if that is not enough.
+        False, deleting nothing, if that is not enough.
         """
         excess = self.used_bytes + num_bytes - self.budget_bytes
         if excess <= 0:
@@ -120,7 +120,7 @@ class DiskSpace:
         return list(range(self._now, self._now - count, -1))
 
     def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
-        """Records a use, at `used_at` or now, of the files that restore at `stop`; returns the tick."""
+        """Records a use, at `used_at` or now, of files that restore at `stop`; returns the tick."""
         used_at = used_at if used_at is not None else self.ticks(1)[0]
         for file in self._tree.on_path(place, stop):
             if file.last_used < used_at:
@@ -144,12 +144,12 @@ class DiskSpace:
 
 
 MAX_VISITED = 4096
-"""The most edges one listing visits: the worker waits."""
+"""Per listing: the worker waits."""
 
 
 @dataclass(frozen=True, eq=False)
 class DiskListing:
-    """Edges of one namespace whose rows are on disk from the root on."""
+    """One namespace's edges on disk from the root on."""
 
     edges: list[DiskNode]
     """Parents before children."""
@@ -159,11 +159,10 @@ class DiskListing:
 
 
 NO_LISTING = DiskListing([], 0, False)
-"""Of a cache without a disk tier."""
 
 
 def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskNode | None]:
-    """Edges, depth first; None for one not on disk, and nothing below."""
+    """Depth first; None for an edge not on disk, and nothing below."""
     waiting = [tree.children(namespace)]
     while waiting:
         node = next(waiting[-1], None)
@@ -201,7 +200,7 @@ class DiskTier:
         elapsed: Callable[[], float] = elapsed_seconds,
         make_image: Callable[[Segment | None, RecurrentState | None], StateImage] = StateImage,
     ) -> None:
-        """See `open`. Without a store the tier stays empty; `make_image` is for a simulation."""
+        """Without a store the tier stays empty; `make_image` is for a simulation."""
         log = ProblemLog()
         self.journal = Journal()
         self.write_budget = WriteBudget(write_budget_bytes_per_day, now, elapsed)
@@ -225,14 +224,13 @@ class DiskTier:
         now: Callable[[], float] = time.time,
         elapsed: Callable[[], float] = elapsed_seconds,
     ) -> "DiskTier":
-        """Opens or creates one model's folder; reads names, sizes and tokens, no state.
+        """Opens or creates one model's folder; reads no state.
 
         `fingerprint` covers what state depends on: weights, tokenizer, types, library versions. State with another
         one is deleted, and everything if the index is damaged. At most `max_in_flight_bytes`, or one file, wait to be
         written, and as many are read ahead. `now` is the wall clock, `elapsed` never goes back.
 
-        Raises DiskInUse while another process has the folder, FolderUnsafe if another user owns or can write into it,
-        FolderUnusable for another reason.
+        Raises DiskInUse, FolderUnsafe and FolderUnusable.
         """
 
         def attached(store: DiskStore) -> DiskTier:
@@ -274,12 +272,12 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a folder; without one nothing is kept."""
+        """Without a folder nothing is kept."""
         return self._store is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether so much waits that only urgent writes should be added."""
+        """So much waits that only urgent writes should be added."""
         self.notice_written()
         return self.queue.is_busy
 
@@ -318,10 +316,9 @@ class DiskTier:
     ) -> FileSpan | None:
         """Writes a segment that stops at `len(tokens)`, counted from the sequence's start.
 
-        Returns at once a span, loadable once it `is_written`; None if refused: too much waits, the day's or the whole
-        budget is used up, or the disk fails. What is on disk is not written again. Borrows the arrays. `near`, a
-        place on the way to the tokens' end, saves comparing; nothing used after `used_at`, one of `ticks`, is
-        evicted.
+        Returns at once a span, loadable once it `is_written`; None if too much waits, the day's or the whole budget
+        is used up, or the disk fails. Writes nothing twice. Borrows the arrays. `near`, a place on the way to the
+        tokens' end, saves comparing; nothing used after `used_at`, one of `ticks`, is evicted.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
@@ -344,9 +341,9 @@ class DiskTier:
         near: DiskPlace = START,
         used_at: int | None = None,
     ) -> StoredFile | None:
-        """Writes a snapshot valid right after `tokens`, where the window's rows end.
+        """Writes a snapshot valid right after `tokens`, where the window ends.
 
-        Returns like `write_span`; None also for unstorable recurrent state. Replaces one that holds less.
+        Returns like `write_span`; None also for unstorable state. Replaces one that holds less.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
@@ -389,7 +386,7 @@ class DiskTier:
         return True
 
     def clear(self, namespace: str | None = None) -> None:
-        """Deletes everything, or one namespace, and overwrites its tokens in the index."""
+        """Deletes all, or one namespace, and overwrites its tokens in the index."""
         self.notice_written()
         self.space.drop(self.tree.files(namespace))
         self.queue.change(lambda store: store.scrub())
@@ -404,7 +401,7 @@ class DiskTier:
         return is_all_written
 
     def close(self) -> None:
-        """Finishes the current file, drops those that wait (`flush` keeps them), unlocks the folder."""
+        """Finishes the current file, drops waiting ones (`flush` keeps them), unlocks the folder."""
         self.space.save_recency()
         self.queue.close()
         self.notice_written()

@@ -21,7 +21,7 @@ from cache.trie import Place, TokenNode, TokenTrie
 from cache.types import TokenArray
 
 MIN_GARBAGE = 1024
-"""Up to this many GONE files stay in the heap."""
+"""GONE files that may stay in the heap."""
 
 
 class LruOrder:
@@ -61,7 +61,7 @@ class LruOrder:
 
 
 MAX_SPARE_FILES = 16
-"""The most files evicted at once, unless more are needed: the worker waits."""
+"""Evicted at once, unless more are needed: the worker waits."""
 
 
 class PrefixHasher:
@@ -118,7 +118,7 @@ class DiskNode(TokenNode):
 
 
 START = Place(DiskNode(None, np.empty(0, np.int32), 0), 0)
-"""The place before the first token, in any namespace."""
+"""Before the first token, in any namespace."""
 
 
 DiskTrie: TypeAlias = TokenTrie[DiskNode]
@@ -212,9 +212,9 @@ class DiskTree:
     # ------------------------------------------------------------------------------------------------ changes
 
     def add(self, tokens: TokenArray, file: StoredFile, near: DiskPlace) -> None:
-        """Adds a file of rows that no other holds, or of a snapshot; it stops at `len(tokens)`.
+        """Adds a file, of rows that no other holds or of a snapshot, that stops at `len(tokens)`.
 
-        `tokens` begin at the sequence's start; `near` is a place on the way to their end.
+        `tokens` begin at the sequence's start; `near` is a place on the way.
         """
         trie = self._trie(file.namespace)
         length = min(near.length, len(tokens))
@@ -255,8 +255,7 @@ class DiskTree:
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
         """Files to evict, least recently used first, each with all that depend on it.
 
-        They free `excess_bytes`, and up to `spare_bytes` more if few files suffice; none was used at `newest` or
-        later.
+        They free `excess_bytes`, and up to `spare_bytes` more if few suffice; none was used at `newest` or later.
         """
         chosen: dict[StoredFile, None] = {}
         waiting: defaultdict[StoredFile, list[StoredFile]] = defaultdict(list)
@@ -291,7 +290,7 @@ class DiskTree:
     def attach(self, rows: Sequence[FileRow], hasher_of: Callable[[str], PrefixHasher]) -> None:
         """Adds an index's files, from the root down.
 
-        Keys are computed again: a row with changed tokens is left out, with all that depend on it.
+        Keys are computed again: a changed row is left out, with all that depend on it.
         """
         waiting: defaultdict[bytes, list[FileRow]] = defaultdict(list)
         for row in rows:
@@ -316,7 +315,7 @@ def _parent_offset(row: FileRow) -> int:
 def _child_offsets(
     row: FileRow, hasher: PrefixHasher, cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
 ) -> list[tuple[int, PrefixHasher]]:
-    """Where other rows start on a row's tokens, and its end; nothing if its key is wrong."""
+    """Where other rows start on a row's tokens, and its end; nothing for a wrong key."""
     start, stop = row.file.start, row.file.stop
     if row.file.is_snapshot:
         return [(start, hasher)] if hasher.key() == row.key else []
@@ -335,7 +334,7 @@ def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:
 
 
 def _right_after(file: StoredFile, node: DiskNode) -> Iterator[StoredFile]:
-    """Files on or below a node that depend on a file's rows there."""
+    """Files here or below that depend on a file's rows."""
     number = [part.file for part in node.parts].index(file)
     if later := node.parts[number + 1 : number + 2]:
         yield later[0].file

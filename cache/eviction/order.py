@@ -30,7 +30,7 @@ class Shares:
         self.held: dict[str, int] = {}
         self._ledger = ledger
         self._over: set[str] | None = set()
-        """None when the number of namespaces or the budget has changed."""
+        """None when outdated."""
         self._budget_bytes = ledger.budget_bytes
 
     def add(self, namespace: str, num_bytes: int) -> None:
@@ -57,7 +57,7 @@ class FairQueue:
     """Candidates of all namespaces, first those over their share."""
 
     def __init__(self, find_over_share: Callable[[], set[str]]) -> None:
-        """`find_over_share` is called before each candidate: every eviction may change the answer."""
+        """`find_over_share` is called before each candidate: an eviction may change the answer."""
         self._find_over_share = find_over_share
         self._queues: dict[str, Queue] = {}
         self._over, self._all = _Ranking(self._queues), _Ranking(self._queues)
@@ -94,7 +94,7 @@ class FairQueue:
         return candidate
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
-        """Removes outdated ones among the next `num_candidates` or a few more; goes through all in turn."""
+        """Removes outdated ones among the next `num_candidates` or a few more; all in turn."""
         has_restarted = False
         while num_candidates > 0:
             step = next(self._sweeping, None)
@@ -113,10 +113,10 @@ class FairQueue:
 
 
 class _Ranking:
-    """Namespaces by their next candidate's rank; all ranked again when the clock moves."""
+    """All namespaces are ranked again when the clock moves."""
 
     def __init__(self, queues: dict[str, Queue]) -> None:
-        """Removes emptied queues from `queues`, the caller's."""
+        """Removes emptied queues from the caller's `queues`."""
         self._queues = queues
         self._now = -1
         self._names: set[str] = set()
@@ -128,7 +128,6 @@ class _Ranking:
             heapq.heappush(self._firsts, (self._queues[name].rank(self._now), name))
 
     def forget(self) -> None:
-        """Has all namespaces ranked again at the next use."""
         self._now, self._names, self._firsts = -1, set(), []
 
     def pop(self, names: Set[str], now: int) -> Candidate | None:
@@ -157,15 +156,15 @@ class _Ranking:
 
 
 MANY_CHANGED = 64
-"""With more changed nodes all are valued without need: a later eviction takes less time."""
+"""More changed nodes are valued early: a later eviction takes less time."""
 MIN_GARBAGE = 1024
-"""Up to this many outdated entries may stay."""
+"""Outdated entries that may stay."""
 SWEPT_PER_CHANGE = 4
-"""Entries checked per changed node while half of all are outdated."""
+"""While half of all are outdated."""
 
 
 class EvictionOrder:
-    """Candidates of all namespaces, in order. Worker thread only.
+    """All namespaces' candidates, in order. Worker thread only.
 
     Must be told of every change of a node's state, children or use. Pinned nodes and those in slots are in the order
     too; a caller that pops one puts it back.
@@ -180,7 +179,7 @@ class EvictionOrder:
     def changed(self, namespace: str, node: Node) -> None:
         """Records that a node or a child has changed, or that the node has left the trie.
 
-        One that has left is forgotten at once: a long prompt joins hundreds of edges.
+        One that left is forgotten at once: a long prompt joins hundreds of edges.
         """
         if node.parent is not None:
             self._changed[node] = namespace
@@ -195,7 +194,7 @@ class EvictionOrder:
             self.changed(namespace, below)
 
     def used(self, namespace: str, node: Node, now: int) -> None:
-        """Records that a sequence was restored at a node, or recorded up to it."""
+        """Records a sequence restored at a node, or recorded up to it."""
         node.last_used = now
         above: Node | None = node
         while above is not None and above.last_used_behind < now:
@@ -242,7 +241,7 @@ class EvictionOrder:
             self._queue.push(namespace, candidate)
 
     def check(self, nodes: Iterable[tuple[str, Node]]) -> None:
-        """Asserts that every evictable node is in the order, no value too high."""
+        """Asserts that all evictable nodes are here, no value too high."""
         pending = self._find_stale()
         for namespace, node in nodes:
             if _is_evictable(node) and node not in pending:

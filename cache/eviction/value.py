@@ -20,7 +20,7 @@ from cache.trie import Node
 from cache.types import LayerKinds
 
 LONG_TOKENS = 70_000
-"""Above this length a longer conversation is less likely to continue."""
+"""Longer conversations are less likely to continue."""
 
 
 class Chance(float, Enum):
@@ -36,20 +36,20 @@ class Chance(float, Enum):
     FIRST = 2.0
     CURRENT = 1.0
     SHARED = 1 / 10
-    """Where conversations part, and the end of tools and system messages."""
+    """Where conversations part; the end of tools and system messages."""
     EARLIER = 1 / 12
-    """Well before a conversation's end: useful once the end is evicted."""
+    """Useful once the conversation's end is evicted."""
     PROBATION = 1 / 16
-    """A prompt's end without a session, not continued."""
+    """A prompt's end without a session."""
     LANDING = 1 / 20
     """Where the newest turn continued from."""
     PROMPT = 1 / 60
     LEFT = 1 / 100
-    """A former end of a session that continued elsewhere."""
+    """The session continued elsewhere."""
     SUPERSEDED = 1e-6
-    """Newer restore points of the conversation replace this one."""
+    """By newer restore points."""
     UNUSABLE = 0.0
-    """State after the last restore point restores no request."""
+    """After the last restore point."""
 
 
 def chance_to_go_on(num_tokens: int) -> float:
@@ -69,7 +69,7 @@ class Candidate:
     """The caller's, never inspected."""
     num_bytes: int
     num_tokens: int
-    """To evaluate again, from the nearest remaining restore point."""
+    """From the nearest remaining restore point."""
     last_used: int
     """Or any below."""
     chance: float = Chance.CURRENT
@@ -90,11 +90,11 @@ class Candidate:
 
 
 AGE_SHARE = 4
-"""Ages that differ by less than one part in this many count as equal."""
+"""Ages closer than one part in this many count as equal."""
 MAX_HEAPS = 256
-"""At this many, neighbours are joined even without evictions."""
+"""More are joined even without evictions."""
 MAX_JOINED = 4096
-"""Two heaps larger than this are not joined while there are few, to be swept quickly."""
+"""Larger heaps stay apart while few, to be swept quickly."""
 
 
 class Queue:
@@ -111,7 +111,7 @@ class Queue:
         self._heaps: list[_Heap] = []
         self._now = 0
         self._firsts: list[tuple[tuple[bool, float], int, _Heap]] = []
-        """A heap of heaps, by their first candidate's rank at `_now`."""
+        """By their first candidate's rank at `_now`."""
 
     def __len__(self) -> int:
         return self._num_candidates
@@ -142,7 +142,7 @@ class Queue:
     def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
         """Removes outdated candidates, a heap a step; yields how many it held and lost.
 
-        The queue may be used between steps.
+        Other calls between steps are allowed.
         """
         for heap in list(self._heaps):
             if any(heap is held for held in self._heaps):
@@ -196,7 +196,7 @@ class Queue:
 
 @dataclass
 class _Heap:
-    """Candidates last used in `[start, stop)`, the lightest first, then the oldest."""
+    """Last used in `[start, stop)`, the lightest first, then the oldest."""
 
     start: int
     stop: int
@@ -215,7 +215,7 @@ class _Heap:
 
 
 _HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind.INTERVAL)
-"""Restore points at which no conversation ends."""
+"""No conversation ends there."""
 
 
 class Valuation:
@@ -226,7 +226,7 @@ class Valuation:
         self._needs_snapshots = layout.needs_snapshots
         self._ends: dict[tuple[str, str], Node] = {}
         self._current: dict[tuple[str, str], dict[Node, None]] = {}
-        """Nodes valued as each session's end; several if the last was evicted."""
+        """Several if a session's last end was evicted."""
 
     def record_session_end(self, namespace: str, node: Node) -> list[Node]:
         """Records that `node` ends its session; returns other nodes valued so."""
@@ -266,10 +266,10 @@ class Valuation:
         return None if node.children else node
 
     def affected_above(self, node: Node, held: Mapping[Node, Candidate], seen: set[Node]) -> Iterator[Node]:
-        """Nodes above `node` whose chance a change there may have lowered; `held` has the values so far.
+        """Nodes above whose chance a change may have lowered; `held` has the values so far.
 
-        A restore point's chance depends on the next two below, and on the sessions that end below. Nodes further
-        above go to `seen`: several changes on one path visit them once.
+        A restore point's chance depends on the next two below, and on sessions that end below. Nodes further above go
+        to `seen`: several changes on one path visit them once.
         """
         num_points, above = 0, node.parent if self._needs_snapshots else None
         while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):
@@ -342,7 +342,7 @@ class Valuation:
         return 0
 
     def _tail_bytes(self, leaf: Node) -> int:
-        """Bytes of a leaf and of nodes useless without it."""
+        """Of a leaf and nodes useless without it."""
         num_bytes, node = leaf.num_bytes, leaf.parent
         while node is not None and self._needs_snapshots and not self._is_point(node):
             if len(node.children) > 1 or node.num_slots:
@@ -365,7 +365,7 @@ def _is_last_point(node: Node) -> bool:
 
 
 def _newer(node: Node) -> Node | None:
-    """The next restore point or leaf below; None at a fork."""
+    """None at a fork."""
     if len(node.children) != 1:
         return None
     (node,) = node.children.values()
@@ -375,14 +375,14 @@ def _newer(node: Node) -> Node | None:
 
 
 def _is_shared(node: Node) -> bool:
-    """Whether several sessions end below; a leaf without one counts."""
+    """Several sessions end below; a leaf without one counts."""
     owners = (leaf.session_id or leaf for leaf in _leaves(node))
     first = next(owners)
     return any(owner != first for owner in owners)
 
 
 def _leaves(node: Node) -> Iterator[Node]:
-    """One by one: a caller may need only the first of many."""
+    """A caller may need only the first of many."""
     stack = [iter((node,))]
     while stack:
         step = next(stack[-1], None)

@@ -67,7 +67,7 @@ class RowLeaf:
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
         """The most rows in a window class's buffers while `num_tokens` are evaluated.
 
-        A call with up to `chunk_tokens` adds rows before it removes old ones: more than the window.
+        A call adds rows, up to `chunk_tokens`, before it removes old ones.
         """
         raise AssertionError("every row is kept, and buffers are resized to what was reserved")
 
@@ -165,14 +165,14 @@ def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
 
 
 GROWTH_TOKENS = 256
-"""Rows by which a full span buffer grows. A growth reads and writes all rows once, attention reads them for each
-token: growing adds one part in 128.
+"""Growing a full span buffer reads and writes all rows once, attention reads them for each token: one part in 128
+more.
 """
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A row layer's index among the leaves, and its components' in their kind."""
+    """A row layer's index among leaves, its components' in their kind."""
 
     index: int
     leaf: RowLeaf
@@ -199,16 +199,16 @@ class Layout:
         windows = {leaf.window for _, leaf in rows if leaf.window}
         # Rows are kept for one common window; with several windows, the layers are taken whole instead.
         self.window = windows.pop() if len(windows) == 1 else 0
-        """Rows before an offset that restoring window layers needs; 0 without any."""
+        """See `cache.types.LayerKinds`."""
         self._spans = _places((index, leaf) for index, leaf in rows if not leaf.window)
         self._windows = _places((index, leaf) for index, leaf in rows if leaf.window and self.window)
         known = {place.index for place in (*self._spans, *self._windows)}
         self._recurrent = [index for index in range(len(leaves)) if index not in known]
 
     def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
-        """Leaves out layers whose `caches` are empty after the model has evaluated tokens.
+        """Leaves out layers whose `caches` stay empty when the model evaluates tokens.
 
-        Some models make a cache for each layer although some layers share another's keys and values.
+        Some models make a cache for layers that share another's keys and values.
         """
         used = [
             _places((place.index, place.leaf) for place, live in _pairs(places, caches) if place.leaf.length(live))
@@ -218,12 +218,10 @@ class Layout:
 
     @property
     def has_recurrent(self) -> bool:
-        """Whether some state is valid at single offsets only."""
         return bool(self._recurrent)
 
     @property
     def needs_snapshots(self) -> bool:
-        """Whether restoring needs more than spans: offsets must be chosen ahead."""
         return bool(self._recurrent or self._windows)
 
     # -- sizes
@@ -259,7 +257,7 @@ class Layout:
         return min((num for num in capacities if num is not None), default=None)
 
     def resize(self, caches: Sequence[LayerCache], capacity_tokens: int) -> None:
-        """Resizes span buffers to `capacity_tokens`, at least what they hold, unless larger by at most a step.
+        """Resizes span buffers to `capacity_tokens`, at least what they hold, unless larger by a step at most.
 
         One is copied after another: the extra memory is one buffer. The first evaluation allocates missing ones at
         this size. An error damages the caches.
@@ -450,9 +448,9 @@ class SequenceSizes:
         return int(rows) + 2 * self._recurrent_bytes
 
     def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:
-        """How many of `num_tokens` remain, maybe fewer than 0, when rows must take `excess_bytes` less.
+        """How many of `num_tokens` remain, maybe negative, when rows take `excess_bytes` less.
 
-        All if nothing has been measured.
+        All if nothing is measured.
         """
         if excess_bytes <= 0 or not self.bytes_per_token:
             return num_tokens

@@ -17,11 +17,11 @@ from cache.types import LayerCache
 
 _PROBE_BYTES = 1 << 20
 _SMALLEST_BYTES = 8
-"""The smallest allocation on CUDA, where sizes below a page are powers of two."""
+"""On CUDA, where sizes below a page are powers of two."""
 
 
 def owned(array: mx.array) -> mx.array:
-    """`array`, or if it is a view of a larger buffer, an evaluated copy."""
+    """`array`, or an evaluated copy if it is a view."""
     mx.eval(array)
     if is_view(array):
         array = mx.array(array)
@@ -64,7 +64,7 @@ def arrays_in(value: Any) -> list[mx.array]:
 
 
 PACK_BYTES = 32 << 20
-"""Rows of successive layers share an array up to this size: few buffers, little extra memory in paging."""
+"""Successive layers share an array up to this size: few buffers, little extra memory in paging."""
 
 
 class RowSource(Protocol):
