@@ -1,4 +1,4 @@
-"""Admits requests: chooses a slot, frees memory, restores as much of the prompt as possible.
+"""Admits requests: chooses a slot, frees memory, restores as much as possible.
 
 A request is admitted whole, waits for others, or is refused with an error that says why.
 """

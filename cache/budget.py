@@ -4,14 +4,14 @@ Stored bytes belong to nodes of the trie, live bytes to slots. A slot is charged
 bytes, so that an admitted sequence can grow to its expected length.
 
 CacheError
-├── BudgetExceeded     a sequence does not fit, even with everything else evicted
-├── PinnedFull         a sequence does not fit while other state is pinned
-├── PinLimit           a pin would take too much of the budget
-├── FolderError        the folder of the disk tier cannot be used
-│   ├── DiskInUse          another process has locked it
-│   ├── FolderUnsafe       it belongs to another user, or others can write into it
-│   └── FolderUnusable     it cannot be made, entered or written to
-└── DiskFault          stored state cannot be read back; it is gone, and evaluated again
+├── BudgetExceeded
+├── PinnedFull
+├── PinLimit
+├── FolderError
+│   ├── DiskInUse
+│   ├── FolderUnsafe
+│   └── FolderUnusable
+└── DiskFault
 """
 
 from pathlib import Path
@@ -109,7 +109,7 @@ class FolderError(CacheError):
 
 
 class FolderUnusable(FolderError):
-    """It cannot be made, entered or written to."""
+    """The folder cannot be made, entered or written to."""
 
     def __init__(self, folder: Path, cause: Exception) -> None:
         words = getattr(cause, "strerror", None) or str(cause)
@@ -117,18 +117,18 @@ class FolderUnusable(FolderError):
 
 
 class DiskInUse(FolderError):
-    """Another process has locked it."""
+    """Another process has locked the folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"the cache folder {folder} is in use by another process; give each its own")
 
 
 class FolderUnsafe(FolderError):
-    """Other users can change it."""
+    """The folder is another user's, or others can write into it."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(f"the cache folder {folder} {reason}; it holds people's conversations, so it is not used")
 
 
 class DiskFault(CacheError):
-    """Unreadable state: missing, foreign or damaged, or a failing disk."""
+    """State on disk is missing, foreign or damaged, or the disk fails: the state is evaluated again."""

@@ -1,6 +1,6 @@
-"""Moves state between memory and disk: promotes what a prompt needs, demotes what memory loses or disk lacks.
+"""Moves state between memory and disk: what a prompt needs, and what memory loses or disk lacks.
 
-Promotion reads only what goes beyond memory; `cache.disk.connector` decides whether that is worth a read.
+Promotion reads only beyond memory; `cache.disk.connector` decides whether that is worth a read.
 """
 
 from collections.abc import Iterator
@@ -42,11 +42,11 @@ class DiskMoves:
         memory.before_eviction = self._save_dropped
 
     def find_in_memory(self, lookup: Lookup) -> LookupResult:
-        """Returns what memory holds of a prompt."""
+        """What memory holds of a prompt."""
         return self.result_of(lookup.match(self._memory.find_trie(lookup.namespace)))
 
     def result_of(self, match: NodeMatch) -> LookupResult:
-        """Returns what of a match can be restored now."""
+        """What of a match can be restored now."""
         return look_up(match, self._pager.slots, self._pager.layout)
 
     def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:
@@ -55,13 +55,13 @@ class DiskMoves:
         return self.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
 
     def find_restorable(self, lookup: Lookup) -> int:
-        """Tokens of a prompt that memory and disk can restore together."""
+        """Tokens that memory and disk can restore together."""
         found = self.find_in_memory(lookup)
         disk_match = self._find_on_disk(lookup, found)
         return found.restorable if disk_match is None else disk_match.offset
 
     def prefetch(self, lookup: Lookup) -> Prefetch | None:
-        """Begins to read what `promote` would wait for, if anything."""
+        """Begins to read what `promote` would wait for."""
         disk_match = self._find_on_disk(lookup, self.find_in_memory(lookup)) if self.disk is not None else None
         if self.disk is None or disk_match is None:
             return None

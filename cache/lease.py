@@ -68,17 +68,17 @@ class Lease:
         return self._slot.offset
 
     def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
-        """Where the next prefill chunk ends: at `chunk_end`, or a restore point before."""
+        """The next prefill chunk's end: at `chunk_end`, or a restore point before."""
         stop = chunk_end(self.offset, limit, chunk_tokens)
         return min((point for point in self._points if self.offset < point < stop), default=stop)
 
     def want(self, point: RestorePoint) -> None:
-        """Requests another restore point ahead, if the model needs any."""
+        """Requests a restore point ahead, if the model needs any."""
         if self._recorder.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
             self._points.setdefault(point.offset, point)
 
     def advance(self, tokens: TokenArray) -> None:
-        """Records evaluated prompt tokens; captures a restore point if one is here."""
+        """Records evaluated prompt tokens; captures a restore point here, if requested."""
         self._slot.log.append(tokens)
         self._record_here()
 
@@ -103,7 +103,7 @@ class Lease:
     def append(self, token: int, *, is_evaluated: bool = False) -> None:
         """Records one token of a decode step; the first is the prompt's last.
 
-        With `is_evaluated` the caches hold only this sequence, evaluated: a restore point can be captured.
+        A restore point can be captured if `is_evaluated`: the caches hold only this sequence, evaluated.
         """
         may_capture = is_evaluated and self.captures_next
         self._slot.log.append(np.array([token], np.int32))
@@ -111,7 +111,7 @@ class Lease:
             self._record_here()
 
     def keep(self, kind: RestorePointKind) -> None:
-        """Captures a restore point where the sequence is now. The caches must be evaluated."""
+        """Captures a restore point at the sequence's end. The caches must be evaluated."""
         self._recorder.commit(self._slot)
         self._recorder.capture(self._slot, kind)
 
@@ -163,7 +163,7 @@ class PrivateLease(Lease):
         self.discard()
 
     def suspend(self) -> None:
-        """Forgets the sequence; its next lease evaluates it again."""
+        """Forgets the sequence, which is evaluated again."""
         self.discard()
 
     def _record_all(self) -> None:
@@ -172,7 +172,7 @@ class PrivateLease(Lease):
 
 @dataclass(frozen=True, eq=False)
 class Recorder:
-    """Trie and budget operations of one cache's leases."""
+    """Trie and budget operations of leases."""
 
     memory: MemoryTier
     pager: Pager
@@ -212,7 +212,7 @@ class Recorder:
         self.memory.order.ended(trie.namespace, tip)
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
-        """Stores what restoring a slot's sequence at its present end takes."""
+        """Stores what restoring the sequence at its end takes."""
         trie, node = self.pager.trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
@@ -224,7 +224,7 @@ class Recorder:
             self.reclaimer.free_excess(is_background=slot.turn.is_background)
 
     def measure(self, slot: Slot) -> None:
-        """Charges a slot with its allocated bytes."""
+        """Charges a slot's allocated bytes."""
         self.layout.bound_growth(slot.caches)
         self.pager.measure(slot)
 

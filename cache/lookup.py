@@ -14,7 +14,7 @@ class Lookup:
     """A prompt and its last match: only the rest is compared again. Worker thread only."""
 
     def __init__(self, tokens: TokenArray, *, namespace: str = "") -> None:
-        """The last prompt token is never restored: one must be left to evaluate."""
+        """The last prompt token is never restored: the model needs one."""
         self.namespace = namespace
         self.tokens = tokens[:-1]
         self._place: Place[Node] | None = None
@@ -30,9 +30,9 @@ class Lookup:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """How much of a match can be restored. Valid until the cache changes.
+    """How much of a match is restorable. Valid until the cache changes.
 
-    Eviction spares only `nodes_to_restore`: look up again afterwards.
+    Eviction spares only `nodes_to_restore`: look up again then.
     """
 
     match: NodeMatch
@@ -48,18 +48,18 @@ class LookupResult:
         return self.match.path
 
     def restorable_in(self, slot: Slot) -> int:
-        """Tokens that can be restored for a request in `slot`."""
+        """Tokens restorable for a request in `slot`."""
         return max(self.stored, _continued(slot, self.shared[slot.index]))
 
     def needed_in(self, slot: Slot, layout: Layout) -> list[Node]:
-        """Nodes that must not be evicted for that."""
+        """Nodes that must then not be evicted."""
         offset = self.restorable_in(slot)
         is_live = offset == _continued(slot, self.shared[slot.index])
         return node_at(self.path, offset) if is_live else nodes_to_restore(layout, self.path, offset)
 
 
 def look_up(match: NodeMatch, slots: Sequence[Slot], layout: Layout) -> LookupResult:
-    """Determines how much of a match can be restored."""
+    """How much of a match is restorable."""
     path, length = set(match.path), match.length
     # Sequences with a common prefix share the nodes of a trie, so no tokens are compared here.
     shared = [min(slot.tip.meeting(path).stop, length) for slot in slots]

@@ -44,7 +44,7 @@ class Holdings:
         self.total = Holding(*(total - old + new for total, old, new in changes))
 
     def check(self, nodes: list[Node]) -> None:
-        """Asserts that exactly these nodes are counted, with current values."""
+        """Asserts that exactly these nodes are counted."""
         assert {node: _holding_of(node) for node in nodes} == self._nodes, "a change of a node was not counted"
         sums = (sum(column) for column in zip(Holding(), *self._nodes.values(), strict=True))
         assert self.total == Holding(*sums), f"{self.total} is not the sum over the nodes"
@@ -145,17 +145,17 @@ class MemoryTier:
         return list(self._namespaces)
 
     def find_trie(self, namespace: str) -> PrefixTrie:
-        """Returns a namespace's trie, or an empty one that is not stored."""
+        """A namespace's trie, or an empty one not stored."""
         found = self._namespaces.get(namespace)
         return PrefixTrie() if found is None else found.trie
 
     def holdings(self, namespace: str) -> Holdings:
-        """Returns what a namespace's trie holds; nothing without one."""
+        """What a namespace's trie holds."""
         found = self._namespaces.get(namespace)
         return Holdings() if found is None else found.holdings
 
     def nodes(self) -> Iterator[tuple[PrefixTrie, Node]]:
-        """Yields every node with its trie, parents before children."""
+        """Every node with its trie, parents first."""
         for trie, _ in self._namespaces.values():
             for node in trie.nodes():
                 yield trie, node
@@ -165,7 +165,7 @@ class MemoryTier:
         return sum(trie.num_nodes for trie, _ in self._namespaces.values())
 
     def clear(self, namespace: str | None) -> None:
-        """Drops the state of one namespace, or all, that lives in no slot."""
+        """Drops one namespace's state, or all, that lives in no slot."""
         tries = [trie for name, (trie, _) in self._namespaces.items() if namespace in (None, name)]
         for trie in tries:
             while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
@@ -188,12 +188,12 @@ class MemoryTier:
         self.order.used(trie.namespace, node, now)
 
     def supersede(self, trie: PrefixTrie, node: Node) -> None:
-        """Records that newer snapshots replace a node's: it is evicted first."""
+        """Newer snapshots replace a node's: it is evicted first."""
         node.last_used = 0
         self.order.changed(trie.namespace, node)
 
     def refresh_if_many_changed(self) -> None:
-        """Updates the eviction order ahead, so that eviction takes less time."""
+        """Updates the eviction order ahead of time."""
         self.order.refresh_if_many_changed()
         leaves, self._empty_leaves = self._empty_leaves, {}
         for node, trie in leaves.items():

@@ -43,12 +43,12 @@ class Pager:
         return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.slots))
 
     def use_caches_of(self, make_caches: Callable[[], list[LayerCache]]) -> None:
-        """Replaces the function that makes layer caches; all slots must be empty."""
+        """Replaces the maker of layer caches; all slots must be empty."""
         assert not any(slot.caches for slot in self.slots), "a slot holds caches of a model that has gone"
         self._make_caches = make_caches
 
     def enter(self, slot: Slot, trie: PrefixTrie) -> None:
-        """Assigns a slot to a namespace; an empty one gets layer caches."""
+        """Assigns a slot to a namespace; an empty slot gets layer caches."""
         slot.caches = slot.caches or self._make_caches()
         slot.namespace = trie.namespace
         if slot.tip.parent is None:
@@ -169,7 +169,7 @@ class Pager:
         self.ledger.reserve(slot.index, 0)
 
     def give_up(self, slot: Slot, path: Sequence[Node]) -> None:
-        """Empties a slot; drops nodes of `path` that are live only there or no longer whole."""
+        """Empties a slot; drops nodes of `path` that are live only there or damaged."""
         trie, homes = self.trie(slot.namespace), self._other_homes(slot)
         for node in path:
             if node.home is slot and node in homes:
@@ -201,7 +201,7 @@ class Pager:
             self.trie(slot.namespace).snap(slot.tip, self.snapshot(slot))
 
     def snapshot(self, slot: Slot) -> Snapshot:
-        """Copies the current state of a slot's window and recurrent layers."""
+        """Copies a slot's window and recurrent state."""
         offset, window = slot.offset, None
         if self.layout.window:
             first = max(0, offset - self.layout.window, self.layout.window_start(slot.caches, offset))

@@ -32,7 +32,7 @@ class _Pin:
 
 
 class Pins:
-    """All pins by name, which `Node.num_pins` counts. Worker thread only."""
+    """All pins by name. Worker thread only."""
 
     def __init__(self, ledger: Ledger) -> None:
         """Explicit pins may protect half of the ledger's budget."""
@@ -45,21 +45,21 @@ class Pins:
         return name in self._pins
 
     def pin(self, name: PinName, trie: PrefixTrie, tokens: TokenArray) -> int:
-        """Pins the stored state of `tokens`; returns their number. Raises PinLimit."""
+        """Pins stored state of `tokens`; returns their number. Raises PinLimit."""
         match = trie.match(tokens)
         if match.path:
             self._pin_path(name, match.path)
         return match.length
 
     def pin_until(self, name: PinName, trie: PrefixTrie, tokens: TokenArray, until: float) -> None:
-        """Pins the stored state of `tokens` softly, until the caller's clock reads `until`."""
+        """Pins stored state softly, until the caller's clock reads `until`."""
         assert name.is_soft
         path = trie.match(tokens).path
         if path:
             self._hold(name, _nodes_to_pin(path), until)
 
     def follow(self, namespace: str, session_id: str | None, tip: Node) -> None:
-        """Moves a session's pin, if any, to its sequence's present end."""
+        """Moves a session's pin, if any, to its sequence's end."""
         name = PinName(namespace, session_id or "")
         if name in self and tip.parent is not None:
             with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned

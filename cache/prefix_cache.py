@@ -1,9 +1,9 @@
 """The prefix cache of one model: the facade over its parts. All methods belong to the worker thread.
 
-`admission` gives a request a slot and restores its prompt, `lease` records what is evaluated. `lookup` finds what
-memory holds, `disk_moves` moves state to and from disk, `pager` between slots and tries. `memory_tier` and
-`eviction/` keep stored state within the budget, `reclaim` frees memory, `pins` protect some. Matching compares every
-token. Nothing here knows models, request parameters, or time.
+`admission` restores a request's prompt in a slot, `lease` records what is evaluated. `lookup` finds what memory
+holds, `disk_moves` moves state to and from disk, `pager` between slots and tries. `memory_tier` and `eviction/` keep
+stored state within the budget, `reclaim` frees memory, `pins` protect state. Nothing here knows models, request
+parameters, or time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,11 +93,11 @@ class PrefixCache:
         return self._admission.admit(request)
 
     def peek(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> int:
-        """Tokens of a prompt that could be restored now. Changes nothing."""
+        """How many tokens of a prompt are restorable now. Changes nothing."""
         return self._disk_moves.find_restorable(lookup or Lookup(tokens, namespace=namespace))
 
     def prefetch(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> Prefetch | None:
-        """Begins to read from disk what `begin` would wait for, if anything."""
+        """Begins to read from disk what `begin` would wait for."""
         return self._disk_moves.prefetch(lookup or Lookup(tokens, namespace=namespace))
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
@@ -150,7 +150,7 @@ class PrefixCache:
         return self._disk_moves.save()
 
     def end(self, timeout_seconds: float) -> None:
-        """Ends the cache; with a disk, first writes unsaved state as time allows."""
+        """Ends the cache; first writes unsaved state as time allows."""
         if self.disk is not None:
             self.disk.close(self.save(), timeout_seconds)
             self.disk = self._disk_moves.disk = None
@@ -166,7 +166,7 @@ class PrefixCache:
         self.pager.use_caches_of(_no_caches)
 
     def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
-        """Continues after `park`, on the worker thread of the same model loaded anew."""
+        """Continues after `park`, on the worker thread of the model loaded anew."""
         for slot in self.slots:
             slot.caches = []
         self.pager.use_caches_of(make_caches)

@@ -1,7 +1,8 @@
-"""Frees memory of one model's budget, and reserves it, for live buffers and for a sequence without a slot.
+"""Frees memory of one model's budget, and reserves it, for live buffers or a sequence without a slot. Worker thread
+only.
 
 In this order: idle slots are paged out, stored state is evicted, soft pins end and more is evicted. Live buffers are
-reserved when a sequence begins, and grow while it generates. Worker thread only.
+reserved when a sequence begins, and grow while it generates.
 """
 
 from collections.abc import Sequence
@@ -116,7 +117,7 @@ class Reclaimer:
             raise
 
     def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Grows live buffers by a step, up to `max_tokens` in total; False if not one more token fits."""
+        """Grows live buffers by a step, up to `max_tokens`; False if not one more token fits."""
         wanted = max(slot.offset + layout.GROWTH_TOKENS, slot.reserved_tokens)
         capacity = self._affordable(slot, min(wanted, max_tokens))
         if capacity <= slot.offset:
@@ -144,7 +145,7 @@ class SetAside:
     reclaimer: Reclaimer
 
     def try_take(self, num_tokens: int) -> bool:
-        """Sets memory aside for `num_tokens`, evicting session ends last; False if running requests hold it."""
+        """Sets aside memory for `num_tokens`, evicting session ends last; False if requests hold it."""
         num_bytes = self.reclaimer.sizes.bytes_for(num_tokens)
         if num_bytes > self.reclaimer.ledger.budget_bytes:
             return False

@@ -33,7 +33,7 @@ class SlotTurn:
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one live sequence. Between steps, `log` and layer caches hold the same tokens."""
+    """A place for one live sequence. Between steps `log` and layer caches hold the same tokens."""
 
     index: int
     caches: list[LayerCache]
@@ -55,7 +55,7 @@ class Slot:
         return len(self.log)
 
     def runs_session(self, namespace: str, session_id: str | None) -> bool:
-        """Whether the last request here belonged to that session."""
+        """Whether its last request was of that session."""
         return session_id is not None and self.turn.session_id == session_id and self.namespace == namespace
 
     def lease_to(self, session_id: str | None, *, is_volatile: bool) -> None:
@@ -132,7 +132,7 @@ class RequestClock:
         """In order of last use."""
 
     def begin(self, namespace: str, session_id: str | None, *, is_background: bool = False) -> None:
-        """Counts a request's start; one that `is_background` begins no session."""
+        """Counts a request's start; an `is_background` one begins no session."""
         self.now += 1
         if session_id is None or is_background:
             return

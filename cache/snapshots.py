@@ -1,9 +1,8 @@
 """Snapshots of window and recurrent state, the offsets they restore, and where to take and keep them. Pure.
 
-A *restore point* is an offset at which every layer can be restored: any offset if all state is sliceable per token,
-else where a snapshot was taken. A snapshot holds the window rows that no snapshot above holds, and shares the others:
-an offset can be restored if its last W rows are held, by however many snapshots. Recurrent state is restored exactly
-where it was captured.
+A *restore point* is an offset at which every layer can be restored: any if all state is sliceable per token, else
+where a snapshot was taken. A snapshot holds only window rows that no snapshot above holds: an offset can be restored
+if its last W rows are held, by however many. Recurrent state is restored exactly where it was captured.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Window and recurrent state for restoring at `offset`; window rows may serve later offsets too."""
+    """Window and recurrent state to restore `offset`; window rows may serve later ones."""
 
     offset: int
     window: "Segment | None"
@@ -40,7 +39,7 @@ class Snapshot:
 
 
 def deepest(layout: LayerKinds, match: NodeMatch) -> int:
-    """The deepest offset of a match where every layer can be restored."""
+    """The deepest restorable offset of a match."""
     if not layout.needs_snapshots:
         return match.length
     if not layout.window:
@@ -62,7 +61,7 @@ def deepest_up_to(layout: LayerKinds, node: Node) -> int:
 
 
 def is_restorable(layout: LayerKinds, node: Node) -> bool:
-    """Whether a sequence can be restored where a node ends."""
+    """Whether a node's end is restorable."""
     return deepest_up_to(layout, node) == node.stop
 
 
@@ -86,7 +85,7 @@ def cover(path: Sequence[Node]) -> tuple[int, int] | None:
 
 
 def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
-    """Nodes with rows of the window before `offset`, the last first."""
+    """Nodes with window rows before `offset`, the last first."""
     first, found = max(0, offset - layout.window), list[Node]()
     for node in reversed(path):
         if node.stop <= first:
@@ -111,7 +110,7 @@ def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[
 
 
 def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
-    """Whether a restore point further down needs window rows held only here."""
+    """Whether restore points below need window rows held only here."""
     rows = _window(node)
     return rows is not None and any(_shares_rows(layout, child, rows) for child in node.children.values())
 
@@ -171,8 +170,8 @@ INTERVAL_TOKENS = 8192
 def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
     """Where a prefill chunk from `offset` of a prompt of `limit` tokens ends, restore points aside.
 
-    Chunks end at multiples of their size, wherever they start, so that a hit and a miss evaluate the same shapes as
-    far as possible. A rest that fits is one chunk: each reads all weights, however short.
+    Chunks end at multiples of their size, so that a hit and a miss evaluate the same shapes if possible. A rest that
+    fits is one chunk: each reads all weights.
     """
     if limit - offset <= chunk_tokens:
         return limit
@@ -193,8 +192,8 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 
     `landing` is where its newest turn was restored. Of 2 817 recorded requests of coding agents, 130 continued at the
     last prompt's end or within what was new in it, which `landing` serves, 8 further back, nearly all others at the
-    end. These three points are kept, and ever fewer before: one is superseded if its neighbours are, seen from the
-    end, less than `THINNING_RATIO` apart.
+    end. These points are kept, and ever fewer before: one is superseded if its neighbours are, seen from the end,
+    less than `THINNING_RATIO` apart.
     """
     behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
     if not behind:
@@ -230,7 +229,7 @@ def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_
 
 
 def outlasts_turns(point: KeptPoint) -> bool:
-    """Whether a point stays useful however its conversation continues."""
+    """Whether a point stays useful, however the conversation continues."""
     return point.is_branch or point.kind in (RestorePointKind.SYSTEM_END, RestorePointKind.EXPLICIT)
 
 

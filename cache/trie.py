@@ -52,7 +52,7 @@ class TokenNode:
         return nodes
 
     def meeting(self, others: Collection[Self]) -> Self:
-        """The nearest of `others` on the way up, this node included; else the root."""
+        """The nearest of `others` from this node up; else the root."""
         node = self
         while node.parent is not None and node not in others:
             node = node.parent
@@ -66,7 +66,7 @@ class TokenNode:
         return True
 
     def join_state(self, parent: Self) -> None:
-        """Takes over `parent`'s state, whose edge comes to precede this one's."""
+        """Takes over the state of `parent`, whose edge precedes."""
 
     def drop_state(self) -> None:
         """Releases all state: the node has left the trie."""
@@ -84,7 +84,7 @@ TrieNodeCo = TypeVar("TrieNodeCo", bound=TokenNode, covariant=True)
 
 @dataclass(frozen=True)
 class Match(Generic[TrieNodeCo]):
-    """The longest stored prefix of some tokens; the last of `path` perhaps only in part."""
+    """The longest stored prefix of some tokens; the last node perhaps only in part."""
 
     path: list[TrieNodeCo]
     length: int
@@ -92,7 +92,7 @@ class Match(Generic[TrieNodeCo]):
 
 @dataclass(frozen=True, slots=True)
 class Place(Generic[TrieNodeCo]):
-    """Where the longest stored prefix of some tokens ends, on `node`'s edge. Valid until it `is_gone`."""
+    """Where a longest stored prefix ends, on `node`'s edge. Valid until it `is_gone`."""
 
     node: TrieNodeCo
     length: int
@@ -194,14 +194,14 @@ class TokenTrie(Generic[TrieNode]):
         return upper
 
     def can_absorb_parent(self, node: TrieNode) -> bool:
-        """Whether nothing needs the border between `node` and its parent."""
+        """Whether nothing needs the border to the parent."""
         parent = node.parent
         return (
             parent is not None and parent.parent is not None and len(parent.children) == 1 and node.may_join(parent)
         )
 
     def absorb_parent(self, node: TrieNode) -> None:
-        """Joins `node` with its parent, which leaves the trie. Requires `can_absorb_parent(node)`."""
+        """Joins `node` with its parent, which leaves the trie. Requires `can_absorb_parent`."""
         parent = node.parent
         if parent is None or parent.parent is None or not self.can_absorb_parent(node):
             raise ValueError(f"{node} cannot absorb its parent")
@@ -292,7 +292,7 @@ class NodeSnapshot(Protocol):
         """That dropping the snapshot frees."""
 
     def split(self, offset: int) -> tuple[Any, Any]:
-        """What remains valid at `offset`, if anything, and at the old `stop`."""
+        """What remains valid at `offset`, if anything, and at `stop`."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -341,7 +341,7 @@ class Node(TokenNode):
         (upper.span, self.span), (upper.snapshot, self.snapshot) = spans, snapshots
 
     def may_join(self, parent: "Node") -> bool:
-        """Whether `parent` needs no border, and both spans are stored or in one slot."""
+        """Whether the border is needless and both spans are stored or in one slot."""
         needs_border = parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None
         return (
             not needs_border
@@ -421,7 +421,7 @@ class PrefixTrie(TokenTrie[Node]):
         self._changed(node)
 
     def make_live(self, node: Node, home: Any) -> None:
-        """Records that a span is live in slot `home`; drops a stored copy."""
+        """Records a span as live in slot `home`; drops a stored copy."""
         if node.span is not None:
             self._count_bytes(-node.span.num_bytes)
             node.span = None

@@ -22,7 +22,7 @@ class LayerKinds(Protocol):
 
     @property
     def needs_snapshots(self) -> bool:
-        """Restoring needs more than spans: offsets must be chosen ahead."""
+        """Restoring needs more than spans: offsets are chosen ahead."""
 
 
 TokenArray: TypeAlias = NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""What the cache holds, as plain values for reports: copied, and bounded in number. Worker thread only."""
+"""What the cache holds, as plain values for reports: copied, bounded in number. Worker thread only."""
 
 import heapq
 from collections.abc import Iterable
@@ -123,10 +123,10 @@ class NamespaceView:
 
 
 class SharedTokens:
-    """Which tokens of some edges on disk are in memory too, and vice versa."""
+    """Which tokens on disk are in memory too, and vice versa."""
 
     def __init__(self, trie: PrefixTrie, edges: Iterable[DiskNode]) -> None:
-        """`edges` are in order, parents before children."""
+        """`edges` have parents before children."""
         self.in_memory: dict[DiskNode, Place[Node]] = {}
         """Where each edge's end matches."""
         self.on_disk: dict[Node, int] = {}
@@ -233,7 +233,7 @@ class CacheReports:
         )
 
     def edge(self, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
-        """One edge in memory, with at most `max_tokens` tokens; None if gone."""
+        """One edge in memory, with at most `max_tokens`; None if gone."""
         node = next((one for one in self._memory.find_trie(namespace).nodes() if one.number == number), None)
         if node is None:
             return None
@@ -241,7 +241,7 @@ class CacheReports:
         return EdgeDetail(node.start, node.stop, first_tokens, node.num_uses, _sessions_below(node))
 
     def namespaces(self) -> list[NamespaceView]:
-        """Sums of each namespace that holds anything, the most bytes first."""
+        """Sums of each namespace, the most bytes first."""
         on_disk = list[str]()
         if self._tier is not None:
             self._tier.notice_written()

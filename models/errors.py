@@ -39,7 +39,7 @@ class PromptTooLong(ModelError):
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         super().__init__(f"the prompt has {num_tokens} tokens or more; at most {max_tokens} can be taken")
         self.num_tokens = num_tokens
-        """So far."""
+        """Counted before tokenizing ended."""
         self.max_tokens = max_tokens
         self.param = "messages"
         """`messages` or `prompt`."""

@@ -1,7 +1,7 @@
 """Prepares what MLX takes from the system on Linux: a fast BLAS, and the C++ compiler.
 
 MLX's CPU backend links the reference BLAS, 30 times slower in float32 than OpenBLAS. A library loaded with global
-symbols before MLX replaces it (ELF gABI, "Shared Object Dependencies"). No Python package brings one.
+symbols first replaces it (ELF gABI, "Shared Object Dependencies"). No Python package brings one.
 """
 
 import ctypes

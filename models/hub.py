@@ -1,7 +1,7 @@
 """Downloads models into the local Hugging Face cache: only what MLX needs, never the same bytes twice.
 
 `huggingface_hub` keeps no part of an interrupted file. So weights are first fetched here, into `blobs/<sha256>.part`,
-which the next attempt continues; `snapshot_download` finds them and fetches the rest.
+which the next attempt continues; `snapshot_download` fetches the rest.
 """
 
 import errno
@@ -70,10 +70,8 @@ class PullPlanned:
 class PullProgress:
     """Progress of the download."""
 
-    """Progress of the download."""
-
     file: PlannedFile | None
-    """None for the small files together, at the beginning and at the end."""
+    """None for the small files, at the beginning and at the end."""
     file_bytes: int
     done_bytes: int
     total_bytes: int
@@ -88,7 +86,7 @@ class PullChecking:
 
 PullEvent: TypeAlias = PullPlanned | PullProgress | PullChecking
 TellPull: TypeAlias = Callable[[PullEvent], None]
-"""Called on the downloading thread; an exception ends the download, which keeps its bytes."""
+"""On the downloading thread; an exception ends the download, which keeps its bytes."""
 
 
 _BLOCK_BYTES = 1 << 20
@@ -128,8 +126,7 @@ class _Download:
 def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: int | None = None) -> Path:
     """Returns the folder of the model called `name`, after downloading what is missing.
 
-    Weights of more than `max_weights_bytes` are not fetched. Raises ModelNotFound and PullFailed; fetched bytes are
-    kept.
+    Weights above `max_weights_bytes` are not fetched. Raises ModelNotFound and PullFailed; fetched bytes are kept.
     """
     if name in BUILT_IN:
         return resolve(name)
@@ -265,7 +262,7 @@ def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, add:
 
 
 def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
-    """Seconds until another attempt; None if none makes sense."""
+    """None if another attempt makes no sense."""
     if not isinstance(error, HfHubHTTPError):
         return _PAUSE_SECONDS
     if error.response.status_code not in _BUSY:
@@ -309,7 +306,6 @@ class _SilentBar(tqdm):
 
 @contextmanager
 def _explained(repository: RepositoryName) -> Iterator[None]:
-    """Turns errors of hub, network and disk into PullFailed with one sentence."""
     endpoint = HfApi().endpoint
     try:
         yield

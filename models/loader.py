@@ -1,8 +1,8 @@
 """Loads a model folder: weights, configuration, tokenizer. Never downloads, never runs code from the folder.
 
-A folder that names its own code (`auto_map`) loads without it, or is refused if it needs it. The checksum of weights
-takes each array as 32-bit words; a chunk's sum of word × odd random multiplier, modulo 2^32, changes with nearly any
-change (multiply-shift hashing; Dietzfelbinger et al., 1997), equally on every device. It withstands no attacker.
+A folder that needs its own code (`auto_map`) is refused. The checksum takes each array as 32-bit words; a chunk's sum
+of word × odd random multiplier, modulo 2^32, changes with nearly any change (multiply-shift hashing; Dietzfelbinger
+et al., 1997), equally on every device. It withstands no attacker.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def _check_model_code(config: dict[str, Any], name: str) -> None:
 
 
 def _check_tokenizer_code(folder: Path, name: str) -> None:
-    """Raises ModelBroken for code that no `tokenizer.json` replaces: transformers' own may cut otherwise."""
+    """Refuses code that no `tokenizer.json` replaces: transformers' own may cut otherwise."""
     if (folder / "tokenizer.json").is_file():
         return
     code = _tokenizer_code(folder)
@@ -167,8 +167,8 @@ def load(
 ) -> LoadedModel:
     """Loads the model in the local folder `path`; blocks until all weights are in memory.
 
-    With `max_float32_bytes`, weights become the types fastest on a CPU, see `models.precision`. `tell` receives what
-    is being done. Raises ModelNotFound and ModelBroken.
+    With `max_float32_bytes`, weights get the types fastest on a CPU, see `models.precision`. `tell` hears of each
+    step. Raises ModelNotFound and ModelBroken.
     """
     check(path, name)
     tell("reading weights")
@@ -238,7 +238,6 @@ def _state_fingerprint(fingerprint: str, contents: str, precision: Precision) ->
 
 
 def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
-    """As mlx-lm knows it, else by tokens and template."""
     if wrapper.has_tool_calling:
         parser, end = wrapper.tool_parser, wrapper.tool_call_end or ""
         writes_json = bool(end) and str(getattr(parser, "__module__", "")).endswith(".json_tools")
@@ -336,7 +335,7 @@ def _arrays(tree: Any) -> Iterator[mx.array]:
 
 
 def _check_normalizer(path: Path, name: str) -> None:
-    """Raises ModelBroken for a tokenizer that first makes texts far longer."""
+    """Refuses a tokenizer that first makes texts far longer."""
     raw = path.read_bytes() if path.is_file() else b""
     if b"Replace" not in raw and b"\\u00" not in raw:
         return
@@ -369,7 +368,6 @@ def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerW
 
 
 def _vocab_size(model: Any, name: str) -> int:
-    """By a call that is never evaluated."""
     try:
         return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
     except Exception as error:  # as above: the architecture's own code

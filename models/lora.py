@@ -1,9 +1,8 @@
 """Layers with variants for adapters, and the choice of one for each row of a call. Worker thread only, once loaded.
 
-A wrapped layer holds the model's own and, per adapter, mlx-lm's layer around it. Rows of one adapter go through one
-of them, bit for bit as without this module. Rows of different adapters share a call if all variants are plain LoRA of
-linear layers and `can_mix` has shown that rows together differ from each alone by little against an adapter's effect.
-Otherwise they take turns.
+A wrapped layer holds the model's own and, per adapter, mlx-lm's layer around it. Rows of one adapter go through one,
+bit for bit as without this module. Rows of different adapters share a call if all variants are plain LoRA of linear
+layers and `can_mix` has shown that together they differ by little against an adapter's effect; else they take turns.
 """
 
 import logging
@@ -34,7 +33,7 @@ class _Mixture:
         self._places: dict[tuple[tuple[int, float], ...], tuple[mx.array, mx.array]] = {}
 
     def places(self, held: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
-        """Each row's index among the adapters `held` and its scale, 0 for none: `[num_rows]`, `[num_rows, 1, 1]`."""
+        """Each row's index among the adapters `held`, and its scale: `[num_rows]`, `[num_rows, 1, 1]`."""
         found = self._places.get(held)
         if found is None:
             place = {index: number for number, (index, _) in enumerate(held)}

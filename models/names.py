@@ -116,7 +116,7 @@ def _found(name: str) -> tuple[WeightsPlace, Path]:
 
 
 def _downloaded(name: str) -> tuple[WeightsPlace, Path]:
-    """Place and folder of a repository, or of a family's largest model here."""
+    """Of a repository, or of a family's largest model here."""
     family = find_family(name)
     repository = parse_repository(_largest_here(family, name) if family else name)
     if repository is None:
@@ -404,7 +404,6 @@ def suggest_smaller(name: str, limit_bytes: int) -> str | None:
 
 
 def _within(name: str, ignored: str) -> Sequence[ShortName]:
-    """Models of the families that `name` mentions, of the longest names."""
     spelled = {family: re.sub(ignored, "", family) for family in FAMILIES}
     families = [family for family in FAMILIES if spelled[family] in re.sub(ignored, "", name.lower())]
     longest = max((len(spelled[family]) for family in families), default=0)

@@ -110,7 +110,7 @@ _KINDS: dict[type[Module], Callable[[bool], Module]] = {
     QuantizedEmbedding: lambda has_bias: Embedding(1, 1),
     QuantizedSwitchLinear: lambda has_bias: SwitchLinear(1, 1, 1, bias=has_bias),
 }
-"""Packed layers, and makers of plain ones in their place."""
+"""Packed layers, and makers of plain ones."""
 _MATRICES = (*_KINDS, Linear, Embedding, SwitchLinear)
 
 

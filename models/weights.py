@@ -1,7 +1,7 @@
-"""Looks at a model's weight files without loading them: are they whole, and which weights are they? Knows no MLX.
+"""Looks at weight files without loading them: are they whole, and which weights are they? Knows no MLX.
 
 A safetensors file opens with the length of a JSON header, 8 bytes little-endian; the header gives each tensor's type,
-shape and place behind it. MLX reads lazily: a file cut short would fail in an evaluation.
+shape and place. MLX reads lazily: a file cut short would fail in an evaluation.
 """
 
 import hashlib

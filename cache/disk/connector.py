@@ -1,6 +1,6 @@
-"""Connects the trie in memory to the disk tier: finds what disk adds for a prompt, chooses what to write.
+"""Connects the trie in memory to the disk tier: what disk adds for a prompt, and what to write.
 
-Disk supplies rows that the trie lacks, and a snapshot where they end. In memory a snapshot may share window rows with
+Disk supplies rows that memory lacks, and a snapshot where they end. In memory a snapshot may share window rows with
 those above; on disk each is complete. Worker thread only.
 """
 
@@ -53,7 +53,7 @@ class DiskMatch:
         return [part for part in (self.span, self.snapshot) if part is not None]
 
     def load(self) -> tuple[Segment | None, Snapshot | None]:
-        """Reads the state into memory. Raises DiskFault; the state is then no longer found."""
+        """Reads the state. Raises DiskFault; the state is then no longer found."""
         segment = self.span.load() if self.span is not None else None
         return segment, Snapshot(self.offset, *self.snapshot.load()) if self.snapshot is not None else None
 

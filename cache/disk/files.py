@@ -1,8 +1,8 @@
 """Files of the disk tier: safetensors with checksums, written once, read in parts.
 
-A row is one token's state, so any range of rows is one read. Every `block_rows` rows have a checksum in the last
-tensor, `checksums`. A `Receipt`'s digest covers header and checksums, and so proves that a file is unchanged. Nothing
-here knows what the tensors mean.
+A row is one token's state: any range of rows is one read. Every `block_rows` rows have a checksum in the last tensor,
+`checksums`. A `Receipt`'s digest covers header and checksums: it proves that a file is unchanged. Nothing here knows
+what the tensors mean.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class FileSystem:
     """What the tier asks of the system; tests make it fail. Any call may raise OSError. Any thread."""
 
     def make_folder(self, path: Path) -> None:
-        """Creates a folder, unless it exists, that only its owner can enter."""
+        """Creates a missing folder that only its owner can enter."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def owner_and_mode(self, path: Path) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class FileSystem:
         return descriptor
 
     def create(self, path: Path) -> int:
-        """Opens a new file, readable by its owner only; replaces an old one."""
+        """Opens a new file that only its owner reads; replaces an old one."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def open(self, path: Path) -> int:
@@ -86,7 +86,7 @@ class FileSystem:
         return os.write(descriptor, data)
 
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        """Reads from `offset` into a buffer; returns the bytes read, 0 at the end."""
+        """Reads from `offset`; returns the bytes read, 0 at the end."""
         return os.preadv(descriptor, [into], offset)
 
     def size(self, descriptor: int) -> int:
@@ -111,7 +111,7 @@ class FileSystem:
         path.unlink(missing_ok=True)
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Size of each regular file in a folder; -1 for anything else."""
+        """Sizes of a folder's regular files; -1 for anything else."""
         found = {}
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -146,7 +146,7 @@ def write_all(files: FileSystem, descriptor: int, data: bytes | bytearray | memo
 
 
 def read_exactly(files: FileSystem, descriptor: int, num_bytes: int, offset: int) -> bytearray:
-    """Reads `num_bytes` at `offset`; raises DiskFault if fewer are left."""
+    """Raises DiskFault if fewer than `num_bytes` follow `offset`."""
     data = bytearray(num_bytes)
     rest = memoryview(data)
     while rest:
@@ -195,7 +195,7 @@ class Receipt:
 
 
 def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Receipt:
-    """Writes a safetensors file and waits until it is on disk. Raises OSError."""
+    """Writes a safetensors file, synced. Raises OSError."""
     header = _header(tensors, metadata)
     checksums, num_bytes = bytearray(), len(header)
     with opened(files, files.create(path)) as descriptor:

@@ -1,8 +1,8 @@
 """The folder of the disk tier: a lock, a secret, files and an index, changed in a safe order.
 
 A file is written under a temporary name, synced, renamed, then indexed; it leaves the index before it is deleted. The
-next opening deletes what an interrupted process left over. A prefix's key is the keyed hash of namespace and tokens,
-a file's name a hash of its key: without the folder's secret a name reveals no tokens.
+next opening deletes leftovers. A prefix's key is the keyed hash of namespace and tokens, a file's name a hash of its
+key: without the folder's secret a name reveals no tokens.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class DiskStore:
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskStore":
-        """Locks a folder, creating what is missing. Raises FolderUnsafe, DiskInUse or OSError."""
+        """Locks a folder, creates what is missing. Raises FolderUnsafe, DiskInUse or OSError."""
         files.make_folder(folder)
         _check_owner(files, folder)
         try:
@@ -205,7 +205,7 @@ class DiskStore:
         return receipt
 
     def delete(self, files: Iterable[StoredFile]) -> None:
-        """Deletes files and rows. Errors are logged; the next opening deletes leftovers."""
+        """Deletes files and rows. Errors are logged; the next opening deletes the rest."""
         names = [file.name for file in files if file.name]
         with self._logging_errors():
             self.index.drop(names)

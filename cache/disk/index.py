@@ -86,7 +86,7 @@ class WriteBudget:
         return DiskWrites(self.written_bytes, self._bytes_per_day)
 
     def correct(self, difference_bytes: int) -> None:
-        """Adds the difference between bytes written and the estimate counted."""
+        """Adds the difference between written and counted bytes."""
         self._num_bytes = max(0, self.written_bytes + difference_bytes)
 
 
@@ -131,7 +131,7 @@ class FileRow:
 
 
 class DiskIndex:
-    """An open database. Methods may raise OSError, sqlite3.Error, or UnicodeDecodeError from SQLite's messages."""
+    """An open database. Raises OSError, sqlite3.Error, or UnicodeDecodeError from SQLite's messages."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -216,7 +216,7 @@ class DiskIndex:
             database.executemany("UPDATE files SET last_used = ? WHERE name = ?", changes)
 
     def scrub(self) -> None:
-        """Empties the write-ahead log, where removed rows can still be read."""
+        """Empties the write-ahead log, where removed rows remain readable."""
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Input and output of the disk tier in its own threads: reading ahead, loading, and the queue of writes.
 
-Requests that wait for the same state share one read: the first to load it takes the memory, others find the state in
-the trie, or read again. One thread writes, in order. All methods belong to the worker thread.
+Requests that wait for the same state share one read: the first takes the memory, others find the state in the trie,
+or read again. One thread writes, in order. All methods belong to the worker thread.
 """
 
 import math
@@ -58,9 +58,9 @@ class Prefetch:
 
 
 class FileReader:
-    """Loads a folder's files, ahead or at once; drops and logs an unreadable one.
+    """Loads a folder's files, ahead or at once; drops and logs unreadable ones.
 
-    Without a store, and once closed, nothing can be loaded.
+    Without a store, and once closed, loads nothing.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class WriteQueue:
         return 2 * self.waiting_bytes > self._max_waiting_bytes
 
     def accepts(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more may wait; an empty queue accepts one file of any size."""
+        """Whether `num_bytes` more may wait; an empty queue accepts any file."""
         if self._store is None or self._elapsed() < self._paused_until:
             return False
         if self._writes and self.waiting_bytes + num_bytes > self._max_waiting_bytes:
@@ -209,7 +209,7 @@ class WriteQueue:
         return True
 
     def add(self, order: WriteOrder, num_bytes: int) -> None:
-        """Queues a file, which holds `num_bytes` of memory until written. Requires `accepts`."""
+        """Queues a file, which holds `num_bytes` until written. Requires `accepts`."""
         assert self._store is not None
         self._writes.append(_Write(order.file, num_bytes, self._thread.submit(self._store.write, order)))
         self.waiting_bytes += num_bytes
@@ -237,7 +237,7 @@ class WriteQueue:
             self._thread.submit(action, self._store)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits until every queued write has succeeded or failed; False on timeout."""
+        """Waits until all queued writes have ended; False on timeout."""
         if self._store is None:
             return True
         barrier = self._thread.submit(lambda: None)
@@ -245,7 +245,7 @@ class WriteQueue:
         return barrier.done()
 
     def close(self) -> None:
-        """Ends the thread: finishes the current file, drops the waiting ones."""
+        """Finishes the current file, drops waiting ones, ends the thread."""
         for write in self._writes:
             write.receipt.cancel()
         if self._store is not None:

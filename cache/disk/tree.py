@@ -27,7 +27,7 @@ MIN_GARBAGE = 1024
 class LruOrder:
     """Files in a heap, least recently used first, then by largest `stop`.
 
-    An entry may be outdated: its file was used again, or is GONE. `pop` notices: a use only moves a file back.
+    `pop` notices outdated entries, of files used again or GONE: a use only moves a file back.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class DiskTree:
     # ---------------------------------------------------------------------------------------------- questions
 
     def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
-        """Where the match of `tokens` ends, which follow `place`: `START`, or one not gone."""
+        """Where the match of `tokens` ends; they follow `place`, `START` or one not gone."""
         trie = self._tries.get(namespace)
         # A look-up must not create a namespace: a client may name a new one with each request.
         return trie.follow(place if place.length else Place(trie.root, 0), tokens) if trie is not None else START
@@ -165,7 +165,7 @@ class DiskTree:
         return next((node.snapshot for node in ends), None)
 
     def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
-        """Whether a place covers all `num_tokens`, and files hold later ones."""
+        """Whether a place covers all `num_tokens`, and files hold later tokens."""
         last = next(place.edges(num_tokens - 1, num_tokens), None)
         return last is not None and place.length == num_tokens and (last.stop > num_tokens or bool(last.children))
 

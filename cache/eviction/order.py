@@ -1,9 +1,8 @@
 """The order in which stored state is evicted, fair among namespaces, updated as nodes change. Pure.
 
-A node is valued again only when a change, of it or another, may have lowered its value: there are too many to value
-all. A risen value is noticed before eviction, and the node put back. Invariant: no value in the order is too high. A
-namespace's share is the budget divided by the number of namespaces that hold anything; those over it lose state
-first.
+A node is valued again only when a change may have lowered its value: there are too many to value all. A risen value
+is noticed before eviction, and the node put back. Invariant: no value in the order is too high. A namespace's share
+is the budget divided by the number of namespaces that hold anything; those over it lose state first.
 """
 
 import heapq
@@ -188,7 +187,7 @@ class EvictionOrder:
             self._latest.pop(node, None)
 
     def snapped(self, namespace: str, node: Node) -> None:
-        """Records a new snapshot, from which nodes below may be evaluated."""
+        """Records a new snapshot: nodes below may be evaluated from there."""
         self.changed(namespace, node)
         for below in self._valuation.evaluated_from(node):
             self.changed(namespace, below)

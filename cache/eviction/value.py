@@ -101,8 +101,7 @@ class Queue:
     """Candidates in the order of eviction.
 
     Time reorders only candidates of different ages. So those of about one age share a heap by weight, and only heaps'
-    firsts are compared. As differences in age matter less, neighbouring heaps are joined: there are some dozens at
-    most.
+    firsts are compared. Age differences matter less with time: neighbouring heaps are joined, some dozens remain.
     """
 
     def __init__(self) -> None:
@@ -258,7 +257,7 @@ class Valuation:
                 below += next_node.children.values()
 
     def leaf_counting(self, node: Node) -> Node | None:
-        """The only leaf below a node, whose value may count the node's bytes, if any."""
+        """The only leaf below, if any, whose value may count the node's bytes."""
         if not self._needs_snapshots or not node.children:
             return None
         while len(node.children) == 1 and not self._is_point(node):

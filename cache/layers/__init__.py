@@ -1,8 +1,8 @@
 """mlx-lm's layer caches taken apart into storable state, and put together again.
 
-Importing this package imports mlx-lm without two side effects on the process: it lowers RLIMIT_NOFILE, the hard limit
-too, for good; and its generators call `mx.set_wired_limit`, which with several streams and freed buffers can panic
-macOS. So import this package, or outside `cache` `models.mlx_lm_import`, before anything from `mlx_lm`.
+Importing this package imports mlx-lm without two side effects: mlx-lm lowers RLIMIT_NOFILE, the hard limit too, and
+its generators call `mx.set_wired_limit`, which with several streams and freed buffers can panic macOS. So import this
+package, or outside `cache` `models.mlx_lm_import`, before anything from `mlx_lm`.
 """
 
 import importlib

@@ -227,7 +227,7 @@ class Layout:
     # -- sizes
 
     def live_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Bytes of live caches in the allocator, unused capacity included."""
+        """Live caches' bytes in the allocator, with unused capacity."""
         arrays = [array for cache in leaves_of(caches) for array in arrays_in(cache)]
         mx.eval(arrays)
         return int(mx.get_array_buffer_size(*arrays)) if arrays else 0
@@ -286,7 +286,7 @@ class Layout:
     def cut_spans(
         self, caches: Sequence[LayerCache], ranges: Sequence[tuple[int, int]], *, consume: bool = False
     ) -> list[Segment]:
-        """Copies token ranges out of live span caches, one owned segment per half-open range.
+        """Copies half-open token ranges out of live span caches, as owned segments.
 
         With `consume` each layer is dropped once copied: the extra memory is one pack.
         """
@@ -311,10 +311,9 @@ class Layout:
         offset: int,
         capacity_tokens: int,
     ) -> None:
-        """Makes live span caches hold `[0, offset)`: their first `keep` rows, then those of `sources`.
+        """Makes live span caches hold `[0, offset)`: their first `keep` rows, then `sources`.
 
-        Buffers get `capacity_tokens`. Sources forget components once copied. Raises AssertionError if rows are
-        missing.
+        Buffers get `capacity_tokens`. Sources forget copied components. Raises AssertionError if rows are missing.
         """
         for place, live in _pairs(self._spans, caches):
             held = [array[..., :keep, :] for array in place.leaf.arrays(live)] if keep else []
@@ -440,8 +439,8 @@ class SequenceSizes:
     def bytes_for(self, num_tokens: int) -> int:
         """About the most bytes of a live sequence until it has `num_tokens`.
 
-        A window layer counts with its rows right after a prefill chunk. Recurrent state counts twice: while rows
-        decode together, the runner holds a merged copy.
+        A window layer counts right after a prefill chunk. Recurrent state counts twice: while rows decode together,
+        the runner holds a merged copy.
         """
         in_windows = self._layout.max_window_rows(num_tokens, self._chunk_tokens)
         rows = num_tokens * self.bytes_per_token + in_windows * self._window_bytes_per_token

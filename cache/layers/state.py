@@ -122,7 +122,7 @@ class Segment:
         return pack.rows[row : row + 1]
 
     def forget(self, index: int) -> None:
-        """Drops an array once all its components are forgotten, while the segment moves into caches."""
+        """Drops an array once all its components are forgotten: the segment moves into caches."""
         pack, _ = self._where.pop(index)
         pack.num_wanted -= 1
         if pack.num_wanted == 0:
@@ -150,9 +150,9 @@ class Segment:
 
 
 def assert_rows(rows: mx.array, start: int, stop: int) -> None:
-    """Raises AssertionError unless an array, [..., num_tokens, width], has a row per token of `[start, stop)`.
+    """Raises AssertionError unless `[..., num_tokens, width]` has a row per token of `[start, stop)`.
 
-    `assert` can be switched off; with wrong rows the model would write wrong tokens, unnoticed.
+    `assert` can be switched off; wrong rows would give wrong tokens, unnoticed.
     """
     if rows.shape[-2] != stop - start:
         raise AssertionError(f"{rows.shape[-2]} rows for the tokens [{start}, {stop})")
@@ -221,7 +221,7 @@ def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
 class RecurrentState:
     """Whole state of the recurrent layers at one offset. Immutable, owns its bytes.
 
-    Shares buffers with a live cache at most, never array objects: a model that writes in place gets a new buffer.
+    Shares at most buffers with a live cache: a model that writes into an array gets a new buffer.
     """
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:

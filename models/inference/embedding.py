@@ -29,7 +29,6 @@ class Embedder:
     """Makes vectors with one model."""
 
     def __init__(self, model: Any, adapters: AdapterSet | None = None) -> None:
-        """`adapters` are attached to the model."""
         self._model = model
         self._adapters = adapters
 
@@ -59,7 +58,7 @@ class Embedder:
         return LongText(evaluate, finish, list(make_prompt_cache(self._model)), reading)
 
     def _evaluation(self, reading: Reading) -> _Evaluate:
-        """The trunk, or the model if it judges and its head is unknown."""
+        """The trunk; the model if it judges with an unknown head."""
         if isinstance(reading, Pooling) or self._head is not None:
             return self._trunk
         return cast(_Evaluate, self._model)
@@ -73,7 +72,7 @@ class Embedder:
 
     @cached_property
     def _head(self) -> _Evaluate | None:
-        """From the trunk's states to logits; None if not found from the outside."""
+        """None if not found from the outside."""
         try:
             trunk = self._trunk
         except EmbeddingUnsupported:
@@ -84,7 +83,7 @@ class Embedder:
 
     @cached_property
     def _trunk(self) -> _Evaluate:
-        """The innermost nested part that gives states; raises EmbeddingUnsupported without any."""
+        """The innermost part that gives states; raises EmbeddingUnsupported."""
         found: Any = None
         part = _next_part(self._model)
         while part is not None:

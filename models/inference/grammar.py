@@ -131,7 +131,7 @@ class LlguidanceMatcher:
     """Follows one output."""
 
     def __init__(self, grammar: LlguidanceGrammar, num_at_renewal: int = -_RENEWAL_TOKENS) -> None:
-        """`num_at_renewal`: tokens accepted at the last renewal; the first is always allowed."""
+        """`num_at_renewal`: tokens at the last renewal; the first is always allowed."""
         self._grammar = grammar
         self._beginning, self._matcher = grammar.copy()
         self._words = np.zeros((1, len(grammar.free)), np.int32)
@@ -173,7 +173,7 @@ class LlguidanceMatcher:
         self._matcher.consume_tokens(self._tokens)
 
     def _spell_out(self, words: MaskWords) -> None:
-        """A mask's only token, if special and standing for text, would be rejected."""
+        """A mask's only token would be rejected if special and standing for text."""
         (token,) = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[:1].tolist()
         if self._matcher.validate_tokens([token]) == 1:
             return

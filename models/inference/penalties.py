@@ -1,7 +1,7 @@
 """Penalties on tokens that occurred before, and tokens that a request rules out, for all rows of a decode step.
 
-A penalty takes over its rows' state when the rows change, counts every sampled token unread, and gives the state
-back. A grammar wins over tokens ruled out. If no row uses a kind, its `of` returns None.
+A penalty takes over its rows' state when the rows change, counts sampled tokens unread, and gives the state back. A
+grammar wins over tokens ruled out. Without a row that uses a kind, its `of` returns None.
 """
 
 import math
@@ -83,8 +83,6 @@ class _Repetition(Penalty):
 
 @dataclass
 class _Occurrences(Penalty):
-    """Presence and frequency penalties, of output tokens."""
-
     counts: mx.array
     presence: mx.array
     frequency: mx.array
@@ -114,7 +112,7 @@ class _Occurrences(Penalty):
 
 @dataclass
 class _Windowed(Penalty):
-    """All three penalties on the last tokens of prompt and output."""
+    """All three penalties, on the last tokens."""
 
     counts: mx.array
     recent: mx.array
@@ -225,7 +223,7 @@ class _Dry(Penalty):
 
 
 def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | None:
-    """One array, with `missing` for None; None if all are."""
+    """With `missing` for None; None if all are."""
     if all(row is None for row in rows):
         return None
     return mx.stack([missing if row is None else row for row in rows])
@@ -297,7 +295,7 @@ class _BadWords(Penalty):
 
 
 class _EarlyEnds(Penalty):
-    """Excludes end tokens before a row's `min_tokens`. The rows change with each draw."""
+    """The affected rows change with each draw."""
 
     def __init__(self, rows: Sequence[RowSampling]) -> None:
         self._rows = rows
@@ -327,5 +325,5 @@ def _is_early(row: RowSampling) -> bool:
 
 
 def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
-    """`logits` for rows that would be left without a token."""
+    """`logits` for rows left without a token."""
     return mx.where(ruled_out.max(axis=-1, keepdims=True) > -math.inf, ruled_out, logits)

@@ -3,8 +3,7 @@
 Rows of different lengths are decoded together, and each is compared with the same row alone: logits, and what every
 layer writes into its caches. Rows lie before, at and beyond every length where the model may change: bounds of layer
 caches, windows that it asks masks for, numbers of its configuration named like a bound of attention. Long rows are
-synthetic, drawn from a few real tokens, with large values where a window ends or a chunk begins: a mask wrong by one
-token then shows.
+synthetic, drawn from a few real tokens, with large values at borders: a mask wrong by one token then shows.
 
 The *spread* between a row alone as one chunk and token by token tells the size of rounding. Rounding may change a
 discrete choice, such as of an expert; only a fault comes back with new random tokens at the same row, step and layer.
@@ -204,7 +203,7 @@ _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
 """By which mlx-lm's caches grow."""
 _STEPS = ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))
-"""Rows of each step; at last one has left and the order has changed."""
+"""With their rows; at last one has left and the order has changed."""
 
 
 class NotProven(Exception):
@@ -249,7 +248,7 @@ def is_ragged(
 
 
 class _Evaluator:
-    """Calls the model, or raises NotProven if that would end too late."""
+    """Raises NotProven if a call would end too late."""
 
     def __init__(self, model: Any, clock: Callable[[], float], max_seconds: float) -> None:
         self._model = model
@@ -263,7 +262,7 @@ class _Evaluator:
         return list(make_prompt_cache(self._model))
 
     def measure(self) -> list[int]:
-        """Times the second evaluation of one token; returns lengths where the model may change."""
+        """Times the second evaluation; returns lengths where the model may change."""
         self([[0]], self.make_caches())
         begun, caches = self._clock(), self.make_caches()
         windows = spy_on_masks(caches)
@@ -287,7 +286,7 @@ class _Evaluator:
 
 
 class _Rows:
-    """A short row, one that reaches the border while it decodes, and one beyond."""
+    """A short row, one that reaches the border while decoding, and one beyond."""
 
     def __init__(self, evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> None:
         rng = np.random.default_rng([border, seed])
@@ -359,7 +358,7 @@ def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
 
 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
-    """A row's logits and cache writes after each step, and recurrent state at the end."""
+    """Logits and cache writes after each step, recurrent state at the end."""
     found = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
     for layer, cache in enumerate(leaves(caches)):
         if isinstance(cache, ArraysCache):
@@ -399,7 +398,7 @@ def _find_fault_at(evaluate: _Evaluator, border: int, vocab_size: int, seed: int
 
 
 def _suspects(rows: _Rows, eps: float) -> dict[_Observed, float]:
-    """Where, and by how much, rows together differ from each alone by more than rounding."""
+    """Where, and by how much, rows together differ by more than rounding."""
     alone, in_chunks, together = rows.alone(), rows.in_chunks(), rows.together()
     spreads: dict[tuple[int, int], float] = defaultdict(lambda: max(eps, _SMALLEST_SPREAD))
     for key, array in alone.items():
@@ -409,7 +408,7 @@ def _suspects(rows: _Rows, eps: float) -> dict[_Observed, float]:
 
 
 def _difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Root mean square of differences, each relative to its value plus the median size."""
+    """Root mean square, each relative to its value plus the median size."""
     size = np.abs(expected)
     with np.errstate(invalid="ignore", divide="ignore"):
         parts = (found - expected) / (size + np.median(size))

@@ -132,7 +132,6 @@ class RaggedBatch:
     """
 
     layers: list[LayerCache]
-    """The model's cache argument."""
 
     def __init__(self, rows: Sequence[Sequence[LayerCache]]) -> None:
         """Raises `NotRagged`."""
@@ -155,7 +154,7 @@ def leaves(caches: Iterable[LayerCache]) -> Iterator[LayerCache]:
 
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
-    """Evaluates recurrent state in `caches` and copies slices, which would keep a whole batch in memory."""
+    """Evaluates recurrent state and copies slices, which would keep a whole batch in memory."""
     layers = [own for own, _ in _recurrent_layers(caches, caches)]
     mx.eval([layer.cache for layer in layers])
     for layer in layers:
@@ -184,7 +183,7 @@ def _recurrent_layers(
 
 
 def _split(batch: mx.array, num_rows: int) -> Sequence[mx.array]:
-    """Views with a batch axis of 1, in one operation."""
+    """As views with a batch axis of 1, in one operation."""
     return cast(Sequence[mx.array], mx.split(batch, num_rows))  # the stub says array
 
 

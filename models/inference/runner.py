@@ -46,7 +46,7 @@ class StepLogprobs:
     """Distributions of a step's rows that requested them; lazy until the step is evaluated."""
 
     places: dict[int, int]
-    """From rows of the step to rows of the arrays."""
+    """From rows of the step to the arrays'."""
     num_top: list[int]
     all: mx.array
     """Natural logarithms, float32 `[num_telling, vocab_size]`."""
@@ -277,7 +277,7 @@ class Runner:
         mx.clear_streams()
 
     def _evaluate(self, rows: Sequence[DecodeRow], tokens: mx.array) -> mx.array:
-        """Logits `[num_rows, vocab_size]` of one token per row."""
+        """Logits `[num_rows, vocab_size]`."""
         groups = self._groups(rows)
         if len(groups) == 1:
             return self._evaluate_group(rows, tokens)
@@ -286,7 +286,7 @@ class Runner:
         return mx.concatenate(parts)[mx.array(order)]
 
     def _groups(self, rows: Sequence[DecodeRow]) -> list[list[int]]:
-        """Row indices to evaluate together: all, or those of one adapter."""
+        """All rows, or those of one adapter."""
         if self.mixes:
             return [list(range(len(rows)))]
         places: dict[int, list[int]] = {}
@@ -316,7 +316,7 @@ class Runner:
         return self._joined.layers
 
     def _dissolve(self) -> None:
-        """Gives joined rows their recurrent state back, as lazy slices."""
+        """Gives rows their recurrent state back, as lazy slices."""
         for index in range(len(self._joined_rows)):
             self._extract(index)
         self._forget_joined()
@@ -340,7 +340,7 @@ class Runner:
 
 
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
-    """What each row is fed, uint32 `[num_rows]`, without waiting for `previous`."""
+    """Uint32 `[num_rows]`, without waiting for `previous`."""
     host_tokens = [row.next_token for row in rows if row.next_token is not None]
     if len(host_tokens) == len(rows):
         return mx.array(host_tokens, dtype=mx.uint32)

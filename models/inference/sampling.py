@@ -21,7 +21,7 @@ from models.inference.sampling_state import RowSampling, column
 from models.output.grammar import MaskWords
 
 ALL_MASS = 2.0
-"""Never reached: rounding must not drop the tail of a row that wants all."""
+"""Never reached: rounding must not drop a row's tail."""
 
 
 class Filter(Protocol):
@@ -69,7 +69,7 @@ class _NearMaximum:
 
 @dataclass
 class _Likeliest:
-    """Top-k, top-p, then min-p, from the likeliest `num_sorted` tokens. Each row's maximum must be 0."""
+    """From the likeliest `num_sorted` tokens. Each row's maximum must be 0."""
 
     top_k: mx.array
     top_p: mx.array | None
@@ -168,7 +168,7 @@ def _xtc_threshold(row: RowSampling) -> float:
 
 
 def _num_within(probs: mx.array, mass: mx.array) -> mx.array:
-    """How many of each row's first `probs` add up to `mass`, at least 1: `[num_rows, 1]`."""
+    """How many first `probs` add up to `mass`, at least 1: `[num_rows, 1]`."""
     return (mx.cumsum(probs, axis=-1) - probs < mass).sum(axis=-1, keepdims=True)
 
 
@@ -211,7 +211,7 @@ class BatchSampler:
 
 
 class _Batch:
-    """Rows' parameters as arrays; None for what no row uses."""
+    """None for what no row uses."""
 
     def __init__(self, rows: Sequence[RowSampling], vocab_size: int) -> None:
         self._rows = list(rows)
@@ -285,5 +285,5 @@ def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
 
 
 def _gumbel_noise(keys: mx.array, vocab_size: int) -> mx.array:
-    """Noise `[num_rows, vocab_size]` from keys, uint32 `[num_rows, 2]`."""
+    """`[num_rows, vocab_size]` from keys, uint32 `[num_rows, 2]`."""
     return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)

@@ -14,7 +14,6 @@ GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: dividing by them would overflow."""
 
 ALL_TOKENS = -1
-"""An unbounded window's length."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ class SamplingParams:
     dry_penalty_last_n: int = ALL_TOKENS
     """Last tokens searched for repetitions; -1 is all, 0 none."""
     dry_breakers: tuple[int, ...] = ()
-    """Tokens that no repetition reaches across."""
+    """No repetition reaches across."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and bias, range [-100, 100]."""
+    """By token id, range [-100, 100]."""
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     top_logprobs: int | None = None

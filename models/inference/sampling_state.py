@@ -73,7 +73,7 @@ class RepeatedEnds:
 
 
 def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """For each place, tokens before it that equal the last ones, none of which `breaks`."""
+    """Tokens before each that equal the last ones, none of which `breaks`."""
     lengths = np.zeros(recent.size, np.int32)
     places = np.arange(recent.size)
     for length in range(1, min(MAX_REPEATED, recent.size - 1) + 1):
@@ -128,9 +128,9 @@ class RowSampling:
         self.counts: mx.array | None = None
         """Of output tokens, float32 `[vocab_size]`, for presence and frequency penalties."""
         self.divisors: mx.array | None = None
-        """Repetition penalty for tokens of prompt and output, else 1, float32 `[vocab_size]`."""
+        """`repetition_penalty` for seen tokens, else 1, float32 `[vocab_size]`."""
         self.window: PenaltyWindow | None = None
-        """What all penalties look at, in place of the two before."""
+        """All penalties look at it, instead of the two above."""
         self.repeated: RepeatedEnds | None = None
         self.output_end: mx.array | None = None
         """Int32, for bad words of more than one token."""
@@ -165,7 +165,7 @@ class RowSampling:
 
 
 def _divisors(penalty: float, held: Iterable[TokenIds], vocab_size: int) -> NDArray[np.float32]:
-    """`penalty` for tokens in `held`, else 1, `[vocab_size]`."""
+    """`penalty` for tokens in `held`, else 1."""
     divisors = np.ones(vocab_size, np.float32)
     for token_ids in held:
         ids = np.asarray(token_ids, np.int64)

@@ -50,7 +50,6 @@ class Detokenizer:
         }
         self.tokenizer = tokenizer
         self.silent_ids = frozenset(_special_ids(tokenizer) - visible) | frozenset(eos_token_ids)
-        """Without text."""
         self._encoding = _byte_encoding(tokenizer)
         self._bytes: dict[int, bytes] = {}
 

@@ -76,7 +76,7 @@ class OutputGrammar:
 
     compiled: CompiledGrammar
     reasoning_start: int | None = None
-    """May begin reasoning before the constrained answer, if anything may."""
+    """Begins reasoning before the answer, if anything may."""
     begun: str = ""
     """The answer's beginning in the prompt."""
     forces_calls: bool = False

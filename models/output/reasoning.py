@@ -59,7 +59,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True)
 class Thinking:
-    """What the engine knows of a request's reasoning."""
+    """The engine's knowledge of a request's reasoning."""
 
     reasoning_format: ReasoningFormat
     is_open: bool = False
@@ -165,7 +165,6 @@ class ReasoningWatch:
 
     def __init__(self, thinking: Thinking) -> None:
         self.num_tokens = 0
-        """Of the reasoning so far."""
         self._thinking = thinking
         self._phase = _Phase.REASONING if thinking.is_open else _Phase.BEFORE
         markers = thinking.reasoning_format

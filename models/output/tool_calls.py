@@ -104,7 +104,7 @@ def _tool_call(fields: Any) -> ToolCall:
 
 
 def _arguments_text(fields: Any) -> str:
-    """An object's JSON text, `{}` without arguments; raises otherwise."""
+    """`{}` without arguments; raises for anything but an object."""
     arguments = fields.get("arguments")
     if arguments is None:
         arguments = fields.get("parameters")
@@ -161,10 +161,9 @@ class JsonPrefix:
         self._text = ""
         self._at = 0
         self._open: list[str] = []
-        """Brackets that close what is open."""
+        """Closing brackets."""
         self._expects = _Expects.VALUE
         self._may_end = False
-        """The last of `_open` may come next."""
         self._is_in_string = False
 
     @property
@@ -288,7 +287,7 @@ class ToolCallParser:
         self._starts = MarkerSearch([tool_format.start, *tool_format.frames])
         self._ends = MarkerSearch([tool_format.end] if tool_format.end else [])
         self._space = ""
-        """White space and frames that end the text so far, or precede the open call."""
+        """White space and frames after the text so far, or before the open call."""
         self._call: list[str] | None = None
         self._streamed: OpenCall | None = None
         self._head = ""
@@ -346,7 +345,6 @@ class ToolCallParser:
         return after
 
     def _end_call(self, inner: str, marker: str, *, is_complete: bool) -> list[Piece]:
-        """The open call's calls, or its text if none."""
         calls = self._format.read_calls(inner, self._tools) if is_complete else []
         space, self._space, self._call = self._space, "", None
         streamed, self._streamed, self._head = self._streamed, None, ""

@@ -119,7 +119,7 @@ class HarmonyParser:
 
 
 class _HarmonyCall:
-    """The body of a message to a tool. Without a name it ends up as text."""
+    """Without a name the body of a message ends up as text."""
 
     def __init__(self, name: str, header: str) -> None:
         self._name = name
@@ -291,7 +291,7 @@ def _value(node: ast.expr) -> Any:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """JSON's words, which models write for Python's."""
+    """Models write JSON's words for Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node

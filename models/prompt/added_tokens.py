@@ -100,7 +100,6 @@ class Borders:
 
 
 def _exact(tokens: "Mapping[int, AddedToken]") -> "dict[int, AddedToken]":
-    """Tokens found in a text whatever surrounds them."""
     some_are_words = any(token.single_word for token in tokens.values())
     some_strip = any(token.lstrip or token.rstrip for token in tokens.values())
     some_may_be_stripped = any(_has_space_at_edge(token.content) for token in tokens.values())
@@ -140,7 +139,7 @@ def _spaces_before(text: str, position: int) -> int:
 
 
 def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
-    """Borders, and all texts whose overlaps can hide one."""
+    """And all texts whose overlaps can hide one."""
     found, left = list(borders), set(texts) - set(borders)
     fresh = found
     while fresh:
@@ -165,7 +164,7 @@ class _Overlaps:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A pattern for the longest of `texts` at a place, whose cost does not grow with their number."""
+    """The longest of `texts`, at a cost that does not grow with their number."""
     trie: _Trie = {}
     for text in texts:
         node = trie

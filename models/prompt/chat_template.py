@@ -1,8 +1,8 @@
 """Text to tokens: a model's own chat template, and where in its output a later prompt may branch off.
 
 The template is a black box: the conversation is rendered again with one thing changed, and a later request can share
-what both texts have in common. A character boundary becomes the last token edge at or before it, best next to an
-added token, where the edge holds whatever follows. Knows neither HTTP nor MLX. For any thread.
+what both texts have in common. A character boundary becomes the last token edge before it, best next to an added
+token, where the edge holds whatever follows. Knows neither HTTP nor MLX. Any thread.
 """
 
 import copy
@@ -159,7 +159,6 @@ class ChatRenderer:
         return _try_apply(self._tokenizer, adaptation.messages([_ASKS]), shown, MAX_STEPS)
 
     def _adaptation(self, *, with_tools: bool) -> Adaptation:
-        """Changes that the template needs, found once."""
         found = self._adaptations.get(with_tools)
         if found is None:
             apply = partial(_try_apply, self._tokenizer)
@@ -237,7 +236,7 @@ class ChatRenderer:
         return ids
 
     def _tokenized(self, text: str, namespace: str) -> tuple[NDArray[np.int32], Tail | None, Callable[[int], int]]:
-        """Ids, a reply's context, and how many tokens end at or before a character offset."""
+        """Ids, a reply's context, and how many tokens end by a character offset."""
         if self._parts is not None:
             found = self._parts.tokenize(text, namespace, self._max_tokens)
             return found.ids, found.tail, lambda boundary: int(np.searchsorted(found.ends, boundary, side="right"))
@@ -248,7 +247,7 @@ class ChatRenderer:
 
 
 class _Conversation:
-    """One conversation's text, and character offsets where others may branch off."""
+    """Where others may branch off, in characters."""
 
     def __init__(
         self,
@@ -281,7 +280,6 @@ class _Conversation:
         raise ChatTemplateError("the last message is not shown as it is, so it cannot be continued")
 
     def begun(self, text: str) -> str:
-        """The assistant's unfinished message as it ends `text`."""
         last = self._messages[-1]
         if not self._continues or not (str(last["content"]).strip() or last.get("reasoning_content")):
             return ""
@@ -298,7 +296,7 @@ class _Conversation:
         )
 
     def boundaries(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
-        """Character offsets in the full rendering, with reasons."""
+        """In the full rendering, with reasons."""
         for kind, messages in self._variants():
             stop_if_abandoned()
             try:
@@ -322,7 +320,6 @@ class _Conversation:
             yield len(text) - len(opening), RestorePointKind.PROMPT_END
 
     def outline(self, text: str, tokens_before: Callable[[int], int]) -> Outline:
-        """Where messages begin, in tokens."""
         starts, position, num_missing = list[int](), 0, 0
         for message in self._messages:
             starts.append(tokens_before(position) if position else 0)
@@ -335,7 +332,7 @@ class _Conversation:
         return Outline(tuple(starts), tuple(str(message["role"]) for message in self._messages))
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
-        """Conversations that share exactly the part worth restoring."""
+        """They share exactly the part worth restoring."""
         messages = self._messages
         num_system = num_leading_system(messages)
         if num_system or self._tools:
@@ -412,7 +409,7 @@ class _Edges:
 
 
 def _parts_of(backend: Any, added: Mapping[int, Any], template: str) -> PromptParts | None:
-    """Cut at borders if the tokenizer proves to cut there; None for a slow tokenizer."""
+    """Cut at borders if proven; None for a slow tokenizer."""
     if backend is None:
         return None
     lengths = [len(token.content) for token in added.values()]

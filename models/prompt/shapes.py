@@ -118,7 +118,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _in_turn(message: Message, calls: list[Mapping[str, Any]], results: Sequence[Message]) -> Iterator[Message]:
-    """In the order of results: a later one changes nothing before it."""
+    """A later result changes nothing before it."""
     content = message["content"]
     for result in results:
         answered = next((call for call in calls if call.get("id") == result.get("tool_call_id")), None)

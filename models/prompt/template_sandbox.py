@@ -2,8 +2,8 @@
 
 Two things of Jinja's immutable sandbox change for all templates of a process. A template may gather what it shows in
 a list, since transformers copies all that it can reach. Each turn of a loop, call and filter costs one of
-`MAX_STEPS`; what would be too long is refused before it is made (`template_sizes`). What goes through a whole value
-at once cannot be stopped, so the value is weighed first, unless the operation is known to look at no member.
+`MAX_STEPS`; what would be too long is refused before it is made (`template_sizes`). A value that an operation goes
+through at once is weighed first: the operation cannot be stopped.
 """
 
 import operator
@@ -68,7 +68,6 @@ class _Steps:
         self._next_look = num_left - _STEPS_PER_LOOK
 
     def spend(self, count: int) -> None:
-        """Raises SecurityError without `count` steps left, and Abandoned."""
         self._num_left -= count
         if self._num_left < 0:
             raise SecurityError("the model's chat template does not come to an end")
@@ -121,7 +120,6 @@ def _spend_for(weight: template_sizes.Weight) -> None:
 
 
 def _are_light(values: Iterable[Any]) -> bool:
-    """Whether any operation on them is cheap."""
     for value in values:
         kind = type(value)
         if kind is str:
@@ -156,8 +154,6 @@ def _take_step() -> bool:
 
 
 class _BoundedCode(CodeGenerator):
-    """Checks each comparison, slice, key and output."""
-
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
         """With a text or number of the template itself it is cheap."""
         (first, *more), left = node.ops, node.expr

@@ -1,9 +1,9 @@
-"""Tokenizes long prompts part by part, and returns generated text as the tokens it was generated as.
+"""Tokenizes long prompts part by part, and returns generated text as the tokens it was generated as. Any thread.
 
 A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text. Each part between is tokenized once
 and remembered, after a border unless it is the first. Text does not determine tokens ("Par" "is" or "Paris"), so a
 reply's ids are remembered for its place: after the same text, a prompt has the tokens whose state is cached. Long
-work asks between its parts whether anybody waits (`abandoned_when`). Namespaces remember apart. Any thread.
+work asks between parts whether anybody waits (`abandoned_when`). Namespaces remember apart.
 """
 
 import hashlib
@@ -70,9 +70,9 @@ class TextCutter:
 
     The library holds Python's lock while it returns results. So a long text is cut before a word or bracket after a
     line break, and before a space between words, where no token reaches across. Later slices are tokenized after a
-    few characters that end like the slice before, whose tokens are left out. A text without such places (JSON in one
-    line) is cut where the tokenizer's own words begin, which do not depend on later text, but for the last. Else it
-    is cut after `MAX_CHARACTERS`, where a token may differ.
+    few characters like the end of the slice before, whose tokens are left out. A text without such places (JSON in
+    one line) is cut where the tokenizer's own words begin, which later text does not change, but for the last. Else
+    it is cut after `MAX_CHARACTERS`, where a token may differ.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ def tried_cutter(
 
 
 def _holds(place: CutPlace, encode: Callable[[str], Sequence[int]]) -> bool:
-    """Whether cutting changes nothing, tried with each letter at either side."""
+    """Tried with each letter at either side."""
     samples = [sample for letter in string.ascii_letters for sample in _samples(letter)]
     return all(_is_cut_alike(sample, place, encode) for sample in samples)
 
@@ -447,7 +447,7 @@ def _has_space(text: str) -> bool:
 
 
 def _between(marks: Sequence[str]) -> Iterator[str]:
-    """Each of `marks` between samples, some hundred at once."""
+    """Some hundred at once."""
     for start in range(0, len(marks), 200):
         some = marks[start : start + 200]
         yield "".join(sample + mark for sample, mark in zip(islice(cycle(_SAMPLES), len(some)), some, strict=True))

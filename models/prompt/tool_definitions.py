@@ -90,7 +90,7 @@ def _inserted(shorter: str, longer: str) -> str:
 
 
 def _is_whole(text: str, start: int, stop: int) -> bool:
-    """Whether a part begins at a separator, or with a bracket that its end closes."""
+    """Whether a part begins at a separator, or its end closes its bracket."""
     if start == 0 or text[start] in _SEPARATORS or text[start - 1] in _SEPARATORS:
         return True
     return text[start] + text[stop - 1] in _BRACKETS

@@ -156,7 +156,7 @@ def _fault(file: Path, expected: str | None) -> Iterator[str]:
 
 
 def _shortened(file: Path) -> str | None:
-    """The fault in the weights' length, by their header."""
+    """By the weights' header."""
     size_bytes = file.stat().st_size
     with file.open("rb") as source:
         header_bytes = int.from_bytes(source.read(_LENGTH_BYTES), "little")
