@@ -57,7 +57,7 @@ class Admission:
     def admit(self, request: CacheRequest) -> Lease | None:
         """A lease with the prompt restored as far as possible; None if the request must wait.
 
-        Raises BudgetExceeded if the prompt can never fit, PinnedFull if not while other state is pinned.
+        Raises BudgetExceeded for never, PinnedFull for not while other state is pinned.
         """
         if all(slot.is_leased for slot in self.pager.slots):
             return None

@@ -21,7 +21,7 @@ ASIDE = -1
 
 
 class Ledger:
-    """Bytes by owner, as the allocator holds them: only reservations are estimates."""
+    """Bytes by owner as the allocator holds them; only reservations are estimates."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -44,7 +44,7 @@ class Ledger:
         return max(self._live.get(slot, 0), self._reserved.get(slot, 0))
 
     def excess_bytes(self, extra_bytes: int = 0) -> int:
-        """Bytes to free before `extra_bytes` fit; 0 or less if they do."""
+        """Bytes to free for `extra_bytes` more; 0 or less if they fit."""
         return self.charged_bytes + extra_bytes - self.budget_bytes
 
     def store(self, num_bytes: int) -> None:
@@ -67,7 +67,7 @@ class Ledger:
 
 
 class CacheError(Exception):
-    """Base of errors that a caller or the machine causes."""
+    """Base of errors caused by callers or the machine."""
 
 
 class BudgetExceeded(CacheError):
@@ -131,4 +131,4 @@ class FolderUnsafe(FolderError):
 
 
 class DiskFault(CacheError):
-    """State on disk is missing, foreign or damaged, or the disk fails: the state is evaluated again."""
+    """State on disk is missing, foreign or damaged, or the disk fails."""

@@ -61,7 +61,7 @@ class DiskMoves:
         return found.restorable if disk_match is None else disk_match.offset
 
     def prefetch(self, lookup: Lookup) -> Prefetch | None:
-        """Begins to read what `promote` would wait for."""
+        """Begins the reads that `promote` would wait for."""
         disk_match = self._find_on_disk(lookup, self.find_in_memory(lookup)) if self.disk is not None else None
         if self.disk is None or disk_match is None:
             return None
@@ -113,10 +113,7 @@ class DiskMoves:
             self.disk.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state worth keeping, the last used first, a span or snapshot a step.
-
-        Invalid after any other call.
-        """
+        """Writes unsaved state worth keeping, the last used first, a piece a step. Invalid after any other call."""
         if self.disk is None:
             return
         leaves = [(trie, node) for trie, node in self._memory.nodes() if not node.children]

@@ -33,7 +33,7 @@ class Tier(StrEnum):
 
 
 class Lease:
-    """A running sequence's hold on a slot and a path. Must be closed exactly once."""
+    """A running sequence's hold on slot and path. Must be closed exactly once."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Lease:
         return min((point for point in self._points if self.offset < point < stop), default=stop)
 
     def want(self, point: RestorePoint) -> None:
-        """Requests a restore point ahead, if the model needs any."""
+        """Requests a restore point ahead, if needed."""
         if self._recorder.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
             self._points.setdefault(point.offset, point)
 
@@ -84,7 +84,7 @@ class Lease:
 
     @property
     def captures_next(self) -> bool:
-        """The next token completes the prompt, at a restore point."""
+        """The next token completes the prompt, a restore point."""
         return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
 
     @property
@@ -111,7 +111,7 @@ class Lease:
             self._record_here()
 
     def keep(self, kind: RestorePointKind) -> None:
-        """Captures a restore point at the sequence's end. The caches must be evaluated."""
+        """Captures a restore point at the end. The caches must be evaluated."""
         self._recorder.commit(self._slot)
         self._recorder.capture(self._slot, kind)
 

@@ -20,7 +20,7 @@ class Lookup:
         self._place: Place[Node] | None = None
 
     def match(self, trie: PrefixTrie) -> NodeMatch:
-        """Matches the prompt against its namespace's current trie."""
+        """Matches the prompt against its namespace's trie."""
         place = self._place
         if place is None or not place.length or place.is_gone:
             place = Place(trie.root, 0)

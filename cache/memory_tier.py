@@ -35,7 +35,7 @@ class Holdings:
         self._nodes: dict[Node, Holding] = {}
 
     def update(self, node: Node) -> None:
-        """Counts a node again; removes one that has left the trie."""
+        """Counts a node again, or no more if it left the trie."""
         before = self._nodes.pop(node, Holding())
         after = Holding()
         if node.parent is not None and node.parent.children.get(node.tokens.item(0)) is node:
@@ -62,7 +62,7 @@ def _holding_of(node: Node) -> Holding:
 MAX_NAMESPACES = 1024
 """Eviction visits all."""
 FORGOTTEN_SHARE = 64
-"""At the limit one in this many goes at once, not one for every new one."""
+"""One in this many is forgotten at once, not one for every new one."""
 MAX_EXTRA = 32
 """Superseded or unusable candidates evicted beyond a round's target."""
 
@@ -73,7 +73,7 @@ class _Namespace(NamedTuple):
 
 
 class MemoryTier:
-    """Tries by namespace, and the account of their bytes. Worker thread only."""
+    """Tries by namespace, and their bytes. Worker thread only."""
 
     def __init__(self, layout: Layout, budget_bytes: int, journal: Journal) -> None:
         self.ledger = Ledger(budget_bytes)

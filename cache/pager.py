@@ -39,7 +39,7 @@ class Pager:
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
 
     def trie(self, namespace: str) -> PrefixTrie:
-        """Returns a namespace's trie; makes one if missing."""
+        """A namespace's trie; made if missing."""
         return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.slots))
 
     def use_caches_of(self, make_caches: Callable[[], list[LayerCache]]) -> None:
@@ -55,7 +55,7 @@ class Pager:
             slot.tip = trie.root
 
     def land(self, trie: PrefixTrie, path: list[Node], offset: int) -> Node:
-        """Returns the node that stops at `offset` on `path`, split if needed."""
+        """The node that stops at `offset` on `path`, split if needed."""
         if offset == 0:
             return trie.root
         node = next(node for node in path if node.stop >= offset)
@@ -180,7 +180,7 @@ class Pager:
             self._memory.drop_below(trie, lost)
 
     def discard(self, slot: Slot) -> None:
-        """Ends a lease whose caches cannot be trusted."""
+        """Ends a lease with untrusted caches."""
         self.give_up(slot, slot.tip.path())
         slot.is_leased = False
 

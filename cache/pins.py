@@ -17,7 +17,7 @@ from cache.types import TokenArray
 
 @dataclass(frozen=True)
 class PinName:
-    """A pin's name; a second pin of that name replaces the first."""
+    """A second pin of a name replaces the first."""
 
     namespace: str
     label: str
@@ -35,7 +35,7 @@ class Pins:
     """All pins by name. Worker thread only."""
 
     def __init__(self, ledger: Ledger) -> None:
-        """Explicit pins may protect half of the ledger's budget."""
+        """Explicit pins may protect half of the budget."""
         self.bytes_per_token = 0.0
         """Bytes of one token's span; 0 until measured."""
         self._ledger = ledger
@@ -98,7 +98,7 @@ class Pins:
         self._release(lambda name, pin: pin.until is not None and pin.until <= now)
 
     def release_soft(self) -> bool:
-        """Ends all soft pins; whether some node is no longer pinned."""
+        """Ends soft pins; whether a node is no longer pinned."""
         nodes = self._release(lambda name, pin: pin.until is not None)
         return any(node.num_pins == 0 and node.parent is not None for node in nodes)
 
@@ -123,7 +123,7 @@ class Pins:
 
 
 def path_nodes(nodes: Iterable[Node]) -> set[Node]:
-    """Nodes on the paths to the given nodes, inclusive."""
+    """Nodes on the paths to `nodes`, inclusive."""
     return {above for node in nodes for above in node.path()}
 
 

@@ -101,7 +101,7 @@ class PrefixCache:
         return self._disk_moves.prefetch(lookup or Lookup(tokens, namespace=namespace))
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Learns a sequence's size, and which layers are used, from caches with a few tokens."""
+        """Learns a sequence's size and the layers in use from caches with a few tokens."""
         self.layout.leave_out_unused(caches)
         self.sizes.calibrate(caches)
         self.pins.bytes_per_token = self.sizes.bytes_per_token
@@ -109,7 +109,7 @@ class PrefixCache:
             self.disk.bytes_per_token = self.sizes.bytes_per_token
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drops all state and pins, or one namespace's, but what a request holds."""
+        """Drops state and pins, all or one namespace's, but what a request holds."""
         self.pins.release_all(namespace)
         for slot in self.slots:
             if not slot.is_leased and namespace in (None, slot.namespace):
@@ -146,7 +146,7 @@ class PrefixCache:
     # -------------------------------------------------------------------------------------------------- disk
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state worth keeping, a span or snapshot a step. Invalid after any other call."""
+        """Writes unsaved state worth keeping, a piece a step. Invalid after any other call."""
         return self._disk_moves.save()
 
     def end(self, timeout_seconds: float) -> None:
@@ -166,7 +166,7 @@ class PrefixCache:
         self.pager.use_caches_of(_no_caches)
 
     def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
-        """Continues after `park`, on the worker thread of the model loaded anew."""
+        """Continues after `park`, on the worker thread of the reloaded model."""
         for slot in self.slots:
             slot.caches = []
         self.pager.use_caches_of(make_caches)

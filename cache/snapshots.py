@@ -77,7 +77,7 @@ def _can_restore(layout: LayerKinds, node: Node, offset: int, cover: tuple[int, 
 
 
 def cover(path: Sequence[Node]) -> tuple[int, int] | None:
-    """The last unbroken range of window rows on a path."""
+    """The last unbroken range of window rows."""
     cover = None
     for node in path:
         cover = _extended(cover, node.snapshot)
@@ -97,7 +97,7 @@ def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[N
 
 
 def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[Segment]":
-    """Adjoining segments with the window rows before `offset`, as far as held."""
+    """Adjoining segments of window rows before `offset`, as held."""
     rows: list[Segment] = []
     needed, first = offset, max(0, offset - layout.window)
     for node in rows_before(layout, path, offset):
@@ -110,7 +110,7 @@ def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[
 
 
 def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
-    """Whether restore points below need window rows held only here."""
+    """Whether restore points below need window rows only held here."""
     rows = _window(node)
     return rows is not None and any(_shares_rows(layout, child, rows) for child in node.children.values())
 
@@ -234,7 +234,7 @@ def outlasts_turns(point: KeptPoint) -> bool:
 
 
 def intervals(start: int, stop: int) -> list[RestorePoint]:
-    """Points along `[start, stop)`, yet to evaluate; none if no longer than one turn."""
+    """Points along `[start, stop)`; none if no longer than one turn."""
     if stop - start < 2 * INTERVAL_TOKENS:
         return []
     first = (start // INTERVAL_TOKENS + 1) * INTERVAL_TOKENS

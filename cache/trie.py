@@ -42,7 +42,7 @@ class TokenNode:
         self.data, self.tokens = data, np.frombuffer(data, np.int32)
 
     def path(self) -> list[Self]:
-        """The nodes from below the root to this one."""
+        """The nodes from below the root to here."""
         nodes: list[Self] = []
         node: Self | None = self
         while node is not None and node.parent is not None:
@@ -103,7 +103,7 @@ class Place(Generic[TrieNodeCo]):
         return self.length > 0 and self.node.parent is None
 
     def edges(self, start: int, stop: int) -> Iterator[TrieNodeCo]:
-        """Yields nodes on the path whose edges overlap `[start, stop)`, the last first."""
+        """Nodes on the path whose edges overlap `[start, stop)`, the last first."""
         node, stop = self.node, min(stop, self.length)
         while start < stop and node.parent is not None and node.stop > start:
             if node.start < stop:
@@ -136,7 +136,7 @@ class TokenTrie(Generic[TrieNode]):
         return Match(place.node.path(), place.length)
 
     def follow(self, place: Place[TrieNode], tokens: TokenArray) -> Place[TrieNode]:
-        """The place where the match of `tokens`, which follow `place`, ends."""
+        """Where the match of `tokens`, which follow `place`, ends."""
         node, length, done = place.node, place.length, 0
         while node.parent is not None and length <= node.start:
             node = node.parent  # the edge was cut since
@@ -178,7 +178,7 @@ class TokenTrie(Generic[TrieNode]):
         return node
 
     def split(self, node: TrieNode, offset: int) -> TrieNode:
-        """Cuts `node`, which stays the lower half, at `offset`; returns the upper."""
+        """Cuts `node`, then the lower half, at `offset`; returns the upper."""
         if not node.start < offset < node.stop or node.parent is None:
             raise ValueError(f"cannot split {node} at {offset}")
         cut, parent = offset - node.start, node.parent
@@ -228,7 +228,7 @@ class TokenTrie(Generic[TrieNode]):
         self._changed(leaf)
 
     def nodes(self) -> Iterator[TrieNode]:
-        """Yields all nodes but the root, parents before children."""
+        """All nodes but the root, parents first."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -285,7 +285,7 @@ class Span(Protocol):
 
 
 class NodeSnapshot(Protocol):
-    """Immutable state valid at its node's `stop`, like `cache.snapshots.Snapshot`."""
+    """Immutable state at its node's `stop`, like `cache.snapshots.Snapshot`."""
 
     @property
     def num_bytes(self) -> int:
@@ -400,7 +400,7 @@ class PrefixTrie(TokenTrie[Node]):
         return upper
 
     def absorb_parent(self, node: Node) -> None:
-        """Joins `node` with its parent, which leaves the trie."""
+        """Joins `node` with its parent, which leaves."""
         before = node.num_bytes + (node.parent.num_bytes if node.parent is not None else 0)
         super().absorb_parent(node)
         self._count_bytes(node.num_bytes - before)

@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 LayerCache: TypeAlias = Any
-"""With mlx-lm's cache interface, which has no useful base type."""
+"""mlx-lm has no useful base type."""
 
 
 class LayerKinds(Protocol):
-    """The kinds of state in a model's layers, as in `cache.layers.layout.Layout`."""
+    """The kinds of state in a model's layers."""
 
     @property
     def window(self) -> int:

@@ -38,7 +38,7 @@ def parse_adapter(text: str) -> AdapterPlace:
 
 
 def state_namespace(namespace: str, adapter: Adapter | None) -> str:
-    """The name under which states of a client's namespace are stored, apart for each adapter.
+    """The name of stored states of a client's namespace, apart for each adapter.
 
     A client's own begins with a digest or a slash: none looks like an adapter's.
     """
@@ -46,7 +46,7 @@ def state_namespace(namespace: str, adapter: Adapter | None) -> str:
 
 
 def client_namespace(state_name: str) -> tuple[str, str | None]:
-    """The client's namespace in a name of states, and its adapter's digest, if any."""
+    """The client's namespace in a name of states, and the adapter's digest."""
     kind, _, rest = state_name.partition(":")
     if kind != "lora":
         return state_name, None

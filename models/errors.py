@@ -30,7 +30,7 @@ class ModelBroken(ModelError):
 
 
 class TokenizerFailed(ModelError):
-    """The tokenizers library fails, through no fault of ours or the client's."""
+    """The tokenizers library fails, not the client."""
 
 
 class PromptTooLong(ModelError):
@@ -76,7 +76,7 @@ class StoreDamaged(StoreError):
 
 
 class ModelfileError(ModelError):
-    """A Modelfile is unreadable or asks for something unsupported; names the line."""
+    """A Modelfile is unreadable or unsupported; names the line."""
 
 
 class PullFailed(ModelError):

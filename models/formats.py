@@ -36,7 +36,7 @@ class EmbeddingFormat:
     """Put by the tokenizer after every text, if any."""
 
     def cut(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """The first `max_tokens` of a text's tokens; the end token stays at the end."""
+        """A text's first `max_tokens`; the end token stays at the end."""
         if len(tokens) <= max_tokens:
             return list(tokens)
         end = [] if self.end_token_id is None else [self.end_token_id]
@@ -94,7 +94,7 @@ Reading: TypeAlias = Pooling | Judgement
 
 @dataclass(frozen=True)
 class RerankFormat:
-    """How one model judges: the tokens, and the texts around query and document."""
+    """How one model judges: tokens, and texts around query and document."""
 
     judgement: Judgement
     prefix: str = _PREFIX

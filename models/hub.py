@@ -86,7 +86,7 @@ class PullChecking:
 
 PullEvent: TypeAlias = PullPlanned | PullProgress | PullChecking
 TellPull: TypeAlias = Callable[[PullEvent], None]
-"""On the downloading thread; an exception ends the download, which keeps its bytes."""
+"""Called on the downloading thread; an exception ends the download, which keeps its bytes."""
 
 
 _BLOCK_BYTES = 1 << 20

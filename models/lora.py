@@ -154,7 +154,7 @@ class Variants:
 
 
 def own_arrays(layer: Module) -> dict[str, mx.array]:
-    """Weights of an adapter's layer, without the model's layer inside."""
+    """Weights of an adapter's layer, without the model's."""
     return {name: value for name, value in layer.items() if isinstance(value, mx.array)}
 
 
@@ -167,7 +167,7 @@ _ROUNDING = 16
 
 
 def can_mix(model: Any, adapters: AdapterSet, vocab_size: int, *, seed: int = 0) -> bool:
-    """Whether rows of different adapters are shown to give the same together as alone."""
+    """Whether rows of different adapters give the same together as alone."""
     if not all(layer.variants.are_plain for layer in adapters.layers):
         logger.info("rows of different adapters take turns: not all layers of the adapters are plain LoRA")
         return False

@@ -60,7 +60,7 @@ class RepositoryName:
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """A model that `resolve` finds by name; `stored` and `identity` are of local names."""
+    """What `resolve` finds by name; `stored` and `identity` are of local names."""
 
     name: str
     path: Path
@@ -81,7 +81,7 @@ def shorten(name: str) -> str:
 
 
 def parse_repository(name: str) -> RepositoryName | None:
-    """The repository of a name, short name or address; None if impossible."""
+    """The repository of a name, short name or address, if possible."""
     head, at, revision = shorten(name).partition("@")
     short = find_short_name(head)
     full = head if short is None else short.repository
@@ -91,7 +91,7 @@ def parse_repository(name: str) -> RepositoryName | None:
 
 
 def resolve(name: str) -> Path:
-    """The folder of the model called `name`; raises ModelNotFound or ModelBroken."""
+    """The folder of model `name`; raises ModelNotFound or ModelBroken."""
     return _found(name)[1]
 
 
@@ -126,7 +126,7 @@ def _downloaded(name: str) -> tuple[WeightsPlace, Path]:
 
 
 def settle(name: str) -> str:
-    """The largest model here of the family `name`; other names unchanged. Raises like `resolve`."""
+    """The largest model here of the family `name`; else `name`. Raises like `resolve`."""
     family = () if _is_no_download(name) else find_family(name)
     return _largest_here(family, name) if family else name
 
@@ -144,7 +144,7 @@ def _largest_here(family: Sequence[ShortName], name: str) -> str:
 
 
 def find_stored(name: str) -> StoredModel | None:
-    """The manifest's entry for a local name, never taken for a path; raises StoreError."""
+    """The manifest's entry for a local name, never a path; raises StoreError."""
     return None if name in BUILT_IN else user_manifest().find(name)
 
 
@@ -242,14 +242,14 @@ def _holds(ref: Path, commit: str) -> bool:
 
 
 def installed() -> list[InstalledModel]:
-    """Built-in models, local names, then complete models of the cache. Raises StoreError."""
+    """Built-in models, local names, then complete cached models. Raises StoreError."""
     models = [describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
     models += [model for stored in user_manifest().models().values() if (model := _described(stored)) is not None]
     return models + sorted(_cached_models(), key=lambda model: model.name.lower())
 
 
 def used_last() -> str | None:
-    """The downloaded chat model whose files were read last, if any."""
+    """The downloaded chat model that was read last, if any."""
     for repository in sorted(_cached_repositories(), key=lambda one: one.last_accessed, reverse=True):
         for revision in repository.revisions:
             if "main" in revision.refs and _is_usable(revision.snapshot_path) and _can_chat(revision.snapshot_path):
@@ -258,7 +258,7 @@ def used_last() -> str | None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Missing files that a model in `folder` needs."""
+    """What a model in `folder` lacks."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     index = read_json(folder / "model.safetensors.index.json")
     shards = sorted(set(index.get("weight_map", {}).values()))
@@ -275,7 +275,7 @@ def cache_folder() -> Path:
 
 
 def cache_stamp() -> tuple[tuple[str, int], ...]:
-    """Each folder's modification time in nanoseconds, which any file or name of a revision changes."""
+    """Each folder's modification time in nanoseconds: any file or name of a revision changes it."""
     repositories = cache_folder().glob("models--*")
     folders = [one for repository in repositories for one in (repository / "refs", *repository.glob("snapshots/*"))]
     stamps = []

@@ -45,7 +45,7 @@ class WeightSizes:
 
 
 def choose_precision(sizes: WeightSizes, limit_bytes: int) -> Precision:
-    """The fastest precision on a CPU, float32 only within `limit_bytes`."""
+    """The fastest on a CPU, float32 only within `limit_bytes`."""
     if sizes.stored == sizes.as_float32:
         return Precision.STORED
     if sizes.as_float32 <= limit_bytes:
@@ -64,7 +64,7 @@ def measure(model: Module) -> WeightSizes:
 
 
 def convert(model: Module, precision: Precision, tell: Progress = lambda done, total: None) -> None:
-    """Converts `model`'s weights, evaluated, layer by layer to spare memory."""
+    """Converts and evaluates weights, layer by layer to spare memory."""
     if precision is Precision.STORED:
         return
     model.update(tree_map(_as_float32, cast(Any, model).parameters()))

@@ -156,7 +156,7 @@ def _parse_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def fingerprint(folder: Path) -> str:
-    """32 hexadecimal digits that differ for different models, wherever their folders are.
+    """32 hexadecimal digits that differ for different models, in any folder.
 
     They cover configuration, tokenizer, templates, and every tensor's name, type, shape and middle bytes.
     """

@@ -21,7 +21,7 @@ from cache.layers.state import RecurrentState, Segment
 from mlx_lm.models import cache as mlx_lm_cache
 
 BLOCK_TOKENS = 256
-"""Tokens of one pack that share a checksum, so are read together."""
+"""Tokens with one checksum, so read together."""
 
 _MLX_TYPES: dict[str, mx.Dtype] = {
     **{name: getattr(mx, np.dtype(bits).name) for name, bits in NUMPY_TYPES.items() if name != "BOOL"},
@@ -81,7 +81,7 @@ class StateImage:
 
 
 def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
-    """Rows `[start, stop)`, evaluated, of a file whose first row is at `first`. Raises DiskFault."""
+    """Rows `[start, stop)`, evaluated, of a file that starts at `first`. Raises DiskFault."""
     indices = json.loads(file.metadata["state"])["rows"]
     if indices is None:
         raise DiskFault("the file holds no rows")
@@ -95,7 +95,7 @@ def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
 
 
 def read_recurrent(file: TensorFile) -> RecurrentState:
-    """A file's recurrent state, evaluated. Raises DiskFault."""
+    """Evaluated recurrent state. Raises DiskFault."""
     tree = json.loads(file.metadata["state"])["points"]
     if tree is None:
         raise DiskFault("the file holds no recurrent state")

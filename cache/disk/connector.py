@@ -34,7 +34,7 @@ MIN_RESTORE_TOKENS = 256
 
 @dataclass(frozen=True)
 class DiskMatch:
-    """State on disk that restores a prompt up to `offset`."""
+    """State on disk to restore up to `offset`."""
 
     offset: int
     span: FileSpan | None
@@ -203,7 +203,7 @@ class DiskConnector:
         )
 
     def check(self, namespace: str, node: Node) -> None:
-        """Asserts that a node's kept place is that of its tokens."""
+        """Asserts that a node's kept place is right."""
         place = node.place
         if place is not None and not place.is_gone:
             tokens = np.concatenate([step.tokens for step in node.path()])[: place.length]

@@ -64,7 +64,7 @@ class FileSystem:
         return status.st_uid, stat.S_IMODE(status.st_mode)
 
     def lock(self, path: Path) -> int:
-        """Opens and locks a file; raises BlockingIOError while another process has it."""
+        """Opens and locks a file; raises BlockingIOError if another process has it."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,11 +78,11 @@ class FileSystem:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def open(self, path: Path) -> int:
-        """Opens a file for reading; follows no link, waits for no pipe."""
+        """Opens for reading; follows no link, waits for no pipe."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Writes part of `data`; returns the bytes written."""
+        """Writes a part; returns the bytes written."""
         return os.write(descriptor, data)
 
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
@@ -90,12 +90,12 @@ class FileSystem:
         return os.preadv(descriptor, [into], offset)
 
     def size(self, descriptor: int) -> int:
-        """Size of an open regular file; -1 for anything else."""
+        """Of an open regular file; -1 for anything else."""
         status = os.fstat(descriptor)
         return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
     def sync(self, descriptor: int) -> None:
-        """Waits until an open file is on disk."""
+        """Waits until the file is on disk."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -139,7 +139,7 @@ def opened(files: FileSystem, descriptor: int) -> Iterator[int]:
 
 
 def write_all(files: FileSystem, descriptor: int, data: bytes | bytearray | memoryview) -> None:
-    """Writes a contiguous buffer; only a buffer of bytes may be empty."""
+    """Only a buffer of bytes may be empty."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[files.write(descriptor, rest) :]
@@ -230,7 +230,7 @@ def _num_blocks(num_rows: int, block_rows: int) -> int:
 
 
 class TensorFile:
-    """A file open for reading, header and checksums verified."""
+    """A file open for reading, its header and checksums verified."""
 
     def __init__(self, files: FileSystem, descriptor: int, receipt: Receipt) -> None:
         """Raises DiskFault if `receipt` does not match, and OSError."""
@@ -269,7 +269,7 @@ class TensorFile:
         return str(self._tensors[name]["dtype"])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NumpyArray:
-        """Rows `[start, stop)` of a tensor, by default all, verified. Raises DiskFault."""
+        """Rows `[start, stop)`, verified; by default all. Raises DiskFault."""
         shape, block_rows = self._tensors[name]["shape"], self._block_rows[name]
         stop = shape[0] if stop is None else stop
         if not 0 <= start <= stop <= shape[0]:

@@ -74,7 +74,7 @@ class WriteOrder:
 
 
 class DiskStore:
-    """An open, locked folder. Any thread may read; one at a time may do anything else."""
+    """An open, locked folder. Any thread may read, one at a time do the rest."""
 
     def __init__(self, files: FileSystem, folder: Path, fingerprint: str, lock: int) -> None:
         self._files = files
@@ -158,7 +158,7 @@ class DiskStore:
         DiskIndex.remove(self._files, self._folder)
 
     def keep_only(self, names: set[str]) -> None:
-        """Deletes the tier's files and rows not in `names`; foreign files stay."""
+        """Deletes files and rows not in `names`; foreign files stay."""
         rows = [row.file.name for row in self.index.rows() if row.file.name not in names]
         if rows:
             self.index.drop(rows)

@@ -74,7 +74,7 @@ class WriteBudget:
         return self._bytes_per_day is None or self.written_bytes + num_bytes <= self._bytes_per_day
 
     def count(self, num_bytes: int) -> WriteDay:
-        """Counts bytes handed to the writer; returns the day, to save with them."""
+        """Counts bytes for the writer; returns the day, to save with them."""
         total = self.written_bytes + num_bytes
         if self._started is None:
             self._started = self._elapsed()
@@ -140,7 +140,7 @@ class DiskIndex:
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskIndex":
-        """Opens the index; deletes another fingerprint's rows. Raises sqlite3.DatabaseError for another format."""
+        """Deletes another fingerprint's rows. Raises sqlite3.DatabaseError for another format."""
         path = folder / _DATABASE
         if _DATABASE not in files.sizes(folder):
             # SQLite would make the file readable by others. Its further files copy the permissions of this one.
@@ -187,7 +187,7 @@ class DiskIndex:
         return found
 
     def write_day(self) -> WriteDay | None:
-        """The day saved last; None without a valid one."""
+        """The day saved last, if valid."""
         found = self._database.execute("SELECT saved_at, age_seconds, num_bytes FROM write_day").fetchone()
         return _write_day(found) if found is not None else None
 

@@ -41,7 +41,7 @@ _CANCELLED.cancel()
 
 
 class Prefetch:
-    """State being read ahead. The owner must cancel the prefetch after loading."""
+    """State being read ahead. The owner must cancel it after loading."""
 
     def __init__(self, reads: list[_Read], release: Callable[[_Read], None]) -> None:
         self._reads = reads
@@ -215,7 +215,7 @@ class WriteQueue:
         self.waiting_bytes += num_bytes
 
     def ended(self) -> Iterator[tuple[StoredFile, Receipt | None]]:
-        """Yields files whose writes ended, with receipts; None if not written."""
+        """Yields files whose writes ended, with receipts if written."""
         while self._writes and self._writes[0].receipt.done():
             write = self._writes.popleft()
             self.waiting_bytes -= write.num_bytes
@@ -232,7 +232,7 @@ class WriteQueue:
         return None
 
     def change(self, action: Callable[[DiskStore], None]) -> None:
-        """Queues another change of the folder, after all earlier writes."""
+        """Queues another change of the folder, after earlier writes."""
         if self._store is not None:
             self._thread.submit(action, self._store)
 

@@ -45,7 +45,7 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
 
 
 def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
-    """Folders, by name, of models also called `model` that had other files."""
+    """Folders, by name, of other files' models called `model`."""
     name, digits = _file_name(model), fingerprint[:FINGERPRINT_DIGITS]
     with contextlib.suppress(OSError):
         matches = [(path, _FOLDER.fullmatch(path.name)) for path in sorted(_folders(parent))]
@@ -54,7 +54,7 @@ def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
 
 
 def find_all(parent: Path) -> list[ModelFolder]:
-    """The models' folders by name; none without `parent`. Raises OSError."""
+    """The models' folders by name. Raises OSError."""
     return [_describe(path) for path in sorted(_folders(parent))] if parent.exists() else []
 
 

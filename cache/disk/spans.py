@@ -90,7 +90,7 @@ class FilePart:
 
 
 class FileSpan:
-    """Rows of the tokens `[start, stop)` in one or several files. Immutable."""
+    """Rows of the tokens `[start, stop)` in files. Immutable."""
 
     def __init__(self, start: int, stop: int, parts: tuple[FilePart, ...] = ()) -> None:
         self.start = start
@@ -130,7 +130,7 @@ class FileSpan:
         return self.clipped(self.start, offset), self.clipped(offset, self.stop)
 
     def load(self) -> "Segment":
-        """Reads the rows, evaluated. Raises DiskFault; the faulty file is then GONE."""
+        """Reads the rows, evaluated. Raises DiskFault; the file is then GONE."""
         if not self.is_written:
             raise DiskFault(f"the state of tokens {self.start} to {self.stop} is not on disk")
         return reduce(lambda before, after: before.join(after), (part.load() for part in self.parts))
@@ -153,7 +153,7 @@ class FileSpan:
             yield done, self.stop
 
     def filled(self, file: StoredFile) -> "FileSpan":
-        """The span with `file` in the missing ranges that it covers."""
+        """With `file` in the missing ranges it covers."""
         live = [part for part in self.parts if not part.file.is_gone]
         new = [FilePart(file, *gap).clipped(file.start, file.stop) for gap in self.missing()]
         live.extend(part for part in new if part is not None)

@@ -36,7 +36,7 @@ _LOW_WATERMARK = 0.95
 
 
 class DiskSpace:
-    """Files by namespace and last use; evicts the least recently used beyond a budget."""
+    """Files by namespace and last use; evicts the least recently used."""
 
     def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int, journal: Journal) -> None:
         self.budget_bytes = budget_bytes
@@ -59,7 +59,7 @@ class DiskSpace:
     # ------------------------------------------------------------------------------------------- files come and go
 
     def adopt(self, files: Collection[StoredFile]) -> None:
-        """Counts files found at opening; evicts those beyond a smaller budget."""
+        """Counts files found at opening; evicts beyond a smaller budget."""
         for file in files:
             self.add(file)
         self._now = max((file.last_used for file in files), default=0) + 1
@@ -129,7 +129,7 @@ class DiskSpace:
         return used_at
 
     def save_recency(self) -> None:
-        """Queues an index update with all uses since the last."""
+        """Queues an index update with new uses."""
         touched, self._touched = self._touched, set()
         if touched:
             self._queue.change(lambda store: store.touch(touched))
@@ -182,7 +182,7 @@ _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def elapsed_seconds() -> float:
-    """Seconds since a fixed moment, the machine's sleep included."""
+    """Since a fixed moment, the machine's sleep included."""
     return time.clock_gettime(_CLOCK_WITH_SLEEP)
 
 
@@ -277,7 +277,7 @@ class DiskTier:
 
     @property
     def is_busy(self) -> bool:
-        """So much waits that only urgent writes should be added."""
+        """Only urgent writes should be added."""
         self.notice_written()
         return self.queue.is_busy
 
@@ -386,7 +386,7 @@ class DiskTier:
         return True
 
     def clear(self, namespace: str | None = None) -> None:
-        """Deletes all, or one namespace, and overwrites its tokens in the index."""
+        """Deletes all, or one namespace, and overwrites its indexed tokens."""
         self.notice_written()
         self.space.drop(self.tree.files(namespace))
         self.queue.change(lambda store: store.scrub())

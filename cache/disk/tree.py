@@ -50,7 +50,7 @@ class LruOrder:
         return None
 
     def compact(self, num_files: int) -> None:
-        """Removes GONE files once they outnumber the `num_files` others."""
+        """Removes GONE files if more than the `num_files` others."""
         if len(self._heap) > 2 * num_files + MIN_GARBAGE:
             self._heap = [entry for entry in self._heap if not entry[-1].is_gone]
             heapq.heapify(self._heap)
@@ -147,14 +147,14 @@ class DiskTree:
         return self.follow(namespace, start, tokens[start.length :])
 
     def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
-        """Rows of `[start, stop)` in files on the way to `place`, perhaps with gaps."""
+        """Rows of `[start, stop)` in files on the way; may have gaps."""
         last = min(stop, place.length)
         edges = reversed(list(place.edges(start, stop)))
         parts = [part.clipped(start, last) for node in edges for part in node.parts]
         return FileSpan(start, stop, merged(part for part in parts if part is not None))
 
     def snapshots(self, place: DiskPlace) -> Iterator[StoredFile]:
-        """Yields the snapshots on the way to a place, deepest first."""
+        """Snapshots on the way to a place, deepest first."""
         for node in place.edges(0, place.length):
             if node.snapshot is not None and node.stop <= place.length:
                 yield node.snapshot
@@ -165,12 +165,12 @@ class DiskTree:
         return next((node.snapshot for node in ends), None)
 
     def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
-        """Whether a place covers all `num_tokens`, and files hold later tokens."""
+        """Whether files hold tokens after `num_tokens`, all covered."""
         last = next(place.edges(num_tokens - 1, num_tokens), None)
         return last is not None and place.length == num_tokens and (last.stop > num_tokens or bool(last.children))
 
     def on_path(self, place: DiskPlace, stop: int) -> list[StoredFile]:
-        """Files needed to restore at `stop` on the way to a place."""
+        """Files on the way that restoring at `stop` needs."""
         last = min(stop, place.length)
         files = [part.file for node in place.edges(0, stop) for part in node.parts if part.start < last]
         snapshot = self.snapshot(place, stop)
@@ -195,7 +195,7 @@ class DiskTree:
         return list(dict.fromkeys(file for node in self.nodes(namespace) for file in node.files))
 
     def nodes(self, namespace: str | None = None) -> Iterator[DiskNode]:
-        """Yields all nodes, or one namespace's, parents before children."""
+        """All nodes, or one namespace's, parents first."""
         for name, trie in self._tries.items():
             if namespace in (None, name):
                 yield from trie.nodes()

@@ -15,7 +15,7 @@ from cache.types import LayerKinds
 
 
 def over_share(held_bytes: Mapping[str, int], budget_bytes: int) -> set[str]:
-    """The namespaces over their share; none while only one holds anything."""
+    """Namespaces over their share; none if only one holds anything."""
     active = {name: num_bytes for name, num_bytes in held_bytes.items() if num_bytes > 0}
     if len(active) < 2:
         return set()
@@ -23,7 +23,7 @@ def over_share(held_bytes: Mapping[str, int], budget_bytes: int) -> set[str]:
 
 
 class Shares:
-    """Each namespace's bytes, and which hold more than their share."""
+    """Each namespace's bytes, and which are over their share."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.held: dict[str, int] = {}
@@ -33,7 +33,7 @@ class Shares:
         self._budget_bytes = ledger.budget_bytes
 
     def add(self, namespace: str, num_bytes: int) -> None:
-        """Counts bytes that a namespace now holds; negative for released ones."""
+        """Counts a namespace's new bytes; negative for released ones."""
         before, held = len(self.held), self.held.pop(namespace, 0) + num_bytes
         assert held >= 0, f"more bytes were dropped in {namespace!r} than stored"
         if held:
@@ -202,17 +202,17 @@ class EvictionOrder:
         self.changed(namespace, node)
 
     def ended(self, namespace: str, node: Node) -> None:
-        """Records that a node's session now ends there."""
+        """A node's session now ends there."""
         for left in self._valuation.record_session_end(namespace, node):
             self.changed(namespace, left)
 
     def refresh_if_many_changed(self) -> None:
-        """Values the changed nodes if there are many."""
+        """Values changed nodes if many."""
         if len(self._changed) > MANY_CHANGED:
             self._refresh()
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns the next candidate, if any, with its current value."""
+        """Removes and returns the next candidate, with its current value."""
         if self._changed:
             self._refresh()
         while (candidate := self._queue.pop(now)) is not None:
@@ -250,7 +250,7 @@ class EvictionOrder:
                 assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
 
     def _find_stale(self) -> dict[Node, str]:
-        """Also those whose value the changes may have lowered."""
+        """Includes nodes whose value the changes may have lowered."""
         found, seen = dict(self._changed), set[Node]()
         for node, namespace in self._changed.items():
             end = self._valuation.leaf_counting(node)

@@ -251,7 +251,7 @@ class Layout:
     # -- capacity of live buffers
 
     def capacity(self, caches: Sequence[LayerCache]) -> int | None:
-        """How many tokens fit all span buffers; None before there are any."""
+        """How many tokens fit all span buffers, if any exist."""
         pairs = _pairs(self._spans, caches)
         capacities = [place.leaf.capacity(live) for place, live in pairs if place.leaf.can_overallocate]
         return min((num for num in capacities if num is not None), default=None)
@@ -271,7 +271,7 @@ class Layout:
         self.bound_growth(caches)
 
     def bound_growth(self, caches: Sequence[LayerCache]) -> None:
-        """Has existing span buffers grow by a step from now on, however large they began."""
+        """Existing span buffers grow by a step from now on, however large."""
         for place, live in _pairs(self._spans, caches):
             if place.leaf.can_overallocate and place.leaf.capacity(live) is not None:
                 live.step = GROWTH_TOKENS
@@ -337,11 +337,11 @@ class Layout:
     # -- windows and recurrent state
 
     def window_start(self, caches: Sequence[LayerCache], offset: int) -> int:
-        """The first token whose rows all live window layers still hold at `offset`."""
+        """The first token whose rows all window layers still hold at `offset`."""
         return offset - min((place.leaf.length(live) for place, live in _pairs(self._windows, caches)), default=0)
 
     def cut_window(self, caches: Sequence[LayerCache], start: int, offset: int) -> Segment:
-        """Copies the window rows `[start, offset)` of caches that have evaluated `offset` tokens."""
+        """Copies window rows `[start, offset)` of caches at `offset`."""
         rows = list[mx.array]()
         for place, live in _pairs(self._windows, caches):
             skipped = place.leaf.length(live) - (offset - start)
@@ -349,7 +349,7 @@ class Layout:
         return Segment(start, offset, [packed(*group) for group in groups(range(len(rows)), rows)])
 
     def load_windows(self, caches: Sequence[LayerCache], rows: Sequence[Segment], offset: int) -> None:
-        """Restores window caches at `offset` from adjoining segments; raises AssertionError if rows are missing."""
+        """Restores window caches at `offset` from adjoining segments; raises AssertionError without all rows."""
         num_rows = min(offset, self.window)
         end = rows_up_to(offset, num_rows, rows)
         for place, live in _pairs(self._windows, caches):
@@ -365,7 +365,7 @@ class Layout:
         return RecurrentState(self._recurrent_leaves(caches))
 
     def put_recurrent(self, caches: Sequence[LayerCache], state: RecurrentState) -> None:
-        """Restores live recurrent layers from a taken state."""
+        """Restores recurrent layers from a taken state."""
         state.put(self._recurrent_leaves(caches))
 
     def _recurrent_leaves(self, caches: Sequence[LayerCache]) -> list[LayerCache]:
@@ -416,7 +416,7 @@ def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
 
 
 CHUNK_TOKENS = 256
-"""The most prompt tokens of one model call, by default."""
+"""Of a prompt in one model call, by default."""
 
 
 class SequenceSizes:
@@ -431,7 +431,7 @@ class SequenceSizes:
         self._recurrent_bytes = 0
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Measures `caches` with a few evaluated tokens. Until then all estimates are 0."""
+        """Measures caches with a few tokens. Until then all estimates are 0."""
         self.bytes_per_token = self._layout.span_bytes_per_token(caches)
         self._window_bytes_per_token = self._layout.window_bytes_per_token(caches)
         self._recurrent_bytes = self._layout.recurrent_bytes(caches)

@@ -30,7 +30,7 @@ def owned(array: mx.array) -> mx.array:
 
 
 def is_view(array: mx.array) -> bool:
-    """Whether an evaluated array's buffer is larger than its own would be."""
+    """Whether an evaluated array's buffer is larger than it needs."""
     return int(mx.get_array_buffer_size(array)) > _allocated_bytes(array.nbytes)
 
 
@@ -53,7 +53,7 @@ def _granule_bytes() -> int:
 
 
 def arrays_in(value: Any) -> list[mx.array]:
-    """Every array that a layer cache references, under any attribute name."""
+    """All arrays that a layer cache references, under any name."""
     if isinstance(value, mx.array):
         return [value]
     if isinstance(value, dict):
@@ -74,7 +74,7 @@ class RowSource(Protocol):
         """One component's rows, [1, num_heads, num_tokens, width]; may be a view."""
 
     def forget(self, index: int) -> None:
-        """Declares that nobody will read this component again."""
+        """Nobody will read this component again."""
 
 
 @dataclass
@@ -163,7 +163,7 @@ def _sliced(pack: Pack, start: int, stop: int) -> Pack:
 
 
 def groups(indices: Sequence[int], rows: Sequence[mx.array]) -> Iterable[tuple[list[int], list[mx.array]]]:
-    """Yields runs of equally shaped components whose rows fit one pack."""
+    """Runs of equally shaped components whose rows fit one pack."""
     group: list[int] = []
     held: list[mx.array] = []
     for index, array in zip(indices, rows, strict=True):
@@ -184,7 +184,7 @@ def cut_packs(indices: Sequence[int], arrays: Sequence[mx.array], start: int, st
 
 
 def packed(indices: Sequence[int], rows: Sequence[mx.array]) -> Pack:
-    """Rows of equally shaped components in one array that owns its bytes."""
+    """Equally shaped components' rows in one array that owns its bytes."""
     if len(rows) == 1:
         return Pack(tuple(indices), owned(rows[0]), 1)
     packed = mx.concatenate(list(rows), axis=0)
@@ -193,7 +193,7 @@ def packed(indices: Sequence[int], rows: Sequence[mx.array]) -> Pack:
 
 
 class LiveRows:
-    """Views of rows in live caches: read them before the caches change."""
+    """Views of live caches' rows: read them before the caches change."""
 
     def __init__(self, arrays: list[mx.array]) -> None:
         self._arrays: list[mx.array | None] = list(arrays)
@@ -210,7 +210,7 @@ class LiveRows:
 
 
 def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
-    """How many rows there are up to `offset`; raises AssertionError without the last `num_rows`."""
+    """The number of rows up to `offset`; raises AssertionError without the last `num_rows`."""
     starts, stops = [segment.start for segment in rows], [segment.stop for segment in rows]
     if starts[1:] != stops[:-1] or min(starts, default=offset) > offset - num_rows or max(stops, default=0) < offset:
         held = ", ".join(f"[{start}, {stop})" for start, stop in zip(starts, stops, strict=True)) or "none"

@@ -62,7 +62,7 @@ class GrammarCompiler:
         return compiled
 
     def spell(self, marker: str) -> str:
-        """A marker, perhaps a token, in a Lark grammar; raises InvalidGrammar."""
+        """A marker, perhaps a token, in Lark; raises InvalidGrammar."""
         with self._lock:
             tokenizer = self._ready_tokenizer()
         tokens = tokenizer.tokenize_str(marker, parse_special=True)
@@ -96,7 +96,7 @@ class LlguidanceGrammar:
         return LlguidanceMatcher(self)
 
     def copy(self) -> tuple[Any, Any]:
-        """The library's matcher at the beginning, and a copy that shares its lexer."""
+        """The library's matcher at the beginning, and a copy with the same lexer."""
         with self._lock:
             return self._beginning, self._beginning.deep_copy()
 

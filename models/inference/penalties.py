@@ -42,7 +42,7 @@ class Penalty(Protocol):
 
 
 def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
-    """Penalties that at least one row uses, in the order of applying."""
+    """Those that at least one row uses, in the order of applying."""
     found: list[Penalty | None] = [
         _Repetition.of(rows, vocab_size),
         _Occurrences.of(rows, vocab_size),
@@ -257,7 +257,7 @@ class _AllowedTokens(Penalty):
 
 @dataclass
 class _BadWords(Penalty):
-    """Excludes a forbidden sequence's last token after the others."""
+    """Excludes a forbidden sequence's last token."""
 
     row_ids: mx.array
     before: mx.array

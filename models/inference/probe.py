@@ -66,7 +66,7 @@ def _same(value: Any) -> Any:
 
 
 def bytes_per_token(caches: Sequence[LayerCache]) -> int:
-    """Bytes of keys and values; an upper bound for rows beyond a window."""
+    """Of keys and values; an upper bound beyond a window."""
     rows = [cache for cache in leaves(caches) if isinstance(cache, KVCache | RotatingKVCache)]
     return sum(a.nbytes // a.shape[2] for cache in rows if cache.keys is not None for a in (cache.keys, cache.values))
 
@@ -133,14 +133,14 @@ _BLOCKS = re.compile(r"^(.*)topk_blocks$")
 
 
 def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[int]) -> list[int]:
-    """Lengths in tokens, ascending, where attention may change; `asked_windows` is of `spy_on_masks`."""
+    """Ascending lengths in tokens where attention may change; `asked_windows` is of `spy_on_masks`."""
     kept = {int(size) for cache in leaves(caches) for size in _bounds(cache)}
     named = {size for size in _named_sizes(model, set()) if size <= MAX_NAMED_TOKENS}
     return sorted(size for size in kept | asked_windows | named if size > 1)
 
 
 def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
-    """A set that collects the windows for which a model asks masks."""
+    """Collects the windows for which a model asks masks."""
     windows: set[int] = set()
     for cache in leaves(caches):
         if hasattr(cache, "make_mask"):

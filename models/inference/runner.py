@@ -43,7 +43,7 @@ from models.output.pieces import TokenLogprob
 
 @dataclass(eq=False)
 class StepLogprobs:
-    """Distributions of a step's rows that requested them; lazy until the step is evaluated."""
+    """Distributions of rows that requested them; lazy until the step is evaluated."""
 
     places: dict[int, int]
     """From rows of the step to the arrays'."""
@@ -55,7 +55,7 @@ class StepLogprobs:
 
     @classmethod
     def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "StepLogprobs | None":
-        """Distributions of the requesting rows, if any, from logits `[num_rows, vocab_size]`."""
+        """Of the requesting rows, if any, from logits `[num_rows, vocab_size]`."""
         telling = [row for row, one in enumerate(params) if one.top_logprobs is not None]
         if not telling:
             return None
@@ -70,7 +70,7 @@ class StepLogprobs:
         return [self.all, self.top_ids]
 
     def read(self, row: int, token: int) -> TokenLogprob | None:
-        """Log-probability of `token`, perhaps not the sampled one, in a row of the step."""
+        """Log-probability of `token`, sampled or not, in a row of the step."""
         place = self.places.get(row)
         if place is None:
             return None
@@ -107,7 +107,7 @@ class DecodeRow:
 
 @dataclass(eq=False)
 class DecodeStep:
-    """A decode step: a token per row, to be computed, being computed, or known."""
+    """A token per row, to be computed, being computed, or known."""
 
     rows: tuple[DecodeRow, ...]
     logits: mx.array | None
@@ -121,7 +121,7 @@ class DecodeStep:
         return cast(list[int], self.sampled.tolist())
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Log-probability of `token` in a row, once the step is done; None if not requested."""
+        """Of `token` in a row, once the step is done; None if not requested."""
         return None if self.logprobs is None else self.logprobs.read(index, token)
 
 
@@ -261,7 +261,7 @@ class Runner:
             mx.clear_cache()
 
     def detach(self, row: DecodeRow) -> None:
-        """Takes a row out of the merged batch: `row.caches` then hold all state, evaluated, in own arrays."""
+        """Takes a row out of the merged batch: `row.caches` hold all its state, evaluated, in own arrays."""
         if row in self._joined_rows:
             index = self._joined_rows.index(row)
             self._extract(index)

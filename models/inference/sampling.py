@@ -33,7 +33,7 @@ class Filter(Protocol):
 
 
 def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Filter]:
-    """Filters that at least one row uses, in the order of applying."""
+    """Those that at least one row uses, in the order of applying."""
     params = [row.params for row in rows]
     found: list[Filter | None] = [
         _NearMaximum.of(params),

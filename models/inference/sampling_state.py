@@ -39,7 +39,7 @@ class PenaltyWindow:
 
 
 def last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
-    """The last `length` tokens of the lists `held`, `[length]`, filled up in front, or all for `ALL_TOKENS`."""
+    """The last `length` tokens of the lists `held`, filled up in front, or all for `ALL_TOKENS`."""
     ids = np.concatenate([np.asarray(token_ids, np.int32) for token_ids in held])
     known = np.where(ids < vocab_size, ids, NO_TOKEN).astype(np.int32)
     if length == ALL_TOKENS:
@@ -97,7 +97,7 @@ def column(values: Iterable[float]) -> mx.array:
 
 
 def shifted(recent: mx.array, tokens: mx.array) -> mx.array:
-    """Windows `[num_rows, length]` with each row's next token at the end."""
+    """Windows `[num_rows, length]`, each with its next token at the end."""
     return mx.concatenate([recent[:, 1:], tokens[:, None].astype(mx.int32)], axis=1)
 
 
@@ -157,7 +157,7 @@ class RowSampling:
         return self._randomness("")
 
     def chance(self, label: str) -> float:
-        """A random number in [0, 1) for the next draw, another one for each label."""
+        """A random number in [0, 1) for the next draw, by label."""
         return int.from_bytes(self._randomness(f":{label}"), "little") / 2**64
 
     def _randomness(self, suffix: str) -> bytes:

@@ -65,7 +65,7 @@ class Detokenizer:
         return self._bytes[token_id]
 
     def piece(self, token_id: int) -> bytes:
-        """A token's bytes, special or not, perhaps part of a character; none for an unknown id."""
+        """Bytes of a token, special or not, perhaps part of a character; none for an unknown id."""
         return self.bytes_of(token_id) if self.encodes_bytes else self._decoded([token_id]).encode()
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -129,7 +129,7 @@ class StreamDecoder:
     """One sequence's text: all pushes and `finish`, joined."""
 
     def __init__(self, source: Detokenizer | PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
-        """A bare tokenizer gets its own `Detokenizer`; `prompt` are the tokens before the first pushed."""
+        """A bare tokenizer gets a `Detokenizer`; `prompt` precedes the first pushed token."""
         self._detokenizer = source if isinstance(source, Detokenizer) else Detokenizer(source)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._context = [token_id for token_id in prompt[-_MAX_HELD_TOKENS:] if self._has_text(token_id)]
@@ -181,7 +181,7 @@ class TokenSearch:
         self._found: dict[str, tuple[int, ...]] = {}
 
     def containing(self, text: str) -> tuple[int, ...]:
-        """Tokens, ascending, with all of `text`, which is not empty."""
+        """Tokens, ascending, with all of `text`, not empty."""
         with self._lock:
             if self._pieces is None:
                 self._pieces = [self._piece(token_id) for token_id in range(self._vocab_size)]

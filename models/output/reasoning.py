@@ -49,7 +49,7 @@ class ReasoningFormat:
         return f"\n{self.end}\n\n" if self.end.startswith(_IN_LINES) else self.end
 
     def is_opened_by(self, prompt: str, begun: str = "") -> bool:
-        """Whether a prompt began reasoning, perhaps in `begun`, its end, the continued message."""
+        """Whether a prompt, perhaps its end `begun`, the continued message, began reasoning."""
         return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(self.end)
 
     def is_closed_by(self, prompt: str) -> bool:
@@ -67,7 +67,7 @@ class Thinking:
 
 
 def find_reasoning_format(vocabulary: Container[str], template: str) -> ReasoningFormat | None:
-    """The first known markers among the model's tokens or in its template."""
+    """The first known markers in vocabulary or template."""
     for start, end in KNOWN_MARKERS:
         if (_has_token(start, vocabulary) and end in vocabulary) or end in template:
             return ReasoningFormat(start, end)
@@ -87,7 +87,7 @@ class _Phase(Enum):
 
 
 class ReasoningParser:
-    """Splits an answer's text into reasoning and the rest, which another parser reads."""
+    """Splits an answer into reasoning and the rest, for another parser."""
 
     def __init__(self, reasoning_format: ReasoningFormat, answer: OutputParser, *, is_open: bool) -> None:
         self._format = reasoning_format

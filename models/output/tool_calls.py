@@ -78,7 +78,7 @@ class ToolFormat:
 
 
 def checked_calls(parse: Callable[[], Any]) -> list[ToolCall]:
-    """`parse`'s result, one call or a list; none if it raises or returns anything else."""
+    """`parse`'s one call or list; none if it raises or returns anything else."""
     try:
         parsed = parse()
         return [_tool_call(fields) for fields in (parsed if isinstance(parsed, list) else [parsed])]
@@ -150,7 +150,7 @@ _CLOSING: Final = {"{": "}", "[": "]"}
 
 
 class JsonPrefix:
-    """Reads one JSON object from its first brace on, and tells how much is certain to be valid.
+    """Reads one JSON object from its first brace on; tells how much is certain to be valid.
 
     Ignores text after the object.
     """

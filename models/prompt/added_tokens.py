@@ -73,7 +73,7 @@ class Borders:
         return None
 
     def cut(self, text: str) -> list[Cut]:
-        """Ranges of `text`: borders with the white space they strip, and the text between."""
+        """Ranges of `text`: borders with stripped white space, and text between."""
         cuts, position = list[Cut](), 0
         for match in self._pattern.finditer(text):
             border = self._borders.get(match[0])
@@ -139,7 +139,7 @@ def _spaces_before(text: str, position: int) -> int:
 
 
 def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
-    """And all texts whose overlaps can hide one."""
+    """Borders, and all texts whose overlaps can hide one."""
     found, left = list(borders), set(texts) - set(borders)
     fresh = found
     while fresh:

@@ -89,11 +89,11 @@ class RenderedPrompt:
     outline: Outline = NO_OUTLINE
     tail: Tail | None = None
     begun: str = ""
-    """The end of `text` with the assistant's unfinished message, if continued."""
+    """The end of `text`: the assistant's continued message."""
 
 
 class ChatRenderer:
-    """Renders one model's conversations. Remembers parts of text and replies."""
+    """Renders one model's conversations. Remembers text parts and replies."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         """Borrows a Hugging Face tokenizer or mlx-lm's wrapper; a text has at most `max_tokens`."""
@@ -166,7 +166,7 @@ class ChatRenderer:
         return found
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Records that `reply` followed `prompt` as `reply_ids`, without its end-of-turn token."""
+        """`reply` followed `prompt` as `reply_ids`, without the end-of-turn token."""
         if self._parts is not None and prompt.tail is not None:
             self._parts.remember_reply(prompt.tail, reply, reply_ids)
 
@@ -389,7 +389,7 @@ class _Edges:
         self._is_added = is_added
 
     def offset_of(self, boundary: int, kind: RestorePointKind) -> int:
-        """The token offset at or before a character boundary, never after."""
+        """The token offset at or before a boundary, never after."""
         offset = self.before(boundary)
         if kind is RestorePointKind.EXPLICIT:
             return offset
@@ -460,7 +460,7 @@ def _without_cache_control(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _user_starts(messages: Sequence[Message]) -> list[int]:
-    """Index of the last user message, and of the first in its run.
+    """Index of the last user message, and of its run's first.
 
     Clients put notes that change every turn there; the next turn branches off where the run begins.
     """

@@ -31,7 +31,7 @@ def with_constant_headers(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_constant_header(text: str) -> str:
-    """A system message's text with constants in its first line."""
+    """With constants in the first line."""
     line = _BILLING_LINE.match(text)
     if line is None:
         return text
@@ -48,7 +48,7 @@ MAX_TOOL_BYTES = 16 << 10
 
 
 class ToolOrders:
-    """The order of keys in which each tool was first sent, by namespace. Any thread."""
+    """Each tool's order of keys as first sent, by namespace. Any thread."""
 
     def __init__(self) -> None:
         # The cache has a lock of its own, and so has `setdefault`: two threads agree on one order.

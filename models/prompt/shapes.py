@@ -48,7 +48,7 @@ def _with_calls(message: Message, calls: Iterable[Mapping[str, Any]]) -> Message
 
 
 def all_named(messages: Sequence[Message]) -> list[Message]:
-    """For templates that require ids: numbers calls without one; results answer in order."""
+    """For templates that require ids: numbers calls; results answer in order."""
     result: list[Message] = []
     unanswered: list[str] = []
     num_calls = 0
@@ -154,7 +154,7 @@ def one_leading_system(messages: Sequence[Message]) -> list[Message]:
 def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
     """For templates without later system messages: the user says the text, in the same place.
 
-    That is the end of the message before, or the start of the user's next.
+    The message before ends with it, or the user's next starts.
     """
     count = num_leading_system(messages)
     result: list[Message] = list(messages[:count])

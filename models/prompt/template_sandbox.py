@@ -211,7 +211,7 @@ class _BoundedCode(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, with bounds and the template's own mutable lists."""
+    """transformers' environment, with bounds and the template's own mutable lists."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     code_generator_class = _BoundedCode
@@ -221,7 +221,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A constant would be computed in compiling, at any cost."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """An attribute or member; common cases take a short way."""
+        """An attribute or member, common cases first."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_METHODS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)

@@ -201,7 +201,7 @@ def _check_text_method(text: str, name: str, args: Sequence[Any], values: Sequen
 
 
 def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """The weight of a filter on `args[0]` and the others; refuses like `check_call`."""
+    """A filter's weight on `args[0]` and others; refuses like `check_call`."""
     if not args:
         return Weight()
     value, rest = args[0], [*args[1:], *kwargs.values()]
@@ -249,7 +249,7 @@ def check_format(text: str, *values: Any) -> None:
 
 
 def check_percent(text: str, *values: Any) -> None:
-    """Refuses a text for `%` with a long result or a width from a value."""
+    """Like `check_format`, for `%`."""
     _check_fields(text.count("%"), 0, values)
     bound(len(_TOLD_WIDTH.findall(text)), 0)
     _check_fields(text.count("%"), _widest(map(" ".join, _PERCENT_FIELD.findall(text))), values)

@@ -119,7 +119,7 @@ def tried_cutter(
     encode_inner: Callable[[str], Sequence[int]],
     word_starts: Callable[[str], Sequence[int]],
 ) -> TextCutter:
-    """A tokenizer's cutter. `encode_inner` returns the ids of a text inside another."""
+    """A tokenizer's cutter. `encode_inner` gives a text's ids inside another."""
     spelled = "\0".join(vocabulary)
     holding = [place for place in PLACES if not place.crossing.search(spelled) and _holds(place, encode)]
     do_words_hold = _words_hold(encode, encode_inner, word_starts)
@@ -220,7 +220,7 @@ _Digest: TypeAlias = "hashlib.blake2b"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PromptPart:
-    """Token ids, and for each an upper bound of its end, in characters."""
+    """Token ids, and an upper bound of each one's end, in characters."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int32]
@@ -243,7 +243,7 @@ class Tail:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tokenized:
-    """Token ids of a text, where each ends at most, and a reply's context."""
+    """Token ids, where each ends at most, and a reply's context."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int64]
@@ -251,7 +251,7 @@ class Tokenized:
 
 
 class PromptParts:
-    """Tokenization part by part, with a memory, by a tokenizer of the `tokenizers` library."""
+    """Tokenization part by part, with a memory, by the `tokenizers` library."""
 
     def __init__(
         self, backend: Any, added: "Mapping[int, AddedToken]", template: str = "", *, at_borders: bool = True

@@ -38,9 +38,9 @@ class ToolDefinitions:
         self._num_kept = 0
 
     def block(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """The named tools' definitions as one block, which the conversation at `place` keeps.
+        """The named tools' definitions as one block, kept for the conversation at `place`.
 
-        A name without a tool is declared unavailable; such a block is not kept: the tool may come back.
+        A name without a tool is declared unavailable, in a block not kept: the tool may come back.
         """
         key = (place, tuple(names))
         with self._lock:

@@ -122,7 +122,7 @@ class Verification:
 
 
 def verify(folder: Path, tell: Callable[[str], object] = lambda name: None) -> Verification:
-    """Reads all files of a model, about a gigabyte a second; `tell` receives each name before."""
+    """Reads all files, about a gigabyte a second; `tell` receives each name before."""
     files = sorted(path for path in folder.iterdir() if not path.is_dir())
     faults = [FileFault(name, "missing") for name in missing_files(folder)]
     num_compared = 0

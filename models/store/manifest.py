@@ -30,7 +30,7 @@ def data_folder(environment: Mapping[str, str]) -> Path:
 
 
 class Manifest:
-    """One folder's stored models, by full name. For any thread and several processes."""
+    """One folder's stored models. For any thread and several processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

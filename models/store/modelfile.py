@@ -180,7 +180,7 @@ def parse_modelfile(text: str) -> Modelfile:
 
 
 def modelfile_of(stored: StoredModel, base: str | None = None) -> str:
-    """A Modelfile that makes the same model, from `base` if given, which names the same weights."""
+    """A Modelfile for the same model, from `base` if given, of the same weights."""
     defaults = stored.defaults
     lines = [
         f"FROM {base or stored.weights}",

@@ -71,7 +71,7 @@ class ModelDefaults:
         return replace(sampling, **named)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """A request's messages after the examples, with the system prompt if they have none."""
+        """Messages after the examples, with the system prompt if they have none."""
         has_system = bool(messages) and messages[0].get("role") in _SYSTEM_ROLES
         system = [messages[0]] if has_system else [_message("system", self.system)] if self.system else []
         examples = [_message(example.role, example.content) for example in self.messages]
