@@ -1,7 +1,4 @@
-"""Commands to a running engine: each is called once with the worker, on its thread, between two steps.
-
-Also gives memory back to the system that nothing uses any more (`give_back`).
-"""
+"""Commands to a running engine: each is called once with the worker, on its thread, between two steps."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -18,9 +15,8 @@ from server.engine.worker import Worker
 
 
 def give_back() -> None:
-    """Returns freed buffers of MLX and freed blocks of the C library to the system. Worker thread only.
-
-    After many requests at once these are more than all memory in use. The call takes some milliseconds.
+    """Returns freed buffers of MLX and freed blocks of the C library to the system: takes milliseconds. Worker
+    thread only.
     """
     mx.clear_cache()
     _trim()()
@@ -28,7 +24,6 @@ def give_back() -> None:
 
 @cache
 def _trim() -> Callable[[], object]:
-    """Returns the function that trims the heap, if the C library has one."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim.argtypes = [ctypes.c_size_t]
@@ -41,7 +36,7 @@ def _trim() -> Callable[[], object]:
 
 
 PIN_SECONDS = 120.0
-"""How long the state of a turn that ended in tool calls is kept for their results."""
+"""Seconds that the state of a turn that ended in tool calls is kept for their results."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class DescribeCache:
 
 @dataclass(frozen=True)
 class DescribeEdge:
-    """Returns one edge of a namespace in memory, with at most `max_tokens` of its tokens; None if it is gone."""
+    """Returns one edge of a namespace in memory, with at most `max_tokens` tokens; None if the edge is gone."""
 
     namespace: str
     number: int
@@ -69,7 +64,7 @@ class DescribeEdge:
 
 @dataclass(frozen=True)
 class ListNamespaces:
-    """Returns sums of what each namespace holds, the largest in bytes first."""
+    """Returns sums of what each namespace holds, the most bytes first."""
 
     def __call__(self, worker: Worker) -> list[NamespaceView]:
         return worker.prefix_cache.reports.namespaces()
@@ -77,7 +72,7 @@ class ListNamespaces:
 
 @dataclass(frozen=True)
 class Freed:
-    """Tokens and bytes dropped by clearing a namespace."""
+    """What clearing a namespace dropped."""
 
     num_tokens: int
     memory_bytes: int
@@ -106,7 +101,7 @@ class ClearCache:
 
 @dataclass(frozen=True)
 class SlotState:
-    """One slot, and whether a request runs in it; never the slot's content."""
+    """One slot and whether a request runs in it, never its content."""
 
     index: int
     is_leased: bool
@@ -122,10 +117,7 @@ class DescribeSlots:
 
 @dataclass(frozen=True)
 class PinSession:
-    """Pins the state of a session's last turn and of later ones.
-
-    Returns the number of pinned tokens, 0 where nothing of the session is held. Raises PinLimit.
-    """
+    """Pins the state of a session's last turn and of later ones; returns the pinned tokens. Raises PinLimit."""
 
     namespace: str
     session_id: str
@@ -148,7 +140,7 @@ class UnpinSession:
 
 @dataclass(frozen=True)
 class ForgetSession:
-    """Drops a session's last turn, pins and slot claim; the state of its tokens stays."""
+    """Drops a session's last turn, pins and slot claim, but not the state of its tokens."""
 
     namespace: str
     session_id: str

@@ -1,16 +1,14 @@
 """Decode steps, double-buffered: a step is prepared before the tokens of the step before it are read.
 
 * *launch*: the runner prepares the step and, where it overlaps, starts it before the previous step is read;
-* *sample*: a step with a row bound to a grammar samples only once the previous tokens are read. Where the runner
-  overlaps, the model is evaluated meanwhile;
-* *record*: the token that a step evaluates is added to the lease's log, at the launch or once it is known, and before
-  it is evaluated a second time;
+* *sample*: a row bound to a grammar is sampled once the previous tokens are read, while the model is evaluated;
+* *record*: a token joins the lease's log once it is known, and before it is evaluated a second time;
 * *read*: the sampled tokens become text and events;
-* *recover*: every row of a failed step loses its live state and is replayed from the trie, decoding alone until one
-  step has succeeded. A row that fails alone is at fault and ends.
+* *recover*: every row of a failed step loses its live state and is replayed from the trie, alone until a step
+  succeeds. A row that fails alone is at fault and ends.
 
-A forced token (`output.py`) replaces the sampled one: it is fed to the next step, recorded and accepted. A sequence
-whose last token is not yet evaluated stays for one more step, so that the next turn can restore that token.
+A forced token (`output.py`) replaces the sampled one. A sequence whose last token is not yet evaluated stays for one
+more step, so that the next turn can restore that token.
 """
 
 import logging
@@ -31,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class InFlightStep:
-    """A launched decode step, its sequences, and whether its tokens were read."""
+    """A launched decode step and its sequences."""
 
     step: Step
     sequences: list[Sequence]
     is_read: bool = False
     waits: bool = False
-    """Whether the step samples only once the tokens of the step before are read."""
+    """The step is sampled only once the tokens of the step before are read."""
 
 
 class DecodePipeline:
@@ -96,7 +94,6 @@ class DecodePipeline:
         self._in_flight = InFlightStep(step, sequences, waits=waits)
 
     def _feed(self, sequence: Sequence, previous: InFlightStep | None) -> None:
-        """Sets the token of a row, unless `previous` samples it."""
         if previous is None or previous.is_read or sequence not in previous.sequences:
             sequence.decode.row.next_token = sequence.decode.unrecorded
             return
@@ -128,7 +125,6 @@ class DecodePipeline:
             self._start()
 
     def _mask_of(self, sequence: Sequence) -> MaskWords | None:
-        """Returns which tokens a sequence may sample; fails a sequence whose grammar cannot say."""
         if sequence not in self._table:
             return None
         try:
@@ -142,7 +138,7 @@ class DecodePipeline:
     # -- read
 
     def _read(self, launched: InFlightStep) -> None:
-        """Reads a launched step: records tokens already being evaluated, and posts events."""
+        """Records tokens that are already being evaluated, and posts events."""
         launched.is_read = True
         try:
             tokens = launched.step.tokens()
@@ -194,7 +190,7 @@ class DecodePipeline:
 
 
 def _error_of(act: Callable[[], None]) -> Exception | None:
-    """Returns the error of a part of a launch, which is handled after the step before is read."""
+    """Returns the error of a part of a launch: it is handled after the step before is read."""
     try:
         act()
     except Exception as error:  # an error of the model: replaying the rows shows which one is at fault

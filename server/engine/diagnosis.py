@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class MissReason(StrEnum):
-    """What kept a request from being reused: a part of it, or something the server lacked."""
+    """What kept a request, or a part of it, from being reused."""
 
     COLD = "cold"
     SYSTEM_CHANGED = "system_changed"
@@ -65,7 +65,7 @@ class Cause(StrEnum):
 
 
 UNBLAMED = frozenset({Cause.BRANCHED, Cause.NOTE, Cause.TEMPLATE, Cause.COLD, Cause.LOGPROBS})
-"""Causes with nothing to mend."""
+"""Causes that nobody can mend."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,13 @@ class Miss:
 
     reason: MissReason
     message_index: int | None = None
-    """The message's index in this request; of removed messages, where they stood."""
+    """The message's index in this request; of a removed message, where it stood."""
     role: str | None = None
     token: int | None = None
     """Offset of the first token that differs or could not be restored."""
     before: str = ""
     """The earlier prompt's text around the change, in whole words."""
     after: str = ""
-    """This prompt's text at the same place."""
     cause: Cause = Cause.EDITED
     lost_tokens: int = 0
     """Tokens evaluated for this cause; 0 for a change behind another one."""
@@ -98,6 +97,5 @@ class Reuse:
     miss: Miss | None = None
     """The costliest of `misses`; None where nothing was lost."""
     lost_tokens: int = 0
-    """The sum over `misses`."""
     misses: tuple[Miss, ...] = ()
-    """All misses, in the order of the prompt."""
+    """In the order of the prompt."""

@@ -1,4 +1,4 @@
-"""Vectors of texts, evaluated beside the generation of answers and after it. Worker thread only, but for the futures.
+"""Vectors of texts, evaluated between the steps of answers. Worker thread only, but for the futures.
 
 * One step evaluates one piece: short texts together, the oldest first, or a chunk of a long text.
 * While answers are prefilled or decoded, a piece runs once in `STEPS_BEHIND_CHAT` steps, so both go on.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STEPS_BEHIND_CHAT = 8
 MAX_TOGETHER = 256
-"""Number of waiting texts considered for one batch."""
+"""Waiting texts considered for one batch."""
 
 Vector: TypeAlias = NDArray[np.float32]
 
@@ -53,14 +53,14 @@ class EmbedderPort(Protocol):
 
 @dataclass(eq=False)
 class EmbeddingJob:
-    """The texts of one request, each of one token or more, and the future of their vectors, in the same order."""
+    """The texts of one request, each of one token or more, and the future of their vectors in the same order."""
 
     texts: Sequence[TokenArray]
     reading: Reading
     adapter: int = NO_ADAPTER
     vectors: "Future[list[Vector]]" = field(default_factory=Future)
     found: dict[int, Vector] = field(default_factory=dict)
-    """Known vectors, by the index of their text."""
+    """By the index of the text."""
 
     def is_like(self, other: "EmbeddingJob") -> bool:
         """Whether texts of both jobs may be evaluated together."""
@@ -94,8 +94,6 @@ class _Text:
 
 @dataclass(eq=False)
 class _Running:
-    """A long text being evaluated."""
-
     text: _Text
     run: LongTextPort
     offset: int = 0
@@ -189,9 +187,7 @@ class Embeddings:
             self._forget_settled()
 
     def _begin(self, text: _Text, *, is_behind_chat: bool) -> _Running | None:
-        """Begins the oldest text; None while running answers hold the memory. Raises PromptTooLarge where none ever
-        will do.
-        """
+        """Begins the oldest text; None while answers hold the memory. Raises PromptTooLarge if it can never fit."""
         if not self._aside.try_take(len(text.tokens)):
             if is_behind_chat:
                 return None
@@ -225,7 +221,6 @@ class Embeddings:
 
 
 def _told(error: Exception) -> Exception:
-    """Returns the error that a request gets."""
     if isinstance(error, EngineError | ModelError):
         return error
     logger.warning("texts could not be embedded", exc_info=error)

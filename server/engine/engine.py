@@ -1,7 +1,7 @@
 """The engine as the rest of the server sees it: submit a request, iterate over its events.
 
 `Engine` owns the worker thread, and only that thread touches the device, clean-up included. `stats` and `is_running`
-never wait for it. Of an unloaded model the conversations stay in memory, as `KeptState`.
+never wait for it.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeptState:
-    """State of a model that is not loaded, kept in memory until it is. One thread at a time may use it."""
+    """State of an unloaded model, kept in memory until it is loaded again. One thread at a time may use it."""
 
     def __init__(self, prefix_cache: PrefixCache, sessions: EngineSessions, fingerprint: str) -> None:
         """The cache must be parked. `fingerprint` identifies model, precision and libraries."""
@@ -60,7 +60,7 @@ class KeptState:
             self.drop()
 
     def forget(self, namespace: str) -> tuple[int, int]:
-        """Drops a namespace; returns the tokens and bytes dropped."""
+        """Drops a namespace; returns its tokens and bytes."""
         num_tokens = self.prefix_cache.memory.holdings(namespace).total.num_tokens
         before = self.num_bytes
         self.prefix_cache.clear(namespace)
@@ -88,7 +88,6 @@ class EngineConfig:
     """Limits of an engine."""
 
     max_slots: int = 8
-    """Live sequences at once."""
     budget_bytes: int = 4 << 30
     """Memory for the state of past tokens, live and stored."""
     context_tokens: int = 4096
@@ -98,10 +97,9 @@ class EngineConfig:
     max_waiting: int = 64
     """Requests that may wait beyond those that run."""
     disk_folder: Path | None = None
-    """Folder for state that does not fit into memory; None for no disk."""
+    """Folder for state that memory does not hold."""
     disk_bytes: int = 0
     disk_write_bytes_per_day: int | None = None
-    """Most bytes written to disk in 24 hours; None for no limit."""
 
 
 class Engine:
@@ -119,19 +117,18 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
         self._is_accepting = False
         self._idle_work_at: float | None = None
-        """When idle work may begin; None once it is done. Worker thread only."""
+        """None once idle work is done. Worker thread only."""
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._stats = EngineStats()
         self._journal = Journal()
-        """The journal of the worker's cache, once the cache exists."""
+        """Known once the worker's cache exists."""
 
     @classmethod
     def for_model(cls, loaded: LoadedModel, config: EngineConfig, kept: KeptState | None = None) -> "Engine":
-        """Returns an engine for a loaded model; call `start` to begin.
+        """Returns an engine for a loaded model, to be started.
 
-        Consumes `kept`, what the model's last engine left; state of other weights, tokenizer or precision is
-        dropped.
+        Consumes `kept`, what the model's last engine left; state of other weights, tokenizer or precision is dropped.
         """
         if kept is not None and kept.fingerprint != loaded.state_fingerprint:
             logger.warning("the files of %s have changed: its conversations begin anew", loaded.name)
@@ -196,8 +193,8 @@ class Engine:
     # ----------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Queues a request and returns its `Generation`. Raises EngineStopped, QueueFull, and ValueError for a prompt
-        that is empty or leaves no room in the context.
+        """Queues a request. Raises EngineStopped, QueueFull, and ValueError for a prompt without tokens or without
+        room.
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running")
@@ -241,9 +238,7 @@ class Engine:
         return await asyncio.wrap_future(self._inbox.put_command(command))
 
     async def try_resize(self, budget_bytes: int) -> int:
-        """Changes the budget for state. Returns the bytes by which running requests exceed it; if any, nothing
-        changes.
-        """
+        """Changes the budget for state. Returns by how many bytes running requests exceed it; if any, it stays."""
         own_bytes = max(budget_bytes - _disk_bytes_in_memory(self._config), budget_bytes // 2)
         return await self.execute(ResizeBudget(own_bytes))
 
@@ -299,9 +294,7 @@ class Engine:
             message.handle(worker)
 
     def _next_message(self, worker: Worker) -> WorkerMessage | None:
-        """Returns the next message, None for the end. Raises queue.Empty where requests have work and no message
-        waits.
-        """
+        """Returns the next message, None for the end. Raises queue.Empty where none waits and requests have work."""
         if worker.has_work:
             self._idle_work_at = time.monotonic() + QUIET_SECONDS
             return self._inbox.get(0)
@@ -315,8 +308,9 @@ class Engine:
             return self._work_idly(worker)
 
     def _work_idly(self, worker: Worker) -> WorkerMessage | None:
-        """Does idle work until a message comes. Commands do not count as work: a client that polls the cache must not
-        keep state off the disk.
+        """Does idle work until a message comes.
+
+        Commands end no idle work: a client that polls the cache must not keep state off the disk.
         """
         try:
             for _ in worker.idle_work():
@@ -331,7 +325,6 @@ class Engine:
 
 
 def _post(mailbox: Mailbox, tell: Tell, event: CacheEvent) -> None:
-    """Tells an event on the event loop; a closed loop is ignored."""
     with contextlib.suppress(RuntimeError):
         mailbox.post(partial(tell, event))
 

@@ -1,7 +1,7 @@
 """The asyncio side of one request: an async iterator over its events that can be cancelled.
 
 For a slow reader `MAX_PENDING` events wait, then one piece of text that grows. No event is lost, and no other request
-waits. The HTTP side limits how long a reader may read nothing at all.
+waits. The HTTP side limits how long a reader may read nothing.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from server.engine.request import Delta, Event, Failed, Finished, Progress
 class Mailbox:
     """Runs deliveries on one event loop, in the order of their posts.
 
-    Those posted before the loop wakes run together: waking it for each row of a step would cost a system call, and a
-    switch of the interpreter lock, per row.
+    Posts before the loop wakes run together: a wake-up for each row would cost a system call and a switch of the
+    interpreter lock.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._posted: deque[Callable[[], None]] = deque()
         self._wakes = False
-        """Whether the loop was woken and has not begun to read since."""
+        """The loop was woken and has not begun to read since."""
 
     def post(self, delivery: Callable[[], None]) -> None:
         """Runs `delivery` on the loop. Safe from any thread; raises RuntimeError if the loop is closed."""
@@ -68,7 +68,7 @@ class Generation:
 
     @property
     def is_behind(self) -> bool:
-        """Whether so much is unread that text is joined. Safe from any thread."""
+        """So much is unread that text is joined. Safe from any thread."""
         return bool(self._joined)
 
     def post(self, events: list[Event]) -> None:

@@ -1,6 +1,6 @@
 """Messages to the worker thread: requests, cancels and commands, handled in order.
 
-Requests and commands that wait are bounded in number. Each message is handled or, once the inbox is closed, refused.
+Their number is bounded. Each message is handled or, once the inbox is closed, refused.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ COMMAND_RETRY_SECONDS = 2
 
 Result = TypeVar("Result")
 Command: TypeAlias = Callable[[Worker], Result]
-"""What to do with the worker between two steps. It may take a fraction of a step's time: every live row waits."""
+"""Called between two steps. It may take a fraction of a step's time: every live row waits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Inbox:
         self._messages: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_open = False
-        """Whether messages are read. One put in under the lock while this is true is answered."""
+        """Messages are read. One put in under the lock while this is true is answered."""
         self.num_open = 0
         """Requests put in that have not ended."""
         self._num_commands = 0
@@ -74,7 +74,7 @@ class Inbox:
             self._messages.put(message)
 
     def put_embedding(self, job: EmbeddingJob) -> None:
-        """Queues texts to embed. Raises QueueFull, as for a request, and EngineStopped."""
+        """Queues texts to embed. Raises EngineStopped and QueueFull."""
         with self._lock:
             self._count_one_more()
             self._messages.put(WorkerMessage(lambda worker: worker.embed(job), job.settle))
@@ -156,7 +156,7 @@ class Inbox:
 
 
 def _submit(request: GenerationRequest, generation: Generation, worker: Worker) -> None:
-    """Submits a request. A bug of ours there fails every request."""
+    """A bug of ours in `submit` fails every request."""
     try:
         worker.submit(request, generation)
     except Exception as error:  # the engine goes on with the next request
@@ -168,7 +168,6 @@ def _submit(request: GenerationRequest, generation: Generation, worker: Worker) 
 
 
 def _run(command: Command[Result], future: Future[Result], worker: Worker) -> None:
-    """Runs a command, unless its caller has given up."""
     if not future.set_running_or_notify_cancel():
         return
     try:

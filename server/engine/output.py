@@ -1,8 +1,8 @@
 """The output of one sequence: its tokens, their text, why it ended, and what binds the next token. Pure.
 
-Decode steps are double-buffered, so the token that a step samples is unknown while the next step is prepared. A bound
-therefore speaks of one position only: once all earlier tokens are accepted, it says which tokens may stand there. A
-grammar binds the answer from the end of the reasoning on; a limit on reasoning forces the tokens that close it.
+Decode steps are double-buffered, so a step is prepared before the token of the last step is known. A bound therefore
+speaks of one position only, once all earlier tokens are accepted. A grammar binds the answer behind the reasoning; a
+limit on reasoning forces the tokens that close it.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class GrammarConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is complete and nothing may follow."""
+        """The answer is complete, and nothing may follow."""
         return not self._is_thinking and self._matcher.is_complete
 
     def accept(self, token: int) -> None:
@@ -76,9 +76,7 @@ class Output:
         """Any of `end_token_ids` ends the output."""
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
-        """Why the output ended; None until it does."""
         self.stop_token: int | None = None
-        """The token that ended the output, if one did."""
         self.stop_text: str | None = None
         """The stop string that ended the output; nothing behind it is emitted."""
         self._request = request
@@ -88,7 +86,7 @@ class Output:
         self._pending: list[int] = []
         """Tokens whose text is not emitted yet."""
         self._logprobs: list[TokenLogprob] = []
-        """Log-probabilities of the pending tokens, where the request asked for them."""
+        """Of the pending tokens, where the request asked."""
         self._reasoning = ReasoningWatch(request.thinking) if request.thinking is not None else None
         self._grammar = GrammarConstraint(request.grammar, self._reasoning) if request.grammar is not None else None
         self._calls = CallWatch(request.single_call, self._reasoning) if request.single_call is not None else None
@@ -100,12 +98,12 @@ class Output:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Number of reasoning tokens; None where reasoning is not told apart."""
+        """None where reasoning is not told apart."""
         return None if self._reasoning is None else self._reasoning.num_tokens
 
     @property
     def is_bound(self) -> bool:
-        """Whether the next token depends on earlier ones, so that these must be read first."""
+        """The next token depends on earlier ones, so these must be read first."""
         return self._grammar is not None and self.reason is None
 
     def mask(self) -> MaskWords | None:
@@ -181,7 +179,7 @@ class Output:
         return self._delta(emitted + (kept or ""))
 
     def _emit_all(self, text: str) -> list[Delta]:
-        """Emits what was held back, and a text in which no stop string is looked for."""
+        """Looks for no stop string in `text`."""
         return self._delta(self._stops.flush() + text)
 
     def _delta(self, text: str) -> list[Delta]:

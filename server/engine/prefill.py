@@ -79,7 +79,7 @@ class Prefill:
         return self._prefix_cache.peek(ticket.tokens, lookup=sequence.lookup) if sequence is not None else 0
 
     def _advance(self, sequence: Sequence) -> int:
-        """Evaluates the next tokens of a prompt; returns how much of the chunk that took, in tokens."""
+        """Returns how much of the chunk the next tokens of a prompt took, in tokens."""
         is_newcomer = sequence.lease is None
         if is_newcomer and not self._admit(sequence):
             return 0
@@ -102,7 +102,7 @@ class Prefill:
         return self._chunk_tokens if lease.tier is Tier.DISK else 0
 
     def _evaluate(self, sequence: Sequence, lease: Lease, stop: int) -> int:
-        """Evaluates a prompt up to `stop`; returns the number of tokens."""
+        """Returns the number of tokens evaluated."""
         chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
         try:
             if num_top is None:

@@ -46,29 +46,28 @@ class GenerationRequest:
 
     request_id: str
     tokens: TokenArray
-    """The prompt, shape [num_tokens], int32, one token or more, never written to."""
+    """Shape [num_tokens], int32, one token or more, never written to."""
     max_tokens: int
     """0 evaluates the prompt only, and keeps a restore point at its end."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """`min_tokens` also holds back stop strings; the engine fills in `end_token_ids`."""
     stop: tuple[str, ...] = ()
-    """Stop strings, matched on decoded text; none is empty."""
+    """Matched on decoded text; none is empty."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the output beside the model's ends of turn, which may be ignored."""
     keeps_stop: bool = False
-    """Whether the output ends with the stop string or stop token itself."""
+    """The output ends with the stop string or stop token itself."""
     session_id: str | None = None
     """A hint for affinity and order, never a key to tokens."""
     namespace: str = ""
     """Only requests of one namespace and one adapter share state."""
     adapter: Adapter | None = None
     prompt_logprobs: int | None = None
-    """Likely tokens to report for each prompt token, at `Finished`; None for none. Needs `cache_prompt` to be false.
-    """
+    """Likely tokens to report for each prompt token, at `Finished`. Needs `cache_prompt` to be false."""
     cache_prompt: bool = True
     """False: neither reuse nor keep state."""
     is_volatile: bool = False
-    """The state of this request is never written to disk."""
+    """The state of the request is never written to disk."""
     priority: Priority = Priority.INTERACTIVE
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
@@ -80,13 +79,12 @@ class GenerationRequest:
     thinking: Thinking | None = None
     """How reasoning is marked, and its limit; None where it cannot be told apart."""
     single_call: CallMarkers | None = None
-    """Markers of a tool call, where the output ends after the first; None where it goes on."""
+    """Markers of a tool call, where the output ends after the first call."""
     grammar: OutputGrammar | None = None
-    """The grammar of the answer behind its reasoning; None for any answer."""
+    """The grammar of the answer behind its reasoning."""
 
     @property
     def state_namespace(self) -> str:
-        """The namespace of the request's states, in memory and on disk."""
         return state_namespace(self.namespace, self.adapter)
 
     @property
@@ -111,7 +109,6 @@ class Timings:
     """Token counts and milliseconds of one request; `cache_tokens + evaluated_tokens` = prompt tokens."""
 
     cache_tokens: int
-    """Prompt tokens restored, hence not evaluated."""
     evaluated_tokens: int
     prompt_ms: float
     predicted_tokens: int
@@ -125,11 +122,11 @@ class Started:
     slot: int
     prompt_tokens: int
     reuse: Reuse
-    """What the cache matched and restored; the asking side adds why not more."""
+    """What the cache knew and restored; the asking side adds why not more."""
     restore_ms: float = 0.0
     """Time to make the restored part live."""
     tier: str | None = None
-    """Where the restored part was; None if nothing was restored."""
+    """Where the restored part was; None if there is none."""
 
     @property
     def match_tokens(self) -> int:
@@ -155,29 +152,28 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Log-probabilities of these tokens, where the request asks for them."""
+    """Of `token_ids`, where the request asks."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a request that ended well (a cancel included)."""
+    """The last event of a request that ended well, a cancel included."""
 
     reason: FinishReason
     prompt_tokens: int
     timings: Timings
     stop_text: str | None = None
     started: Started | None = None
-    """The Started event; None if the request was cancelled before it."""
+    """None if the request was cancelled before it."""
     reasoning_tokens: int | None = None
-    """Reasoning tokens without markers; None where reasoning is not told apart."""
+    """Without markers; None where reasoning is not told apart."""
     token_ids: tuple[int, ...] = ()
     """The tokens of all deltas; filled in by the reader."""
     stop_token: int | None = None
-    """The token that ended the output, if one did."""
     rest: Delta = Delta("", ())
     """The tokens behind the last delta, without text: an end of turn, a stop string."""
     scored: tuple[TokenLogprob, ...] = ()
-    """Log-probabilities of all tokens but the first, where the request asks for its prompt's."""
+    """Log-probabilities of all prompt tokens but the first, where the request asks."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +207,7 @@ class PromptTooLarge(EngineError):
 
 
 class OutOfMemory(EngineError):
-    """There is no memory for the request, and nothing left to give up for it."""
+    """Nothing is left to give up for the request."""
 
     retry_after_seconds = 5
 
@@ -252,7 +248,6 @@ class EngineStats:
 
     requests: RequestCounts = field(default_factory=RequestCounts)
     num_preempted: int = 0
-    """Times that a running sequence had to wait for memory."""
     cache: CacheStats = field(default_factory=CacheStats)
     num_open: int = 0
     """Requests that have not ended, those that the worker has not seen included."""

@@ -14,7 +14,7 @@ class Step(Protocol):
     """A decode step under way."""
 
     def tokens(self) -> list[int]:
-        """Waits for every row's next token; returns the tokens in row order."""
+        """Waits for the step; returns each row's next token."""
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
         """Returns the log-probability of `token` in a row, after `tokens`; None where it was not asked for."""
@@ -24,7 +24,7 @@ class RunnerPort(Protocol):
     """Prefill of one sequence, decode of many rows. Rows and steps are opaque to the engine."""
 
     overlaps: bool
-    """Whether `start` returns while most of the step is still ahead."""
+    """`start` returns while most of the step is still ahead."""
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int, /) -> None:
         """Evaluates tokens of one sequence behind its caches' content, with an adapter by its index."""

@@ -1,18 +1,15 @@
 """Which request is evaluated next, which makes way for memory, and when a refused one should retry. Pure.
 
-Invariants:
-
 * a request that continues an earlier one of its session waits for its end, since it may contain the earlier answer;
-  all other requests of a session run side by side, in arrival order;
-* a request whose prefix is being evaluated for another request waits for that prefill, which meanwhile has the better
-  of the two ranks;
+  all other requests of a session run side by side;
+* a request whose prefix is being evaluated for another waits for that prefill, which gets the better of both ranks;
 * a request whose state is being read from disk lets others go on;
 * requests that must wait do not count towards `LOOKAHEAD`;
 * within a class the oldest goes first, but short prefills may pass a long one `MAX_PASSES` times;
 * a background request that was passed over `MAX_WAITS` times counts as interactive;
 * a sequence preempted for memory goes on once another has ended, and before any of a worse rank begins.
 
-Decode steps need no choice: every live row takes part. The same calls in the same order give the same decisions.
+Every live row decodes at each step. The same calls in the same order give the same decisions.
 """
 
 import math
@@ -60,9 +57,9 @@ class Ticket:
     namespace: str
     session_id: str | None
     num_prompt: int
-    """The first `num_prompt` tokens are the prompt; the rest was generated before a replay."""
+    """The prompt's tokens; the rest was generated before a replay."""
     shares: bool
-    """Whether the request may reuse shared state and leave state for others."""
+    """The request may reuse shared state and leave state for others."""
     phase: Phase = Phase.WAITING
     offset: int = 0
     """Tokens evaluated so far."""
@@ -112,12 +109,12 @@ class Scheduler:
         self._predecessors: dict[Ticket, Ticket | None] = {}
         """The ticket that each one continues and waits for, once looked up."""
         self._awaited: dict[Ticket, tuple[Ticket, int]] = {}
-        """For each ticket that waits for a prefill: the prefill, and the end of their common prefix."""
+        """The prefill that a ticket waits for, and the end of their common prefix."""
         self._lent: dict[Ticket, Rank] = {}
         """For each prefill that others wait for, the best rank among them."""
         self._common: dict[Ticket, dict[Ticket, int]] = {}
         self.is_stalled = False
-        """Whether nothing can begin until a running request ends or memory is given back."""
+        """Nothing can begin until a running request ends or memory is given back."""
 
     def add(self, ticket: Ticket) -> None:
         """Queues a request."""
@@ -150,7 +147,7 @@ class Scheduler:
         self.is_stalled = False
 
     def find(self, request_id: str) -> Ticket:
-        """Returns the ticket of a request that has not ended."""
+        """Returns the ticket of an unfinished request."""
         return self._tickets[request_id]
 
     def in_phase(self, phase: Phase) -> list[Ticket]:
@@ -203,7 +200,7 @@ class Scheduler:
     # -- who may begin
 
     def _free_to_begin(self) -> list[Ticket]:
-        """Returns the tickets that wait for no slot and, while others run, for neither disk nor memory."""
+        """Tickets that wait for no slot and, while others run, for neither disk nor memory."""
         if self.is_stalled:
             return []
         is_busy = any(ticket.phase is not Phase.WAITING for ticket in self._tickets.values())
@@ -274,7 +271,6 @@ class Scheduler:
                 del self._predecessors[other]
 
     def _predecessor(self, ticket: Ticket) -> Ticket | None:
-        """Returns the ticket of its session that a ticket continues."""
         found = self._predecessors.get(ticket)
         if ticket not in self._predecessors or (found is not None and found.is_unread):
             tickets = (other for other in self._of_session(ticket) if not other.is_unread)
@@ -284,7 +280,7 @@ class Scheduler:
 
 
 def _goes_on_from(ticket: Ticket, earlier: Ticket) -> bool:
-    """Whether a ticket's prompt is longer than an earlier one's and begins with all of it: it may hold its answer.
+    """The prompt begins with all of an earlier one, so it may hold its answer.
 
     Nobody waits for a less urgent request, nor for state that is not shared.
     """
@@ -314,7 +310,6 @@ MIN_SECONDS, MAX_SECONDS = 1, 60
 UNKNOWN_SECONDS = 2
 """Answer until a request has ended while others waited."""
 NUM_ENDS = 64
-"""Number of latest ends remembered."""
 
 
 class QueuePace:

@@ -34,9 +34,7 @@ class Sink(Protocol):
     """Where a request's events go."""
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the reader has left much unread."""
-        ...
+    def is_behind(self) -> bool: ...
 
     def post(self, events: list[Event]) -> None:
         """Hands events over, in order."""
@@ -84,7 +82,7 @@ class Sequence:
         self.decode = DecodeState()
         self.output = Output(request, decoder, ends)
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Log-probabilities of the evaluated prompt tokens after the first, where requested."""
+        """Of the evaluated prompt tokens after the first, where requested."""
         self._output_logprobs: list[TokenLogprob] = []
         self.was_out_of_memory = False
         """A step lacked memory before: the next time the sequence waits for others, or fails alone."""
@@ -103,7 +101,6 @@ class Sequence:
 
     @property
     def may_launch(self) -> bool:
-        """Whether another token may be sampled."""
         return self.output.reason is None and self.decode.num_launched < self.request.max_tokens
 
     @property

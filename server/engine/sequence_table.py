@@ -67,10 +67,7 @@ class SessionHistory:
 
 
 class EngineSessions:
-    """What the engine keeps of sessions beside the state of their tokens: last turn, pins, claim to a slot.
-
-    A session is a namespace of states and an id. Worker thread only.
-    """
+    """What the engine keeps of sessions beside state: last turn, pins, claim to a slot. Worker thread only."""
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
@@ -85,7 +82,7 @@ class EngineSessions:
         self.history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
 
     def pin(self, namespace: str, session_id: str) -> int:
-        """Pins the last turn and later ones; returns the number of pinned tokens, 0 if none. Raises PinLimit."""
+        """Pins the last turn and later ones; returns the number of pinned tokens. Raises PinLimit."""
         tokens = self.history.last(namespace, session_id)
         return 0 if tokens is None else self._prefix_cache.pin(PinName(namespace, session_id), tokens)
 
@@ -97,7 +94,7 @@ class EngineSessions:
         return was_pinned
 
     def forget(self, namespace: str, session_id: str) -> None:
-        """Drops last turn, pins and slot claim; the state of the tokens stays."""
+        """Drops last turn, pins and slot claim, but not the state of the tokens."""
         self.history.forget(namespace, session_id)
         for is_soft in (False, True):
             self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
@@ -136,7 +133,7 @@ class SequenceTable:
         return sequence.request.request_id in self._sequences
 
     def find(self, request_id: str) -> Sequence | None:
-        """Returns the sequence of a request; None once it has ended."""
+        """Returns an unfinished request's sequence."""
         return self._sequences.get(request_id)
 
     def others(self, sequence: Sequence) -> list[Sequence]:
@@ -246,7 +243,6 @@ class SequenceTable:
         self._scheduler.replace(former, sequence.ticket)
 
     def _release(self, sequence: Sequence, lease: Lease, end: Callable[[], None]) -> None:
-        """Ends a lease with `end`; the state stays."""
         try:
             if sequence.decode.row is not None:
                 self._runner.detach(sequence.decode.row)

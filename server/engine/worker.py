@@ -1,10 +1,8 @@
-"""The work of the worker thread: requests and cancels in, one step at a time, events out.
+"""The worker thread: requests and cancels in, one step at a time, events out; `scheduler` makes the choices.
 
 A step is: prompt tokens up to one prefill chunk, memory for the tokens to come, then one decode step for all live
-rows. The parts are `prefill`, `decode` and `sequence_table`; `scheduler` makes the choices.
-
-Only the worker and its parts touch the runner and the prefix cache, on one thread. What happens depends only on the
-messages, their order and the clock handed in, so a seed is a history.
+rows. Only the worker and its parts touch the runner and the prefix cache, on one thread. What happens depends only on
+the messages, their order and the clock handed in, so a seed is a history.
 """
 
 import itertools
@@ -49,7 +47,7 @@ class Worker:
         self.prefix_cache = prefix_cache
         self.sessions = sessions or EngineSessions(prefix_cache)
         self.now = clock
-        """Reads the engine's clock, in seconds."""
+        """In seconds."""
         self._scheduler = Scheduler(chunk_tokens)
         self._table = SequenceTable(runner, prefix_cache, self._scheduler, self.sessions, clock)
         self._decode = DecodePipeline(runner, prefix_cache, self._table, clock)
