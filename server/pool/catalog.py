@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 LISTING_SECONDS = 5.0
-"""Age limit of a list of installed models while no folder changed; a new list looks at every cached file."""
+"""Age limit of a list while no folder changed: a new list looks at every cached file."""
 
 
 class Catalog:
@@ -49,7 +49,6 @@ class Catalog:
         self._listed: Sequence[ModelSource] = ()
         self._listed_at: float | None = None
         self._seen: object = None
-        """Names and folders at the time of the list."""
         self._lock = threading.Lock()
 
     def find(self, name: str) -> ModelSource | None:
@@ -90,7 +89,7 @@ class Catalog:
         return next((source.plain for source in self._named if source.id == name), None)
 
     def _is_named(self, source: ModelSource) -> bool:
-        """Whether the command line names this model; one that it has under a label keeps its own name too."""
+        """Whether the command line names this model; a labelled model also keeps its own name."""
         known = self._known(source.name)
         return any(known is named for named in self._named)
 
@@ -125,7 +124,6 @@ def stored_source(stored: StoredModel) -> ModelSource:
 
 
 def _read(read: Callable[[], Result], otherwise: Result) -> Result:
-    """Calls `read`; returns `otherwise` where the names of our own cannot be read."""
     try:
         return read()
     except StoreError as error:

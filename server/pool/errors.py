@@ -52,7 +52,7 @@ class ModelTooLarge(PoolError):
 
 
 class PoolBusy(PoolError):
-    """The model fits only once others have finished their answers, and they did not in time."""
+    """Others did not finish their answers in time, and the model fits only beside none of them."""
 
     retry_after_seconds = 10
 

@@ -1,8 +1,8 @@
 """Loads and unloads models, one at a time in the order of the requests. Event loop only.
 
 A model is loaded once for all who wait, on a thread of its own. Another one is unloaded for it only when its files
-were found in order and it is known to fit. A model to be unloaded takes no more requests: new ones wait behind the
-model that waits for its memory. So two models that do not fit together take turns, and neither starves.
+are in order and it is known to fit. A model to be unloaded takes no more requests: new ones wait behind the model
+that waits for its memory. So two models that do not fit together take turns, and neither starves.
 """
 
 import asyncio
@@ -104,13 +104,11 @@ class Loader:
         self.members: dict[str, Member] = {}
         self.budgets = Budgets(settings.memory, self.members, clock)
         self.on_change: TellChange = lambda change: None
-        """Called at each change of a model."""
         self._loadings: dict[str, Loading] = {}
         self._changing = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.is_closed = False
-        """Whether the server stops, so nothing is loaded any more."""
 
     # -------------------------------------------------------------------------------------------------- requests
 
@@ -143,7 +141,7 @@ class Loader:
 
     @property
     def loading(self) -> Mapping[str, str]:
-        """The models being loaded, each with its current step."""
+        """Each model being loaded, with its current step."""
         return {model_id: loading.step for model_id, loading in self._loadings.items()}
 
     async def unload(self, source: ModelSource) -> bool:
@@ -192,7 +190,6 @@ class Loader:
         return loading
 
     async def _run(self, loading: Loading) -> None:
-        """Loads one model for all who wait."""
         try:
             async with self._changing:
                 # Held before the next model's turn, which would unload the unused model.
@@ -224,7 +221,6 @@ class Loader:
                 waiter.set_result(self._hold(outcome))
 
     def _leave(self, loading: Loading, waiter: "asyncio.Future[ModelHold]") -> None:
-        """Ends a loading that nobody waits for any more."""
         if not waiter.cancelled():
             if waiter.exception() is None:
                 waiter.result().close()
@@ -389,7 +385,6 @@ class Loader:
 
 
 async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:
-    """Returns the result of work with a model's files; raises LoadFailed for unusable ones."""
     try:
         return await work
     except ModelError as error:

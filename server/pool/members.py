@@ -1,6 +1,6 @@
 """Loaded models, who uses them, and their budgets for state. Event loop only, but where a docstring says otherwise.
 
-Each engine has its own worker thread and ledger, so a budget is changed by a command between two of its steps. The
+Each engine has its own worker thread and ledger, so a command changes the budget between two of its steps. The
 budgets add up to no more than the memory for state: models that get less are told first, and memory that running
 requests hold goes to nobody else until they end.
 """
@@ -69,7 +69,6 @@ class Member:
     source: ModelSource
     opened: OpenedModel
     budget_bytes: int
-    """The last budget set for its state."""
     last_used: float
     """When it was loaded, or its last request ended."""
     keep_alive_seconds: float | None = None
@@ -77,20 +76,16 @@ class Member:
     planned_bytes: int = 0
     """The budget that it is to get."""
     is_leaving: bool = False
-    """Whether it takes no more requests: another model waits for its memory."""
+    """It takes no more requests: another model waits for its memory."""
     num_holds: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _labelled: dict[str, ServedModel] = field(default_factory=dict)
-    """The model by label."""
 
     def __post_init__(self) -> None:
         self.idle.set()
 
     def served(self, source: ModelSource) -> ServedModel | None:
-        """Returns the model as a source names it, the same object each time; None for an unknown adapter.
-
-        For any thread.
-        """
+        """Returns the same object for a source each time; None for an unknown adapter. For any thread."""
         served = self.opened.served(source.adapter)
         if served is None or source.adapter is not None or source.label is None:
             return served
@@ -123,7 +118,7 @@ class Member:
         )
 
     async def try_resize(self, budget_bytes: int) -> bool:
-        """Whether the budget could be changed; not below what running requests hold."""
+        """Returns whether the budget could be changed; not below what running requests hold."""
         try:
             if await self.opened.engine.try_resize(budget_bytes):
                 return False
@@ -185,7 +180,6 @@ class Budgets:
         self._members = members
         self._clock = clock
         self.unloaded: dict[str, UnloadedModel] = {}
-        """The models that left state in memory."""
         self.joining: ModelUse | None = None
         """A model that is being loaded, and counts already."""
         self._due_bytes = 0

@@ -27,7 +27,7 @@ class PoolMemory:
 
     total_bytes: int
     state_bytes: int | None = None
-    """The requested budget for the state of all models; None: what the weights leave."""
+    """None: what the weights leave."""
     largest_alone_bytes: int = 0
     """Weights up to this are loaded if alone, whatever they leave for state."""
     smallest_alone_bytes: int = 0
@@ -85,7 +85,7 @@ def _unloaded_floor(total_bytes: int, models: Sequence[ModelUse]) -> int:
 
 
 def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
-    """Returns the budget for state of each model, in sum at most `total_bytes`, and models in use first.
+    """Returns the budget for state of each model, in sum at most `total_bytes`.
 
     Each model in use gets what it is due, each other model what it uses up to its floor. Then, as far as there is
     memory: models in use get what they use, and some to grow; the others what they use, and what they are due if
@@ -151,7 +151,7 @@ class PoolSettings:
     max_models: int | None = None
     """None: as many as fit."""
     keep_alive_seconds: float | None = None
-    """How long an idle model stays; None: as `Loader.expires` says."""
+    """None: as `Loader.expires` says."""
     aliases: Sequence[Alias] = ()
     default_id: str | None = None
     """The model of requests that name none."""

@@ -64,24 +64,20 @@ class ModelSource:
     """A model that may be served, loaded or not."""
 
     id: str
-    """By which models are compared."""
     path: Path
-    """The folder with configuration and weights."""
     adapter: str | None = None
-    """The adapter that is meant."""
     label: str | None = None
     """What clients call the model, if not by its id: a name of our own."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
-    """Defaults of requests under the label."""
+    """Of requests under the label."""
 
     @property
     def name(self) -> str:
-        """What clients call it."""
         return self.adapter or self.label or self.id
 
     @property
     def plain(self) -> "ModelSource":
-        """The model itself, under its id."""
+        """The model under its id, without label and adapter."""
         return ModelSource(self.id, self.path)
 
 

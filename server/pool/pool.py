@@ -1,7 +1,7 @@
 """The models of one process, as the rest of the server sees them.
 
-Models are compared by their one identity, `ModelSource.id`. A model that is held is never unloaded, and has the
-budget for state that it is due. Event loop only, but where a docstring says otherwise.
+Models are compared by `ModelSource.id`. A model that is held is never unloaded, and has the budget for state that it
+is due. Event loop only, but where a docstring says otherwise.
 """
 
 import asyncio
@@ -143,11 +143,11 @@ class ModelPool:
         return self.loader.try_hold(model.base_id) if member is not None and member.has(model) else None
 
     async def load(self, source: ModelSource) -> ModelHold:
-        """Returns a hold on a model once it is loaded; see `Loader.load`."""
+        """As `Loader.load`."""
         return await self.loader.load(source)
 
     async def unload(self, source: ModelSource) -> bool:
-        """Unloads a model; False where it was not loaded. Raises ModelInUse."""
+        """As `Loader.unload`."""
         return await self.loader.unload(source)
 
     def forget_unloaded(self, source: ModelSource, namespace: str) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """What is served: a loaded model with its texts, formats and defaults, its engine, and the models that may be named.
 
-The protocols are what others use of the engine and of the model's tokenizer; tests have fakes of them. Knows no HTTP,
-no client and not which models are loaded.
+The protocols are what others use of engine and tokenizer; tests have fakes of them. Knows no HTTP, no client and not
+which models are loaded.
 """
 
 import threading
@@ -103,16 +103,14 @@ def _whole(value: Any) -> int:
 
 
 MAX_PREVIEW_CHARACTERS = 80
-"""Characters of one edge in a list of cache edges."""
+"""Of one edge in a list of cache edges."""
 
 
 class PromptRenderer(Protocol):
     """Text to tokens for one model. For any thread."""
 
     @property
-    def reads_tools(self) -> bool:
-        """Whether the model's template uses tools."""
-        ...
+    def reads_tools(self) -> bool: ...
 
     def render(
         self,
@@ -123,8 +121,8 @@ class PromptRenderer(Protocol):
         *,
         continues: bool = False,
     ) -> RenderedPrompt:
-        """Returns a conversation's prompt; raises ChatTemplateError. If it `continues`, it ends with the last
-        message's text.
+        """Returns a conversation's prompt, which ends with the last message if it `continues`. Raises
+        ChatTemplateError.
         """
         ...
 
@@ -175,9 +173,7 @@ class EnginePort(Protocol):
     """The engine's part for endpoints, all on the event loop."""
 
     @property
-    def is_running(self) -> bool:
-        """Whether the engine accepts requests."""
-        ...
+    def is_running(self) -> bool: ...
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Queues a request; raises QueueFull or EngineStopped at once."""
@@ -188,7 +184,7 @@ class EnginePort(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Returns counters and gauges at once, never waiting for the worker."""
+        """Returns counters and gauges; never waits for the worker."""
         ...
 
     async def execute(self, command: Callable[[Any], Any]) -> Any:
@@ -219,21 +215,21 @@ class ServedModel:
     created: int
     """Seconds since 1970."""
     tool_syntax: ToolSyntax | None = None
-    """The model's format of tool calls; None if unknown, and calls stay text."""
+    """None if unknown: calls stay text."""
     reasoning_format: ReasoningFormat | None = None
-    """The model's format of reasoning; None if it has none or it stays text."""
+    """None if the model has none, or reasoning stays text."""
     opens_reasoning: bool = False
-    """Whether the template opens reasoning on request, so that a prompt without one asks for no reasoning."""
+    """The template opens reasoning on request, so a prompt without one asks for no reasoning."""
     grammars: AnswerBinder | None = None
-    """Compiles grammars; None if answers cannot be bound."""
+    """None if answers cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
     reranking: RerankFormat | None = None
     """How the model judges a query with a document, if it was made for that."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """The model's defaults for fields missing in a request."""
+    """Defaults for fields missing in a request."""
     facts: ModelFacts = field(default_factory=ModelFacts)
     adapter: Adapter | None = None
-    """The adapter of a variant; None for a base model."""
+    """None for a base model."""
     parent_id: str | None = None
     """The base model of a variant."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
@@ -264,7 +260,6 @@ class ServedModel:
 
     @property
     def adapter_index(self) -> int:
-        """The engine's index of the adapter."""
         return NO_ADAPTER if self.adapter is None else self.adapter.index
 
     @property
@@ -277,12 +272,12 @@ class ServedModel:
 
     @cached_property
     def previews(self) -> Previews:
-        """Returns the texts of cache edges for people."""
+        """Texts of cache edges for people."""
         return Previews(self.token_texts.text, MAX_PREVIEW_CHARACTERS)
 
     @cached_property
     def token_search(self) -> TokenSearch:
-        """Returns the search for texts in the model's tokens."""
+        """Finds texts in the model's tokens."""
         return TokenSearch(self.token_texts.piece, self.vocab_size)
 
     @property
@@ -329,9 +324,7 @@ class ListedModel:
     context_tokens: int | None
     facts: ModelFacts
     served: ServedModel | None = None
-    """The model, if it is loaded."""
     parent_id: str | None = None
-    """The base model of a variant with an adapter."""
 
     @classmethod
     def of(cls, served: ServedModel) -> "ListedModel":
@@ -345,6 +338,5 @@ class Occupancy:
 
     model: ServedModel
     num_requests: int
-    """Number of requests now using this model."""
     idle_seconds_left: float
-    """Seconds until the model is unloaded if no request comes; infinite if it stays."""
+    """Until the model is unloaded if no request comes; infinite if it stays."""
