@@ -1,10 +1,8 @@
 """Every setting: its default, range, unit, help text and origin, in one place. Pure.
 
-The command line, `--help` and the documentation are made from the fields below. A setting has one name, made of its
-flag: `--cache-memory` is `cache_memory` in the file and `MLX_SERVE_CACHE_MEMORY` in the environment. A flag goes
-before a variable, a variable before the file, the file before the default. No part of the server reads variables.
-
-Also the errors of the process as a whole, one sentence each: ConfigError, StartError, DoctorError.
+The command line, `--help` and the documentation are made from the fields below. `--cache-memory` is `cache_memory` in
+the file and `MLX_SERVE_CACHE_MEMORY` in the environment. A flag goes before a variable, a variable before the file,
+the file before the default. No part of the server reads variables. Also the errors of the process as a whole.
 """
 
 import contextlib
@@ -24,7 +22,6 @@ from server.pool.names import parse_alias, parse_keep_alive
 MEBIBYTE = 1024 * 1024
 GIGABYTE = 10**9
 DEFAULT_URL = "http://127.0.0.1:8080"
-"""The address of a server with the default settings."""
 ANY_ORIGIN = "*"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
 
@@ -239,7 +236,6 @@ class ServerConfig:
 
     @property
     def needs_key(self) -> bool:
-        """Whether clients must send a key."""
         return self.api_key is not None or self.api_keys_file is not None
 
     def check(self) -> None:
@@ -318,7 +314,6 @@ def _check_number(name: str, value: Any, is_whole: bool, minimum: float, maximum
 
 PREFIX = "MLX_SERVE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
-"""Names another settings file."""
 KEY_VARIABLE = f"{PREFIX}API_KEY"
 
 SETTINGS: Mapping[str, "Field[Any]"] = {setting.name: setting for setting in fields(ServerConfig)}
@@ -368,12 +363,12 @@ def key_of(setting: "Field[Any]") -> str:
 
 
 def variable_of(setting: "Field[Any]") -> str:
-    """Returns the name of the variable."""
+    """Returns the name of the setting's variable."""
     return PREFIX + key_of(setting).upper()
 
 
 def from_flags(given: Mapping[str, Any]) -> Layer:
-    """Returns the settings given as flags, by field name; raises ConfigError."""
+    """Returns the settings given as flags; raises ConfigError."""
     layer = {}
     for name, value in given.items():
         if value not in (None, [], ()):
@@ -531,7 +526,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns a TOML string; settings are printable texts."""
+    """Settings are printable texts."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 

@@ -1,6 +1,6 @@
 """The keys that clients may send: the owner and rights of each, and the file that lists them. Pure.
 
-Only the digest of a key is kept; logs and answers have a key's name. The file is readable by its owner only.
+Only the digest of a key is kept; logs and answers have a key's name. Only its owner can read the file.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ FIELDS = ("name", "key", *LIMITS, "operator")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One key. A limit of None does not bind."""
+    """A limit of None does not bind."""
 
     name: str
     """Empty for the one key of the command line."""
@@ -44,7 +44,7 @@ class KeyRing:
         self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
 
     def find(self, given: str) -> ApiKey | None:
-        """Returns the key that was sent, in a time that reveals nothing of which or how much matches."""
+        """Returns the key that was sent; the time taken does not tell how much of a key matches."""
         digest, found = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -52,7 +52,7 @@ class KeyRing:
         return found
 
     def name_of(self, namespace: str) -> str | None:
-        """Returns the name of the key of a namespace; None without one."""
+        """Returns the name of the key of a namespace."""
         return self._names.get(namespace.partition("/")[0]) or None
 
 
@@ -67,7 +67,7 @@ def namespace_of_key(key: str) -> str:
 
 
 def parse_keys(text: str) -> KeyRing:
-    """Returns the keys of a TOML text with a table `[[keys]]` for each. Raises ConfigError, which contains no key."""
+    """Returns the keys of a TOML text with `[[keys]]` for each. Raises ConfigError, which contains no key."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -28,7 +28,7 @@ NOISY_LOGGERS = (
 )
 
 PROGRESS_SECONDS = 2.0
-"""Seconds between changes of the progress line."""
+"""Between changes of the progress line."""
 PROGRESS_IN_FILES = 5
 """A file gets one of this many progress entries of a prompt."""
 DEFAULT_COLUMNS = 80
@@ -72,7 +72,6 @@ class _FileFormatter(logging.Formatter):
     """One line per event; a trace follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
         origin = "" if isinstance(record.msg, LogEntry) else f"{record.name}: "
         line = f"{stamp} {record.levelname:<7} {origin}{printable(record.getMessage())}"
@@ -84,7 +83,6 @@ class _JsonFormatter(logging.Formatter):
     """One JSON object per event, on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the object as text."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
         if isinstance(record.msg, LogEntry):
@@ -95,17 +93,14 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _TerminalHandler(logging.StreamHandler[TextIO]):
-    """Writes lines for people to a terminal of any width."""
-
     def __init__(self, stream: TextIO, *, is_coloured: bool) -> None:
         super().__init__(stream)
         self._is_coloured = is_coloured
         self._has_progress = False
-        """Whether the cursor is behind a line that the next one replaces."""
+        """The cursor is behind a line that the next one replaces."""
         self._progress_at = 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one record; logging handles a failure."""
         try:
             is_progress = isinstance(record.msg, PrefillProgress)
             if is_progress and record.created - self._progress_at < PROGRESS_SECONDS:
@@ -119,7 +114,6 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
             self.handleError(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the lines that a record takes."""
         lines = lay_out(_time_of_day(record), _parts(record), self._num_columns(), self._paint)
         trace = _trace(record)
         return f"{lines}\n{trace}" if trace else lines

@@ -1,7 +1,7 @@
 """Log entries about requests: figures for programs, and the same in words for people. Pure.
 
-An entry is handed to `logging` as the message itself: `str` is one line for a file, `parts` are pieces of a line for
-a terminal, which breaks between its parts first. No text of a prompt and no key is in it.
+`logging` gets an entry as its message: `str` is one line for a file, `parts` are pieces of a line for a terminal,
+which breaks between parts first. An entry holds no text of a prompt and no key.
 """
 
 import re
@@ -14,13 +14,12 @@ from rich.cells import cell_len, set_cell_size
 
 SHORT_ID_LENGTH = 6
 MAX_SESSION_LENGTH = 24
-"""Letters of a session's name shown in a line for people."""
 MAX_REASON_LENGTH = 300
 MAX_PATH_LENGTH = 200
 
 
 class Tone(StrEnum):
-    """The tone of a part of a line."""
+    """How a part of a line is coloured."""
 
     PLAIN = "plain"
     QUIET = "quiet"
@@ -53,11 +52,10 @@ class LogEntry:
         return {"event": self.event, **asdict(self)}
 
     def __str__(self) -> str:
-        """Returns the line for a file, with the request's whole name."""
         return "  ".join([*(part.text for part in self.parts()), *self.names()])
 
     def names(self) -> list[str]:
-        """Returns the full names of which `parts` shows an abbreviation only."""
+        """Returns the full names that `parts` abbreviates."""
         return [self.request_id]
 
 
@@ -69,11 +67,11 @@ class PrefillProgress(LogEntry):
 
     session_id: str | None
     evaluated_tokens: int
-    """Evaluated prompt tokens, restored ones included."""
+    """Restored ones included."""
     prompt_tokens: int
     tokens_per_second: float
     number: int
-    """Number of earlier progress entries of the request."""
+    """Earlier progress entries of the request."""
 
     def parts(self) -> list[EntryPart]:
         """Returns progress and time left, the request and its speed."""
@@ -117,7 +115,7 @@ class RequestEnded(LogEntry):
     first_token_ms: float | None
     total_ms: float
     tokens_per_second: float | None
-    """Speed of the answer, from its first token to its last."""
+    """Of the answer, from its first token to its last."""
     finish: str
     error: str | None
     kept: float | None
@@ -173,7 +171,7 @@ class RequestRefused(LogEntry):
 
     method: str
     path: str
-    """Path without the query, which may hold a key."""
+    """Without the query, which may hold a key."""
     status: int
     code: str
     reason: str
@@ -234,12 +232,12 @@ def short_id(request_id: str) -> str:
 
 
 def cut(text: str, length: int) -> str:
-    """Returns a text of at most `length` letters, with `…` where it was cut."""
+    """Returns at most `length` letters, with `…` where it was cut."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def grouped(number: int) -> str:
-    """Returns a whole number such as `12 340`."""
+    """Returns a number such as `12 340`."""
     return f"{number:,}".replace(",", " ")
 
 
@@ -280,7 +278,6 @@ _BREAK = re.compile(r" (?!(?<=\d )(?:\d{3}\b|%|s\b|min\b))")
 """A space where a line may end: not in a number, nor before its unit."""
 
 Paint = Callable[[str, Tone], str]
-"""Colours a piece of text."""
 
 
 def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> str:

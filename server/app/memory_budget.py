@@ -22,11 +22,11 @@ from models.short_names import size_text
 logger = logging.getLogger(__name__)
 
 USABLE_SHARE = 0.75
-"""Share of the machine's memory for weights and state."""
+"""Of the machine's memory, for weights and state."""
 RECOMMENDED_SHARE = 0.9
-"""Share of what the device recommends: above that, Metal pages and everything becomes slow."""
+"""Of what the device recommends: above that, Metal pages and everything becomes slow."""
 WEIGHTS_SHARE = 0.8
-"""Share of the usable memory for weights, where there is a choice of models."""
+"""Of the usable memory, for weights, where there is a choice of models."""
 SMALLEST_BUDGET_BYTES = 256 << 20
 """Less would hold no conversation."""
 POOL_SHARE = 1 / 16
@@ -60,7 +60,7 @@ class MemoryPlan:
 
     @property
     def rest_bytes(self) -> int:
-        """Memory for everything else; negative if more is promised than there is."""
+        """Negative if more is promised than there is."""
         return self.machine_bytes - self.weights_bytes - self.budget_bytes - self.others_bytes
 
 

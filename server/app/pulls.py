@@ -68,7 +68,7 @@ class Pulls:
             pull.end(None)
 
     async def _is_done(self, key: str, name: str, pull: "_Pull") -> bool:
-        """Downloads; False if abandoned because nobody waited."""
+        """False if abandoned because nobody waited."""
         try:
             fetch = partial(self._fetch, name, pull.tell)
             await on_thread(f"pull {key}", lambda: fetch(max_weights_bytes=self._max_weights_bytes()))
@@ -81,7 +81,7 @@ class _Pull:
     def __init__(self) -> None:
         self._listeners: list[_Listener] = []
         self._told: list[PullEvent] = []
-        """The steps that a later listener must know."""
+        """What a later listener must know."""
         self._loop = asyncio.get_running_loop()
         self._is_over = False
         self._error: Exception | None = None
@@ -123,8 +123,6 @@ class _Pull:
 
 
 class _Listener:
-    """Steps that one client has still to read."""
-
     def __init__(self, told: list[PullEvent]) -> None:
         self._waiting = list(told)
         self._has_more = asyncio.Event()

@@ -66,11 +66,10 @@ class Service:
     engine: Engine
     memory: MemoryPlan
     precision: Precision
-    """How the weights are held."""
     stored_bytes: int
-    """Size of the weights on disk."""
+    """Weights on disk."""
     seconds_per_token: float | None
-    """About how long a token takes, measured on one matrix; None on a GPU."""
+    """Measured on one matrix; None on a GPU."""
     model_context_tokens: int
     """The model's own limit; `model.context_tokens` may be lower."""
     named: ServedModel | None = None
@@ -182,8 +181,10 @@ class ServiceOpener:
         return opened
 
     def _float32_bytes(self, others: Sequence[int]) -> int:
-        """Returns the most that float32 weights may take: the same at each loading, unless other models leave less,
-        since state fits weights of the same precision only.
+        """Returns the most that float32 weights may take.
+
+        The limit is the same at each loading, unless other models leave less: state fits weights of the same
+        precision only.
         """
         return min(int(self.memory.total_bytes * FLOAT32_SHARE), self.memory.largest_weights_bytes(others))
 
@@ -263,7 +264,6 @@ def source_of(name: str) -> ModelSource:
 def _opened(
     loaded: LoadedModel, config: ServerConfig, weights_bytes: int, budget_bytes: int, kept: KeptState | None = None
 ) -> tuple[Engine, OpenedModel]:
-    """Returns a model with its engine, which is not started yet."""
     tokenizer = loaded.tokenizer
     facts = ModelFacts(
         fingerprint=loaded.fingerprint,
@@ -310,7 +310,6 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
 
 
 def _opens_reasoning(renderer: ChatRenderer, markers: ReasoningFormat | None) -> bool:
-    """Returns whether a prompt that asks for reasoning also begins it."""
     if markers is None:
         return False
     asked = {"enable_thinking": True, "thinking": True}
@@ -382,7 +381,6 @@ def _weights_bytes(loaded: LoadedModel) -> int:
 
 
 def _with_adapters(loaded: LoadedModel, config: ServerConfig, tell: Callable[[str], object]) -> LoadedModel:
-    """Returns the model with the configured adapters, which are the first model's. Raises ModelError."""
     if not config.adapters or loaded.name != model_id(config.models[0]):
         return loaded
     # Imports all of mlx-lm's training.
