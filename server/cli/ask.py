@@ -26,9 +26,8 @@ app = command_group()
 
 TIMEOUT_SECONDS = 30.0
 FOR_EVER_DAYS = 3650
-"""A model that expires later stays for ever."""
 FIND_SECONDS = 1.0
-"""Seconds that a server may take to list its models."""
+"""For a server to list its models."""
 OWNER = "mlx-serve/"
 """Begins the owner of our servers' models, before the version."""
 
@@ -40,7 +39,7 @@ def known_urls() -> list[str]:
 
 
 def usual_url() -> str:
-    """Returns this user's first server or, if there is none, the usual address."""
+    """Returns the address of this user's first server, else the usual one."""
     return known_urls()[0]
 
 
@@ -64,7 +63,7 @@ class AskedServer:
         return self._read(answer)
 
     def find(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any | None:
-        """Returns the answer's object; None where no server answers, or it has no such path or model.
+        """Returns the answer's object; None where no server answers, or the server has no such path or model.
 
         Raises StartError where the server refuses.
         """
@@ -200,7 +199,6 @@ class Served:
     """A model as a server names it."""
 
     url: str
-    """Such as `http://127.0.0.1:8080`."""
     model: str
 
 

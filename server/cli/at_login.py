@@ -36,12 +36,12 @@ LABEL = "mlx-serve"
 MARK = "Written by `mlx-serve service install`."
 """Marks our files: no other is overwritten or removed."""
 STOP_SECONDS = 30
-"""Seconds beyond `drain_seconds`, to write conversations to the disk."""
+"""Beyond `drain_seconds`, to write conversations to the disk."""
 MAX_FILES = 8192
 """launchd's own limit is 256."""
 RESTART_SECONDS = 5
 USAGE_STATUS = 2
-"""Exit status after which a restart would not help."""
+"""After this exit status a restart would not help."""
 
 PASSED_ON = (
     "HF_ENDPOINT",
@@ -64,11 +64,10 @@ class ServiceSpec:
     environment: Mapping[str, str]
     drain_seconds: float
     log_file: str = ""
-    """For launchd alone."""
 
     @property
     def stop_seconds(self) -> int:
-        """Seconds from the request to end until the server is killed."""
+        """From the request to end until the server is killed."""
         return int(self.drain_seconds) + STOP_SECONDS
 
 
@@ -130,14 +129,14 @@ def launchd_plist(spec: ServiceSpec) -> str:
 
 
 def _systemd_word(word: str) -> str:
-    """Returns a word in quotes, per systemd.syntax(7); `%` would begin a specifier."""
+    """Quotes a word, per systemd.syntax(7); `%` would begin a specifier."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'
 
 
 @dataclass(frozen=True)
 class ServiceState:
-    """Whether the server is installed and running; `detail` has the system's words."""
+    """`detail` has the system's words."""
 
     is_installed: bool
     is_running: bool = False
@@ -216,7 +215,7 @@ class ServiceManager(ABC):
         return ServiceState(False) if self._read() is None else self.ask()
 
     def _read(self) -> str | None:
-        """Returns the file's text, if there is one. Raises StartError for a file of another program."""
+        """Raises StartError for a file of another program."""
         try:
             text = self.file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -407,7 +406,7 @@ def remove() -> None:
 
 
 def find_manager(environment: Mapping[str, str]) -> ServiceManager:
-    """Returns the manager of this machine."""
+    """Returns this machine's manager."""
     return Launchd(Path.home()) if platform.system() == "Darwin" else Systemd(environment)
 
 

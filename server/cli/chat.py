@@ -203,10 +203,7 @@ class Opening:
 
 
 def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
-    """Talks until the person leaves, or answers once, and returns the exit status.
-
-    `about`, shown before the first prompt, says where the model is.
-    """
+    """Talks until the person leaves, or answers once; returns the exit status. `about` says where the model is."""
     console = Console()
     screen = standard_screen(is_coloured=console.is_terminal and not console.no_color)
     if isinstance(sys.stdin, io.TextIOWrapper):

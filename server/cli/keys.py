@@ -41,9 +41,9 @@ def held_back() -> Iterator[None]:
 class Sigterm:
     """SIGTERM ends the process even where Python's own handler cannot run, since a thread never gives its lock back.
 
-    In C, at once and without the lock, faulthandler writes to a pipe, and `alarm` is called with the signal's number
-    for its seconds. `on_signal` is called on a thread, which then puts the alarm off again and again; where it cannot
-    run for so long, the process exits with SIGALRM's number.
+    In C, without the lock, faulthandler writes to a pipe, and `alarm` is called with the signal's number for its
+    seconds. `on_signal` is called on a thread, which then puts the alarm off again and again; where it cannot run for
+    so long, the process exits with SIGALRM's number.
     """
 
     def __init__(self, on_signal: Callable[[], object]) -> None:

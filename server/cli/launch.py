@@ -133,7 +133,6 @@ class Launch:
     api_key: str | None
     arguments: Sequence[str]
     is_shown: bool = False
-    """Whether the command is only shown."""
 
 
 @app.command("launch", context_settings={"ignore_unknown_options": True})

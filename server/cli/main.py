@@ -1,8 +1,7 @@
 """The command line: which commands there are, and what their errors look like.
 
-A command's file is imported once the command is named; until then its line in `COMMANDS` stands for it, so that
-`--help` is quick. An error that a person can mend is one line on standard error: exit status 2 for wrong arguments,
-1 for the rest.
+A command's file is imported once the command is named, so that `--help` is quick. An error that a person can mend is
+one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
 """
 
 import logging
@@ -109,7 +108,7 @@ class LazyCommands(TyperGroup):
     """The commands, each imported when it is named."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Returns the name, the command and its arguments; raises typer's error for an unknown name."""
+        """Raises typer's error for an unknown name."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load(command.name or ""), rest
 
@@ -136,7 +135,7 @@ def _command_of(example: str) -> str:
 
 
 def _epilog(examples: Sequence[str]) -> str:
-    r"""Returns the end of a command's help; `\b` keeps its lines."""
+    r"""`\b` keeps the lines of the examples."""
     heading = "Example:" if len(examples) == 1 else "Examples:"
     return "\b\n" + "\n".join([heading, *(f"  {example}" for example in examples)])
 

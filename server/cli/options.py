@@ -19,7 +19,7 @@ def command_group(**settings: Any) -> typer.Typer:
 
 
 def model_names() -> list[str]:
-    """Returns the names of the models on this machine, for a shell's completion."""
+    """Returns the names of this machine's models, for a shell's completion."""
     from models.names import installed
 
     return [name for model in installed() for name in (model.short_name, model.name) if name]

@@ -117,7 +117,7 @@ def offer(name: str) -> str | None:
 
 
 def about(model: ShortName) -> str:
-    """Returns the approximate size of a model."""
+    """Returns a model's approximate size."""
     return f"about {size_text(model.num_bytes)}"
 
 

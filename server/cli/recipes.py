@@ -26,7 +26,6 @@ class LaunchTarget:
     """The model for an agent."""
 
     url: str
-    """The server's address, such as `http://127.0.0.1:8080`."""
     model: str
     context_tokens: int = 0
     """0 if unknown."""

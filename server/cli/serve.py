@@ -164,7 +164,7 @@ def count_text(number: int) -> str:
 
 
 def round_count(number: float) -> str:
-    """Returns a count with two significant digits, such as `137 000` or `1.4 million`."""
+    """Returns two significant digits, such as `137 000` or `1.4 million`."""
     if number >= 10**6:
         return count_text(int(number))
     unit = 1000 if number >= 10_000 else 100 if number >= 1000 else 1
@@ -176,12 +176,12 @@ _ELSEWHERE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1",
 
 
 def is_for_this_machine(address: str) -> bool:
-    """Returns whether a numeric address is loopback."""
+    """Whether a numeric address is loopback."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def is_any(address: str) -> bool:
-    """Returns whether a numeric address stands for all of the machine's."""
+    """Whether a numeric address stands for all of the machine's."""
     return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
 
 
@@ -222,9 +222,9 @@ def _url(host: str, port: int) -> str:
 
 
 CLOSE_SECONDS = 5
-"""Seconds for the last bytes to reach their clients."""
+"""For the last bytes to reach their clients."""
 SWITCH_SECONDS = 0.001
-"""Seconds after which a planning thread gives Python's lock to a waiting engine or event loop."""
+"""After these a planning thread gives Python's lock to a waiting engine or event loop."""
 KERNEL_BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
@@ -232,7 +232,7 @@ KERNEL_BACKLOG = 2048
 def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
     """Serves until asked to stop and returns the exit status.
 
-    `runtime` is the folder of this user's claims; `fast_blas` is the library loaded to multiply matrices. Raises
+    `runtime` is the folder of this user's claims, `fast_blas` the library loaded to multiply matrices. Raises
     ConfigError, StartError, ModelError and FolderError.
     """
     configure_logging(config.log_level, config.log_format)
@@ -420,7 +420,7 @@ def _reload_keys(app: Starlette, config: ServerConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but for signals, which are ours."""
+    """Leaves signals to us."""
 
     def __init__(self, app: Starlette, limits: Limits, on_listening: Callable[[], None]) -> None:
         super().__init__(
@@ -430,11 +430,10 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone: uvicorn would send them to itself again at the end and change the exit status."""
+        """uvicorn would send signals to itself again at the end and change the exit status."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts listening."""
         await super().startup(sockets)
         for listener in sockets or ():
             # asyncio takes one number for how many it accepts at once and how many the kernel lets wait.
@@ -455,7 +454,6 @@ class _Stopper:
         self._draining: asyncio.Task[None] | None = None
 
     def signalled(self) -> None:
-        """Handles one SIGTERM or SIGINT."""
         if self._draining is not None:
             num_running = self.pool.num_running
             logger.warning("stopped at once%s", ": answers that were running are cut off" if num_running else "")

@@ -282,7 +282,7 @@ def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
 
 
 def _confirm(question: str, *, is_forced: bool) -> None:
-    """Asks. Raises StartError where nobody can be asked, or the answer is no."""
+    """Raises StartError where nobody can be asked, or the answer is no."""
     if is_forced:
         return
     if not sys.stdin.isatty():

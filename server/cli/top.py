@@ -48,7 +48,7 @@ class TopPage:
     width: int
     height: int
     first: int = 0
-    """Number of requests scrolled past."""
+    """Requests scrolled past."""
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Tokens per second by request."""
     problem: str | None = None
@@ -192,7 +192,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """Returns a count with its digits in groups: 12 345."""
+    """Returns digits in groups: 12 345."""
     return f"{number:,.0f}".replace(",", " ")
 
 

@@ -31,12 +31,12 @@ class EvaluatedTurn:
     """Evaluated tokens of prompt and reply."""
     num_prompt_tokens: int
     was_cleared: bool = False
-    """Whether the cache was cleared since."""
+    """The cache was cleared since."""
     was_unloaded: bool = False
-    """Whether the model was unloaded since, and its conversations dropped."""
+    """The model was unloaded since, and its conversations dropped."""
     request_id: str = ""
     is_neighbour: bool = False
-    """Whether the turn is of another conversation with the same system messages but for a clock, say."""
+    """The turn is of another conversation with the same system messages but for a clock, say."""
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +77,7 @@ def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
 
 
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
-    """Returns the account of a request that continues no turn, but may share other requests' beginning."""
+    """The request continues no turn, but may share other requests' beginning."""
     if match - hit > EDGE_TOKENS:
         miss = _state_miss(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
         return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
@@ -85,7 +85,6 @@ def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
 
 
 def _of_neighbour(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) -> Reuse:
-    """Returns the account of a first request with another conversation's system messages but for a clock, say."""
     starts, num_head = request.outline.starts, request.prompt.num_head
     reach = starts[num_head] if len(starts) > num_head else min(len(previous.tokens), len(request.tokens) - 1)
     changes = find_volatile_head(previous.turn.prompt, request.prompt)
@@ -177,7 +176,6 @@ class Name:
     namespace: str
     id: str
     is_named: bool = True
-    """Whether the client named it."""
 
 
 class Conversations:
@@ -222,7 +220,7 @@ class Conversations:
             self._take(Name(namespace, conversation_id, is_named))
 
     def note_cleared(self, namespace: str) -> None:
-        """Notes that the cache no longer holds anything of a namespace."""
+        """Notes that the cache holds nothing of a namespace any more."""
         for name, turns in self._turns.items():
             if name.namespace == namespace:
                 turns[:] = [replace(turn, was_cleared=True) for turn in turns]
@@ -306,9 +304,9 @@ class Conversations:
 
 
 def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
-    """Returns how close a request is to a turn: messages in common first, then tokens.
+    """Messages in common first, then tokens.
 
-    One that lacks the turn's newest message or its reply may continue an earlier turn.
+    A request without the turn's newest message or its reply may continue an earlier turn.
     """
     earlier, said = turn.turn, request.prompt.said
     newest = earlier.prompt.said.intersection(earlier.prompt.parts[-1:])
@@ -354,7 +352,7 @@ def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
 
 
 def _goes_on(earlier: Turn, later: Prompt) -> bool:
-    """Whether a turn continues an earlier one unchanged, and so replaces it.
+    """A turn that continues an earlier one unchanged replaces it.
 
     Of two versions both are kept: later turns show which one goes on.
     """
@@ -365,5 +363,5 @@ def _goes_on(earlier: Turn, later: Prompt) -> bool:
 
 
 def _owned(turn: EvaluatedTurn) -> EvaluatedTurn:
-    """Returns the turn with tokens of its own: a view keeps a longer array alive."""
+    """Copies the tokens: a view keeps a longer array alive."""
     return turn if turn.tokens.base is None else replace(turn, tokens=turn.tokens.copy())

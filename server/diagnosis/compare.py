@@ -1,8 +1,7 @@
 """What a client changed between two turns of a conversation, from their parts. Pure.
 
 Messages are aligned: kept, edited, removed, inserted, merged, summed up. Within a message the changed words tell the
-kind of change: `09:16` that becomes `09:17` is a clock in any place. A request that only adds messages changes
-nothing.
+kind of change: `09:16` that becomes `09:17` is a clock in any place.
 """
 
 import json
@@ -20,9 +19,9 @@ from server.diagnosis.prompt import PLAIN, Part, Prompt
 from server.engine.diagnosis import Cause, Miss, MissReason
 
 WINDOW_CHARACTERS = 120
-"""Characters considered on either side of a change."""
+"""Considered on either side of a change."""
 AROUND_WORDS = 8
-"""Words shown on either side of one of several changes."""
+"""Shown on either side of one of several changes."""
 MAX_WORD_CHARACTERS = 80
 """A longer word is shown in part."""
 MAX_WORDS = 2000
@@ -96,7 +95,6 @@ def classify_text(before: str, after: str) -> Cause:
 
 
 def _cause_of_addition(before: str, after: str, start: int) -> Cause:
-    """Returns the kind of a few words that only one of two texts has."""
     tail = shared_length(before[start:][::-1], after[start:][::-1])
     inner, other = before[start : len(before) - tail], after[start : len(after) - tail]
     added = inner or other
@@ -110,7 +108,7 @@ def _cause_of_addition(before: str, after: str, start: int) -> Cause:
 
 
 def _cause_of_whole(before: str, after: str) -> Cause | None:
-    """Returns the cause where two texts say the same in another form; else None."""
+    """Returns the cause where two texts say the same in another form."""
     if max(len(before), len(after)) > MAX_CHARACTERS:
         return None
     if "".join(before.split()) == "".join(after.split()):
@@ -121,7 +119,7 @@ def _cause_of_whole(before: str, after: str) -> Cause | None:
 
 
 def _decoded(text: str) -> str:
-    """Returns a text without differences of encoding, quotes and spaces."""
+    """Undoes differences of encoding, quotes and spaces."""
     return "".join(normalize("NFKC", unescape(text)).translate(_QUOTES).split())
 
 
@@ -149,7 +147,7 @@ def _random_word(text: str, start: int) -> str | None:
 
 
 def _looks_random(word: str) -> bool:
-    """Whether a word looks like an id: hexadecimal, a UUID, base64, or too many digits to count with."""
+    """Whether a word is hexadecimal, a UUID, base64, or has too many digits to count with."""
     core = re.sub(r"^[a-z]{2,12}[_-](?=\w)", "", word)
     parts = [part for part in re.split(r"[-_]+", core) if part]
     letters, digits = sum(map(str.isalpha, core)), sum(map(str.isdigit, core))
@@ -324,12 +322,10 @@ def _plain_changes(earlier: Turn, later: Prompt) -> Iterator[Miss]:
 
 
 class _MessageDiff:
-    """The messages of two turns, aligned."""
-
     def __init__(self, earlier: Turn, later: Prompt) -> None:
         self._ours, self._theirs = earlier.parts, later.parts
         self._reply = len(earlier.prompt.parts) if earlier.reply is not None else None
-        """Index of the reply in our messages."""
+        """Index in our messages."""
         self._head = later.num_head
         self._prompt = earlier.prompt
         self._is_related = earlier.num_shared(later) > 0 or (_is_answered(later.parts) and self._are_similar())
@@ -353,7 +349,7 @@ class _MessageDiff:
         return _miss(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
 
     def volatile_head(self, *, only: bool = False) -> list[Miss]:
-        """Returns the values that change by themselves in the system messages; with `only`, none if others do too."""
+        """As `find_volatile_head`; with `only`, none if other values differ too."""
         found: list[Miss] = []
         for index in range(min(self._head, self._prompt.num_head)):
             if self._ours[index] == self._theirs[index]:
@@ -375,7 +371,7 @@ class _MessageDiff:
                 yield head + i1, head + i2, head + j1, head + j2
 
     def _changes_of(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
-        """Yields the changes of one block: versions of messages, then added or removed ones."""
+        """Yields versions of messages, then added or removed ones."""
         if i1 < i2 and j1 < j2 and self._is_asked_anew(i1, i2, j1):
             yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, self._ours[i1], self._theirs[j1])
             return
@@ -465,7 +461,6 @@ def _is_answered(parts: Sequence[Part]) -> bool:
 
 
 def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
-    """Yields what changed between two versions of a message, with the words around."""
     if _lacks_thoughts(one, other):
         yield Cause.THOUGHTS, excerpt(one.shown, 0), excerpt(other.shown, 0)
         return
@@ -485,7 +480,6 @@ def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
 
 
 def _lacks_thoughts(one: Part, other: Part) -> bool:
-    """Whether a reply is the earlier one without its thoughts."""
     is_same = _without_thoughts(one) == other.text.strip() and one.calls == other.calls
     had_thoughts = bool(one.thoughts) or one.text.strip() != other.text.strip()
     return one.role == "assistant" and is_same and had_thoughts and not other.thoughts

@@ -32,7 +32,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of memory to keep the part."""
+        """Approximate memory to keep the part."""
         return text_bytes(self.shown) + _PART_BYTES
 
     @property
@@ -54,7 +54,7 @@ class Prompt:
 
     @cached_property
     def num_head(self) -> int:
-        """Number of leading system messages."""
+        """Leading system messages."""
         return next((index for index, part in enumerate(self.parts) if not part.is_system), len(self.parts))
 
     @cached_property
@@ -124,7 +124,7 @@ def with_parts_of(prompt: Prompt, earlier: Prompt) -> Prompt:
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
-    """Returns name and arguments, parsed so that their spacing changes nothing."""
+    """Arguments are parsed so that their spacing changes nothing."""
     function = call.get("function")
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")

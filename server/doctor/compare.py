@@ -17,7 +17,7 @@ from server.doctor.recorded import Recorded
 
 CHARACTERS_PER_TOKEN = 4
 MAX_BYTES = 1 << 30
-"""Memory for the last turns of all conversations of a file."""
+"""For the last turns of all conversations of a file."""
 
 
 def checkups_of(requests: Iterable[Recorded], tokens_per_second: float | None = None) -> list[Checkup]:

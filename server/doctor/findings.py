@@ -17,9 +17,8 @@ SECONDS_PER_DAY = 86_400
 SHORTEST_SECONDS = 60.0
 """Turns within a shorter time give no rate per day."""
 _SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
-"""Causes that are reported only above `NEGLIGIBLE_TOKENS`."""
+"""Reported only above `NEGLIGIBLE_TOKENS`."""
 _PLACELESS = _SMALL | {Cause.CLEARED, Cause.UNLOADED, Cause.DECLINED}
-"""Causes without a message."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,14 @@ class Loss:
     place: str | None
     """The role of the message, or `TOOLS`."""
     where: str
-    """The place in the prompt, for a person: `system message`."""
+    """For a person: `system message`."""
     tokens: int
     seconds: float | None = None
     """None where no speed is known."""
     before: str = ""
     after: str = ""
     is_hidden: bool = False
-    """Whether it stands behind another change of the turn, so that it cost nothing by itself."""
+    """The loss stands behind another change of the turn, so it cost nothing by itself."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Checkup:
     name: str
     num_turns: int
     kept: float | None
-    """The share of the prompt before that turns reused on average, 0 to 1; None for a single turn."""
+    """Share of the prompt before that turns reused on average, 0 to 1; None for a single turn."""
     losses: tuple[Loss, ...]
     num_seen: int | None = None
     """Turns considered, where not all are kept."""
@@ -100,7 +99,7 @@ class Finding:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it cost nothing because another change was always before it."""
+        """The finding cost nothing: another change was always before it."""
         return all(loss.is_hidden for loss in self.losses)
 
 
@@ -122,7 +121,7 @@ class Savings:
 
     tokens: int
     num_turns: int
-    """Turns considered, good ones too."""
+    """Good ones too."""
     seconds: float | None
     """None where no speed is known."""
     seconds_per_day: float | None
@@ -219,7 +218,7 @@ def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]
 
 
 def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
-    """Yields the losses, with those of another version as one of a request beside the conversation."""
+    """Takes a loss by another version for one by a request beside the conversation."""
     versions = [loss for loss in turn.losses if loss.cause in _VERSIONS]
     yield from (loss for loss in turn.losses if loss.cause not in _VERSIONS)
     costliest = max(versions, key=lambda loss: loss.tokens)

@@ -1,8 +1,8 @@
 """Recorded requests, from JSON lines. Pure but for reading the file.
 
 A line is the body of a chat completion, or an object with the body as `body` or `request` and the answer as
-`response`. Sessions are named as for the server. The order is that of `timestamp`, `time` or `created` where every
-line has one, else the file's.
+`response`. Sessions are named as for the server. Requests are in the order of `timestamp`, `time` or `created` where
+every line has one, else of the file.
 """
 
 import hashlib

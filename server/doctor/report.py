@@ -45,7 +45,7 @@ class Sessions:
         return [session for session in found if session is not None], list(listed.get("refused", ()))
 
     def _read_one(self, session_id: str, namespace: str | None) -> dict[str, Any] | None:
-        """Returns one session; without key and salt, which limit what is seen, it needs its namespace."""
+        """Without key and salt, which limit what is seen, the server needs the session's namespace."""
         is_named = namespace and not self._headers and not self._query
         query = f"?{urlencode({'namespace': namespace})}" if is_named else ""
         return self._get(f"/v1/sessions/{quote(session_id, safe='')}{query}")
@@ -102,7 +102,7 @@ NO_SESSIONS = """\
 No conversations yet. A server that asks for no key shows all of them to its own machine, \
 else each key its own: give the key that the client sends with --api-key."""
 LEAD_CHARACTERS = 20
-"""Characters shown before the changed words."""
+"""Shown before the changed words."""
 
 
 def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_json: bool = False) -> None:
@@ -232,7 +232,6 @@ def _finding(finding: Finding) -> RenderableType:
 
 
 def _in_place(where: str) -> str:
-    """Returns a place with its preposition; empty for none."""
     return f" in {'' if where.startswith('message ') else 'the '}{where}" if where else ""
 
 

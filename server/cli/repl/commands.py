@@ -1,6 +1,4 @@
-"""The slash commands of a chat, and the files they name: saved conversations, and images that no model here can
-see.
-"""
+"""The slash commands of a chat, and their files: saved conversations, and images, which no model here sees."""
 
 import contextlib
 import os
@@ -26,7 +24,7 @@ NO_IMAGES = "models here take text only, so {} cannot be shown to them; describe
 
 _PATH = re.compile(r"""(?P<quote>['"])(?P<quoted>.+?)(?P=quote)|(?P<bare>(?:\\.|\S)+)""")
 _SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd\ufffd\ufffd\x00\x10JFIF")
-"""First characters of image files, read as text."""
+"""Of image files, read as text."""
 
 
 class FileRefused(Exception):
@@ -78,7 +76,7 @@ def find_image(text: str) -> str | None:
 
 
 def is_image(text: str) -> bool:
-    """Returns whether text from a pipe is an image."""
+    """Whether text from a pipe is an image."""
     return text.startswith(_SIGNATURES)
 
 
@@ -113,7 +111,7 @@ _COMMAND = re.compile(r"/([a-z]+|\?)(?:[^\S\n]+(.*))?", re.DOTALL)
 
 
 class Commands:
-    """Each command returns the text to show, empty for nothing."""
+    """Each command returns the text to show."""
 
     def __init__(self, dialogue: Dialogue, models: ModelChoice, ask: Callable[[str], object]) -> None:
         """`ask` sends a message and shows the answer."""

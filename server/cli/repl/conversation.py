@@ -18,7 +18,7 @@ from models.inference.sampling_params import SamplingParams, check
 
 
 class Manner(StrEnum):
-    """The meaning of a part: answer, thought."""
+    """What a part is: answer or thought."""
 
     ANSWER = "answer"
     THOUGHT = "thought"
@@ -107,7 +107,7 @@ def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
 
 
 _FOR_PROGRAMS = ("logit_bias", "allowed_token_ids", "bad_words", "top_logprobs", "dry_")
-"""First parts of the names of no use to a person."""
+"""Beginnings of names of no use to a person."""
 SAMPLING = tuple(field.name for field in fields(SamplingParams) if not field.name.startswith(_FOR_PROGRAMS))
 MAX_TOKENS, THINK = "max_tokens", "think"
 NAMES = (*SAMPLING, MAX_TOKENS, THINK)
@@ -171,7 +171,7 @@ def body_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the chat template's arguments as a field of a body; empty if there are none."""
+    """Returns the chat template's arguments as a field of a body, if there are any."""
     return {"chat_template_kwargs": {"enable_thinking": parameters[THINK]}} if THINK in parameters else {}
 
 
@@ -201,7 +201,7 @@ class Dialogue:
     costs: AnswerCosts | None = None
     last_message: str = ""
     is_answered: bool = False
-    """Whether the last two turns are the last message and its answer."""
+    """The last two turns are the last message and its answer."""
 
     def prompt(self) -> list[Turn]:
         """Returns all messages, the system message first."""
@@ -209,7 +209,7 @@ class Dialogue:
         return [*system, *self.turns]
 
     def start_anew(self) -> None:
-        """Forgets the messages, not the system message and the parameters."""
+        """Forgets the messages, but keeps the system message and the parameters."""
         self.turns.clear()
         self.costs, self.last_message, self.is_answered = None, "", False
         self.number += 1
@@ -231,9 +231,8 @@ class Dialogue:
         return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
     def load(self, text: str) -> str:
-        """Continues a file's conversation and returns its model's name. Raises NotAConversation.
-
-        After an error the dialogue is unchanged.
+        """Continues a file's conversation and returns its model's name. Raises NotAConversation, and changes nothing
+        then.
         """
         record = _record(text)
         turns = [_turn(message) for message in record["messages"]]
@@ -247,7 +246,7 @@ class Dialogue:
 
 
 def is_conversation(text: str) -> bool:
-    """Returns whether `/save` wrote a text."""
+    """Whether `/save` wrote a text."""
     try:
         _record(text)
     except NotAConversation:
@@ -306,7 +305,7 @@ class WordWrap:
         self._word = ""
         self._is_verbatim = False
         self._is_fence = False
-        """Whether the line began with a fence."""
+        """The line began with a fence."""
 
     def feed(self, text: str, width: int) -> str:
         """Returns what can be shown now, in lines of `width` cells."""
@@ -318,7 +317,6 @@ class WordWrap:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the line is empty."""
         return self._column == 0 and not self._word and not self._spaces
 
     def _take(self, letter: str, width: int) -> str:
@@ -360,7 +358,7 @@ class WordWrap:
 
 
 def _is_shown(letter: str) -> bool:
-    """Whether a letter is safe on a terminal: no model may move the cursor or change the title."""
+    """No model may move the cursor or change the title."""
     return letter in "\n\t" or unicodedata.category(letter) != "Cc"
 
 

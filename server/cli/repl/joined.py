@@ -37,7 +37,7 @@ class JoinedModel:
     async def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """See `Answerer.answer`; on a cancel, the server notices the closed connection."""
+        """As `Answerer.answer`; on a cancel, the server notices the closed connection."""
         body = {
             "model": self._served.model,
             "messages": list(turns),
@@ -83,7 +83,7 @@ class JoinedModels:
 
 
 def _parts_of(line: str) -> list[Said | AnswerCosts]:
-    """Returns the parts in one line of the stream. Raises AnswerFailed for the server's own error."""
+    """Raises AnswerFailed for the server's own error."""
     if not line.startswith("data: {"):
         return []
     chunk = json.loads(line.removeprefix("data: "))

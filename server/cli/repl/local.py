@@ -65,7 +65,7 @@ class LocalModel:
     async def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """See `Answerer.answer`."""
+        """As `Answerer.answer`."""
         try:
             defaults = self._model.defaults
             own = template_fields(parameters).get("chat_template_kwargs", {})
