@@ -15,9 +15,7 @@ from server.engine.worker import Worker
 
 
 def give_back() -> None:
-    """Returns freed buffers of MLX and freed blocks of the C library to the system: takes milliseconds. Worker
-    thread only.
-    """
+    """Returns memory freed by MLX and the C library to the system, in some milliseconds. Worker thread only."""
     mx.clear_cache()
     _trim()()
 
@@ -36,12 +34,12 @@ def _trim() -> Callable[[], object]:
 
 
 PIN_SECONDS = 120.0
-"""Seconds that the state of a turn that ended in tool calls is kept for their results."""
+"""How long the state of a turn that ended in tool calls is kept for their results."""
 
 
 @dataclass(frozen=True)
 class DescribeCache:
-    """Returns what the cache holds for a namespace, with at most `max_nodes` edges."""
+    """Returns what the cache holds for a namespace."""
 
     namespace: str
     max_nodes: int
@@ -52,7 +50,7 @@ class DescribeCache:
 
 @dataclass(frozen=True)
 class DescribeEdge:
-    """Returns one edge of a namespace in memory, with at most `max_tokens` tokens; None if the edge is gone."""
+    """Returns one edge of a namespace in memory; None if the edge is gone."""
 
     namespace: str
     number: int
@@ -64,7 +62,7 @@ class DescribeEdge:
 
 @dataclass(frozen=True)
 class ListNamespaces:
-    """Returns sums of what each namespace holds, the most bytes first."""
+    """Returns sums of each namespace, the most bytes first."""
 
     def __call__(self, worker: Worker) -> list[NamespaceView]:
         return worker.prefix_cache.reports.namespaces()
@@ -81,7 +79,7 @@ class Freed:
 
 @dataclass(frozen=True)
 class ClearCache:
-    """Clears a namespace, except state that running requests use. An idle engine also gives memory back."""
+    """Clears a namespace but for state that running requests use. An idle engine also gives memory back."""
 
     namespace: str
 
@@ -109,7 +107,7 @@ class SlotState:
 
 @dataclass(frozen=True)
 class DescribeSlots:
-    """Returns the slots of all namespaces, in order."""
+    """Returns the slots of all namespaces."""
 
     def __call__(self, worker: Worker) -> tuple[SlotState, ...]:
         return tuple(SlotState(slot.index, slot.is_leased) for slot in worker.prefix_cache.slots)
@@ -129,7 +127,7 @@ class PinSession:
 
 @dataclass(frozen=True)
 class UnpinSession:
-    """Ends a session's pin; returns whether there was one."""
+    """Ends a session's pin, if there was one."""
 
     namespace: str
     session_id: str
@@ -167,7 +165,7 @@ class PinTurn:
 
 @dataclass(frozen=True)
 class ResizeBudget:
-    """Changes the budget for state. Returns by how many bytes running requests exceed it; if any, it stays."""
+    """Changes the budget for state, unless running requests exceed it: returns by how many bytes."""
 
     budget_bytes: int
 

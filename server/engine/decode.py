@@ -1,9 +1,8 @@
 """Decode steps, double-buffered: a step is prepared before the tokens of the step before it are read.
 
-* *launch*: the runner prepares the step and, where it overlaps, starts it before the previous step is read;
+* *launch*: where the runner overlaps, a step starts before the previous one is read;
 * *sample*: a row bound to a grammar is sampled once the previous tokens are read, while the model is evaluated;
 * *record*: a token joins the lease's log once it is known, and before it is evaluated a second time;
-* *read*: the sampled tokens become text and events;
 * *recover*: every row of a failed step loses its live state and is replayed from the trie, alone until a step
   succeeds. A row that fails alone is at fault and ends.
 
@@ -35,11 +34,10 @@ class InFlightStep:
     sequences: list[Sequence]
     is_read: bool = False
     waits: bool = False
-    """The step is sampled only once the tokens of the step before are read."""
 
 
 class DecodePipeline:
-    """Runs one decode step after another for all sequences that decode. Worker thread only."""
+    """Decodes all sequences, one step after another. Worker thread only."""
 
     def __init__(
         self, runner: RunnerPort, prefix_cache: PrefixCache, table: SequenceTable, clock: Callable[[], float]
@@ -51,7 +49,7 @@ class DecodePipeline:
         self._in_flight: InFlightStep | None = None
 
     def next_sequences(self) -> list[Sequence]:
-        """Returns the sequences of the next step: all that decode, or the first suspect alone."""
+        """Returns all sequences that decode, or the first suspect alone."""
         ready = [one for one in self._table.decoding() if one.may_launch or one.output.reason is not None]
         suspects = [sequence for sequence in ready if sequence.decode.is_suspect]
         return suspects[:1] or ready
@@ -74,7 +72,7 @@ class DecodePipeline:
             self._table.close_finished(sequences)
 
     def read(self) -> None:
-        """Waits for the launched step, if its tokens were not read yet."""
+        """Waits for the launched step."""
         if self._in_flight is not None and not self._in_flight.is_read:
             self._read(self._in_flight)
 
@@ -138,7 +136,6 @@ class DecodePipeline:
     # -- read
 
     def _read(self, launched: InFlightStep) -> None:
-        """Records tokens that are already being evaluated, and posts events."""
         launched.is_read = True
         try:
             tokens = launched.step.tokens()
@@ -190,7 +187,7 @@ class DecodePipeline:
 
 
 def _error_of(act: Callable[[], None]) -> Exception | None:
-    """Returns the error of a part of a launch: it is handled after the step before is read."""
+    """Returns an error for later: the step before is read first."""
     try:
         act()
     except Exception as error:  # an error of the model: replaying the rows shows which one is at fault

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class MissReason(StrEnum):
-    """What kept a request, or a part of it, from being reused."""
+    """What kept a prompt, or a part of it, from being reused."""
 
     COLD = "cold"
     SYSTEM_CHANGED = "system_changed"
@@ -74,16 +74,16 @@ class Miss:
 
     reason: MissReason
     message_index: int | None = None
-    """The message's index in this request; of a removed message, where it stood."""
+    """Of a removed message, where it stood."""
     role: str | None = None
     token: int | None = None
-    """Offset of the first token that differs or could not be restored."""
+    """The first that differs or could not be restored."""
     before: str = ""
-    """The earlier prompt's text around the change, in whole words."""
+    """Whole words around the change."""
     after: str = ""
     cause: Cause = Cause.EDITED
     lost_tokens: int = 0
-    """Tokens evaluated for this cause; 0 for a change behind another one."""
+    """0 for a change behind another one."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Reuse:
     match_tokens: int
     hit_tokens: int
     kept: float | None = None
-    """Share of the previous turn that was reused, 0 to 1; None without one."""
+    """Share of the previous turn, 0 to 1; None without one."""
     miss: Miss | None = None
-    """The costliest of `misses`; None where nothing was lost."""
+    """The costliest."""
     lost_tokens: int = 0
     misses: tuple[Miss, ...] = ()
     """In the order of the prompt."""

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 STEPS_BEHIND_CHAT = 8
 MAX_TOGETHER = 256
-"""Waiting texts considered for one batch."""
 
 Vector: TypeAlias = NDArray[np.float32]
 
@@ -42,18 +41,18 @@ class LongTextPort(Protocol):
 
 
 class EmbedderPort(Protocol):
-    """Makes vectors; `models.inference.embedding.Embedder` is the real one."""
+    """`models.inference.embedding.Embedder` is the real one."""
 
     def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int, /) -> list[Vector]:
         """Returns the vectors of texts evaluated together."""
 
     def begin(self, reading: Reading, adapter: int, /) -> LongTextPort:
-        """Begins a text that is evaluated piece by piece."""
+        """Begins a long text."""
 
 
 @dataclass(eq=False)
 class EmbeddingJob:
-    """The texts of one request, each of one token or more, and the future of their vectors in the same order."""
+    """The texts of one request, each of one token or more, and the future of their vectors."""
 
     texts: Sequence[TokenArray]
     reading: Reading
@@ -115,7 +114,7 @@ class Embeddings:
         return bool(self._texts) or self._running is not None
 
     def add(self, job: EmbeddingJob) -> None:
-        """Queues the texts of a request."""
+        """Queues the texts."""
         self._texts.extend(_Text(job, place) for place in range(len(job.texts)))
 
     def fail_all(self, error: Exception) -> None:
@@ -187,7 +186,7 @@ class Embeddings:
             self._forget_settled()
 
     def _begin(self, text: _Text, *, is_behind_chat: bool) -> _Running | None:
-        """Begins the oldest text; None while answers hold the memory. Raises PromptTooLarge if it can never fit."""
+        """None while answers hold the memory. Raises PromptTooLarge if the text can never fit."""
         if not self._aside.try_take(len(text.tokens)):
             if is_behind_chat:
                 return None

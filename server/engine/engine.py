@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeptState:
-    """State of an unloaded model, kept in memory until it is loaded again. One thread at a time may use it."""
+    """State kept in memory for a model that is not loaded. One thread at a time may use it."""
 
     def __init__(self, prefix_cache: PrefixCache, sessions: EngineSessions, fingerprint: str) -> None:
         """The cache must be parked. `fingerprint` identifies model, precision and libraries."""
@@ -55,7 +55,7 @@ class KeptState:
         return self.prefix_cache.ledger.stored_bytes
 
     def shrink(self, budget_bytes: int) -> None:
-        """Drops the least valuable state until the rest fits `budget_bytes`; all of it where pins forbid that."""
+        """Drops the least valuable state beyond `budget_bytes`; all state where pins forbid that."""
         if self.prefix_cache.try_resize(budget_bytes):
             self.drop()
 
@@ -73,12 +73,12 @@ class KeptState:
 
 CALIBRATION_TOKENS = 8
 EXPECTED_TOKENS = 512
-"""Output length for which live buffers are sized; they grow for a longer one."""
+"""Live buffers are sized for this output, and grow for a longer one."""
 MAX_IN_FLIGHT_BYTES = 1 << 30
 QUIET_SECONDS = 30.0
-"""Seconds without requests before idle state is written to disk."""
+"""So long without requests, idle state is written to disk."""
 IDLE_PAUSE_SECONDS = 0.005
-"""Seconds between two pieces of idle work."""
+"""Between two pieces of idle work."""
 
 Result = TypeVar("Result")
 
@@ -89,15 +89,15 @@ class EngineConfig:
 
     max_slots: int = 8
     budget_bytes: int = 4 << 30
-    """Memory for the state of past tokens, live and stored."""
+    """For the state of past tokens, live and stored."""
     context_tokens: int = 4096
-    """Prompt and output of one request together."""
+    """Prompt and output together."""
     chunk_tokens: int = CHUNK_TOKENS
-    """Prompt tokens evaluated between two decode steps."""
+    """Between two decode steps."""
     max_waiting: int = 64
-    """Requests that may wait beyond those that run."""
+    """Beyond those that run."""
     disk_folder: Path | None = None
-    """Folder for state that memory does not hold."""
+    """For state that memory does not hold."""
     disk_bytes: int = 0
     disk_write_bytes_per_day: int | None = None
 
@@ -106,7 +106,7 @@ class Engine:
     """One model being served. `submit` and `execute` belong to the event loop, the other methods to any thread."""
 
     def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig, fingerprint: str = "") -> None:
-        """`make_worker` runs on the worker thread, to which all that it makes on the device belongs."""
+        """`make_worker` runs on the worker thread, which owns all that is made on the device."""
         self._make_worker = make_worker
         self._config = config
         self._fingerprint = fingerprint
@@ -122,13 +122,11 @@ class Engine:
         self._start_error: BaseException | None = None
         self._stats = EngineStats()
         self._journal = Journal()
-        """Known once the worker's cache exists."""
 
     @classmethod
     def for_model(cls, loaded: LoadedModel, config: EngineConfig, kept: KeptState | None = None) -> "Engine":
-        """Returns an engine for a loaded model, to be started.
-
-        Consumes `kept`, what the model's last engine left; state of other weights, tokenizer or precision is dropped.
+        """Returns an engine to be started, with what is `kept` of the last, if weights, tokenizer and precision are
+        the same.
         """
         if kept is not None and kept.fingerprint != loaded.state_fingerprint:
             logger.warning("the files of %s have changed: its conversations begin anew", loaded.name)
@@ -161,7 +159,7 @@ class Engine:
         return self._is_accepting and self._thread.is_alive()
 
     def start(self) -> None:
-        """Starts the worker and waits until it is ready. Raises any error of its start."""
+        """Waits until the worker is ready. Raises any error of its start."""
         self._thread.start()
         self._ready.wait()
         if self._start_error is not None:
@@ -169,7 +167,7 @@ class Engine:
         self._is_accepting = True
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Takes no more requests and waits for the running ones; False if some still ran after the time."""
+        """Takes no more requests; returns whether the running ones ended in time."""
         self._is_accepting = False
         return await asyncio.to_thread(self._inbox.wait_until_idle, timeout_seconds)
 
@@ -181,7 +179,7 @@ class Engine:
             self._thread.join()
 
     def park(self) -> KeptState | None:
-        """Stops, and returns the state in memory for the model's next engine; None where the disk has it."""
+        """Stops; returns the state in memory for the model's next engine, None where the disk has it."""
         self._parks = True
         self.stop()
         kept, self._kept = self._kept, None
@@ -193,9 +191,7 @@ class Engine:
     # ----------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Queues a request. Raises EngineStopped, QueueFull, and ValueError for a prompt without tokens or without
-        room.
-        """
+        """Queues a request. Raises EngineStopped, QueueFull, and ValueError for an empty or too long prompt."""
         if not self.is_running:
             raise EngineStopped("the engine is not running")
         left_tokens = self._config.context_tokens - len(request.tokens)
@@ -212,7 +208,7 @@ class Engine:
         return self._mailbox
 
     async def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
-        """Returns the vectors of texts, each of one token or more and within the context. A cancel ends the work.
+        """Returns vectors of texts that have tokens and fit the context. A cancel ends the work.
 
         Raises EngineStopped, QueueFull, PromptTooLarge, and EmbeddingUnsupported for a model that makes no vectors.
         """
@@ -223,7 +219,7 @@ class Engine:
         return await asyncio.wrap_future(job.vectors)
 
     def stats(self) -> EngineStats:
-        """Returns the counts of the last step; never waits for the device."""
+        """Returns the counts of the last step."""
         return replace(self._stats, num_open=self._inbox.num_open)
 
     def watch(self, tell: Tell | None) -> None:
@@ -231,19 +227,19 @@ class Engine:
         self._journal.tell = None if tell is None else partial(_post, self._mailbox_here(), tell)
 
     async def execute(self, command: Command[Result]) -> Result:
-        """Runs a command on the worker thread between two steps; returns its result or raises its error.
+        """Returns the result of a command run on the worker thread between two steps, or raises its error.
 
         Raises QueueFull when too many commands wait, and EngineStopped where the engine does not run or ends before.
         """
         return await asyncio.wrap_future(self._inbox.put_command(command))
 
     async def try_resize(self, budget_bytes: int) -> int:
-        """Changes the budget for state. Returns by how many bytes running requests exceed it; if any, it stays."""
+        """As `ResizeBudget`."""
         own_bytes = max(budget_bytes - _disk_bytes_in_memory(self._config), budget_bytes // 2)
         return await self.execute(ResizeBudget(own_bytes))
 
     def execute_later(self, command: Command[object]) -> None:
-        """Runs a command like `execute`, without waiting; its error is logged. For any thread."""
+        """As `execute`, without waiting; an error is logged. For any thread."""
         with contextlib.suppress(QueueFull, EngineStopped):
             self._inbox.put_command(command).add_done_callback(_log_failure)
 
@@ -283,7 +279,7 @@ class Engine:
             worker.fail_all(StepFailed(f"the server failed: {error}"))
 
     def _handle_messages(self, worker: Worker) -> bool:
-        """Handles all messages, waiting for one while nothing else is to do; False to stop."""
+        """Waits for a message while nothing else is to do; False to stop."""
         while True:
             try:
                 message = self._next_message(worker)
@@ -294,7 +290,7 @@ class Engine:
             message.handle(worker)
 
     def _next_message(self, worker: Worker) -> WorkerMessage | None:
-        """Returns the next message, None for the end. Raises queue.Empty where none waits and requests have work."""
+        """None for the end. Raises queue.Empty where none waits and requests have work."""
         if worker.has_work:
             self._idle_work_at = time.monotonic() + QUIET_SECONDS
             return self._inbox.get(0)
@@ -340,7 +336,7 @@ def _in_flight_bytes(config: EngineConfig) -> int:
 
 
 def _disk_bytes_in_memory(config: EngineConfig) -> int:
-    """Returns the part of the budget for state on its way to disk."""
+    """Memory for state on its way to disk."""
     return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 

@@ -15,8 +15,7 @@ from server.engine.request import Delta, Event, Failed, Finished, Progress
 class Mailbox:
     """Runs deliveries on one event loop, in the order of their posts.
 
-    Posts before the loop wakes run together: a wake-up for each row would cost a system call and a switch of the
-    interpreter lock.
+    One wake-up of the loop serves many posts: each costs a system call and a switch of the interpreter lock.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -26,7 +25,7 @@ class Mailbox:
         """The loop was woken and has not begun to read since."""
 
     def post(self, delivery: Callable[[], None]) -> None:
-        """Runs `delivery` on the loop. Safe from any thread; raises RuntimeError if the loop is closed."""
+        """Runs `delivery` on the loop. For any thread; raises RuntimeError if the loop is closed."""
         self._posted.append(delivery)
         if self._wakes:
             return
@@ -46,33 +45,33 @@ class Mailbox:
 
 
 MAX_PENDING = 64
-"""Events kept one by one for a slow reader; later text is joined."""
+"""Events kept one by one for a slow reader."""
 
 
 class Generation:
-    """Events of one submitted request. Used on the event loop; fed from the worker thread by `post`."""
+    """Events of one request. Used on the event loop; fed from the worker thread by `post`."""
 
     def __init__(self, request_id: str, cancel: Callable[[str], None], mailbox: Mailbox) -> None:
-        """`mailbox` belongs to the event loop of the reader."""
+        """`mailbox` belongs to the reader's event loop."""
         self.request_id = request_id
         self.on_end: Callable[[], None] = lambda: None
         """Called on the worker thread before the last event is handed over."""
         self.is_over = False
-        """Whether the last event was posted. Worker thread only."""
+        """The last event was posted. Worker thread only."""
         self._cancel = cancel
         self._mailbox = mailbox
         self._pending: deque[Event] = deque()
         self._joined: list[Delta] = []
-        """Text that came while `MAX_PENDING` events waited, read after them as one piece."""
+        """Read after the pending events, as one piece."""
         self._arrived = asyncio.Event()
 
     @property
     def is_behind(self) -> bool:
-        """So much is unread that text is joined. Safe from any thread."""
+        """So much is unread that text is joined. For any thread."""
         return bool(self._joined)
 
     def post(self, events: list[Event]) -> None:
-        """Hands over events, on the worker thread; a closed loop means that nobody listens."""
+        """Worker thread only. A closed loop means that nobody listens."""
         if any(isinstance(event, Finished | Failed) for event in events):
             self.is_over = True
             self.on_end()
@@ -82,11 +81,11 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends the request at the next step; its progress stays cached. For any thread, at any time."""
+        """Ends the request at the next step; its progress stays cached. For any thread."""
         self._cancel(self.request_id)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yields events up to and including the one that ends the request."""
+        """Yields events; the last one ends the request."""
         while True:
             event = await self._next()
             yield event

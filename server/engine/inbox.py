@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_COMMANDS = 64
 """Commands that may wait for the end of a step."""
 COMMAND_RETRY_SECONDS = 2
-"""Seconds after which a refused command may be retried; no command takes longer than a step."""
+"""No command takes longer than a step."""
 
 Result = TypeVar("Result")
 Command: TypeAlias = Callable[[Worker], Result]
@@ -34,11 +34,11 @@ Command: TypeAlias = Callable[[Worker], Result]
 
 @dataclass(frozen=True, eq=False)
 class WorkerMessage:
-    """Something for the worker. Both parts run on the worker thread."""
+    """Both parts run on the worker thread."""
 
     handle: Callable[[Worker], None]
     refuse: Callable[[EngineStopped], object] = lambda _: None
-    """Answers the message in place of a worker that has ended."""
+    """Answers in place of a worker that has ended."""
 
 
 class Inbox:
@@ -53,9 +53,9 @@ class Inbox:
         self._messages: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_open = False
-        """Messages are read. One put in under the lock while this is true is answered."""
+        """A message put in under the lock while this is true is answered."""
         self.num_open = 0
-        """Requests put in that have not ended."""
+        """Unfinished requests."""
         self._num_commands = 0
         self._idle = threading.Event()
         self._idle.set()
@@ -63,7 +63,7 @@ class Inbox:
     # -- any thread
 
     def put_request(self, request: GenerationRequest, generation: Generation) -> None:
-        """Queues a request. Raises EngineStopped, and QueueFull except for idle work, which is not counted."""
+        """Raises EngineStopped, and QueueFull except for idle work, which is not counted."""
         message = WorkerMessage(partial(_submit, request, generation), lambda error: generation.post([Failed(error)]))
         with self._lock:
             if request.is_idle_work:
@@ -74,18 +74,18 @@ class Inbox:
             self._messages.put(message)
 
     def put_embedding(self, job: EmbeddingJob) -> None:
-        """Queues texts to embed. Raises EngineStopped and QueueFull."""
+        """Raises EngineStopped and QueueFull."""
         with self._lock:
             self._count_one_more()
             self._messages.put(WorkerMessage(lambda worker: worker.embed(job), job.settle))
         job.vectors.add_done_callback(lambda _: self._request_ended())
 
     def put_cancel(self, request_id: str) -> None:
-        """Queues a cancel; one that comes too late has no effect."""
+        """A cancel that comes too late has no effect."""
         self._messages.put(WorkerMessage(lambda worker: worker.cancel(request_id)))
 
     def put_command(self, command: Command[Result]) -> Future[Result]:
-        """Queues a command and returns the future of its result. Raises QueueFull and EngineStopped."""
+        """Returns the future of a command's result. Raises QueueFull and EngineStopped."""
         future: Future[Result] = Future()
 
         def handle(worker: Worker) -> None:
@@ -102,11 +102,11 @@ class Inbox:
         return future
 
     def put_end(self) -> None:
-        """Tells the reader to stop after the messages already queued."""
+        """Stops the reader after the messages already queued."""
         self._messages.put(None)
 
     def wait_until_idle(self, timeout_seconds: float) -> bool:
-        """Waits until no request is unfinished; False if some still were after the time."""
+        """Returns whether all requests ended in time."""
         return self._idle.wait(timeout_seconds)
 
     def _require_open(self) -> None:
@@ -140,11 +140,11 @@ class Inbox:
         self._is_open = True
 
     def get(self, timeout_seconds: float | None = None) -> WorkerMessage | None:
-        """Returns the next message, None for the end. Raises queue.Empty after the time."""
+        """Returns None for the end. Raises queue.Empty after the time."""
         return self._messages.get(timeout=timeout_seconds)
 
     def close(self) -> None:
-        """Takes no more messages and refuses those left."""
+        """Refuses the messages left, and later ones."""
         with self._lock:
             self._is_open = False
         error = EngineStopped("the server is shutting down")

@@ -1,8 +1,8 @@
 """The output of one sequence: its tokens, their text, why it ended, and what binds the next token. Pure.
 
-Decode steps are double-buffered, so a step is prepared before the token of the last step is known. A bound therefore
-speaks of one position only, once all earlier tokens are accepted. A grammar binds the answer behind the reasoning; a
-limit on reasoning forces the tokens that close it.
+A step is prepared before the token of the last step is known, so a bound speaks of one position only, once all
+earlier tokens are accepted. A grammar binds the answer behind the reasoning; a limit on reasoning forces the tokens
+that close it.
 """
 
 from collections.abc import Callable
@@ -42,11 +42,11 @@ class GrammarConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """The answer is complete, and nothing may follow."""
+        """Nothing may follow the answer."""
         return not self._is_thinking and self._matcher.is_complete
 
     def accept(self, token: int) -> None:
-        """Takes the next token of the output, which `reasoning` has accepted already."""
+        """Takes the next token, which `reasoning` has accepted already."""
         begins_reasoning = not self._is_thinking and token == self._reasoning_start
         self._reasoning_start = None
         if begins_reasoning:
@@ -59,7 +59,7 @@ class GrammarConstraint:
                 self._matcher.accept_text(self._reasoning.answer_begun)
 
     def mask(self) -> MaskWords:
-        """Returns which tokens may come next. Raises GrammarFailed where the grammar cannot say."""
+        """Returns which tokens may come next; raises GrammarFailed."""
         if self._is_thinking:
             return self._matcher.mask_without_end()
         words = self._matcher.mask()
@@ -78,15 +78,14 @@ class Output:
         self.reason: FinishReason | None = None
         self.stop_token: int | None = None
         self.stop_text: str | None = None
-        """The stop string that ended the output; nothing behind it is emitted."""
+        """Nothing behind it is emitted."""
         self._request = request
         self._ends = end_token_ids
         self._decoder = decoder
         self._stops = MarkerSearch(request.stop)
         self._pending: list[int] = []
-        """Tokens whose text is not emitted yet."""
+        """Their text is not emitted yet."""
         self._logprobs: list[TokenLogprob] = []
-        """Of the pending tokens, where the request asked."""
         self._reasoning = ReasoningWatch(request.thinking) if request.thinking is not None else None
         self._grammar = GrammarConstraint(request.grammar, self._reasoning) if request.grammar is not None else None
         self._calls = CallWatch(request.single_call, self._reasoning) if request.single_call is not None else None
@@ -103,19 +102,19 @@ class Output:
 
     @property
     def is_bound(self) -> bool:
-        """The next token depends on earlier ones, so these must be read first."""
+        """Earlier tokens must be read before the next is sampled."""
         return self._grammar is not None and self.reason is None
 
     def mask(self) -> MaskWords | None:
-        """Returns which tokens may follow the accepted ones; None where any may. Raises GrammarFailed."""
+        """Returns which tokens may come next, None where any may; raises GrammarFailed."""
         return self._grammar.mask() if self._grammar is not None and self.reason is None else None
 
     def forced_token(self) -> int | None:
-        """Returns the token that must follow the accepted ones; None where the sampled one counts."""
+        """Returns the only token that may come next, if there is one."""
         return self._reasoning.forced() if self._reasoning is not None and self.reason is None else None
 
     def accept(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
-        """Takes the next token and returns the text that it completes; sets `reason` at the last token."""
+        """Returns the text that the next token completes; sets `reason` at the last one."""
         self.tokens.append(token)
         if token in self._ends:
             return self._accept_end(token, logprob)
@@ -129,10 +128,7 @@ class Output:
         return deltas
 
     def end(self, reason: FinishReason) -> list[Delta]:
-        """Ends the output here and returns the text held back.
-
-        A stop string in that text makes `STOP` the reason, unless the request was cancelled.
-        """
+        """Returns the text held back; a stop string in it makes `STOP` the reason, except after a cancel."""
         if self._reasoning is not None:
             self._reasoning.finish()
         deltas: list[Delta] = []
@@ -179,7 +175,6 @@ class Output:
         return self._delta(emitted + (kept or ""))
 
     def _emit_all(self, text: str) -> list[Delta]:
-        """Looks for no stop string in `text`."""
         return self._delta(self._stops.flush() + text)
 
     def _delta(self, text: str) -> list[Delta]:

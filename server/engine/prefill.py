@@ -51,7 +51,7 @@ class Prefill:
     def run_chunk(self, before_each: Callable[[], None]) -> None:
         """Fills one chunk with parts of prompts; a part ends with the chunk, its prompt, or at a restore point.
 
-        `before_each`, called before each part, may end sequences, the chosen one too.
+        `before_each` may end sequences, the chosen one too.
         """
         left_tokens = self._chunk_tokens
         while left_tokens > 0:
@@ -64,7 +64,7 @@ class Prefill:
                 left_tokens -= self._advance(sequence)
 
     def share_prefixes(self, sequence: Sequence) -> None:
-        """Asks prefills that share a prefix with the sequence to keep a restore point at its end."""
+        """Makes prefills keep a restore point where their prefix in common with the sequence ends."""
         for other in self._table.others(sequence):
             prefills = [one for one in (sequence, other) if one.ticket.phase is Phase.PREFILLING]
             for one in prefills:
@@ -79,7 +79,7 @@ class Prefill:
         return self._prefix_cache.peek(ticket.tokens, lookup=sequence.lookup) if sequence is not None else 0
 
     def _advance(self, sequence: Sequence) -> int:
-        """Returns how much of the chunk the next tokens of a prompt took, in tokens."""
+        """Returns the part of the chunk taken, in tokens."""
         is_newcomer = sequence.lease is None
         if is_newcomer and not self._admit(sequence):
             return 0
@@ -96,13 +96,12 @@ class Prefill:
         return taken_tokens
 
     def _restore_cost(self, lease: Lease) -> int:
-        """Returns the tokens that could be evaluated while a lease's state was restored."""
+        """In tokens that could be evaluated meanwhile."""
         if lease.tier is Tier.MEMORY:
             return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
         return self._chunk_tokens if lease.tier is Tier.DISK else 0
 
     def _evaluate(self, sequence: Sequence, lease: Lease, stop: int) -> int:
-        """Returns the number of tokens evaluated."""
         chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
         try:
             if num_top is None:
@@ -122,7 +121,7 @@ class Prefill:
     # -- admission
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gets a lease for a waiting sequence; False if it must wait, or failed."""
+        """False if the sequence must wait for a lease, or failed."""
         begun = self._clock()
         self._prefix_cache.pins.release_expired(begun)
         try:
@@ -159,7 +158,7 @@ class Prefill:
         )
 
     def _refuse(self, sequence: Sequence, error: BudgetExceeded | PinnedFull) -> None:
-        """Ends a sequence that cannot get memory, with the output that it has."""
+        """The sequence gets no memory, and ends with the output that it has."""
         if sequence.output.tokens:
             self._table.end_truncated(sequence)
         else:
@@ -196,7 +195,7 @@ class Prefill:
         sequence.ticket.phase = Phase.DECODING
 
     def _end_prefix(self, sequence: Sequence, lease: Lease) -> None:
-        """Ends a request that generates nothing, and keeps a restore point at the end of its prompt."""
+        """Keeps a restore point at the end of the prompt."""
         try:
             is_asked_for = not sequence.request.is_idle_work
             lease.keep(RestorePointKind.EXPLICIT if is_asked_for else RestorePointKind.PROMPT_END)

@@ -54,7 +54,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     """Matched on decoded text; none is empty."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the output beside the model's ends of turn, which may be ignored."""
+    """They end the output beside the model's ends of turn, which may be ignored."""
     keeps_stop: bool = False
     """The output ends with the stop string or stop token itself."""
     session_id: str | None = None
@@ -71,17 +71,17 @@ class GenerationRequest:
     priority: Priority = Priority.INTERACTIVE
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
-    """The parts of the prompt, for the diagnosis."""
+    """For the diagnosis."""
     is_idle_work: bool = False
-    """Nobody waits for the answer; any other request ends this one."""
+    """Any other request ends this one."""
     ignore_eos: bool = False
-    """Generate `max_tokens` whatever is sampled (benchmarks)."""
+    """For benchmarks."""
     thinking: Thinking | None = None
-    """How reasoning is marked, and its limit; None where it cannot be told apart."""
+    """None where reasoning cannot be told apart."""
     single_call: CallMarkers | None = None
-    """Markers of a tool call, where the output ends after the first call."""
+    """Set where the output ends after the first call."""
     grammar: OutputGrammar | None = None
-    """The grammar of the answer behind its reasoning."""
+    """Of the answer behind its reasoning."""
 
     @property
     def state_namespace(self) -> str:
@@ -122,11 +122,10 @@ class Started:
     slot: int
     prompt_tokens: int
     reuse: Reuse
-    """What the cache knew and restored; the asking side adds why not more."""
+    """The asking side adds why not more."""
     restore_ms: float = 0.0
-    """Time to make the restored part live."""
     tier: str | None = None
-    """Where the restored part was; None if there is none."""
+    """Where the restored part was, if any."""
 
     @property
     def match_tokens(self) -> int:

@@ -17,7 +17,7 @@ class Step(Protocol):
         """Waits for the step; returns each row's next token."""
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Returns the log-probability of `token` in a row, after `tokens`; None where it was not asked for."""
+        """Returns the log-probability of `token`, if it was asked for; `tokens` must come first."""
 
 
 class RunnerPort(Protocol):
@@ -27,7 +27,7 @@ class RunnerPort(Protocol):
     """`start` returns while most of the step is still ahead."""
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int, /) -> None:
-        """Evaluates tokens of one sequence behind its caches' content, with an adapter by its index."""
+        """Evaluates tokens behind the caches' content."""
 
     def score(
         self, caches: list[LayerCache], tokens: TokenArray, following: TokenArray, num_top: int, adapter: int, /
@@ -47,10 +47,10 @@ class RunnerPort(Protocol):
         """Returns a row that decodes from `next_token` on; `generated` is its output so far."""
 
     def force(self, row: Any, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
-        """Has the next step of a row take `token`, the last of `generated`, for the sampled one."""
+        """Has the next step take `token`, the last of `generated`, for the sampled one."""
 
     def prepare(self, rows: Sequence[Any], previous: Any, *, samples: bool = True) -> Step:
-        """Returns a decode step; a row without a next token takes what `previous` samples for it.
+        """Returns a step; a row without a next token takes what `previous` samples.
 
         Without `samples` the step evaluates, and `sample` samples.
         """
@@ -59,7 +59,7 @@ class RunnerPort(Protocol):
         """Samples a prepared step, each row within its mask; `start` must follow."""
 
     def start(self, step: Any) -> None:
-        """Starts what is prepared of a step, without waiting."""
+        """Starts a prepared step, without waiting."""
 
     def detach(self, row: Any) -> None:
         """Evaluates all state of a row into the row's own caches."""

@@ -26,13 +26,13 @@ from cache.types import common_prefix_length
 from server.engine.request import GenerationRequest, Priority, TokenArray
 
 MAX_PASSES = 4
-"""Short prefills that may pass one longer prefill that came first."""
+"""Short prefills may pass a longer one that came first so often."""
 MAX_WAITS = 64
-"""Times passed over after which a background request counts as interactive."""
+"""A background request passed over so often counts as interactive."""
 MIN_SHARED_TOKENS = 32
 """A request waits only for a prefix this much longer than what it can restore."""
 LOOKAHEAD = 16
-"""Waiting requests, of those able to run, that a choice considers."""
+"""Waiting requests, able to run, that a choice considers."""
 
 Rank: TypeAlias = tuple[int, int]
 """Class and arrival; the lowest goes first."""
@@ -57,22 +57,20 @@ class Ticket:
     namespace: str
     session_id: str | None
     num_prompt: int
-    """The prompt's tokens; the rest was generated before a replay."""
+    """Later tokens were generated before a replay."""
     shares: bool
-    """The request may reuse shared state and leave state for others."""
+    """May reuse shared state and leave state for others."""
     phase: Phase = Phase.WAITING
     offset: int = 0
-    """Tokens evaluated so far."""
     is_preempted: bool = False
-    """The request made way for others; nothing of a worse rank begins before it goes on."""
+    """Nothing of a worse rank begins before the request goes on."""
     is_deferred: bool = False
-    """The device had no memory beside others: the request begins once one of them has ended."""
+    """The device lacks memory: the request begins once another has ended."""
     is_loading: bool = False
     """State of the request is being read from disk."""
     is_unread: bool = False
     """The client has left much unread, so no other request waits for the end."""
     num_passed: int = 0
-    """Times that another request was chosen before this one."""
 
     @property
     def rank(self) -> Rank:
@@ -81,12 +79,12 @@ class Ticket:
 
     @property
     def remaining(self) -> int:
-        """Prompt tokens to prefill; the last one is evaluated by the first decode step."""
+        """The last prompt token is evaluated by the first decode step."""
         return len(self.tokens) - 1 - self.offset
 
 
 def ticket_for(request: GenerationRequest, arrival: int, tokens: TokenArray) -> Ticket:
-    """Returns the ticket of a request that evaluates `tokens`: its prompt and, in a replay, its output."""
+    """The ticket's `tokens` are the prompt and, in a replay, the output."""
     return Ticket(
         request_id=request.request_id,
         arrival=arrival,
@@ -107,14 +105,14 @@ class Scheduler:
         self._tickets: dict[str, Ticket] = {}
         self._sessions: dict[tuple[str, str], list[Ticket]] = {}
         self._predecessors: dict[Ticket, Ticket | None] = {}
-        """The ticket that each one continues and waits for, once looked up."""
+        """Which ticket a ticket continues and waits for, once looked up."""
         self._awaited: dict[Ticket, tuple[Ticket, int]] = {}
         """The prefill that a ticket waits for, and the end of their common prefix."""
         self._lent: dict[Ticket, Rank] = {}
-        """For each prefill that others wait for, the best rank among them."""
+        """The best rank among the tickets that wait for a prefill."""
         self._common: dict[Ticket, dict[Ticket, int]] = {}
         self.is_stalled = False
-        """Nothing can begin until a running request ends or memory is given back."""
+        """Nothing can begin until a request ends or memory is given back."""
 
     def add(self, ticket: Ticket) -> None:
         """Queues a request."""
@@ -126,14 +124,14 @@ class Scheduler:
         tickets.append(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """Forgets an ended request; what waited for it, its slot or its memory may be tried again."""
+        """Forgets an ended request; what waited for it may be tried again."""
         self._take_out(ticket)
         deferred = [other for other in self._tickets.values() if other.is_deferred]
         if deferred:
             min(deferred, key=lambda other: other.rank).is_deferred = False
 
     def replace(self, ticket: Ticket, by: Ticket) -> None:
-        """Queues a request again that lost its state; its slot and memory may be tried again."""
+        """Queues a request again that lost its state; what waited for it may be tried again."""
         self._take_out(ticket)
         self.add(by)
 
@@ -147,19 +145,19 @@ class Scheduler:
         self.is_stalled = False
 
     def find(self, request_id: str) -> Ticket:
-        """Returns the ticket of an unfinished request."""
+        """Returns an unfinished request's ticket."""
         return self._tickets[request_id]
 
     def in_phase(self, phase: Phase) -> list[Ticket]:
-        """Returns the tickets in one phase, best rank first."""
+        """Returns tickets, best rank first."""
         return sorted((t for t in self._tickets.values() if t.phase is phase), key=lambda ticket: ticket.rank)
 
     def count(self, phase: Phase) -> int:
-        """Returns how many tickets are in one phase."""
+        """Returns how many tickets are in a phase."""
         return sum(ticket.phase is phase for ticket in self._tickets.values())
 
     def common_tokens(self, one: Ticket, other: Ticket) -> int:
-        """Returns the number of leading tokens in common, 0 where state may not be shared."""
+        """Returns the length of the common prefix, 0 where state may not be shared."""
         if one.namespace != other.namespace or not (one.shares and other.shares):
             return 0
         found = self._common.setdefault(one, {})
@@ -200,7 +198,6 @@ class Scheduler:
     # -- who may begin
 
     def _free_to_begin(self) -> list[Ticket]:
-        """Tickets that wait for no slot and, while others run, for neither disk nor memory."""
         if self.is_stalled:
             return []
         is_busy = any(ticket.phase is not Phase.WAITING for ticket in self._tickets.values())
@@ -244,12 +241,10 @@ class Scheduler:
         return is_running and prefill.offset < stop
 
     def _is_computing_for(self, other: Ticket, ticket: Ticket, restorable: int) -> bool:
-        """Whether `other` will soon have evaluated a prefix that `ticket` could then restore."""
         common = min(self.common_tokens(ticket, other), len(ticket.tokens) - 1)
         return other.offset < self._shared_stop(other, ticket) and common - restorable >= MIN_SHARED_TOKENS
 
     def _shared_stop(self, other: Ticket, ticket: Ticket) -> int:
-        """Returns where a prefill has passed all tokens shared with a waiting ticket."""
         return min(self.common_tokens(ticket, other), len(ticket.tokens) - 1, len(other.tokens) - 1)
 
     # -- sessions
@@ -298,7 +293,7 @@ def _goes_on_from(ticket: Ticket, earlier: Ticket) -> bool:
 
 
 def choose_to_wait(running: Iterable[Ticket]) -> Ticket | None:
-    """Returns the ticket to be preempted when the running sequences lack memory; None where only one runs.
+    """Returns the ticket to be preempted for lack of memory; None where only one runs.
 
     The worst rank waits, so the oldest never does, and a sequence waits at most as often as others end.
     """
@@ -308,17 +303,17 @@ def choose_to_wait(running: Iterable[Ticket]) -> Ticket | None:
 
 MIN_SECONDS, MAX_SECONDS = 1, 60
 UNKNOWN_SECONDS = 2
-"""Answer until a request has ended while others waited."""
+"""The answer until a request has ended while others waited."""
 NUM_ENDS = 64
 
 
 class QueuePace:
-    """How fast the queue moves while requests wait. Its caller holds a lock; `now` is in seconds and never falls."""
+    """How fast the queue moves. Its caller holds a lock; `now` is in seconds and never falls."""
 
     def __init__(self) -> None:
         self._waiting_since: float | None = None
         self._counted_seconds = 0.0
-        """Seconds in which requests waited, up to the last time the queue was empty."""
+        """With requests waiting, up to the last time the queue was empty."""
         self._ends = deque([0.0], maxlen=NUM_ENDS + 1)
         """Start of the count, then the ends of requests, in counted seconds."""
 

@@ -25,7 +25,7 @@ from server.engine.request import (
 from server.engine.scheduler import Ticket, ticket_for
 
 NO_TOKEN = -1
-"""Stands behind a prompt that is evaluated to its end; equal to no token of a model."""
+"""Behind a prompt that is evaluated to its end; equal to no token of a model."""
 
 SEED_BITS = 63
 
@@ -45,13 +45,12 @@ class DecodeState:
     """Decoding state; a replay begins with a new one."""
 
     row: Any = None
-    """The runner's row; None until the sequence decodes."""
     unrecorded: int | None = None
-    """A known token that is not evaluated yet, hence not in the lease's log."""
+    """Not evaluated yet, hence not in the lease's log."""
     num_launched: int = 0
-    """Tokens sampled by all steps so far, running steps included."""
+    """Tokens sampled in all steps, running steps included."""
     is_suspect: bool = False
-    """A step with the sequence failed: it decodes alone until one succeeds."""
+    """A step failed: the sequence decodes alone until one succeeds."""
 
 
 class Sequence:
@@ -75,24 +74,23 @@ class Sequence:
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
         self.lookup = Lookup(self.tokens, namespace=request.state_namespace)
-        """The last match in the cache: the next one compares only new tokens."""
+        """The next match compares only new tokens."""
         self.lease: Lease | None = None
         self.prefetch: Prefetch | None = None
-        """State being read from disk, until there is a lease."""
+        """Until there is a lease."""
         self.decode = DecodeState()
         self.output = Output(request, decoder, ends)
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Of the evaluated prompt tokens after the first, where requested."""
+        """Of the prompt tokens after the first, where requested."""
         self._output_logprobs: list[TokenLogprob] = []
         self.was_out_of_memory = False
         """A step lacked memory before: the next time the sequence waits for others, or fails alone."""
         self.started: Started | None = None
         self.begun: float | None = None
-        """When the request got its slot, in seconds of the clock."""
+        """Seconds of the clock."""
         self._first_token: float | None = None
         self._last_token: float | None = None
         self._reported_tokens = 0
-        """Evaluated prompt tokens in the last Progress."""
 
     @property
     def tokens(self) -> TokenArray:
@@ -105,13 +103,12 @@ class Sequence:
 
     @property
     def max_offset(self) -> int:
-        """The most tokens that the caches can come to hold."""
         return len(self.request.tokens) + self.request.max_tokens
 
     def replay(self, *, is_suspect: bool) -> None:
         """Begins again: the text is kept, prompt and output are evaluated anew.
 
-        A sequence that is not suspect only made way for others, and goes on before any newcomer.
+        A sequence that is not suspect only made way, and goes on before any newcomer.
         """
         tokens = np.concatenate([_tokens_to_evaluate(self.request), np.array(self.output.tokens, np.int32)])
         num_passed = self.ticket.num_passed
@@ -127,13 +124,13 @@ class Sequence:
             self.sink.post(events)
 
     def record(self) -> None:
-        """Adds the token that the last step evaluates to the lease's log, if it is known."""
+        """Adds the token of the last step to the lease's log, if it is known."""
         if self.decode.unrecorded is not None and self.lease is not None:
             self.lease.append(self.decode.unrecorded)
             self.decode.unrecorded = None
 
     def progress(self) -> list[Event]:
-        """Returns a Progress for newly evaluated prompt tokens; none for tokens evaluated again."""
+        """Returns a Progress, but none for tokens evaluated again."""
         num_prompt = len(self.request.tokens)
         evaluated = min(self.ticket.offset, num_prompt)
         if self.output.tokens or evaluated <= self._reported_tokens:
@@ -142,7 +139,7 @@ class Sequence:
         return [Progress(evaluated, num_prompt)]
 
     def accept(self, token: int, now: float, logprob: TokenLogprob | None = None) -> list[Event]:
-        """Takes the next token; returns its events, with Finished where it ends the output."""
+        """Takes the next token; returns its events, with Finished at the end."""
         self._first_token = now if self._first_token is None else self._first_token
         self._last_token = now
         if logprob is not None and self.request.prompt_logprobs is not None:
@@ -151,7 +148,7 @@ class Sequence:
         return deltas if self.output.reason is None else [*deltas, self._finished(self.output.reason, now)]
 
     def end(self, reason: FinishReason, now: float) -> list[Event]:
-        """Ends the output here; returns the text held back and Finished."""
+        """Returns the text held back and Finished."""
         deltas: list[Event] = [*self.output.end(reason)]
         return [*deltas, self._finished(self.output.reason or reason, now)]
 
@@ -169,7 +166,7 @@ class Sequence:
         )
 
     def end_prefetch(self) -> None:
-        """Cancels a read from disk that is not needed any more."""
+        """Cancels a needless read from disk."""
         if self.prefetch is not None:
             self.prefetch.cancel()
             self.prefetch = None

@@ -1,7 +1,7 @@
 """The unfinished sequences, how each ends or starts over, and what the engine keeps of sessions.
 
-Each sequence gets exactly one Finished or Failed, and each of its leases ends exactly once. What a sequence computed
-stays in the cache, except after a failed step, which may have damaged its caches.
+Each sequence gets exactly one Finished or Failed, and each lease ends exactly once. Computed state stays in the
+cache, except after a failed step, which may have damaged it.
 """
 
 import logging
@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
 MAX_BYTES = 64 << 20
-"""Memory for the turns of all sessions: some 160 of 100 000 tokens."""
+"""Some 160 turns of 100 000 tokens."""
 _TURN_BYTES = 512
 
 
 class SessionHistory:
-    """The tokens of each session's last turn, bounded in number and bytes; the least recently used are dropped."""
+    """The last turn of each session, bounded in number and bytes; the least recently used are dropped."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
         self.num_bytes = 0
 
     def record(self, namespace: str, session_id: str, tokens: TokenArray) -> None:
-        """Keeps the tokens of a turn, unless they begin the kept ones."""
+        """Keeps a turn, unless it begins the kept one."""
         last = self.forget(namespace, session_id)
         if last is not None and common_prefix_length(tokens, last) == len(tokens):
             tokens = last
@@ -62,19 +62,19 @@ class SessionHistory:
         return tokens
 
     def last(self, namespace: str, session_id: str) -> TokenArray | None:
-        """Returns the tokens of the last turn."""
+        """Returns the last turn."""
         return self._turns.get((namespace, session_id))
 
 
 class EngineSessions:
-    """What the engine keeps of sessions beside state: last turn, pins, claim to a slot. Worker thread only."""
+    """Last turn, pins and slot claim of each session. Worker thread only."""
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
         self.history = SessionHistory()
 
     def record(self, sequence: Sequence) -> None:
-        """Keeps the tokens of a finished turn. The lease must still be open."""
+        """Keeps a finished turn. The lease must still be open."""
         request, lease = sequence.request, sequence.lease
         if request.is_idle_work or request.session_id is None or not request.cache_prompt or lease is None:
             return
@@ -82,19 +82,19 @@ class EngineSessions:
         self.history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
 
     def pin(self, namespace: str, session_id: str) -> int:
-        """Pins the last turn and later ones; returns the number of pinned tokens. Raises PinLimit."""
+        """As `PinSession`."""
         tokens = self.history.last(namespace, session_id)
         return 0 if tokens is None else self._prefix_cache.pin(PinName(namespace, session_id), tokens)
 
     def unpin(self, namespace: str, session_id: str) -> bool:
-        """Ends the pin; returns whether there was one."""
+        """As `UnpinSession`."""
         name = PinName(namespace, session_id)
         was_pinned = name in self._prefix_cache.pins
         self._prefix_cache.pins.release(name)
         return was_pinned
 
     def forget(self, namespace: str, session_id: str) -> None:
-        """Drops last turn, pins and slot claim, but not the state of the tokens."""
+        """As `ForgetSession`."""
         self.history.forget(namespace, session_id)
         for is_soft in (False, True):
             self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
@@ -126,7 +126,7 @@ class SequenceTable:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterates over a snapshot, so sequences may be removed meanwhile."""
+        """Over a snapshot, so sequences may be removed meanwhile."""
         return iter(list(self._sequences.values()))
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -156,24 +156,24 @@ class SequenceTable:
     # -- endings
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends the sequence, and its answer unless that has ended; computed state stays."""
+        """Ends the sequence, and its answer unless that has ended."""
         if sequence.output.reason is None:
             sequence.post(sequence.end(reason, self._clock()))
         self.close(sequence)
 
     def end_truncated(self, sequence: Sequence) -> None:
-        """Ends an answer whose state has outgrown the whole budget."""
+        """Ends an answer that has outgrown the whole budget."""
         logger.warning("request %s ends early: its state fills the cache memory", sequence.request.request_id)
         self.end(sequence, FinishReason.LENGTH)
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence with an error; computed state stays."""
+        """Ends a sequence with an error."""
         if sequence.output.reason is None:
             sequence.post([Failed(error)])
         self.close(sequence)
 
     def close(self, sequence: Sequence) -> None:
-        """Ends a sequence whose client has got its last event; computed state stays."""
+        """Ends a sequence whose client has its last event."""
         self._forget(sequence)
         if sequence.lease is not None:
             self._sessions.record(sequence)
@@ -186,7 +186,7 @@ class SequenceTable:
                 self.close(sequence)
 
     def fail_step(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence that the model failed on, unless memory for it may come."""
+        """Fails a sequence, unless memory for it may come."""
         lacks_memory = is_out_of_memory(error)
         if lacks_memory and sequence.output.reason is None and self._try_later(sequence):
             logger.warning("request %s is tried again: %s", sequence.request.request_id, error)

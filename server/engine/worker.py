@@ -24,11 +24,11 @@ from server.engine.sequence_table import EngineSessions, SequenceTable
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 10.0
-"""Seconds for writing unsaved state to disk at the end."""
+"""For writing unsaved state at the end."""
 
 
 class Worker:
-    """Runs requests. All methods belong to one thread."""
+    """Runs requests, on one thread."""
 
     def __init__(
         self,
@@ -47,7 +47,6 @@ class Worker:
         self.prefix_cache = prefix_cache
         self.sessions = sessions or EngineSessions(prefix_cache)
         self.now = clock
-        """In seconds."""
         self._scheduler = Scheduler(chunk_tokens)
         self._table = SequenceTable(runner, prefix_cache, self._scheduler, self.sessions, clock)
         self._decode = DecodePipeline(runner, prefix_cache, self._table, clock)
@@ -91,26 +90,23 @@ class Worker:
         self._embeddings.add(job)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request now; its progress stays cached. Unknown or finished ids are ignored."""
+        """Ends a request; its progress stays cached. Unknown ids are ignored."""
         sequence = self._table.find(request_id)
         if sequence is not None:
             self._table.end(sequence, FinishReason.CANCELLED)
 
     def close_answered(self, namespace: str) -> None:
-        """Ends sequences that have only their last token to evaluate: their clients have the answer."""
+        """Ends sequences whose clients have the answer: only the last token is to be evaluated."""
         self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
 
     def fail_all(self, error: Exception) -> None:
-        """Ends every request with an error, keeping their progress where possible."""
+        """Ends every request with an error, keeping progress where possible."""
         for sequence in self._table:
             self._table.fail(sequence, error)
         self._embeddings.fail_all(error)
 
     def stop(self, *, parks: bool = False) -> None:
-        """Ends every request, and releases the runner's device.
-
-        With `parks` the state in memory is detached from the model, for another worker.
-        """
+        """Ends every request, and releases the device. With `parks` the state is detached, for another worker."""
         try:
             self.fail_all(EngineStopped("the server is shutting down"))
             self.prefix_cache.end(SAVE_SECONDS)
@@ -120,17 +116,17 @@ class Worker:
             self._close_runner()
 
     def stats(self) -> EngineStats:
-        """Returns current counts and bytes, for reports."""
+        """Returns current counts and bytes."""
         count = self._scheduler.count
         requests = RequestCounts(count(Phase.WAITING), count(Phase.PREFILLING), count(Phase.DECODING))
         return EngineStats(requests, self._table.num_suspended, self.prefix_cache.stats())
 
     def idle_work(self) -> Iterator[None]:
-        """Writes idle state to disk, piece by piece, in a time without requests."""
+        """Writes idle state to disk, piece by piece."""
         return self.prefix_cache.save()
 
     def _end_idle_work(self) -> None:
-        """Ends idle work, because somebody waits for a request; evaluated tokens stay."""
+        """Ends idle work; evaluated tokens stay."""
         for sequence in self._table:
             if sequence.request.is_idle_work:
                 self.cancel(sequence.request.request_id)
@@ -148,7 +144,7 @@ class Worker:
         self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
 
     def _give_memory_to_answers(self) -> None:
-        """Gives the memory of a text being embedded to a request that waits for memory."""
+        """Embedding a text yields to requests that wait for memory."""
         if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
             self._scheduler.is_stalled = False
 
@@ -161,14 +157,14 @@ class Worker:
             sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
 
     def _finish_decode_step(self) -> None:
-        """Reads the launched step and ends what has ended: a chunk would delay both."""
+        """Reads the launched step first: a prefill chunk would delay the tokens of all rows."""
         self._decode.read()
         self._table.close_finished(list(self._table))
 
     # -- memory
 
     def _reserve_next_step(self) -> None:
-        """Reserves memory for the next decode step; where it is short, the youngest waits."""
+        """Where memory is short, the youngest waits."""
         for sequence in self._decode.next_sequences():
             if sequence.lease is not None and not sequence.lease.has_capacity:
                 # Recover from a fault of the running step first; a sequence that will wait must have its tokens.
