@@ -27,7 +27,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
 
 
 class ConfigError(ValueError):
-    """The message names the setting, its value and what would be accepted."""
+    """Names the setting, its value and what would be accepted."""
 
 
 def _setting(
@@ -46,7 +46,7 @@ def _setting(
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of one process. None means: chosen when the server starts, as the help text says."""
+    """None means: chosen at the start, as the help text says."""
 
     models: tuple[str, ...] = _setting(
         ("demo",),
@@ -239,7 +239,7 @@ class ServerConfig:
         return self.api_key is not None or self.api_keys_file is not None
 
     def check(self) -> None:
-        """Raises ConfigError for the first setting that cannot be used."""
+        """Raises ConfigError for the first unusable setting."""
         for setting in fields(self):
             _check_setting(setting.name, setting.type, getattr(self, setting.name), setting.metadata)
         for name, parse in (("aliases", parse_alias), ("keep_alive", parse_keep_alive), ("adapters", parse_adapter)):
@@ -342,16 +342,16 @@ class SettingOrigin(StrEnum):
 
 @dataclass(frozen=True)
 class ToldSetting:
-    """A setting's value, in the type of `ServerConfig`, and its source."""
+    """A value in the type of `ServerConfig`, and its source."""
 
     value: Any
     origin: SettingOrigin
     where: str
-    """What a person edits to change the setting: `--port`, `MLX_SERVE_PORT`, `port in FILE`."""
+    """What a person edits: `--port`, `MLX_SERVE_PORT`, `port in FILE`."""
 
 
 Layer = Mapping[str, ToldSetting]
-"""By the name of the field of `ServerConfig`."""
+"""By the field's name."""
 
 
 def key_of(setting: "Field[Any]") -> str:
@@ -363,12 +363,12 @@ def key_of(setting: "Field[Any]") -> str:
 
 
 def variable_of(setting: "Field[Any]") -> str:
-    """Returns the name of the setting's variable."""
+    """Returns the variable's name."""
     return PREFIX + key_of(setting).upper()
 
 
 def from_flags(given: Mapping[str, Any]) -> Layer:
-    """Returns the settings given as flags; raises ConfigError."""
+    """Raises ConfigError."""
     layer = {}
     for name, value in given.items():
         if value not in (None, [], ()):
@@ -381,7 +381,7 @@ def from_flags(given: Mapping[str, Any]) -> Layer:
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """Returns the settings of variables that are not empty; raises ConfigError, also for an unknown name."""
+    """Leaves out empty variables; raises ConfigError, also for an unknown name."""
     names = {variable_of(setting): setting for setting in SETTINGS.values()}
     layer = {}
     for variable, text in environment.items():
@@ -395,7 +395,7 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 
 
 def from_file(text: str, path: str) -> Layer:
-    """Returns the settings of a file's text; raises ConfigError, also for an unknown name."""
+    """Raises ConfigError, also for an unknown name."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -411,9 +411,8 @@ def from_file(text: str, path: str) -> Layer:
 
 
 def merge(layers: Iterable[Layer]) -> Layer:
-    """Returns every setting, given the layers, the strongest first.
-
-    A source that names a key or a file of keys replaces the keys of weaker sources.
+    """The strongest layer comes first. A source that names a key or a file of keys replaces the keys of weaker
+    sources.
     """
     merged: dict[str, ToldSetting] = {}
     is_key_told = False
@@ -429,7 +428,7 @@ def merge(layers: Iterable[Layer]) -> Layer:
 
 
 def checked(settings: Layer) -> ServerConfig:
-    """Returns the settings. Raises ConfigError, which names the flag, variable or file."""
+    """Raises ConfigError, which names the flag, variable or file."""
     config = ServerConfig(**{name: told.value for name, told in settings.items()})
     try:
         config.check()
@@ -453,7 +452,7 @@ def toml_value(setting: "Field[Any]", value: Any) -> str:
 
 
 def size_literal(setting: "Field[Any]", num_bytes: int) -> str:
-    """Returns a size as text that reads back as the same number."""
+    """Returns text that reads back as the same number."""
     suffix = "/day" if setting.metadata["unit"] == "bytes/day" else ""
     for unit, unit_bytes in (("GB", GIGABYTE), ("GiB", 2**30), ("MiB", MEBIBYTE), ("MB", 10**6)):
         if num_bytes and num_bytes % unit_bytes == 0:
@@ -462,12 +461,12 @@ def size_literal(setting: "Field[Any]", num_bytes: int) -> str:
 
 
 def is_size(setting: "Field[Any]") -> bool:
-    """Whether a setting is a number of bytes, or of bytes a day."""
+    """Whether the setting is in bytes, or bytes a day."""
     return setting.metadata["unit"] in ("bytes", "bytes/day")
 
 
 def parse_size(text: str) -> int:
-    """Returns the bytes of `8GB` (10^9), `512 MiB` (2^20), `1.5g` or `4096`; raises ConfigError."""
+    """Reads `8GB` (10^9), `512 MiB` (2^20), `1.5g` or `4096`; raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in _UNIT_BYTES:
         raise ConfigError(f"{text!r} is not a size; write it like 8GB, 512MB or 2GiB")
@@ -475,7 +474,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_size_per_day(text: str) -> int | None:
-    """Returns the bytes of `200GB/day`, None for `none`; raises ConfigError."""
+    """Reads `200GB/day`, and `none` as None; raises ConfigError."""
     if text.strip().lower() == "none":
         return None
     size, slash, unit = text.partition("/")
@@ -488,7 +487,7 @@ def parse_size_per_day(text: str) -> int | None:
 
 
 def _read(setting: "Field[Any]", value: Any, where: str) -> Any:
-    """Returns a value in the setting's type; what cannot be read stays as it is, for `check` to refuse."""
+    """What cannot be read stays as it is, for `check` to refuse."""
     if isinstance(value, list):
         return tuple(value)
     if not isinstance(value, str):
@@ -526,13 +525,12 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Settings are printable texts."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
 class StartError(Exception):
-    """The server cannot start, such as for a taken port."""
+    """The server cannot start."""
 
 
 class DoctorError(Exception):

@@ -1,6 +1,6 @@
 """The keys that clients may send: the owner and rights of each, and the file that lists them. Pure.
 
-Only the digest of a key is kept; logs and answers have a key's name. Only its owner can read the file.
+Only digests are kept; logs and answers have a key's name. Only the owner may read the file.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class ApiKey:
     """A limit of None does not bind."""
 
     name: str
-    """Empty for the one key of the command line."""
+    """Empty for the command line's key."""
     digest: bytes = field(repr=False)
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -37,14 +37,14 @@ class ApiKey:
 
 
 class KeyRing:
-    """All accepted keys; none where the server needs no key."""
+    """Accepted keys; none where the server needs none."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self.keys = tuple(keys)
         self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
 
     def find(self, given: str) -> ApiKey | None:
-        """Returns the key that was sent; the time taken does not tell how much of a key matches."""
+        """Takes a time that tells nothing of how much of a key matches."""
         digest, found = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -57,17 +57,17 @@ class KeyRing:
 
 
 def digest_of(key: str) -> bytes:
-    """Returns the digest by which a key is kept."""
+    """Returns what is kept of a key."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def namespace_of_key(key: str) -> str:
-    """Returns the namespace in which requests with a key share state; the key cannot be derived from it."""
+    """Requests with the key share state in this namespace; nobody can derive the key from it."""
     return digest_of(key).hex()[:32]
 
 
 def parse_keys(text: str) -> KeyRing:
-    """Returns the keys of a TOML text with `[[keys]]` for each. Raises ConfigError, which contains no key."""
+    """Reads TOML with `[[keys]]`. Raises ConfigError, which contains no key."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -127,7 +127,7 @@ SHARED = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_keys(config: ServerConfig) -> KeyRing:
-    """Returns all keys of the settings. Raises ConfigError."""
+    """Returns the keys of all settings. Raises ConfigError."""
     single = () if config.api_key is None else (ApiKey("", digest_of(config.api_key)),)
     if config.api_keys_file is None:
         return KeyRing(single)

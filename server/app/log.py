@@ -28,9 +28,8 @@ NOISY_LOGGERS = (
 )
 
 PROGRESS_SECONDS = 2.0
-"""Between changes of the progress line."""
 PROGRESS_IN_FILES = 5
-"""A file gets one of this many progress entries of a prompt."""
+"""A file gets one of so many progress entries of a prompt."""
 DEFAULT_COLUMNS = 80
 
 _ERASE_LINE = "\r\x1b[K"
@@ -39,7 +38,7 @@ _COLOURS = {Tone.QUIET: "\x1b[2m", Tone.WARNING: "\x1b[33m", Tone.ERROR: "\x1b[3
 
 
 def configure_logging(level: str, log_format: str = "text") -> None:
-    """Logs messages of `level` and above to standard error, as `text` or `json`. Once per process."""
+    """Logs to standard error, as `text` or `json`. Once per process."""
     root = logging.getLogger()
     root.handlers[:] = [make_handler(sys.stderr, log_format)]
     root.setLevel(level.upper())
@@ -69,7 +68,7 @@ def _trace(record: logging.LogRecord) -> str:
 
 
 class _FileFormatter(logging.Formatter):
-    """One line per event; a trace follows on lines of its own."""
+    """A trace follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
@@ -97,7 +96,7 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._is_coloured = is_coloured
         self._has_progress = False
-        """The cursor is behind a line that the next one replaces."""
+        """The next line replaces the line before the cursor."""
         self._progress_at = 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -119,7 +118,7 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         return f"{lines}\n{trace}" if trace else lines
 
     def _progress_line(self, record: logging.LogRecord) -> str:
-        """Returns a line shorter than the terminal: erasing a full line would leave its rest."""
+        """Shorter than the terminal: erasing a full line would leave its rest."""
         words = "  ".join([_time_of_day(record), *(part.text for part in _parts(record))])
         return self._paint(one_line(words, self._num_columns() - 1), Tone.QUIET)
 

@@ -29,7 +29,7 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class EntryPart:
-    """Words of a line that belong together."""
+    """Words that belong together."""
 
     text: str
     tone: Tone = Tone.PLAIN
@@ -37,7 +37,7 @@ class EntryPart:
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One event of a request; its fields are what `--log-format json` writes."""
+    """One event of a request; `--log-format json` writes its fields."""
 
     event: ClassVar[str]
 
@@ -48,7 +48,7 @@ class LogEntry:
         raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
-        """Returns all known figures, ready for JSON."""
+        """Returns known figures, ready for JSON."""
         return {"event": self.event, **asdict(self)}
 
     def __str__(self) -> str:
@@ -61,17 +61,16 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class PrefillProgress(LogEntry):
-    """A prompt whose evaluation has lasted for seconds."""
+    """A prompt evaluated for seconds."""
 
     event: ClassVar[str] = "prefill"
 
     session_id: str | None
     evaluated_tokens: int
-    """Restored ones included."""
+    """With restored ones."""
     prompt_tokens: int
     tokens_per_second: float
     number: int
-    """Earlier progress entries of the request."""
 
     def parts(self) -> list[EntryPart]:
         """Returns progress and time left, the request and its speed."""
@@ -100,14 +99,14 @@ class MissFigures:
 
 @dataclass(frozen=True)
 class RequestEnded(LogEntry):
-    """An accepted request that has ended in any way; times in milliseconds from its arrival."""
+    """An accepted request that has ended. Times are milliseconds from its arrival."""
 
     event: ClassVar[str] = "request"
 
     session_id: str | None
     model: str
     turn: int | None
-    """Turn of the session, from 1."""
+    """From 1."""
     prompt_tokens: int
     cached_tokens: int
     evaluated_tokens: int
@@ -115,11 +114,11 @@ class RequestEnded(LogEntry):
     first_token_ms: float | None
     total_ms: float
     tokens_per_second: float | None
-    """Of the answer, from its first token to its last."""
+    """From the answer's first token to its last."""
     finish: str
     error: str | None
     kept: float | None
-    """Share of the previous prompt that was reused, 0 to 1."""
+    """Of the previous prompt, 0 to 1."""
     tier: str | None
     miss: MissFigures | None
     key: str | None = None
@@ -134,7 +133,7 @@ class RequestEnded(LogEntry):
         return parts + self._end() + self._broken()
 
     def names(self) -> list[str]:
-        """Returns the request's name, and the session's where it is shown cut off."""
+        """Returns the request's name, and a session's that is cut off."""
         is_cut = self.session_id is not None and len(self.session_id) > MAX_SESSION_LENGTH
         return [self.request_id, *([f"session {self.session_id}"] if is_cut else [])]
 
@@ -165,7 +164,7 @@ class RequestEnded(LogEntry):
 
 @dataclass(frozen=True)
 class RequestRefused(LogEntry):
-    """A request that was answered with an error only."""
+    """A request answered with an error only."""
 
     event: ClassVar[str] = "refused"
 
@@ -222,17 +221,17 @@ def _key_parts(key: str | None) -> list[EntryPart]:
 
 
 def label(request_id: str, session_id: str | None) -> str:
-    """Returns a request's label for people: its session, else the beginning of its id."""
+    """Returns a request's session, else the beginning of its id."""
     return cut(session_id, MAX_SESSION_LENGTH) if session_id else short_id(request_id)
 
 
 def short_id(request_id: str) -> str:
-    """Returns the first letters of what is unique in `chatcmpl-3f9a…` and the like."""
+    """Returns the first unique letters in `chatcmpl-3f9a…` and the like."""
     return request_id.replace("_", "-").rpartition("-")[2][:SHORT_ID_LENGTH]
 
 
 def cut(text: str, length: int) -> str:
-    """Returns at most `length` letters, with `…` where it was cut."""
+    """Cuts to `length` letters, `…` included."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -242,7 +241,7 @@ def grouped(number: int) -> str:
 
 
 def percent_text(part: int, whole: int) -> str:
-    """Returns a share such as `98 %`: 100 % for the whole only, 0 % for nothing only."""
+    """`98 %`: 100 % for the whole only, 0 % for nothing only."""
     percent = 100 * part / whole if whole else 0.0
     rounded = round(percent)
     if part and rounded == 0:
@@ -251,7 +250,7 @@ def percent_text(part: int, whole: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a time such as `0.03 s`, `0.3 s`, `41 s`, `3 min 20 s`."""
+    """`0.03 s`, `0.3 s`, `41 s`, `3 min 20 s`."""
     if 0 < seconds < 0.095:
         return f"{max(seconds, 0.01):.2f} s"
     if seconds < 9.95:
@@ -261,12 +260,12 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(per_second: float) -> str:
-    """Returns a speed with as many digits as are certain."""
+    """Shows as many digits as are certain."""
     return f"{per_second:.1f}" if per_second < 9.95 else grouped(round(per_second))
 
 
 def printable(text: str) -> str:
-    """Returns a text with escapes for characters that move a cursor or reverse a direction."""
+    """Escapes characters that move a cursor or reverse a direction."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
@@ -275,13 +274,13 @@ def printable(text: str) -> str:
 GAP = "  "
 
 _BREAK = re.compile(r" (?!(?<=\d )(?:\d{3}\b|%|s\b|min\b))")
-"""A space where a line may end: not in a number, nor before its unit."""
+"""Not in a number, nor before its unit."""
 
 Paint = Callable[[str, Tone], str]
 
 
 def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> str:
-    """Returns `head` and the parts on lines of at most `width` cells; later lines are indented.
+    """Returns lines of at most `width` cells; later lines are indented.
 
     A part is broken, at spaces, only if it is longer than a line; a word never.
     """
@@ -301,7 +300,7 @@ def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> 
 
 
 def one_line(text: str, width: int) -> str:
-    """Returns a text cut to `width` cells."""
+    """Cuts a text to `width` cells."""
     return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 0)) + "…"
 
 

@@ -22,18 +22,18 @@ from models.short_names import size_text
 logger = logging.getLogger(__name__)
 
 USABLE_SHARE = 0.75
-"""Of the machine's memory, for weights and state."""
+"""For weights and state."""
 RECOMMENDED_SHARE = 0.9
-"""Of what the device recommends: above that, Metal pages and everything becomes slow."""
+"""Above this share of what the device recommends, Metal pages and everything becomes slow."""
 WEIGHTS_SHARE = 0.8
-"""Of the usable memory, for weights, where there is a choice of models."""
+"""For weights, where there is a choice of models."""
 SMALLEST_BUDGET_BYTES = 256 << 20
 """Less would hold no conversation."""
 POOL_SHARE = 1 / 16
-"""Freed buffers that MLX may keep, as a share of the budget; they do not count towards the budget."""
+"""Share of the budget for buffers that MLX keeps; they do not count towards the budget."""
 SMALLEST_POOL_BYTES = 128 << 20
 LARGEST_POOL_BYTES = 1 << 30
-"""The buffers of one step with a reserve: a smaller pool would make each step allocate them again."""
+"""One step's buffers with a reserve: a smaller pool would make each step allocate them again."""
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -45,18 +45,18 @@ class Machine:
     memory_bytes: int
     """A card's own, else the machine's, or less inside a container."""
     recommended_bytes: int | None = None
-    """The most that the device recommends to use; None on a CPU."""
+    """By the device; None on a CPU."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How one server divides a machine's memory."""
+    """How one server divides memory."""
 
     machine_bytes: int
     weights_bytes: int
     budget_bytes: int
     others_bytes: int
-    """Claims of this user's other servers."""
+    """By this user's other servers."""
 
     @property
     def rest_bytes(self) -> int:
@@ -65,7 +65,7 @@ class MemoryPlan:
 
 
 def usable_bytes(machine: Machine) -> int:
-    """Returns how much weights and state may take together by default."""
+    """Returns the default for weights and state together."""
     usable = int(machine.memory_bytes * USABLE_SHARE)
     if machine.recommended_bytes is not None:
         usable = min(usable, int(machine.recommended_bytes * RECOMMENDED_SHARE))
@@ -73,23 +73,23 @@ def usable_bytes(machine: Machine) -> int:
 
 
 def largest_weights_bytes(machine: Machine) -> int:
-    """Returns the most that weights may take: beyond it the machine would page, or end the process."""
+    """Beyond this the machine would page, or end the process."""
     whole = machine.memory_bytes if machine.recommended_bytes is None else machine.recommended_bytes
     return int(min(whole, machine.memory_bytes) * RECOMMENDED_SHARE) - SMALLEST_BUDGET_BYTES
 
 
 def comfortable_weights_bytes(machine: Machine) -> int:
-    """Returns the most that weights should take beside conversations."""
+    """Leaves room for conversations."""
     return int(usable_bytes(machine) * WEIGHTS_SHARE)
 
 
 def choose_budget_bytes(machine: Machine, weights_bytes: int, others_bytes: int = 0) -> int:
-    """Returns the default budget for state, beside the claims of others."""
+    """Returns the default for state, beside the claims of others."""
     return max(usable_bytes(machine) - others_bytes - weights_bytes, SMALLEST_BUDGET_BYTES)
 
 
 def find_excess(plan: MemoryPlan) -> str | None:
-    """Returns why a machine cannot hold a plan; None if it can."""
+    """Returns why a machine cannot hold a plan."""
     if plan.weights_bytes + plan.budget_bytes <= plan.machine_bytes:
         return None
     return (
@@ -99,12 +99,12 @@ def find_excess(plan: MemoryPlan) -> str | None:
 
 
 def choose_pool_bytes(budget_bytes: int) -> int:
-    """Returns how many bytes of freed buffers MLX may keep; Metal's own limit is all of the memory."""
+    """Returns how many freed bytes MLX may keep; Metal's own limit is all of the memory."""
     return min(max(int(budget_bytes * POOL_SHARE), SMALLEST_POOL_BYTES), LARGEST_POOL_BYTES)
 
 
 def read_machine(device_info: dict[str, Any]) -> Machine:
-    """Returns this machine's memory. `device_info` is the result of `mx.device_info()`."""
+    """`device_info` is the result of `mx.device_info()`."""
     if device_info.get("total_memory"):
         return Machine(int(device_info["total_memory"]))
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -114,7 +114,7 @@ def read_machine(device_info: dict[str, Any]) -> Machine:
 
 
 def this_machine() -> Machine:
-    """Returns this machine's memory, as MLX and the system tell it."""
+    """As MLX and the system tell it."""
     # Asking the device takes a moment.
     import mlx.core as mx
 
@@ -133,14 +133,14 @@ _SUFFIX = ".json"
 
 @dataclass(frozen=True)
 class Claim:
-    """The memory and address of one server, for other servers."""
+    """One server's memory and address, for other servers."""
 
     pid: int
     model: str
     memory_bytes: int
     """Weights and budget."""
     url: str
-    """Empty while it starts."""
+    """Empty while the server starts."""
 
 
 def runtime_folder(environment: Mapping[str, str]) -> Path:
@@ -169,7 +169,7 @@ class OwnClaim:
 
 
 def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
-    """Makes a claim and returns it with the claims of running servers.
+    """Makes a claim; also returns the claims of running servers.
 
     Raises OSError, as for a folder that others may enter; a missing folder is made.
     """
@@ -184,7 +184,7 @@ def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
 
 
 def running(folder: Path) -> list[Claim]:
-    """Returns the claims of the running servers; none if the folder cannot be read."""
+    """Returns the running servers' claims; none if the folder cannot be read."""
     try:
         _check_owner(folder)
         with _locked(folder / "lock"):
@@ -214,7 +214,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> Claim | None:
-    """Returns a running server's claim; removes that of an ended one."""
+    """Removes the claim of an ended server."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

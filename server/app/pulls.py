@@ -1,7 +1,7 @@
 """Downloads that clients ask for: one at a time for each repository, shared by all who wait for it.
 
-A download runs on a thread of its own, as long as anybody listens. The next download continues from the bytes already
-here. Event loop only, except where a docstring says otherwise.
+A download runs on a thread of its own while anybody listens; the next one continues from the bytes already here.
+Event loop only, except where a docstring says otherwise.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ MAX_TOGETHER = 2
 
 
 class Fetch(Protocol):
-    """Downloads a model, blocking; `models.hub.pull` is the real one."""
+    """`models.hub.pull`, which blocks."""
 
     def __call__(self, name: str, tell: TellPull, /, *, max_weights_bytes: int | None) -> Path:
         """Returns the model's folder; raises ModelError."""
@@ -41,7 +41,7 @@ class Pulls:
         self._places = asyncio.Semaphore(MAX_TOGETHER)
 
     async def steps(self, name: str) -> AsyncIterator[PullEvent]:
-        """Yields the steps of a download, though not every one of a file. Raises ModelError."""
+        """Yields a download's steps, though not every one of a file. Raises ModelError."""
         key = str(parse_repository(name) or name)
         pull = self._running.get(key)
         if pull is None:
@@ -68,7 +68,7 @@ class Pulls:
             pull.end(None)
 
     async def _is_done(self, key: str, name: str, pull: "_Pull") -> bool:
-        """False if abandoned because nobody waited."""
+        """False where nobody waited any more."""
         try:
             fetch = partial(self._fetch, name, pull.tell)
             await on_thread(f"pull {key}", lambda: fetch(max_weights_bytes=self._max_weights_bytes()))
@@ -81,13 +81,13 @@ class _Pull:
     def __init__(self) -> None:
         self._listeners: list[_Listener] = []
         self._told: list[PullEvent] = []
-        """What a later listener must know."""
+        """For later listeners."""
         self._loop = asyncio.get_running_loop()
         self._is_over = False
         self._error: Exception | None = None
         self.task: asyncio.Future[None] | None = None
         self.is_wanted = True
-        """Whether anybody listens. Read on any thread."""
+        """Somebody listens. Read on any thread."""
 
     def join(self) -> "_Listener":
         listener = _Listener(self._told)
@@ -102,7 +102,7 @@ class _Pull:
         self.is_wanted = bool(self._listeners)
 
     def tell(self, event: PullEvent) -> None:
-        """Passes on a step, on the download's thread. Raises PullAbandoned."""
+        """On the download's thread. Raises PullAbandoned."""
         if not self.is_wanted:
             raise PullAbandoned
         # The loop ends with the server: then nobody listens, and the process ends.
@@ -139,7 +139,7 @@ class _Listener:
         self._has_more.set()
 
     async def events(self) -> AsyncIterator[PullEvent]:
-        """Yields the steps to the end. Raises the error of the download."""
+        """Raises the error of the download."""
         while True:
             await self._has_more.wait()
             self._has_more.clear()

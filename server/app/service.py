@@ -53,27 +53,26 @@ from server.pool.served import ListedModel, ModelFacts, ServedModel, architectur
 logger = logging.getLogger(__name__)
 
 FLOAT32_SHARE = 0.5
-"""The share of all memory for weights and state that float32 weights may take."""
+"""Of all memory for weights and state."""
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, eq=False)
 class Service:
-    """One model, ready to answer, with the facts of its start-up report; the engine is not started."""
+    """One model with the facts of its start-up report; the engine is not started."""
 
     opened: OpenedModel
     engine: Engine
     memory: MemoryPlan
     precision: Precision
     stored_bytes: int
-    """Weights on disk."""
     seconds_per_token: float | None
     """Measured on one matrix; None on a GPU."""
     model_context_tokens: int
-    """The model's own limit; `model.context_tokens` may be lower."""
+    """`model.context_tokens` may be lower."""
     named: ServedModel | None = None
-    """The model under the name of our own that it was asked for by."""
+    """Set where a name of our own was asked for."""
 
     @property
     def model(self) -> ServedModel:
@@ -117,7 +116,7 @@ def open_service(
 
 
 def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim]) -> PoolMemory:
-    """Returns the memory limits of one server's models, beside other servers."""
+    """Returns the limits of one server's models, beside other servers."""
     if config.cache_memory_bytes is not None:
         return PoolMemory(machine.memory_bytes, config.cache_memory_bytes)
     left_bytes = max(usable_bytes(machine) - sum(claim.memory_bytes for claim in others), 0)
@@ -136,12 +135,12 @@ class ServiceOpener:
     memory: PoolMemory
 
     def measure(self, source: ModelSource) -> int:
-        """Returns the stored size of the weights. Raises ModelError for unusable files."""
+        """Returns the weights' stored size. Raises ModelError for unusable files."""
         check(source.path, source.id)
         return weights.total_bytes(source.path)
 
     def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
-        """Returns the model with its engine running.
+        """Returns the model, its engine running.
 
         Raises ModelError, and ModelTooLarge where the weights take more than measured.
         """
@@ -153,7 +152,7 @@ class ServiceOpener:
             mx.clear_streams()
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """Returns what the files tell of a model without loading it; for damaged files, the name only."""
+        """Loads nothing; of damaged files only the name is known."""
         parent_id = None if source.name == source.id else source.id
         try:
             config, limit = read_config(source.path)
@@ -181,11 +180,7 @@ class ServiceOpener:
         return opened
 
     def _float32_bytes(self, others: Sequence[int]) -> int:
-        """Returns the most that float32 weights may take.
-
-        The limit is the same at each loading, unless other models leave less: state fits weights of the same
-        precision only.
-        """
+        """The same at each loading, unless other models leave less: state fits weights of the same precision only."""
         return min(int(self.memory.total_bytes * FLOAT32_SHARE), self.memory.largest_weights_bytes(others))
 
 
@@ -226,7 +221,7 @@ def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel)
 
 
 def _active_share(config: dict[str, Any]) -> float:
-    """Returns the part of the experts that a token goes through; 1 where nothing says so."""
+    """Experts that a token goes through, as a share; 1 where nothing says so."""
     found = {**config, **(config.get("text_config") or {})}
     active = found.get("num_experts_per_tok")
     experts = found.get("num_experts") or found.get("num_local_experts") or found.get("n_routed_experts")
@@ -234,12 +229,12 @@ def _active_share(config: dict[str, Any]) -> float:
 
 
 def _bound_pool(num_bytes: int) -> None:
-    """Limits MLX's freed buffers; a lower limit stays."""
+    """A lower limit stays."""
     mx.set_cache_limit(min(num_bytes, mx.set_cache_limit(num_bytes)))
 
 
 def model_id(name: str) -> str:
-    """Returns the id of the model named `name` on the command line. Raises ModelError.
+    """Returns the id of a name of the command line. Raises ModelError.
 
     A folder is its own id, if `models.names.resolve` takes it for one; a name of our own has the id of its weights.
     """
@@ -254,7 +249,7 @@ def model_id(name: str) -> str:
 
 
 def source_of(name: str) -> ModelSource:
-    """Returns the model named `name` on the command line, with its defaults. Raises ModelError."""
+    """Returns a model of the command line, with its defaults. Raises ModelError."""
     stored = find_stored(name)
     if stored is not None:
         return stored_source(stored)
@@ -341,7 +336,7 @@ def _describe_tokenizer(loaded: LoadedModel) -> str:
 
 
 def _template_owner(loaded: LoadedModel) -> Any:
-    """Returns the renderer of conversations: the tokenizer, whose template decides whether to think.
+    """Returns the tokenizer, whose template decides whether to think.
 
     mlx-lm's wrapper asks every template to think; templates that are code of mlx-lm need it.
     """
@@ -349,7 +344,7 @@ def _template_owner(loaded: LoadedModel) -> Any:
 
 
 def read_sampling(path: Path, vocab_size: int) -> SamplingParams:
-    """Returns the sampling that a model's makers recommend, else the usual defaults."""
+    """Returns what a model's makers recommend, else the usual defaults."""
     try:
         recommended: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         given = {key: recommended[key] for key in _SAMPLING_KEYS if recommended.get(key) is not None}

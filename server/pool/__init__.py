@@ -1,1 +1,1 @@
-"""The models of one server process: which are loaded, which may be, and what makes way for what."""
+"""The models of one server process: which are loaded, and which make way for others."""

@@ -1,7 +1,7 @@
 """Which models a server may be asked for: of the command line, built in, names of our own, whole downloads.
 
-A name from a request is never taken for a path: folders are served only where the command line named them. Models
-with the same folder have the same id. For any thread; may read the disk.
+A name from a request is never taken for a path: only the command line names folders. Models with the same folder have
+the same id. For any thread; may read the disk.
 """
 
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 LISTING_SECONDS = 5.0
-"""Age limit of a list while no folder changed: a new list looks at every cached file."""
+"""A list is made anew after this time, though no folder changed: this looks at every cached file."""
 
 
 class Catalog:
@@ -65,7 +65,7 @@ class Catalog:
         return self._known(found[0]) or self._identified(ModelSource(*found)).plain
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns the models of the command line, then the others."""
+        """Returns the command line's models first."""
         if not self._has_others:
             return self._named
         seen = _all_stored(), cache_stamp()
@@ -94,7 +94,7 @@ class Catalog:
         return any(known is named for named in self._named)
 
     def _identified(self, source: ModelSource) -> ModelSource:
-        """Returns a source under the id of the command line's first model with the same folder."""
+        """The id is that of the command line's first model with the same folder."""
         folder = os.path.realpath(source.path)
         for named in self._named:
             if named.adapter is None and named.id != source.id and os.path.realpath(named.path) == folder:
@@ -112,7 +112,7 @@ class Catalog:
 
 
 def stored_source(stored: StoredModel) -> ModelSource:
-    """Returns the source of a name of our own. Raises ModelBroken, without a path, where weights are missing."""
+    """Raises ModelBroken, without a path, where weights are missing."""
     try:
         folder = folder_of(stored.weights)
         model_id = identity_of(stored.weights)

@@ -27,16 +27,15 @@ class ModelNameNeeded(PoolError):
 
 
 class ModelUnknown(PoolError):
-    """No model of that name may be served here."""
+    """No such model may be served here."""
 
     def __init__(self, name: str, instead: str) -> None:
         super().__init__(f"there is no model {name[:MAX_NAME_LENGTH]!r}: {instead}")
         self.instead = instead
-        """Which models there are, as a clause."""
 
 
 class ModelNotLoaded(PoolError):
-    """The model may be served but is not in memory: ask the pool to load it."""
+    """Ask the pool to load the model."""
 
     def __init__(self, source: ModelSource) -> None:
         super().__init__(f"the model {source.id} is not loaded")
@@ -48,11 +47,11 @@ class LoadFailed(PoolError):
 
 
 class ModelTooLarge(PoolError):
-    """The machine cannot hold the model, whatever is unloaded for it."""
+    """The machine cannot hold the model, whatever is unloaded."""
 
 
 class PoolBusy(PoolError):
-    """Others did not finish their answers in time, and the model fits only beside none of them."""
+    """Others hold the model's memory, and did not finish their answers in time."""
 
     retry_after_seconds = 10
 
@@ -78,7 +77,7 @@ class ModelChange:
     model_id: str
     seconds: float | None = None
     message: str | None = None
-    """Why loading failed, as the clients are told."""
+    """Why loading failed."""
 
 
 TellChange: TypeAlias = Callable[[ModelChange], None]

@@ -36,21 +36,21 @@ from server.pool.served import ListedModel
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 120.0
-"""How long a model waits for answers of others."""
+"""For answers of other models."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
 class Around:
-    """What else is in memory when a model is loaded."""
+    """What is in memory when a model is loaded."""
 
     weights: Sequence[int]
-    """Bytes of each model that stays loaded."""
+    """In bytes, of each model that stays loaded."""
     budget_bytes: int
-    """Memory for the model's state."""
+    """For the model's state."""
     kept: KeptState | None = None
-    """The model's own state from before; consumed."""
+    """The model's own state; consumed."""
 
 
 class Opener(Protocol):
@@ -60,14 +60,14 @@ class Opener(Protocol):
         """Checks the files; returns about how many bytes the weights will take."""
 
     def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
-        """Returns the model with its engine running. `tell` is told each step, and may raise to end the loading."""
+        """Returns the model, its engine running. `tell` is told each step, and may raise to end the loading."""
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """Returns what the files say of a model; for damaged ones, the name only."""
+        """Returns what the files say; for damaged ones, the name only."""
 
 
 async def on_thread(name: str, work: Callable[[], Result]) -> Result:
-    """Returns the result of `work` on a daemon thread: the end of the process does not wait for it."""
+    """Runs `work` on a daemon thread: the end of the process does not wait for it."""
     done: Future[Result] = Future()
     done.set_running_or_notify_cancel()
 
@@ -83,18 +83,18 @@ async def on_thread(name: str, work: Callable[[], Result]) -> Result:
 
 @dataclass(eq=False)
 class Loading:
-    """A model being loaded, or given the budget that it is due, and who waits for it."""
+    """A model being loaded, or given its due budget, and who waits for it."""
 
     source: ModelSource
     waiters: "list[asyncio.Future[ModelHold]]" = field(default_factory=list)
     step: str = "waiting"
-    """A few words for a person."""
+    """For a person."""
     task: "asyncio.Task[None] | None" = None
-    """Cancelled when nobody waits any more; None once the files are being read."""
+    """Cancelled when nobody waits; None once the files are being read."""
 
 
 class Loader:
-    """The loaded models by id, and whoever waits for one."""
+    """The loaded models by id, and who waits for one."""
 
     def __init__(self, opener: Opener | None, settings: PoolSettings, clock: Callable[[], float]) -> None:
         """Without an `opener` no other model is ever loaded."""
@@ -118,12 +118,12 @@ class Loader:
         return None if member is None or member.is_leaving else member
 
     def try_hold(self, model_id: str) -> ModelHold | None:
-        """Returns a hold on a model; None where it is not loaded, or lacks the budget that it is due."""
+        """None where the model is not loaded, or lacks its due budget."""
         member = self.find(model_id)
         return self._hold(member) if member is not None and self.budgets.has_due(member) else None
 
     async def load(self, source: ModelSource) -> ModelHold:
-        """Returns a hold on a model once it is loaded. A cancel ends the loading, but for others or read files.
+        """Waits until the model is loaded. A cancel ends the loading, but for others or read files.
 
         Raises PoolError, and EngineStopped while the server stops.
         """
@@ -141,11 +141,11 @@ class Loader:
 
     @property
     def loading(self) -> Mapping[str, str]:
-        """Each model being loaded, with its current step."""
+        """The step of each model being loaded."""
         return {model_id: loading.step for model_id, loading in self._loadings.items()}
 
     async def unload(self, source: ModelSource) -> bool:
-        """Unloads a model; False where it was not loaded. Raises ModelInUse."""
+        """Returns whether the model was loaded. Raises ModelInUse."""
         async with self._changing:
             member = self.members.get(source.id)
             if member is None:
@@ -157,7 +157,7 @@ class Loader:
         return True
 
     def close(self) -> None:
-        """Gives up the current loadings, and refuses new ones."""
+        """Gives up loadings, and refuses new ones."""
         self.is_closed = True
         for loading in list(self._loadings.values()):
             self._end(loading, EngineStopped("the server is stopping"))
@@ -209,7 +209,7 @@ class Loader:
         self._end(loading, error)
 
     def _end(self, loading: Loading, outcome: Member | Exception) -> None:
-        """Wakes everybody who waits; each holds the model from now on."""
+        """Each who waits holds the model from now on."""
         if self._loadings.get(loading.source.id) is loading:
             del self._loadings[loading.source.id]
         for waiter in loading.waiters:
@@ -238,7 +238,7 @@ class Loader:
     # --------------------------------------------------------------------------------------------------- loading
 
     async def _ready(self, loading: Loading) -> Member:
-        """Returns the model, loaded if it was not, with the budget that a model in use is due."""
+        """Returns the loaded model with its due budget."""
         is_loaded = loading.source.id in self.members
         try:
             member = self.members[loading.source.id] if is_loaded else await self._load(loading)
@@ -284,7 +284,7 @@ class Loader:
                 member.is_leaving = False
 
     async def _make_room(self, loading: Loading, leaving: Sequence[Member]) -> Mapping[str, int]:
-        """Waits for models to unload, and cuts the budgets of the others; returns the plan. Raises PoolBusy."""
+        """Waits for models to unload, cuts the budgets of the others; returns the plan. Raises PoolBusy."""
 
         def tell_wait(member: Member) -> None:
             loading.step = f"waiting for memory that answers of {member.source.id} hold"
@@ -360,7 +360,7 @@ class Loader:
         return member.last_used + asked
 
     def watch(self) -> None:
-        """Unloads idle models when their time is over. To be called when anything changed."""
+        """Unloads idle models in time; to be called when anything changed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -20,14 +20,14 @@ from server.pool.served import EnginePort, ServedModel
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
-"""Pause in seconds before a model is asked again for memory that its answers hold."""
+"""Before a model is asked again for memory that its answers hold."""
 
 
 class PooledEngine(EnginePort, Protocol):
     """An engine as the pool sees it."""
 
     async def try_resize(self, budget_bytes: int) -> int:
-        """Changes the budget; returns the bytes by which running requests exceed it: then it stays as it was."""
+        """Changes the budget; returns the bytes by which running requests exceed it: then it stays."""
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Takes no more requests; returns whether the running ones ended in time."""
@@ -36,12 +36,12 @@ class PooledEngine(EnginePort, Protocol):
         """Ends the engine. Blocks; for any thread."""
 
     def park(self) -> KeptState | None:
-        """Ends the engine; returns the state that is on no disk. Blocks; for any thread."""
+        """Ends the engine; returns state that is on no disk. Blocks; for any thread."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpenedModel:
-    """One model in memory, with its engine running."""
+    """A model in memory, its engine running."""
 
     model: ServedModel
     engine: PooledEngine
@@ -49,14 +49,14 @@ class OpenedModel:
     release: Callable[[], object] = lambda: None
     """Releases the weights of an ended engine. For any thread."""
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
-    """The model with each of its adapters, by the adapter's name."""
+    """By the adapter's name."""
 
     def served(self, adapter: str | None) -> ServedModel | None:
-        """Returns the model, or its variant with an adapter, if there is one."""
+        """Returns the model, or its variant with an adapter."""
         return self.model if adapter is None else self.variants.get(adapter)
 
     def unload(self) -> KeptState | None:
-        """Ends the engine, releases the weights; returns the state that is on no disk. Blocks; for any thread."""
+        """Ends the engine, releases the weights; returns state that is on no disk. Blocks; for any thread."""
         state = self.engine.park()
         self.release()
         return state
@@ -70,13 +70,12 @@ class Member:
     opened: OpenedModel
     budget_bytes: int
     last_used: float
-    """When it was loaded, or its last request ended."""
+    """When the model was loaded, or its last request ended."""
     keep_alive_seconds: float | None = None
-    """How long a client asked it to stay when idle."""
+    """As a client asked."""
     planned_bytes: int = 0
-    """The budget that it is to get."""
     is_leaving: bool = False
-    """It takes no more requests: another model waits for its memory."""
+    """Another model waits for the memory: this one takes no more requests."""
     num_holds: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _labelled: dict[str, ServedModel] = field(default_factory=dict)
@@ -103,7 +102,7 @@ class Member:
         return self.num_holds > 0
 
     def use(self, now: float) -> ModelUse:
-        """Returns the facts that decide about its memory."""
+        """Returns what decides about the model's memory."""
         cache = self.opened.engine.stats().cache
         # With a disk, a part of the budget is for state on its way there.
         moving_bytes = max(self.budget_bytes - cache.budget_bytes, 0) if cache.budget_bytes else 0
@@ -118,7 +117,7 @@ class Member:
         )
 
     async def try_resize(self, budget_bytes: int) -> bool:
-        """Returns whether the budget could be changed; not below what running requests hold."""
+        """Not below what running requests hold."""
         try:
             if await self.opened.engine.try_resize(budget_bytes):
                 return False
@@ -131,7 +130,7 @@ class Member:
 
 
 class ModelHold:
-    """A request's use of a loaded model, which stays loaded until `close`."""
+    """A request's use of a model, which stays loaded until `close`."""
 
     def __init__(self, member: Member, on_close: Callable[[Member], object]) -> None:
         self._member = member
@@ -145,11 +144,11 @@ class ModelHold:
         return self._member.opened.model
 
     def set_keep_alive(self, seconds: float) -> None:
-        """Sets how long the model stays loaded after its last request."""
+        """Sets how long the model stays loaded when idle."""
         self._member.keep_alive_seconds = seconds
 
     def close(self) -> None:
-        """Ends the hold; closing twice is harmless."""
+        """Closing twice is harmless."""
         if not self._is_open:
             return
         self._is_open = False
@@ -161,7 +160,7 @@ class ModelHold:
 
 @dataclass(frozen=True, eq=False)
 class UnloadedModel:
-    """A model that is not loaded any more, and the state that it left in memory."""
+    """The state that a model left in memory."""
 
     id: str
     state: KeptState
@@ -173,7 +172,7 @@ class UnloadedModel:
 
 
 class Budgets:
-    """Gives each model the memory for state that `divide` plans."""
+    """Gives each model the memory that `divide` plans."""
 
     def __init__(self, memory: PoolMemory, members: Mapping[str, Member], clock: Callable[[], float]) -> None:
         self._memory = memory
@@ -181,10 +180,10 @@ class Budgets:
         self._clock = clock
         self.unloaded: dict[str, UnloadedModel] = {}
         self.joining: ModelUse | None = None
-        """A model that is being loaded, and counts already."""
+        """A model being loaded, which counts already."""
         self._due_bytes = 0
         self.on_change: Callable[[], None] = lambda: None
-        """Called when the memory taken by models has changed."""
+        """Called when the taken memory has changed."""
         self.on_given_up: Callable[[str], None] = lambda model_id: None
         """Called with the id of an unloaded model whose last state is dropped."""
 
@@ -194,11 +193,11 @@ class Budgets:
         return sum(member.opened.weights_bytes for member in self._members.values()) + self._taken_for_state()
 
     def has_due(self, member: Member) -> bool:
-        """Whether a model has, and is to keep, the least budget of a model in use."""
+        """Whether a model has, and is to keep, its due budget."""
         return min(member.budget_bytes, member.planned_bytes) >= self._due_bytes
 
     def plan(self) -> dict[str, int]:
-        """Returns the budgets with the joining model loaded, and the leaving ones not."""
+        """Counts the joining model, not the leaving ones."""
         uses = self._uses()
         due, plan = due_bytes(self._for_state(uses), uses), divide(self._for_state(uses), uses)
         # The others grow once it is loaded, and go on until then.
@@ -208,7 +207,7 @@ class Budgets:
         return plan
 
     async def shrink(self, plan: Mapping[str, int], tell_wait: Callable[[Member], None] | None = None) -> None:
-        """Cuts the budgets to those planned. With `tell_wait` it waits for running requests that hold more."""
+        """Cuts budgets to the plan. With `tell_wait` it waits for running requests that hold more."""
         for member in [one for one in self._members.values() if not one.is_leaving]:
             budget_bytes = plan[member.source.id]
             while budget_bytes < member.budget_bytes and not await member.try_resize(budget_bytes):
@@ -223,7 +222,7 @@ class Budgets:
                     self.give_up(gone.id)
 
     async def divide(self) -> None:
-        """Divides the memory anew between all models, as far as running requests allow."""
+        """Divides the memory anew, as far as running requests allow."""
         plan, total_bytes = self.plan(), self._for_state(self._uses())
         await self.shrink(plan)
         for member in [self._members[model_id] for model_id in plan if model_id in self._members]:

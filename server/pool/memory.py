@@ -1,7 +1,7 @@
 """How models divide the machine's memory, and which are unloaded for another. Pure.
 
-What the weights of the loaded models leave is divided into budgets for state: one for each loaded model, and one for
-what each unloaded model left. Sizes are bytes.
+What the weights leave is divided into budgets for state: one for each loaded model, and one for what each unloaded
+model left. Sizes are bytes.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from server.pool.errors import ModelTooLarge
 from server.pool.names import Alias
 
 SMALLEST_PART_BYTES = 64 << 20
-"""Less memory for state would hold no useful conversation."""
+"""Less would hold no useful conversation."""
 MUCH_WEIGHTS = 0.5
-"""Memory is short where weights take more than this part of it."""
+"""Memory is short where weights take more than this share."""
 IDLE_SECONDS = 60.0
 """A model used within this time counts as in use."""
 FLOOR_PART = 4
@@ -23,7 +23,7 @@ FLOOR_PART = 4
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Limits of the weights and the state of all models together."""
+    """Limits of all models together."""
 
     total_bytes: int
     state_bytes: int | None = None
@@ -31,20 +31,20 @@ class PoolMemory:
     largest_alone_bytes: int = 0
     """Weights up to this are loaded if alone, whatever they leave for state."""
     smallest_alone_bytes: int = 0
-    """The least budget for state beside a single model."""
+    """For state beside a single model."""
 
     def for_state(self, weights: Sequence[int]) -> int:
-        """Returns the memory for all models' state beside these weights."""
+        """Returns the memory that these weights leave for state."""
         if self.state_bytes is not None:
             return self.state_bytes
         return max(self.total_bytes - sum(weights), self.smallest_alone_bytes if len(weights) == 1 else 0)
 
     def fits(self, weights: Sequence[int]) -> bool:
-        """Whether models of these weights fit together, each with a useful budget for state."""
+        """Whether models fit together, each with a useful budget for state."""
         return weights[-1] <= self.largest_weights_bytes(weights[:-1])
 
     def largest_weights_bytes(self, others: Sequence[int]) -> int:
-        """Returns the most that weights may take beside those of others; below 0 for no model at all."""
+        """Returns the most that weights may take beside others; below 0 for no model at all."""
         num_models, left_bytes = len(others) + 1, self.total_bytes - sum(others)
         if self.state_bytes is not None:
             is_useful = self.state_bytes // num_models >= min(self.state_bytes, SMALLEST_PART_BYTES)
@@ -58,23 +58,23 @@ class PoolMemory:
 
 @dataclass(frozen=True)
 class ModelUse:
-    """The facts of a model that decide about its memory."""
+    """What decides about a model's memory."""
 
     id: str
     last_used: float
     """Reading of a clock."""
     weights_bytes: int = 0
     used_bytes: int = 0
-    """A budget that holds all of its state."""
+    """A budget that holds all of the model's state."""
     is_busy: bool = False
-    """Whether requests hold it."""
+    """Requests hold the model."""
     is_in_use: bool = False
-    """Whether it is loaded, and busy or used within `IDLE_SECONDS`."""
+    """Loaded, and busy or used within `IDLE_SECONDS`."""
     is_loaded: bool = True
 
 
 def due_bytes(total_bytes: int, models: Sequence[ModelUse]) -> int:
-    """Returns the least budget of each model in use: an equal part beside the floors of unloaded ones."""
+    """Returns the least budget of a model in use: an equal part beside the floors of unloaded ones."""
     floor_bytes = _unloaded_floor(total_bytes, models)
     kept_bytes = sum(min(one.used_bytes, floor_bytes) for one in models if not one.is_loaded)
     return (total_bytes - kept_bytes) // max(sum(one.is_loaded for one in models), 1)
@@ -117,9 +117,9 @@ def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
 def choose_to_unload(
     loaded: Sequence[ModelUse], name: str, weights_bytes: int, memory: PoolMemory, max_models: int | None
 ) -> list[str]:
-    """Returns the ids of the models to unload for another one: idle ones first, then those used longest ago.
+    """Returns ids of models to unload for another: idle ones first, then those used longest ago.
 
-    Raises ModelTooLarge where it does not fit alone.
+    Raises ModelTooLarge where the model does not fit alone.
     """
     if not memory.fits([weights_bytes]):
         raise ModelTooLarge(
@@ -154,4 +154,4 @@ class PoolSettings:
     """None: as `Loader.expires` says."""
     aliases: Sequence[Alias] = ()
     default_id: str | None = None
-    """The model of requests that name none."""
+    """For requests that name none."""

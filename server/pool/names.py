@@ -11,11 +11,11 @@ from pathlib import Path
 from models.store.stored_model import ModelDefaults
 
 LATEST = ":latest"
-"""Ollama's clients add this to a name without a tag."""
+"""Added by Ollama's clients to a name without a tag."""
 MAX_NAME_LENGTH = 200
-"""Characters of a name that an error repeats."""
+"""Characters that an error repeats."""
 MAX_LISTED = 8
-"""Models listed in an answer to an unknown name."""
+"""In the answer to an unknown name."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def parse_alias(text: str) -> Alias:
 
 
 def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
-    """Yields the meanings of a name: an alias of just this name, else itself, then what a pattern makes of it."""
+    """Yields what a name means: an alias of just this name, else itself, then what a pattern makes of it."""
     plain = name.removesuffix(LATEST)
     exact = next((alias.model for alias in aliases if alias.pattern in (name, plain)), None)
     if exact is not None:
@@ -67,7 +67,7 @@ class ModelSource:
     path: Path
     adapter: str | None = None
     label: str | None = None
-    """What clients call the model, if not by its id: a name of our own."""
+    """A name of our own, which clients use in place of the id."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     """Of requests under the label."""
 
@@ -77,13 +77,13 @@ class ModelSource:
 
     @property
     def plain(self) -> "ModelSource":
-        """The model under its id, without label and adapter."""
+        """Without label and adapter."""
         return ModelSource(self.id, self.path)
 
 
 FOREVER = math.inf
 WHEN_SHORT_SECONDS = 30 * 60.0
-"""How long an idle model stays where memory is short and nobody said for how long."""
+"""For idle models where memory is short, and nobody said."""
 LONGEST_SECONDS = 1e9
 """Longer is for ever."""
 

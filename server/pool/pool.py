@@ -1,7 +1,7 @@
 """The models of one process, as the rest of the server sees them.
 
-Models are compared by `ModelSource.id`. A model that is held is never unloaded, and has the budget for state that it
-is due. Event loop only, but where a docstring says otherwise.
+Models are compared by `ModelSource.id`. A held model is never unloaded, and has its due budget for state. Event loop
+only, but where a docstring says otherwise.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from server.pool.served import EnginePort, ListedModel, ModelFacts, Occupancy, S
 
 
 class ModelPool:
-    """The models that may be asked for, and the engines of the loaded ones."""
+    """Models that may be asked for, and engines of the loaded ones."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ModelPool:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`opened` are loaded already and known to the catalog. Without an `opener` no other model is ever loaded."""
+        """`opened` are loaded and in the catalog. Without an `opener` no other model is ever loaded."""
         settings = settings or PoolSettings()
         self._catalog = catalog
         self._opener = opener
@@ -46,7 +46,7 @@ class ModelPool:
 
     @classmethod
     def of(cls, *opened: OpenedModel) -> "ModelPool":
-        """Returns a pool of models that are all loaded, and stay so."""
+        """Returns a pool of models that all stay loaded."""
         sources = [ModelSource(one.model.id, Path(one.model.id)) for one in opened]
         return cls(Catalog(sources, has_others=False), opened)
 
@@ -54,7 +54,7 @@ class ModelPool:
 
     @property
     def members(self) -> Sequence[Member]:
-        """The loaded models, the one used last at the end."""
+        """Loaded models, the one used last at the end."""
         return sorted(self.loader.members.values(), key=lambda member: member.last_used)
 
     @property
@@ -87,7 +87,7 @@ class ModelPool:
         return [self._described(source) for source in self._catalog.all()]
 
     def describe(self, name: str) -> ListedModel:
-        """Returns what is known of a model. For any thread; raises as `source_of` does."""
+        """Returns what is known of a model. For any thread; raises as `source_of`."""
         return self._described(self.source_of(name))
 
     def _described(self, source: ModelSource) -> ListedModel:
@@ -100,7 +100,7 @@ class ModelPool:
         return self._opener.describe(source)
 
     def source_of(self, name: str | None) -> ModelSource:
-        """Returns what a name stands for; without a name the default or only model. For any thread; reads the disk.
+        """Returns what a name means; without one the default or only model. For any thread; reads the disk.
 
         Raises ModelNameNeeded, ModelUnknown and LoadFailed.
         """
@@ -126,7 +126,7 @@ class ModelPool:
         return sources[0]
 
     def find(self, name: str | None) -> ServedModel:
-        """Returns the loaded model of a name. For any thread; raises as `source_of` does, and ModelNotLoaded."""
+        """Returns a loaded model. For any thread; raises as `source_of`, and ModelNotLoaded."""
         source = self.source_of(name)
         member = self.loader.find(source.id)
         if member is None:
@@ -138,7 +138,7 @@ class ModelPool:
     # -------------------------------------------------------------------------------------------- using a model
 
     def try_hold(self, model: ServedModel) -> ModelHold | None:
-        """Returns a hold on a model that `find` returned; None if it is to be loaded, or given its memory."""
+        """As `Loader.try_hold`, for what `find` returned."""
         member = self.loader.find(model.base_id)
         return self.loader.try_hold(model.base_id) if member is not None and member.has(model) else None
 
@@ -151,7 +151,7 @@ class ModelPool:
         return await self.loader.unload(source)
 
     def forget_unloaded(self, source: ModelSource, namespace: str) -> tuple[int, int]:
-        """Drops a namespace's state of an unloaded model; returns the tokens and bytes."""
+        """Drops a namespace of an unloaded model; returns its tokens and bytes."""
         gone = self.loader.budgets.unloaded.get(source.id)
         return (0, 0) if gone is None else gone.state.forget(namespace)
 
@@ -166,7 +166,7 @@ class ModelPool:
     # --------------------------------------------------------------------------------------------------- the end
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Takes no more requests; returns whether the running ones ended in time."""
+        """Returns whether running requests ended in time; new ones are refused."""
         self.loader.close()
         engines = [member.opened.engine for member in self.members]
         return all(await asyncio.gather(*(engine.drain(timeout_seconds) for engine in engines)))

@@ -1,6 +1,6 @@
 """What is served: a loaded model with its texts, formats and defaults, its engine, and the models that may be named.
 
-The protocols are what others use of engine and tokenizer; tests have fakes of them. Knows no HTTP, no client and not
+Protocols say what others use of engine and tokenizer; tests have fakes of them. Knows no HTTP, no client and not
 which models are loaded.
 """
 
@@ -33,7 +33,7 @@ MAX_REMEMBERED = 16_384
 
 
 class Previews:
-    """Remembered texts of tokens, for the edges of a model's cache. For any thread."""
+    """Remembers texts of tokens, for the edges of a model's cache. For any thread."""
 
     def __init__(self, text_of: Callable[[Sequence[int]], str], max_characters: int) -> None:
         self._text_of = text_of
@@ -62,17 +62,15 @@ class Previews:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts for people, which never change an answer. Unknown ones are empty or 0."""
+    """For people: facts never change an answer. Unknown ones are empty or 0."""
 
     architecture: str = ""
-    """The `model_type`, such as `qwen3`."""
+    """Such as `qwen3`."""
     fingerprint: str = ""
     """Differs for different models."""
     num_parameters: int = 0
     stored_bytes: int = 0
-    """Weights on disk."""
     memory_bytes: int = 0
-    """Weights in memory."""
     is_on_gpu: bool = False
     weight_format: str = ""
     """Such as `4-bit` or `BF16`."""
@@ -84,7 +82,7 @@ class ModelFacts:
 
 
 def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the fields of `ModelFacts` found in a model's `config.json`."""
+    """Returns `ModelFacts` from a model's `config.json`."""
     inner = {**config, **(config.get("text_config") or {})}
     quantization = config.get("quantization") or {}
     bits = quantization.get("bits") if isinstance(quantization, dict) else None
@@ -103,7 +101,6 @@ def _whole(value: Any) -> int:
 
 
 MAX_PREVIEW_CHARACTERS = 80
-"""Of one edge in a list of cache edges."""
 
 
 class PromptRenderer(Protocol):
@@ -121,13 +118,11 @@ class PromptRenderer(Protocol):
         *,
         continues: bool = False,
     ) -> RenderedPrompt:
-        """Returns a conversation's prompt, which ends with the last message if it `continues`. Raises
-        ChatTemplateError.
-        """
+        """Returns a prompt, which ends with the last message if it `continues`. Raises ChatTemplateError."""
         ...
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Returns definitions of tools for the middle of a conversation; see `ToolDefinitions.block`."""
+        """As `ToolDefinitions.block`."""
         ...
 
     def encode(self, text: str) -> RenderedPrompt:
@@ -137,11 +132,11 @@ class PromptRenderer(Protocol):
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Returns any text's tokens; see `models.prompt.chat_template.ChatRenderer.tokenize`."""
+        """As `models.prompt.chat_template.ChatRenderer.tokenize`."""
         ...
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Remembers the tokens of a generated reply, for later prompts that hold it."""
+        """Later prompts that hold a generated reply get its tokens."""
         ...
 
 
@@ -153,52 +148,52 @@ class TokenReader(Protocol):
         ...
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens."""
+        """Returns the tokens' text."""
         ...
 
 
 class AnswerBinder(Protocol):
-    """Compiles grammars for one model's tokens. For any thread; may take a while."""
+    """Compiles grammars for one model. For any thread; may take a while."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Returns a compiled grammar; raises InvalidGrammar."""
         ...
 
     def spell(self, marker: str) -> str:
-        """Returns a marker, which may be one token, in the form of Lark grammars; raises InvalidGrammar."""
+        """Returns a marker, which may be one token, as Lark grammars have it; raises InvalidGrammar."""
         ...
 
 
 class EnginePort(Protocol):
-    """The engine's part for endpoints, all on the event loop."""
+    """What endpoints use of `Engine`, all on the event loop."""
 
     @property
     def is_running(self) -> bool: ...
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Queues a request; raises QueueFull or EngineStopped at once."""
+        """As `Engine.submit`."""
         ...
 
     def watch(self, tell: Tell | None) -> None:
-        """Calls `tell` on the event loop for each later event about state; None ends that."""
+        """As `Engine.watch`."""
         ...
 
     def stats(self) -> EngineStats:
-        """Returns counters and gauges; never waits for the worker."""
+        """As `Engine.stats`."""
         ...
 
     async def execute(self, command: Callable[[Any], Any]) -> Any:
-        """Runs a command on the worker thread; raises QueueFull, EngineStopped, or its error."""
+        """As `Engine.execute`."""
         ...
 
     async def embed(
         self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER
     ) -> Sequence[Vector]:
-        """Returns the vectors of texts; raises QueueFull, EngineStopped, PromptTooLarge or EmbeddingUnsupported."""
+        """As `Engine.embed`."""
         ...
 
     def execute_later(self, command: Callable[[Any], Any]) -> None:
-        """Runs a command like `execute`, without waiting; its error is only logged."""
+        """As `Engine.execute_later`."""
         ...
 
 
@@ -210,32 +205,31 @@ class ServedModel:
     renderer: PromptRenderer
     token_texts: TokenReader
     context_tokens: int
-    """The most tokens of prompt and answer together, by model and configuration."""
+    """Prompt and answer together, by model and configuration."""
     vocab_size: int
     created: int
     """Seconds since 1970."""
     tool_syntax: ToolSyntax | None = None
-    """None if unknown: calls stay text."""
+    """None: calls stay text."""
     reasoning_format: ReasoningFormat | None = None
-    """None if the model has none, or reasoning stays text."""
+    """None: the model has none, or reasoning stays text."""
     opens_reasoning: bool = False
-    """The template opens reasoning on request, so a prompt without one asks for no reasoning."""
+    """The template opens reasoning on request, so a prompt without one asks for none."""
     grammars: AnswerBinder | None = None
     """None if answers cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
     reranking: RerankFormat | None = None
-    """How the model judges a query with a document, if it was made for that."""
+    """Set for a model made to judge a query with a document."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Defaults for fields missing in a request."""
+    """For fields missing in a request."""
     facts: ModelFacts = field(default_factory=ModelFacts)
     adapter: Adapter | None = None
     """None for a base model."""
     parent_id: str | None = None
-    """The base model of a variant."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
-    """Other defaults for requests; sampling and context have their own fields."""
+    """Sampling and context have their own fields."""
     tool_orders: ToolOrders = field(default_factory=ToolOrders)
-    """The order of keys in which tools are shown, shared with other names of the model."""
+    """Orders of keys in which tools are shown, shared with other names of the model."""
 
     def labelled(self, name: str, defaults: ModelDefaults) -> "ServedModel":
         """Returns the model under another name with its defaults; all state is shared."""
@@ -255,7 +249,7 @@ class ServedModel:
 
     @property
     def base_id(self) -> str:
-        """The id of the loaded model, also for a variant."""
+        """The base model's, also for a variant."""
         return self.id if self.parent_id is None else self.parent_id
 
     @property
@@ -282,16 +276,13 @@ class ServedModel:
 
     @property
     def tool_calls(self) -> Literal["parsed", "text", "none"]:
-        """How calls of the model are returned; "none" if its template takes no tools."""
+        """How calls are returned; "none" if the template takes no tools."""
         if not self.renderer.reads_tools:
             return "none"
         return "text" if self.tool_syntax is None else "parsed"
 
     def thinking(self, prompt: str, max_tokens: int | None = None, begun: str = "") -> Thinking | None:
-        """Returns the engine's data for reasoning of at most `max_tokens` after a prompt's text.
-
-        None if no reasoning is possible: the prompt ends with `begun`, the answer's beginning.
-        """
+        """Returns how reasoning is marked and limited; None if none is possible. `prompt` ends with `begun`."""
         if self.reasoning_format is None:
             return None
         is_open = self.reasoning_format.is_opened_by(prompt, begun)
@@ -300,7 +291,7 @@ class ServedModel:
     def output_parser(
         self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "", *, is_forced: bool = False
     ) -> OutputParser:
-        """Returns the parser of an answer that may or must call `tools`; the `prompt` ends with `begun`."""
+        """The answer may or must call `tools`; the `prompt` ends with `begun`."""
         if isinstance(self.tool_syntax, HarmonyFormat):
             return HarmonyParser(tools)
         answer: OutputParser = PlainParser()
@@ -316,7 +307,7 @@ class ServedModel:
 
 @dataclass(frozen=True, eq=False)
 class ListedModel:
-    """A model that requests may name, loaded or not, with the facts known so far."""
+    """A model that requests may name, with the facts known so far."""
 
     id: str
     created: int
@@ -334,9 +325,9 @@ class ListedModel:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """A loaded model with its use, and when it will be unloaded."""
+    """A loaded model's use."""
 
     model: ServedModel
     num_requests: int
     idle_seconds_left: float
-    """Until the model is unloaded if no request comes; infinite if it stays."""
+    """Infinite if the model stays."""
