@@ -368,7 +368,7 @@ def variable_of(setting: "Field[Any]") -> str:
 
 
 def from_flags(given: Mapping[str, Any]) -> Layer:
-    """Raises ConfigError."""
+    """Returns the settings given as flags; raises ConfigError."""
     layer = {}
     for name, value in given.items():
         if value not in (None, [], ()):
@@ -381,7 +381,7 @@ def from_flags(given: Mapping[str, Any]) -> Layer:
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """Leaves out empty variables; raises ConfigError, also for an unknown name."""
+    """Returns the settings of non-empty variables; raises ConfigError, also for an unknown name."""
     names = {variable_of(setting): setting for setting in SETTINGS.values()}
     layer = {}
     for variable, text in environment.items():
@@ -395,7 +395,7 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 
 
 def from_file(text: str, path: str) -> Layer:
-    """Raises ConfigError, also for an unknown name."""
+    """Returns a file's settings; raises ConfigError, also for an unknown name."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -428,7 +428,7 @@ def merge(layers: Iterable[Layer]) -> Layer:
 
 
 def checked(settings: Layer) -> ServerConfig:
-    """Raises ConfigError, which names the flag, variable or file."""
+    """Returns the settings. Raises ConfigError, which names the flag, variable or file."""
     config = ServerConfig(**{name: told.value for name, told in settings.items()})
     try:
         config.check()

@@ -24,7 +24,7 @@ FIELDS = ("name", "key", *LIMITS, "operator")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A limit of None does not bind."""
+    """One key. A limit of None does not bind."""
 
     name: str
     """Empty for the command line's key."""
@@ -44,7 +44,7 @@ class KeyRing:
         self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
 
     def find(self, given: str) -> ApiKey | None:
-        """Takes a time that tells nothing of how much of a key matches."""
+        """Returns the key that was sent, in a time that tells nothing of how much of a key matches."""
         digest, found = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):

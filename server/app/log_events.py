@@ -106,7 +106,7 @@ class RequestEnded(LogEntry):
     session_id: str | None
     model: str
     turn: int | None
-    """From 1."""
+    """Turn of the session, from 1."""
     prompt_tokens: int
     cached_tokens: int
     evaluated_tokens: int
@@ -241,7 +241,7 @@ def grouped(number: int) -> str:
 
 
 def percent_text(part: int, whole: int) -> str:
-    """`98 %`: 100 % for the whole only, 0 % for nothing only."""
+    """Returns a share: 100 % for the whole only, 0 % for nothing only."""
     percent = 100 * part / whole if whole else 0.0
     rounded = round(percent)
     if part and rounded == 0:
@@ -274,7 +274,7 @@ def printable(text: str) -> str:
 GAP = "  "
 
 _BREAK = re.compile(r" (?!(?<=\d )(?:\d{3}\b|%|s\b|min\b))")
-"""Not in a number, nor before its unit."""
+"""Where a line may end: not in a number, nor before its unit."""
 
 Paint = Callable[[str, Tone], str]
 

@@ -22,11 +22,11 @@ from models.short_names import size_text
 logger = logging.getLogger(__name__)
 
 USABLE_SHARE = 0.75
-"""For weights and state."""
+"""Share of the machine's memory for weights and state."""
 RECOMMENDED_SHARE = 0.9
 """Above this share of what the device recommends, Metal pages and everything becomes slow."""
 WEIGHTS_SHARE = 0.8
-"""For weights, where there is a choice of models."""
+"""Share of the usable memory for weights, where there is a choice of models."""
 SMALLEST_BUDGET_BYTES = 256 << 20
 """Less would hold no conversation."""
 POOL_SHARE = 1 / 16
@@ -45,7 +45,7 @@ class Machine:
     memory_bytes: int
     """A card's own, else the machine's, or less inside a container."""
     recommended_bytes: int | None = None
-    """By the device; None on a CPU."""
+    """The most that the device recommends to use; None on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MemoryPlan:
     weights_bytes: int
     budget_bytes: int
     others_bytes: int
-    """By this user's other servers."""
+    """Claims of this user's other servers."""
 
     @property
     def rest_bytes(self) -> int:
@@ -73,13 +73,13 @@ def usable_bytes(machine: Machine) -> int:
 
 
 def largest_weights_bytes(machine: Machine) -> int:
-    """Beyond this the machine would page, or end the process."""
+    """Returns the most that weights may take: beyond it the machine would page, or end the process."""
     whole = machine.memory_bytes if machine.recommended_bytes is None else machine.recommended_bytes
     return int(min(whole, machine.memory_bytes) * RECOMMENDED_SHARE) - SMALLEST_BUDGET_BYTES
 
 
 def comfortable_weights_bytes(machine: Machine) -> int:
-    """Leaves room for conversations."""
+    """Returns the most that weights should take beside conversations."""
     return int(usable_bytes(machine) * WEIGHTS_SHARE)
 
 
@@ -214,7 +214,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> Claim | None:
-    """Removes the claim of an ended server."""
+    """Returns a running server's claim; removes an ended one's."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

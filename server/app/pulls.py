@@ -102,7 +102,7 @@ class _Pull:
         self.is_wanted = bool(self._listeners)
 
     def tell(self, event: PullEvent) -> None:
-        """On the download's thread. Raises PullAbandoned."""
+        """Passes on a step, on the download's thread. Raises PullAbandoned."""
         if not self.is_wanted:
             raise PullAbandoned
         # The loop ends with the server: then nobody listens, and the process ends.
@@ -139,7 +139,7 @@ class _Listener:
         self._has_more.set()
 
     async def events(self) -> AsyncIterator[PullEvent]:
-        """Raises the error of the download."""
+        """Yields the steps to the end. Raises the error of the download."""
         while True:
             await self._has_more.wait()
             self._has_more.clear()

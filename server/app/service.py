@@ -53,7 +53,7 @@ from server.pool.served import ListedModel, ModelFacts, ServedModel, architectur
 logger = logging.getLogger(__name__)
 
 FLOAT32_SHARE = 0.5
-"""Of all memory for weights and state."""
+"""Share of all memory for weights and state that float32 weights may take."""
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -152,7 +152,7 @@ class ServiceOpener:
             mx.clear_streams()
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """Loads nothing; of damaged files only the name is known."""
+        """Returns what the files tell; of damaged files only the name is known."""
         parent_id = None if source.name == source.id else source.id
         try:
             config, limit = read_config(source.path)
@@ -221,7 +221,7 @@ def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel)
 
 
 def _active_share(config: dict[str, Any]) -> float:
-    """Experts that a token goes through, as a share; 1 where nothing says so."""
+    """Share of the experts that a token goes through; 1 where nothing says so."""
     found = {**config, **(config.get("text_config") or {})}
     active = found.get("num_experts_per_tok")
     experts = found.get("num_experts") or found.get("num_local_experts") or found.get("n_routed_experts")
@@ -344,7 +344,7 @@ def _template_owner(loaded: LoadedModel) -> Any:
 
 
 def read_sampling(path: Path, vocab_size: int) -> SamplingParams:
-    """Returns what a model's makers recommend, else the usual defaults."""
+    """Returns the sampling that a model's makers recommend, else the usual defaults."""
     try:
         recommended: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         given = {key: recommended[key] for key in _SAMPLING_KEYS if recommended.get(key) is not None}

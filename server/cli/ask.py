@@ -27,7 +27,7 @@ app = command_group()
 TIMEOUT_SECONDS = 30.0
 FOR_EVER_DAYS = 3650
 FIND_SECONDS = 1.0
-"""For a server to list its models."""
+"""A server that takes longer to list its models is left out."""
 OWNER = "mlx-serve/"
 """Begins the owner of our servers' models, before the version."""
 
@@ -39,12 +39,12 @@ def known_urls() -> list[str]:
 
 
 def usual_url() -> str:
-    """Returns the address of this user's first server, else the usual one."""
+    """Returns this user's first server, else the usual address."""
     return known_urls()[0]
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """Returns the headers that a key makes."""
+    """Returns a key's headers."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -56,16 +56,15 @@ class AskedServer:
         self._client = httpx2.Client(timeout=timeout_seconds, trust_env=False, headers=bearer(api_key))
 
     def get(self, path: str, query: Mapping[str, str | int] | None = None) -> Any:
-        """Returns the answer's object. Raises StartError."""
+        """Raises StartError."""
         answer = self._ask("GET", path, params=dict(query or {}))
         if answer is None:
             raise StartError(f"no server answers at {self.url}")
         return self._read(answer)
 
     def find(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any | None:
-        """Returns the answer's object; None where no server answers, or the server has no such path or model.
-
-        Raises StartError where the server refuses.
+        """None where no server answers, or the server has no such path or model. Raises StartError where the server
+        refuses.
         """
         answer = self._ask(method, path, json=body)
         return None if answer is None or answer.status_code == httpx2.codes.NOT_FOUND else self._read(answer)
@@ -102,7 +101,7 @@ def ps(api_key: Key = None, as_json: Json = False) -> None:
 
 
 def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Prints the models that the servers have loaded. Raises StartError where a server refuses to say."""
+    """Prints what the servers have loaded. Raises StartError where a server refuses to say."""
     answers = [(url, AskedServer(url, api_key).find("GET", "/api/ps")) for url in urls]
     found = [_loaded(model, url) for url, answer in answers if answer for model in answer["models"]]
     if as_json:
@@ -142,7 +141,7 @@ def stop(
 
 
 def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Unloads a model where it is loaded and idle. Raises StartError where it is not loaded, or answers."""
+    """Unloads an idle model. Raises StartError where the model is not loaded, or answers."""
     asked = {"model": name}
     answers = [(url, AskedServer(url, api_key).find("POST", "/v1/models/unload", asked)) for url in urls]
     done = [url for url, answer in answers if answer and answer.get("changed")]
@@ -207,7 +206,7 @@ class KeyNeeded(Exception):
 
 
 def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served | None:
-    """Returns the first server's model that is the one called `name`, if any. Raises KeyNeeded."""
+    """Returns the first server's model of that name. Raises KeyNeeded."""
     locked = None
     for url in urls:
         try:

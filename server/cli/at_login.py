@@ -34,14 +34,14 @@ NO_SESSION = "; this user has no session of systemd here: log in as that user, n
 
 LABEL = "mlx-serve"
 MARK = "Written by `mlx-serve service install`."
-"""Marks our files: no other is overwritten or removed."""
+"""No other file is overwritten or removed."""
 STOP_SECONDS = 30
-"""Beyond `drain_seconds`, to write conversations to the disk."""
+"""Beyond `drain_seconds`, for writing conversations to the disk."""
 MAX_FILES = 8192
 """launchd's own limit is 256."""
 RESTART_SECONDS = 5
 USAGE_STATUS = 2
-"""After this exit status a restart would not help."""
+"""A restart would not help after this exit status."""
 
 PASSED_ON = (
     "HF_ENDPOINT",
@@ -53,7 +53,7 @@ PASSED_ON = (
     "XDG_CACHE_HOME",
     "XDG_CONFIG_HOME",
 )
-"""Variables with locations; no secrets, since everyone on the machine may ask systemd for them."""
+"""Variables with locations, no secrets: everyone on the machine may ask systemd for them."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class ServiceSpec:
 
     @property
     def stop_seconds(self) -> int:
-        """From the request to end until the server is killed."""
+        """From the request to end until the kill."""
         return int(self.drain_seconds) + STOP_SECONDS
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the part of the environment that the server needs too."""
+    """Returns the variables that the server needs too."""
     return {name: environment[name] for name in PASSED_ON if environment.get(name)}
 
 
@@ -129,7 +129,7 @@ def launchd_plist(spec: ServiceSpec) -> str:
 
 
 def _systemd_word(word: str) -> str:
-    """Quotes a word, per systemd.syntax(7); `%` would begin a specifier."""
+    """Per systemd.syntax(7); `%` would begin a specifier."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'
 
@@ -163,7 +163,7 @@ class ServiceManager(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Starts, or restarts, the server now and has it start at each login. Raises StartError."""
+        """Starts, or restarts, the server now and at each login. Raises StartError."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -179,7 +179,7 @@ class ServiceManager(ABC):
 
     @abstractmethod
     def forgotten(self) -> None:
-        """Cleans up after the file was removed."""
+        """Cleans up behind the removed file."""
 
     def install(self, spec: ServiceSpec) -> None:
         """Writes the file and starts the server. Raises StartError, and leaves nothing new then."""
@@ -211,7 +211,7 @@ class ServiceManager(ABC):
         return True
 
     def state(self) -> ServiceState:
-        """Returns the state of the server. Raises StartError."""
+        """Raises StartError."""
         return ServiceState(False) if self._read() is None else self.ask()
 
     def _read(self) -> str | None:
@@ -250,22 +250,22 @@ class Systemd(ServiceManager):
         self.file = Path(folder).expanduser() / "systemd" / "user" / self._unit
 
     def describe(self, spec: ServiceSpec) -> str:
-        """Returns the text of the unit."""
+        """Returns the unit."""
         return systemd_unit(spec)
 
     def start(self) -> None:
-        """Reads the unit, enables and starts it."""
+        """Reads, enables and starts the unit."""
         self._must("systemctl", "--user", "daemon-reload")
         self._must("systemctl", "--user", "enable", self._unit)
         self._must("systemctl", "--user", "restart", self._unit)
 
     def stop(self) -> None:
-        """Stops and disables the unit. Without a manager only the link of `enable` is left."""
+        """Without a manager only the link of `enable` is left."""
         self._call("systemctl", "--user", "disable", "--now", self._unit)
         (self.file.parent / "default.target.wants" / self._unit).unlink(missing_ok=True)
 
     def forgotten(self) -> None:
-        """Makes the manager forget the unit and its failure."""
+        """Also forgets a failure of the unit."""
         self._call("systemctl", "--user", "daemon-reload")
         self._call("systemctl", "--user", "reset-failed", self._unit)
 
@@ -283,7 +283,7 @@ class Systemd(ServiceManager):
         return ServiceState(True, values.get("ActiveState") == "active", pid or None, detail)
 
     def log_command(self, *, follow: bool) -> Sequence[str]:
-        """Returns the command for the journal of the unit."""
+        """Returns the command for the unit's journal."""
         return ["journalctl", "--user", "--unit", self._unit, "--lines", str(LOG_LINES), *(["--follow"] * follow)]
 
 
@@ -297,18 +297,18 @@ class Launchd(ServiceManager):
         self._domain = f"gui/{os.getuid()}"
 
     def describe(self, spec: ServiceSpec) -> str:
-        """Returns the text of the property list."""
+        """Returns the property list."""
         return launchd_plist(spec)
 
     def start(self) -> None:
-        """Loads the file, which starts the server; an older one is unloaded first."""
+        """Loads the file, which starts the server; unloads an older one first."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.stop()
         self._must("launchctl", "enable", f"{self._domain}/{LABEL}")
         self._must("launchctl", "bootstrap", self._domain, str(self.file))
 
     def stop(self) -> None:
-        """Unloads the agent; returns once it has ended."""
+        """Returns once the agent has ended."""
         self._call("launchctl", "bootout", f"{self._domain}/{LABEL}")
 
     def forgotten(self) -> None:
@@ -411,7 +411,7 @@ def find_manager(environment: Mapping[str, str]) -> ServiceManager:
 
 
 def own_program(started: str) -> Sequence[str]:
-    """Returns the command that this program is started by, given `sys.argv[0]`."""
+    """Returns what started this program, given `sys.argv[0]`."""
     path = Path(started)
     if path.name == "mlx-serve" and path.is_file() and os.access(path, os.X_OK):
         return [str(path.absolute())]

@@ -126,7 +126,7 @@ _Edge = Mapping[str, Any]
 
 
 def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterator[Text]:
-    """Yields the tree of the memory, then the tree of the disk only, and sums."""
+    """Yields the memory's tree, then the tree of the disk only, and sums."""
     yield Text.assemble((clean(cache["model"]), "bold"), f"  {_sums(cache)}")
     nodes: Sequence[_Edge] = cache["nodes"]
     yield from _branches(nodes, max_depth, lambda edge: _said(edge, edge["tier"]))

@@ -41,7 +41,7 @@ _TWO_COLUMNS = re.compile(r"\S.*?\s{2,}")
 
 
 class Screen:
-    """Shows answers, wrapped and with dim thoughts; without `columns` the answer's plain text alone."""
+    """Wraps answers and dims thoughts; without `columns` the answer's plain text alone."""
 
     def __init__(
         self, write: Callable[[str], object], columns: Callable[[], int] | None = None, *, is_coloured: bool = False
@@ -53,7 +53,7 @@ class Screen:
         self._manner = Manner.ANSWER
 
     def note(self, text: str, *, is_quiet: bool = False) -> None:
-        """Shows lines of the program's own."""
+        """Shows the program's own lines."""
         if self._columns is not None:
             text = "\n".join(fold(line, self._columns()) for line in text.split("\n"))
         self._write(f"{_DIM}{text}{_RESET}\n" if is_quiet and self._is_coloured else f"{text}\n")
@@ -76,7 +76,7 @@ class Screen:
         self._write(self._wrap.feed(said.text, self._columns()))
 
     def end(self, mark: str = "") -> None:
-        """Ends an answer and its line, with `mark` behind its last word."""
+        """Ends an answer and its line, with `mark` behind the last word."""
         rest = self._wrap.finish(self._columns()) if self._columns is not None else ""
         reset = _RESET if self._manner is Manner.THOUGHT and self._is_coloured else ""
         self._write(f"{rest}{mark}{reset}\n")
@@ -91,7 +91,7 @@ class Screen:
 
 
 def fold(line: str, width: int) -> str:
-    """Returns a line broken at words; the second of two columns stays a column, where there is space."""
+    """Breaks a line at words; the second of two columns stays a column, where there is space."""
     column = _TWO_COLUMNS.match(line)
     if column is None or 2 * column.end() > width:
         wrap = WordWrap()
@@ -175,7 +175,7 @@ def run(
 
 
 def _find_served(model: str, api_key: str | None) -> Served | None:
-    """Returns the model where a server has it loaded; names a server that refuses the key."""
+    """Names a server that refuses the key."""
     try:
         return find_served(model, known_urls(), api_key)
     except KeyNeeded as error:
@@ -195,7 +195,7 @@ def _chat_here(config: ServerConfig, opening: "Opening") -> int:
 
 @dataclass(frozen=True)
 class Opening:
-    """How the conversation begins; `history` is the file for typed lines, if they are kept."""
+    """How the conversation begins; `history` is the file for typed lines."""
 
     system: str = ""
     question: str = ""
@@ -203,7 +203,7 @@ class Opening:
 
 
 def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
-    """Talks until the person leaves, or answers once; returns the exit status. `about` says where the model is."""
+    """Talks, or answers once; returns the exit status. `about` says where the model is."""
     console = Console()
     screen = standard_screen(is_coloured=console.is_terminal and not console.no_color)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -226,20 +226,20 @@ def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
 
 @dataclass
 class Chat:
-    """A person's conversations, one after another. Blocks its thread."""
+    """A person's conversations. Blocks its thread."""
 
     models: ModelChoice
     screen: Screen
     dialogue: Dialogue = field(default_factory=Dialogue)
     read_line: Callable[[str], str] = input
-    """Shows a prompt and returns one line, or the pasted lines. Raises EOFError."""
+    """Shows a prompt; returns one line, or the pasted lines. Raises EOFError."""
     was_interrupted: bool = False
 
     def __post_init__(self) -> None:
         self._commands = Commands(self.dialogue, self.models, self.answer)
 
     def run(self) -> None:
-        """Reads messages and commands until the person leaves."""
+        """Runs until the person leaves."""
         num_interrupts = 0
         while num_interrupts < 2:
             try:
@@ -267,7 +267,7 @@ class Chat:
             self.screen.note(said)
 
     def answer(self, text: str) -> bool:
-        """Sends one message and shows the answer as it comes; False if there is none."""
+        """Shows an answer as it comes; False if there is none."""
         image = find_image(text)
         if image is not None:
             self.screen.complain(NO_IMAGES.format(image))

@@ -52,7 +52,7 @@ _MODEL_DEFAULT = "Default: the pulled model that was used last, else demo."
 
 
 def with_settings(**others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that gives a command a flag for each setting; `others` are switches of its own."""
+    """Gives a command a flag for each setting; `others` are switches of its own."""
     own = {name: (annotation, False) for name, annotation in others.items()}
     options = {name: (_option(setting), None) for name, setting in SETTINGS.items()} | own
 
@@ -99,7 +99,7 @@ def _metavar(setting: "Field[Any]") -> str:
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
-    """Returns the path of the settings file, which need not exist."""
+    """Returns the settings file's path, which need not exist."""
     named = environment.get(FILE_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -118,7 +118,7 @@ def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 
 
 def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
-    """Returns `load_config`; without a MODEL, takes the one used last, if any, and says so on standard error."""
+    """As `load_config`; without a MODEL, takes the one used last, and says so on standard error."""
     settings = read_settings(given, environment)
     found = used_last() if settings["models"].origin is SettingOrigin.DEFAULT else None
     if found is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Makes Ctrl-C end the process at once while the block runs; main thread only.
+    """Makes Ctrl-C end the process at once; main thread only.
 
     Python would wait for the end of the current call, and reading weights is one call that may take a minute.
     """
@@ -27,7 +27,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Delays a Ctrl-C until the block is left; main thread only. Threads that start in the block never take one.
+    """Delays a Ctrl-C; main thread only. Threads that start in the block never take one.
 
     While a command of the C library's `system()` runs, Ctrl-C is lost unless every thread holds it back.
     """
@@ -47,7 +47,7 @@ class Sigterm:
     """
 
     def __init__(self, on_signal: Callable[[], object]) -> None:
-        """Takes SIGTERM from now on; main thread only, once in a process."""
+        """Main thread only, once in a process."""
         self.on_signal = on_signal
         told, self._teller = os.pipe()
         os.set_blocking(self._teller, False)
@@ -71,7 +71,7 @@ class Sigterm:
 
 
 _LOCAL_MODES, _CONTROL_CHARACTERS = 3, 6
-"""Indexes in the result of `termios.tcgetattr`."""
+"""In the result of `termios.tcgetattr`."""
 
 
 @contextlib.contextmanager

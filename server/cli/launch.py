@@ -45,11 +45,11 @@ app = command_group()
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0
-"""For the server to write its state to the disk."""
+"""For writing state to the disk."""
 
 
 def find_running(model: str, urls: Sequence[str], key: str | None) -> Served | None:
-    """Returns a server that has the model loaded. Raises StartError where one asks for a key."""
+    """Finds a server with the model loaded. Raises StartError where one asks for a key."""
     try:
         return find_served(model, urls, key)
     except KeyNeeded as error:
@@ -58,9 +58,9 @@ def find_running(model: str, urls: Sequence[str], key: str | None) -> Served | N
 
 @contextlib.contextmanager
 def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], object]) -> Iterator[str]:
-    """Starts a server, yields its address, and ends it; `runtime` is the folder of claims.
+    """Yields the address of a started server, and ends it. Raises StartError with the server's own words.
 
-    Raises StartError with the server's own words.
+    `runtime` is the folder of claims.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         # The server gets its own session, so that Ctrl-C reaches the agent alone.
@@ -88,7 +88,6 @@ def _wait_for(process: "subprocess.Popen[bytes]", runtime: Path, log: Any) -> st
 
 
 def _get(url: str, path: str, key: str | None) -> dict[str, Any] | None:
-    """Returns an answer's object; None where there is none."""
     try:
         found = AskedServer(url, key, ASK_SECONDS).get(path)
     except StartError:
@@ -104,7 +103,7 @@ def describe_target(served: Served, key: str | None) -> LaunchTarget:
 
 
 def look_at_sessions(target: LaunchTarget) -> SessionCounts:
-    """Returns the counts of the server's sessions; none where the server does not say."""
+    """Returns the server's counts; none where the server does not say."""
     try:
         return count_sessions((_get(target.url, "/v1/sessions", target.key) or {})["data"])
     except (KeyError, TypeError):
@@ -112,7 +111,7 @@ def look_at_sessions(target: LaunchTarget) -> SessionCounts:
 
 
 def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCounts) -> float:
-    """Returns the prompt tokens per second of the sessions with new requests."""
+    """Returns the prompt tokens per second of sessions with new requests."""
     turns: list[Any] = []
     for namespace, name in changed(before, after):
         query = httpx2.QueryParams({"namespace": namespace} if namespace and not target.key else {})
@@ -215,7 +214,7 @@ def _run(recipe: Recipe, target: LaunchTarget, arguments: Sequence[str], environ
 
 @contextlib.contextmanager
 def _interrupts_left_to_the_agent() -> Iterator[None]:
-    """Uses a handler, since the agent would inherit an ignored signal."""
+    """By a handler: the agent would inherit an ignored signal."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield

@@ -114,7 +114,7 @@ class LazyCommands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Returns the typer command of a name in `COMMANDS`, with its help and its examples."""
+    """Returns a command of `COMMANDS`, with its help and its examples."""
     group = typer.main.get_group(import_module(f"server.cli.{COMMANDS[name][0]}").app)
     command = group.commands[name]
     for below in [command, *getattr(command, "commands", {}).values()]:
@@ -124,7 +124,7 @@ def load(name: str) -> Any:
 
 
 def examples_of(name: str) -> Sequence[str]:
-    """Returns the examples of a command; of a group without any, those of its first command."""
+    """Returns a command's examples; of a group without any, those of its first command."""
     own = [line for line in EXAMPLES.splitlines() if _command_of(line) == name]
     return own or examples_of(next(other for other in COMMANDS if other.startswith(f"{name} ")))
 
@@ -169,7 +169,7 @@ def _root(
 
 
 def main() -> NoReturn:
-    """Runs the command of the process, and ends the process."""
+    """Runs a command, and ends the process."""
     status = execute(sys.argv[1:])
     sys.stdout.flush()
     if "mlx.core" in sys.modules:
@@ -181,7 +181,7 @@ def main() -> NoReturn:
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Runs one command and returns its exit status; errors go to standard error."""
+    """Returns one command's exit status; errors go to standard error."""
     if COMPLETE_VARIABLE in os.environ:
         completion_init()
     try:

@@ -49,7 +49,7 @@ def _cells(model: InstalledModel) -> tuple[str, ...]:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], folded: Sequence[str]) -> Table:
-    """Returns a table for a terminal, whose `folded` columns may take several lines."""
+    """`folded` columns may take several lines."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         made.add_column(heading, **({"overflow": "fold"} if heading in folded else {"no_wrap": True}))
@@ -59,7 +59,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], folded: Sequen
 
 
 def plain_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Returns one line per row, however long, with columns as wide as their longest cell."""
+    """One line per row, however long; columns as wide as their longest cell."""
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True))

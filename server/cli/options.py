@@ -1,6 +1,6 @@
 """Options and arguments that several commands share, and what a shell completes them with.
 
-Every command's file imports this one, which imports only what is quick.
+Each command's file imports this one, so it imports only what is quick.
 """
 
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ MODEL_HELP = "'demo', a folder, a Hugging Face repository that was pulled, or a 
 
 
 def command_group(**settings: Any) -> typer.Typer:
-    """Returns an empty group of commands, whose help is plain text."""
+    """Returns an empty group, whose help is plain text."""
     return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
 
 
@@ -44,7 +44,7 @@ AnyModel = Annotated[
 
 SHELLS = ("bash", "zsh", "fish")
 COMPLETE_VARIABLE = "_MLX_SERVE_COMPLETE"
-"""The scripts run the program with this variable to ask for words."""
+"""The completion scripts set this variable to ask for words."""
 
 app = command_group()
 

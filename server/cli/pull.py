@@ -34,7 +34,7 @@ from server.cli.options import command_group
 app = command_group()
 
 LINE_SHARE = 0.1
-"""Without a terminal, a line is printed for each further part of this size, and after `LINE_SECONDS`."""
+"""Without a terminal, a line is printed for each such part, and after `LINE_SECONDS`."""
 LINE_SECONDS = 15.0
 JSON_SECONDS = 0.5
 
@@ -80,7 +80,7 @@ def pull_for_person(
 
 
 def choose(name: str, limit_bytes: int) -> ShortName | None:
-    """Returns the largest model of a family that fits a machine, None for no family; raises ModelNotFound."""
+    """Returns the largest model of a family that fits, None for no family; raises ModelNotFound."""
     family = find_family(name) if not Path(name).expanduser().is_dir() else ()
     if not family:
         return None
@@ -95,7 +95,7 @@ def choose(name: str, limit_bytes: int) -> ShortName | None:
 
 
 def offer(name: str) -> str | None:
-    """Offers a person a model that can be pulled; returns its name once it is here. Raises ModelError."""
+    """Offers a person what can be pulled; returns its name once it is here. Raises ModelError."""
     with suppress(ModelNotFound):
         resolve(name)
         return None

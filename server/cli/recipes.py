@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_KEY = "none"
-"""For agents that want a key, on a server without one."""
+"""For agents that want a key, where the server wants none."""
 CODEX_KEY = "MLX_LAUNCH_KEY"
-"""The variable from which Codex takes the key."""
+"""Codex takes the key from this variable."""
 COMPACT_FROM_TOKENS = 100_000
 """With less context Claude Code ignores `CLAUDE_CODE_AUTO_COMPACT_WINDOW`."""
 LONGEST_ANSWER_TOKENS = 32_000
@@ -122,7 +122,7 @@ def environment_of(recipe: Recipe, target: LaunchTarget, environment: Mapping[st
 
 
 def command_of(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> list[str]:
-    """Returns the command line; `rest` is what a person adds."""
+    """Returns the command line; a person adds `rest`."""
     return [recipe.program, *recipe.arguments(target), *rest]
 
 
@@ -141,7 +141,7 @@ SessionCounts = Mapping[tuple[str, str], tuple[int, int]]
 
 @dataclass(frozen=True)
 class LaunchSavings:
-    """Prompt tokens, and their speed, 0 if unknown."""
+    """Counts prompt tokens; an unknown speed is 0."""
 
     cached_tokens: int
     evaluated_tokens: int
@@ -159,7 +159,7 @@ class LaunchSavings:
 
 
 def count_sessions(sessions: Iterable[Mapping[str, Any]]) -> SessionCounts:
-    """Returns the counts of `GET /v1/sessions`. Raises KeyError or TypeError for any other object."""
+    """Counts `GET /v1/sessions`. Raises KeyError or TypeError for any other object."""
     return {
         (str(session["namespace"]), str(session["id"])): (
             int(session["cached_tokens"]),
@@ -170,7 +170,7 @@ def count_sessions(sessions: Iterable[Mapping[str, Any]]) -> SessionCounts:
 
 
 def changed(before: SessionCounts, after: SessionCounts) -> list[tuple[str, str]]:
-    """Returns the sessions with new requests between two looks."""
+    """Returns sessions with new requests."""
     return [name for name, counts in after.items() if before.get(name) != counts]
 
 
@@ -188,7 +188,7 @@ def savings_between(before: SessionCounts, after: SessionCounts, tokens_per_seco
 
 
 def prompt_speed(turns: Iterable[Mapping[str, Any]]) -> float:
-    """Returns the prompt tokens per second of some turns; 0 where nothing was evaluated."""
+    """Returns prompt tokens per second; 0 where nothing was evaluated."""
     tokens, milliseconds = 0, 0.0
     for turn in turns:
         tokens += int(turn["evaluated_tokens"])

@@ -67,7 +67,7 @@ class Surroundings:
 
 
 def facts(service: Service, config: ServerConfig, around: Surroundings) -> Iterator[tuple[str, str]]:
-    """Yields a label and a text for each line; an empty label continues the line before."""
+    """Yields labels and texts; an empty label continues the line before."""
     model = service.asked_for
     yield "model", f"{model.id}, {count_text(model.facts.num_parameters)} parameters"
     yield "weights", weights_text(service)
@@ -101,7 +101,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
 
 
 def weights_text(service: Service) -> str:
-    """Returns the size of the weights in memory and, where it differs, on disk."""
+    """Tells the size in memory and, where it differs, on disk."""
     held = size_text(service.memory.weights_bytes)
     if service.precision is Precision.STORED:
         return held
@@ -109,7 +109,7 @@ def weights_text(service: Service) -> str:
 
 
 def slowness(service: Service) -> str | None:
-    """Returns a warning where this processor is too slow for the model."""
+    """Warns where this processor is too slow for the model."""
     seconds = service.seconds_per_token
     if seconds is None or seconds < SLOW_SECONDS:
         return None
@@ -147,7 +147,7 @@ def _rest_text(service: Service) -> str:
 
 
 def example_call(url: str, model: str, needs_key: bool) -> str:
-    """Returns a shell command that asks the server something."""
+    """Returns a shell command."""
     key = "-H 'Authorization: Bearer YOUR_KEY' " if needs_key else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
     return (
@@ -164,7 +164,7 @@ def count_text(number: int) -> str:
 
 
 def round_count(number: float) -> str:
-    """Returns two significant digits, such as `137 000` or `1.4 million`."""
+    """Keeps two significant digits, as in `137 000` or `1.4 million`."""
     if number >= 10**6:
         return count_text(int(number))
     unit = 1000 if number >= 10_000 else 100 if number >= 1000 else 1
@@ -186,7 +186,7 @@ def is_any(address: str) -> bool:
 
 
 def urls(address: str, port: int) -> list[str]:
-    """Returns the addresses of a bound socket, the one for this machine first."""
+    """Returns a bound socket's addresses, this machine's first."""
     if not is_any(address):
         return [_url(address, port)]
     return [_url(host, port) for host in ("127.0.0.1", *_own_addresses(is_ipv6=":" in address))]
@@ -222,11 +222,11 @@ def _url(host: str, port: int) -> str:
 
 
 CLOSE_SECONDS = 5
-"""For the last bytes to reach their clients."""
+"""For last bytes to reach clients."""
 SWITCH_SECONDS = 0.001
-"""After these a planning thread gives Python's lock to a waiting engine or event loop."""
+"""After this time a planning thread gives Python's lock to a waiting engine or event loop."""
 KERNEL_BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+"""Connections to be accepted."""
 
 
 def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
@@ -274,7 +274,7 @@ def _check_exposure(config: ServerConfig, address: str) -> None:
 
 
 def _check_cache_dir(config: ServerConfig) -> None:
-    """Raises FolderError for a folder that cannot be used, or that another server has open."""
+    """Raises FolderError where a folder cannot be used, or another server has it open."""
     if config.cache_disk_bytes is None:
         return
     folder = Path(config.cache_dir).expanduser()
@@ -346,7 +346,7 @@ def _tell_claim(pool: ModelPool, claim: OwnClaim, url: str) -> None:
 
 @contextlib.contextmanager
 def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]:
-    """Yields a function that shows the current step in place of the one before; on a terminal only."""
+    """The yielded function shows a step in place of the last one; on a terminal only."""
     if not (console.is_terminal and sys.stderr.isatty()):
         yield lambda step: logger.debug("%s: %s", model, step)
         return
@@ -364,7 +364,7 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a bound socket that does not listen yet. Raises StartError."""
+    """Returns a socket that does not listen yet. Raises StartError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -430,7 +430,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn would send signals to itself again at the end and change the exit status."""
+        """Else uvicorn would send signals to itself at the end and change the exit status."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,6 +1,6 @@
 """`mlx-serve serve`, from its flags to the import of MLX, which `run` shares.
 
-MLX and transformers are imported only here, once a command needs them and its model is known to be there.
+MLX and transformers are imported only here, once the model of a command is known to be there.
 """
 
 import os
@@ -38,7 +38,7 @@ def serve(**given: Any) -> None:
 
 @contextmanager
 def loading(model: str) -> Iterator[str | None]:
-    """Tells a person at a terminal that MLX is being imported; raises ModelError at once.
+    """Says that MLX is being imported; raises ModelError at once.
 
     Yields the name of the fast BLAS that was loaded for MLX, if there is one.
     """

@@ -239,7 +239,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _read(file: str) -> tuple[str, Path]:
-    """Returns a Modelfile and the folder of its relative paths. Raises StartError."""
+    """Also returns the folder of relative paths. Raises StartError."""
     try:
         if file == STANDARD_INPUT:
             return sys.stdin.read(), Path.cwd()

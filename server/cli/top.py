@@ -26,7 +26,7 @@ app = command_group()
 
 BAR = 20
 NARROW = 60
-"""Columns below which only the most telling figures are shown."""
+"""Below so many columns only the most telling figures are shown."""
 HELP = (
     "q, Ctrl-C      leave",
     "up, down       move through the requests",
@@ -50,14 +50,14 @@ class TopPage:
     first: int = 0
     """Requests scrolled past."""
     speeds: Mapping[str, float] = field(default_factory=dict)
-    """Tokens per second by request."""
+    """Tokens per second, by request."""
     problem: str | None = None
     """Why the figures are old."""
     shows_help: bool = False
 
 
 def clean(text: str) -> str:
-    """Returns a text without cursor movements."""
+    """Removes cursor movements."""
     return "".join(letter if letter.isprintable() else "·" for letter in text)
 
 
@@ -76,7 +76,7 @@ def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
 
 
 def max_scroll(stats: Mapping[str, Any] | None) -> int:
-    """Returns how far the requests can be scrolled."""
+    """How far requests can be scrolled."""
     return 0 if stats is None else max(0, len(stats["requests"]) - 1)
 
 
@@ -287,7 +287,7 @@ def _moved(screen: TopPage, key: str, last: int) -> TopPage:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields a function that returns a key, or nothing after some seconds; restores the terminal."""
+    """The function returns a key, or nothing after some seconds. Restores the terminal."""
     import termios
     import tty
 

@@ -28,7 +28,7 @@ class EvaluatedTurn:
 
     turn: Turn
     tokens: TokenArray
-    """Evaluated tokens of prompt and reply."""
+    """Of prompt and reply."""
     num_prompt_tokens: int
     was_cleared: bool = False
     """The cache was cleared since."""
@@ -36,11 +36,11 @@ class EvaluatedTurn:
     """The model was unloaded since, and its conversations dropped."""
     request_id: str = ""
     is_neighbour: bool = False
-    """The turn is of another conversation with the same system messages but for a clock, say."""
+    """The turn of another conversation, with the same system messages but for a clock, say."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to keep the turn, text that other turns may share included."""
+        """Includes text that other turns may share."""
         reply = self.turn.reply.num_bytes if self.turn.reply is not None else 0
         return self.tokens.nbytes + self.turn.prompt.num_bytes + reply
 
@@ -55,7 +55,7 @@ class Rendered:
 
 
 def explain(previous: EvaluatedTurn | None, request: Rendered, *, match: int, hit: int) -> Reuse:
-    """Returns why only `hit` tokens were restored, of `match` tokens that the cache knew."""
+    """Returns why only `hit` of the `match` tokens in the cache were restored."""
     if previous is None:
         return _of_first(request, match, hit)
     if previous.is_neighbour:
@@ -111,7 +111,7 @@ class _Loss:
         self._match, self._hit = match, hit
         longest = len(request.tokens) - 1
         self._reach = max(0, min(len(previous.tokens), longest))
-        """The tokens that could have been reused at best."""
+        """Tokens that could have been reused at best."""
         is_known = request.prompt.shares_state_with(previous.turn.prompt)
         self._common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
 
@@ -125,7 +125,7 @@ class _Loss:
         return [*state, *self._change_misses(changes, by_change)]
 
     def _is_consequence(self, changes: Sequence[Miss], by_state: int) -> bool:
-        """Whether state is missing only because of the change: it is kept for prompts that go on unchanged.
+        """State is missing only because of the change: it is kept for prompts that go on unchanged.
 
         Where a template changes a reply, prompts part within the answer's header, behind the restore point.
         """
@@ -159,14 +159,14 @@ class _Loss:
 
 
 MAX_TURNS = 4
-"""Turns kept of one conversation: as many may share its name."""
+"""Turns kept of one conversation: as many agents may share its name."""
 MAX_CONVERSATIONS = 1024
 MAX_UNNAMED_LOOKED_AT = 256
-"""Latest unnamed conversations of a namespace that are searched for a request's."""
+"""The latest unnamed conversations of a namespace; no others are searched for a request."""
 MAX_NEIGHBOURS = 8
-"""Latest conversations of a namespace whose system messages are compared with a new one's."""
+"""The latest conversations of a namespace whose system messages are compared with a new one's."""
 MAX_BYTES = 64 << 20
-"""Memory for the turns of all conversations: some 80 of 100 000 tokens."""
+"""Some 80 turns of 100 000 tokens."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Conversations:
         return len(self._turns)
 
     def find(self, session_id: str | None, request: Rendered, request_id: str) -> tuple[Name, EvaluatedTurn | None]:
-        """Returns a request's conversation, which may be new, and the turn that it continues."""
+        """Returns a conversation, perhaps a new one, and the turn that the request continues."""
         namespace = request.prompt.namespace
         name = Name(namespace, session_id) if session_id is not None else self._find_unnamed(request)
         if name is None:
@@ -215,7 +215,7 @@ class Conversations:
             self._drop_one()
 
     def forget(self, namespace: str, conversation_id: str) -> None:
-        """Drops the turns of a conversation; an unknown one is no error."""
+        """An unknown conversation is no error."""
         for is_named in (True, False):
             self._take(Name(namespace, conversation_id, is_named))
 
@@ -266,7 +266,7 @@ class Conversations:
                 return
 
     def _find_elsewhere(self, session_id: str | None, request: Rendered) -> EvaluatedTurn | None:
-        """Returns a turn of the same name under another key or salt, if the request contains its reply.
+        """Looks under other keys and salts, if the request contains the turn's reply.
 
         Who sends the reply has seen the conversation, so nothing is told of another client's.
         """
@@ -279,7 +279,7 @@ class Conversations:
         return None
 
     def _find_neighbour(self, request: Rendered) -> EvaluatedTurn | None:
-        """Returns the last turn of a namespace that begins like the request but for a clock, a counter or an id.
+        """The last turn of a namespace that begins like the request but for a clock, a counter or an id.
 
         None where a latest turn has the same beginning: the two share it.
         """
@@ -315,7 +315,7 @@ def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
 
 
 def _is_beside(earlier: Turn, later: Prompt) -> bool:
-    """Whether a turn is a title or a summary under the name of the request's conversation.
+    """Whether a turn is a title or a summary under the conversation's name.
 
     It has instructions of its own; the request has the same question with others, or with tools.
     """
@@ -341,7 +341,7 @@ def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
 
 
 def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
-    """Whether the first messages of two conversations have more than half of their text in common."""
+    """Whether the first messages have more than half of their text in common."""
     is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
     if not is_later:
         return False
@@ -352,9 +352,8 @@ def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
 
 
 def _goes_on(earlier: Turn, later: Prompt) -> bool:
-    """A turn that continues an earlier one unchanged replaces it.
-
-    Of two versions both are kept: later turns show which one goes on.
+    """Unchanged, so the later turn replaces the earlier. Of two versions both are kept: later turns show which one
+    goes on.
     """
     before = earlier.prompt
     is_same = (before.tools, before.arguments) == (later.tools, later.arguments)

@@ -19,15 +19,15 @@ from server.diagnosis.prompt import PLAIN, Part, Prompt
 from server.engine.diagnosis import Cause, Miss, MissReason
 
 WINDOW_CHARACTERS = 120
-"""Considered on either side of a change."""
+"""Characters considered on either side of a change."""
 AROUND_WORDS = 8
-"""Shown on either side of one of several changes."""
+"""Words shown on either side of one of several changes."""
 MAX_WORD_CHARACTERS = 80
-"""A longer word is shown in part."""
+"""Longer words are shown in part."""
 MAX_WORDS = 2000
 """With more words between first and last change, only the first change is searched."""
 MAX_ADDED_WORDS = 6
-"""More added or removed words are an edit, whatever their content."""
+"""More added or removed words are an edit, whatever they say."""
 MAX_CHARACTERS = 1 << 18
 """Longer texts are compared only around their first change."""
 
@@ -62,17 +62,17 @@ _ID_PREFIX = re.compile(
 
 @dataclass(frozen=True)
 class WordChange:
-    """A place where two texts differ, and the words around it."""
+    """Where two texts differ, with the words around."""
 
     cause: Cause
     offset: int
-    """Characters before the change, in the earlier text."""
+    """In characters of the earlier text."""
     before: str
     after: str
 
 
 def find_changes(before: str, after: str) -> list[WordChange]:
-    """Returns the places where a text changed, in order, one per cause."""
+    """Returns where a text changed, in order, one place per cause."""
     if before == after:
         return []
     whole = _cause_of_whole(before, after)
@@ -86,7 +86,7 @@ def find_changes(before: str, after: str) -> list[WordChange]:
 
 
 def classify_text(before: str, after: str) -> Cause:
-    """Returns the kind of the first change between two texts."""
+    """Returns the kind of the first change."""
     start = shared_length(before, after)
     for cause, words_at in _KINDS:
         if _changes_between(words_at(before, start), words_at(after, start)):
@@ -108,7 +108,7 @@ def _cause_of_addition(before: str, after: str, start: int) -> Cause:
 
 
 def _cause_of_whole(before: str, after: str) -> Cause | None:
-    """Returns the cause where two texts say the same in another form."""
+    """None unless both say the same in another form."""
     if max(len(before), len(after)) > MAX_CHARACTERS:
         return None
     if "".join(before.split()) == "".join(after.split()):
@@ -119,7 +119,7 @@ def _cause_of_whole(before: str, after: str) -> Cause | None:
 
 
 def _decoded(text: str) -> str:
-    """Undoes differences of encoding, quotes and spaces."""
+    """Undoes encoding, quotes and spaces."""
     return "".join(normalize("NFKC", unescape(text)).translate(_QUOTES).split())
 
 
@@ -147,7 +147,7 @@ def _random_word(text: str, start: int) -> str | None:
 
 
 def _looks_random(word: str) -> bool:
-    """Whether a word is hexadecimal, a UUID, base64, or has too many digits to count with."""
+    """Hexadecimal, a UUID, base64, or too many digits to count with."""
     core = re.sub(r"^[a-z]{2,12}[_-](?=\w)", "", word)
     parts = [part for part in re.split(r"[-_]+", core) if part]
     letters, digits = sum(map(str.isalpha, core)), sum(map(str.isdigit, core))
@@ -201,7 +201,7 @@ def _change_at(before: str, after: str, cause: Cause) -> WordChange:
 
 
 def excerpt(text: str, offset: int) -> str:
-    """Returns whole words around an offset, about `WINDOW_CHARACTERS` on either side."""
+    """Returns whole words, about `WINDOW_CHARACTERS` on either side."""
     begin, end = max(0, offset - WINDOW_CHARACTERS), min(len(text), offset + WINDOW_CHARACTERS)
     # The offset itself may stand within a word that is longer than the window's rest.
     while begin > 0 and not text[begin - 1].isspace() and offset - begin < WINDOW_CHARACTERS + MAX_WORD_CHARACTERS:
@@ -214,7 +214,7 @@ def excerpt(text: str, offset: int) -> str:
 MAX_ALIGNED = 400
 """With more messages behind the first difference, only that difference is searched."""
 SIMILAR = 0.5
-"""The share of the longer text that two versions of one message have in common."""
+"""Two versions of a message have this share of the longer text in common."""
 MAX_COMPARED_CHARACTERS = 1 << 16
 _VOLATILE = frozenset({Cause.CLOCK, Cause.COUNTER, Cause.NONCE})
 _THOUGHTS = re.compile(r"<(think|thinking|thought|reasoning)>.*?(</\1>|\Z)|^.*?</think>", re.DOTALL | re.IGNORECASE)
@@ -230,11 +230,11 @@ class Turn:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The messages that the next turn should begin with."""
+        """The next turn should begin with them."""
         return self.prompt.parts if self.reply is None else (*self.prompt.parts, self.reply)
 
     def num_shared(self, later: Prompt) -> int:
-        """Returns how many messages, system messages aside, a later request also has."""
+        """Counts messages in common, system messages aside."""
         return len((self.prompt.said | ({self.reply} if self.is_answered else frozenset())) & later.said)
 
     @property
@@ -254,7 +254,7 @@ def _miss(
 
 
 def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
-    """Returns the changes that keep `later` from continuing `earlier`, in the order of the prompt."""
+    """Returns what keeps `later` from continuing `earlier`, in the order of the prompt."""
     prompt = earlier.prompt
     if prompt.model != later.model:
         return [_miss(Cause.MODEL, MissReason.MODEL_CHANGED, before=prompt.model, after=later.model)]
@@ -270,7 +270,7 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
 
 
 def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
-    """Returns the values that change by themselves in the system messages of two conversations.
+    """Returns values that change by themselves in the system messages of two conversations.
 
     None where anything else of their beginnings differs, or nothing does.
     """
@@ -325,7 +325,7 @@ class _MessageDiff:
     def __init__(self, earlier: Turn, later: Prompt) -> None:
         self._ours, self._theirs = earlier.parts, later.parts
         self._reply = len(earlier.prompt.parts) if earlier.reply is not None else None
-        """Index in our messages."""
+        """Index of the reply in `_MessageDiff`'s messages."""
         self._head = later.num_head
         self._prompt = earlier.prompt
         self._is_related = earlier.num_shared(later) > 0 or (_is_answered(later.parts) and self._are_similar())
@@ -500,7 +500,7 @@ def _holds_all(part: Part, others: Sequence[Part]) -> bool:
 
 
 def is_version(one: Part, other: Part) -> bool:
-    """Whether two messages of one role have most of their words in common."""
+    """Whether messages of one role have most words in common."""
     if one.role != other.role:
         return False
     ours, theirs = one.shown, other.shown

@@ -10,9 +10,8 @@ from models.texts import read_object
 
 SYSTEM_ROLES = ("system", "developer")
 PLAIN = "prompt"
-"""The role of a plain completion's text."""
 _PART_BYTES = 400
-"""Python's overhead of a part in bytes, besides its text."""
+"""Python's overhead of a part, besides its text."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Part:
     text: str
     thoughts: str = ""
     calls: tuple[str, ...] = ()
-    """Name and arguments of each tool call, as JSON text in the written order of keys."""
+    """Name and arguments of each call, as JSON text in the written order of keys."""
     call_ids: tuple[str, ...] = ()
 
     @property
@@ -32,7 +31,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory to keep the part."""
+        """Approximate."""
         return text_bytes(self.shown) + _PART_BYTES
 
     @property
@@ -59,11 +58,11 @@ class Prompt:
 
     @cached_property
     def said(self) -> frozenset[Part]:
-        """The messages that identify a conversation: all but system messages."""
+        """All messages but system messages: they identify a conversation."""
         return frozenset(part for part in self.parts if not part.is_system and part.shown)
 
     def shares_state_with(self, other: "Prompt") -> bool:
-        """Whether state of one can be reused for the other at all."""
+        """Whether state of one prompt can be reused for the other at all."""
         return (self.model, self.namespace) == (other.model, other.namespace)
 
     @property
@@ -99,7 +98,7 @@ def plain_prompt(text: str, *, model: str = "", namespace: str = "") -> Prompt:
 
 
 def part_of(message: Mapping[str, Any]) -> Part:
-    """Returns the part of a message, as a client sends it or as a template gets it."""
+    """Reads a message as a client sends it or as a template gets it."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     ids = [call.get("id") for call in calls] + [message.get("tool_call_id")]
     role = str(message.get("role"))
@@ -118,7 +117,7 @@ def text_bytes(text: str) -> int:
 
 
 def with_parts_of(prompt: Prompt, earlier: Prompt) -> Prompt:
-    """Returns the prompt with an earlier one's equal parts, so that their text is kept once."""
+    """Replaces equal parts by the earlier ones, so that their text is kept once."""
     known = {part: part for part in earlier.parts}
     return replace(prompt, parts=tuple(known.get(part, part) for part in prompt.parts))
 

@@ -17,11 +17,11 @@ from server.doctor.recorded import Recorded
 
 CHARACTERS_PER_TOKEN = 4
 MAX_BYTES = 1 << 30
-"""For the last turns of all conversations of a file."""
+"""For the last turns of all conversations."""
 
 
 def checkups_of(requests: Iterable[Recorded], tokens_per_second: float | None = None) -> list[Checkup]:
-    """Returns the losses of each conversation; with a speed of prefill, also in seconds."""
+    """Returns each conversation's losses; with a speed of prefill, also in seconds."""
     seconds_per_token = 1 / tokens_per_second if tokens_per_second else None
     visits: dict[Name, list[LinkedTurn]] = {}
     conversations = Conversations(MAX_BYTES)
@@ -46,7 +46,7 @@ def _restorable(previous: EvaluatedTurn | None, request: Rendered) -> int:
 
 
 def characters_of(prompt: Prompt, reply: Part | None = None) -> TokenArray:
-    """Returns a prompt as one array of character numbers: template arguments, tools, messages."""
+    """Returns a prompt's characters as numbers: template arguments, tools, messages."""
     parts = prompt.parts if reply is None else (*prompt.parts, reply)
     messages = (f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in parts)
     text = "".join([prompt.arguments, prompt.tools_text, *messages])

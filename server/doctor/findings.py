@@ -23,7 +23,7 @@ _PLACELESS = _SMALL | {Cause.CLEARED, Cause.UNLOADED, Cause.DECLINED}
 
 @dataclass(frozen=True)
 class Loss:
-    """Tokens of one turn evaluated although the turn before had them, and what caused it."""
+    """Tokens evaluated although the turn before had them, and why."""
 
     turn: int
     """From 1."""
@@ -38,7 +38,7 @@ class Loss:
     before: str = ""
     after: str = ""
     is_hidden: bool = False
-    """The loss stands behind another change of the turn, so it cost nothing by itself."""
+    """The loss stands behind another change, so it cost nothing by itself."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Checkup:
     name: str
     num_turns: int
     kept: float | None
-    """Share of the prompt before that turns reused on average, 0 to 1; None for a single turn."""
+    """Average share of the prompt before that was reused, 0 to 1; None for a single turn."""
     losses: tuple[Loss, ...]
     num_seen: int | None = None
-    """Turns considered, where not all are kept."""
+    """Set where not all turns are kept."""
     began: float | None = None
-    """Seconds since 1970, like `ended`; None where no time is known."""
+    """Seconds since 1970, like `ended`."""
     ended: float | None = None
 
     @property
@@ -67,7 +67,7 @@ class Checkup:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause at one place, and its cost in all the turns concerned."""
+    """One cause at one place, and its cost."""
 
     losses: tuple[Loss, ...]
 
@@ -99,7 +99,7 @@ class Finding:
 
     @property
     def is_hidden(self) -> bool:
-        """The finding cost nothing: another change was always before it."""
+        """Another change was always before this one, which therefore cost nothing."""
         return all(loss.is_hidden for loss in self.losses)
 
 
@@ -121,7 +121,7 @@ class Savings:
 
     tokens: int
     num_turns: int
-    """Good ones too."""
+    """Turns considered, good ones too."""
     seconds: float | None
     """None where no speed is known."""
     seconds_per_day: float | None
@@ -145,7 +145,7 @@ def savings_of(checkups: Sequence[Checkup]) -> Savings:
 
 
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:
-    """Returns the losses by cause and role, the costliest first."""
+    """Returns losses added up by cause and role, the costliest first."""
     groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
         groups.setdefault((loss.cause, loss.place), []).append(loss)
@@ -156,7 +156,7 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
 def losses_of(
     turn: int, misses: Iterable[Miss], tokens_of: Callable[[int], int], seconds_per_token: float | None
 ) -> tuple[Loss, ...]:
-    """Returns the losses of a turn that can be mended; `tokens_of` turns `lost_tokens` into tokens."""
+    """Returns the losses that can be mended; `tokens_of` turns `lost_tokens` into tokens."""
     found = list[Loss]()
     for miss in misses:
         tokens, is_hidden = tokens_of(miss.lost_tokens), miss.lost_tokens == 0
@@ -172,7 +172,7 @@ def losses_of(
 
 
 def place_name(index: int | None, role: str | None) -> str:
-    """Returns a message's place in words; empty for none."""
+    """Puts a message's place in words; empty for none."""
     if role is None or index is None:
         return ""
     return "system message" if role == "system" and index == 0 else f"message {index} ({role})"
@@ -180,7 +180,7 @@ def place_name(index: int | None, role: str | None) -> str:
 
 _VERSIONS = frozenset({Cause.EDITED, Cause.TOOLS, Cause.TRIMMED, Cause.SUMMARISED, Cause.REMOVED})
 _VERSIONS |= {Cause.MERGED, Cause.INSERTED, Cause.TEMPLATE_ARGUMENTS}
-"""Changes that make another version of a conversation."""
+"""These changes make another version of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class LinkedTurn:
     """None where there was none, or nobody knows."""
     losses: tuple[Loss, ...]
     kept: float | None = None
-    """Share of the prompt before that was reused; None where there was none."""
+    """Share of the prompt before that was reused."""
 
 
 def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
@@ -227,7 +227,7 @@ def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
 
 
 def checkup_of(session: Mapping[str, Any]) -> Checkup:
-    """Returns the losses of a session. Raises KeyError, TypeError or ValueError for what is no session."""
+    """Returns a session's losses. Raises KeyError, TypeError or ValueError for what is no session."""
     turns, num_turns = session["turns"], int(session["num_turns"])
     linked = [_linked(turn, number) for number, turn in enumerate(turns, num_turns - len(turns) + 1)]
     return replace(
@@ -259,7 +259,7 @@ def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:
 
 
 def refused_of(refusal: Mapping[str, Any]) -> Refused:
-    """Returns a refused request. Raises KeyError, TypeError or ValueError for what is no refusal."""
+    """Reads a refused request. Raises KeyError, TypeError or ValueError for what is no refusal."""
     session_id = refusal["session_id"]
     path, code, message = (str(refusal[name]) for name in ("path", "code", "message"))
     session_id = None if session_id is None else str(session_id)

@@ -83,7 +83,7 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
 
 
 def _namespace(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Returns a stand-in for key and salt, never the key itself."""
+    """Stands for key and salt; never the key itself."""
     key = next((value for name, value in _headers(outer).items() if name.lower() == "authorization"), "")
     digest = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
     return f"{digest}/{body.get('cache_salt') or ''}"

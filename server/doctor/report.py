@@ -28,7 +28,7 @@ class Sessions:
     """The sessions of one server that a key and a salt may see."""
 
     def __init__(self, url: str, api_key: str | None = None, cache_salt: str | None = None) -> None:
-        """`url` is the server's address, with or without `http://` and `/v1`."""
+        """`url` may have `http://` and `/v1`, or not."""
         self.url = _base_url(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._query = f"?{urlencode({'cache_salt': cache_salt})}" if cache_salt else ""
@@ -36,7 +36,7 @@ class Sessions:
         self._opener = build_opener(ProxyHandler({}))
 
     def read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns every session with its turns, and the refusals."""
+        """Returns all sessions with their turns, and the refusals."""
         listed = self._get("/v1/sessions")
         if listed is None or not isinstance(listed.get("data"), list):
             raise self._is_another()
@@ -106,7 +106,7 @@ LEAD_CHARACTERS = 20
 
 
 def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_json: bool = False) -> None:
-    """Prints the losses of a server's sessions, for a person or as JSON."""
+    """Prints a server's losses, for a person or as JSON."""
     sessions = Sessions(url, api_key, cache_salt)
     try:
         read, refused = sessions.read()
@@ -131,7 +131,7 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
 
 
 def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool = False) -> None:
-    """Prints what recorded requests would lose, for a person or as JSON."""
+    """Prints what recorded requests would lose."""
     requests = read_requests(path)
     from server.doctor.compare import checkups_of  # needs NumPy, which takes its time
 

@@ -36,7 +36,7 @@ from server.pool.served import ListedModel
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 120.0
-"""For answers of other models."""
+"""How long a model waits for answers of others."""
 
 Result = TypeVar("Result")
 
@@ -118,7 +118,7 @@ class Loader:
         return None if member is None or member.is_leaving else member
 
     def try_hold(self, model_id: str) -> ModelHold | None:
-        """None where the model is not loaded, or lacks its due budget."""
+        """Returns a hold; None where the model is not loaded, or lacks its due budget."""
         member = self.find(model_id)
         return self._hold(member) if member is not None and self.budgets.has_due(member) else None
 
@@ -209,7 +209,7 @@ class Loader:
         self._end(loading, error)
 
     def _end(self, loading: Loading, outcome: Member | Exception) -> None:
-        """Each who waits holds the model from now on."""
+        """Wakes everybody who waits; each holds the model from now on."""
         if self._loadings.get(loading.source.id) is loading:
             del self._loadings[loading.source.id]
         for waiter in loading.waiters:

@@ -117,7 +117,7 @@ class Member:
         )
 
     async def try_resize(self, budget_bytes: int) -> bool:
-        """Not below what running requests hold."""
+        """Returns whether the budget could be changed; not below what running requests hold."""
         try:
             if await self.opened.engine.try_resize(budget_bytes):
                 return False
@@ -197,7 +197,7 @@ class Budgets:
         return min(member.budget_bytes, member.planned_bytes) >= self._due_bytes
 
     def plan(self) -> dict[str, int]:
-        """Counts the joining model, not the leaving ones."""
+        """Returns the budgets with the joining model, without the leaving ones."""
         uses = self._uses()
         due, plan = due_bytes(self._for_state(uses), uses), divide(self._for_state(uses), uses)
         # The others grow once it is loaded, and go on until then.

@@ -136,7 +136,7 @@ class PromptRenderer(Protocol):
         ...
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Later prompts that hold a generated reply get its tokens."""
+        """Remembers a reply's tokens, for later prompts that hold the reply."""
         ...
 
 
@@ -291,7 +291,7 @@ class ServedModel:
     def output_parser(
         self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "", *, is_forced: bool = False
     ) -> OutputParser:
-        """The answer may or must call `tools`; the `prompt` ends with `begun`."""
+        """Returns the parser of an answer that may or must call `tools`; the `prompt` ends with `begun`."""
         if isinstance(self.tool_syntax, HarmonyFormat):
             return HarmonyParser(tools)
         answer: OutputParser = PlainParser()

@@ -32,7 +32,7 @@ class FileRefused(Exception):
 
 
 def save_text(path: Path, text: str) -> None:
-    """Writes a conversation for its owner alone, completely or not at all. Raises FileRefused.
+    """Writes for the owner alone, completely or not at all. Raises FileRefused.
 
     Of existing files only a saved conversation is replaced.
     """
@@ -54,7 +54,7 @@ def save_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Returns a file's text; raises FileRefused."""
+    """Raises FileRefused."""
     try:
         if not path.is_file() and path.exists():
             raise FileRefused(f"{path} is no file")
@@ -66,7 +66,7 @@ def read_text(path: Path) -> str:
 
 
 def find_image(text: str) -> str | None:
-    """Returns the first path of an image in a message, as a terminal writes a dropped file; a bare name is none."""
+    """Returns the first image's path in a message, as a terminal writes a dropped file; a bare name is none."""
     for match in _PATH.finditer(text):
         path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
         path = path.removeprefix("file://")
@@ -76,7 +76,7 @@ def find_image(text: str) -> str | None:
 
 
 def is_image(text: str) -> bool:
-    """Whether text from a pipe is an image."""
+    """Whether a pipe's text is an image."""
     return text.startswith(_SIGNATURES)
 
 
@@ -111,7 +111,7 @@ _COMMAND = re.compile(r"/([a-z]+|\?)(?:[^\S\n]+(.*))?", re.DOTALL)
 
 
 class Commands:
-    """Each command returns the text to show."""
+    """Each command returns text to show."""
 
     def __init__(self, dialogue: Dialogue, models: ModelChoice, ask: Callable[[str], object]) -> None:
         """`ask` sends a message and shows the answer."""
@@ -134,7 +134,7 @@ class Commands:
         }
 
     def try_run(self, text: str) -> str | None:
-        """Runs a command; None for a message, as pasted lines always are."""
+        """Returns None for a message, as pasted lines always are."""
         match = _COMMAND.fullmatch(text)
         if match is None:
             return None

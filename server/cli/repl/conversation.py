@@ -73,7 +73,7 @@ class Answerer(Protocol):
     def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, and its costs last; stops the model when cancelled. Raises AnswerFailed.
+        """Yields an answer, its costs last; a cancel stops the model. Raises AnswerFailed.
 
         Missing `parameters` are as the model recommends.
         """
@@ -81,22 +81,22 @@ class Answerer(Protocol):
 
 
 class ModelChoice(Protocol):
-    """The models that a person can change between."""
+    """Models to change between."""
 
     @property
     def current(self) -> Answerer: ...
 
     def names(self) -> Sequence[str]:
-        """Returns the names that `change` takes; may read the disk, or ask a server."""
+        """May read the disk, or ask a server."""
         ...
 
     def change(self, name: str) -> None:
-        """Makes another model current. Raises ModelError or AnswerFailed, and then the current one stays."""
+        """Raises ModelError or AnswerFailed; then the current model stays."""
         ...
 
 
 def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
-    """Returns the costs in an answer's `timings`. Raises KeyError or ValueError."""
+    """Reads an answer's `timings`. Raises KeyError or ValueError."""
     return AnswerCosts(
         int(timings["cache_n"]),
         int(timings["prompt_n"]),
@@ -107,7 +107,6 @@ def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
 
 
 _FOR_PROGRAMS = ("logit_bias", "allowed_token_ids", "bad_words", "top_logprobs", "dry_")
-"""Beginnings of names of no use to a person."""
 SAMPLING = tuple(field.name for field in fields(SamplingParams) if not field.name.startswith(_FOR_PROGRAMS))
 MAX_TOKENS, THINK = "max_tokens", "think"
 NAMES = (*SAMPLING, MAX_TOKENS, THINK)
@@ -121,7 +120,7 @@ class ParameterError(ValueError):
 
 
 def parse_parameter(name: str, text: str) -> Any:
-    """Returns the value that a person typed; raises ParameterError."""
+    """Reads what a person typed; raises ParameterError."""
     check_name(name)
     if name == THINK:
         if text.lower() not in _SWITCH:
@@ -136,7 +135,7 @@ def parse_parameter(name: str, text: str) -> Any:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raises ParameterError for a value of another kind or out of range."""
+    """Raises ParameterError for another kind, or out of range."""
     check_name(name)
     if name == THINK and not isinstance(value, bool):
         raise ParameterError(f"think is true or false, not {value!r}")
@@ -150,7 +149,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises ParameterError for an unknown name."""
+    """Raises ParameterError."""
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
@@ -158,7 +157,7 @@ def check_name(name: str) -> None:
 
 
 def describe(parameters: Mapping[str, Any]) -> str:
-    """Returns one line for each parameter set."""
+    """Returns one line for each parameter."""
     if not parameters:
         return "Nothing is set: the model's own recommendations hold."
     return "\n".join(f"{name} {_text(value)}" for name, value in sorted(parameters.items()))
@@ -171,7 +170,7 @@ def body_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the chat template's arguments as a field of a body, if there are any."""
+    """Returns the chat template's arguments as a field of a body."""
     return {"chat_template_kwargs": {"enable_thinking": parameters[THINK]}} if THINK in parameters else {}
 
 
@@ -182,16 +181,16 @@ def _text(value: Any) -> str:
 
 
 FORMAT = "mlx-serve conversation 1"
-"""Begins every saved file, so that no other file is overwritten."""
+"""A file that does not begin so is never overwritten."""
 
 
 class NotAConversation(ValueError):
-    """The message says why, without the file's name."""
+    """Says why, without the file's name."""
 
 
 @dataclass
 class Dialogue:
-    """The messages so far, and how the model must answer."""
+    """The messages so far, and how to answer."""
 
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
@@ -201,7 +200,7 @@ class Dialogue:
     costs: AnswerCosts | None = None
     last_message: str = ""
     is_answered: bool = False
-    """The last two turns are the last message and its answer."""
+    """The last two turns are a message and its answer."""
 
     def prompt(self) -> list[Turn]:
         """Returns all messages, the system message first."""
@@ -209,7 +208,7 @@ class Dialogue:
         return [*system, *self.turns]
 
     def start_anew(self) -> None:
-        """Forgets the messages, but keeps the system message and the parameters."""
+        """Keeps the system message and the parameters."""
         self.turns.clear()
         self.costs, self.last_message, self.is_answered = None, "", False
         self.number += 1
@@ -220,7 +219,7 @@ class Dialogue:
             del self.turns[-2:]
 
     def dump(self, model: str) -> str:
-        """Returns the text of a file with the conversation."""
+        """Returns a file's text."""
         record = {
             "format": FORMAT,
             "model": model,
@@ -231,9 +230,7 @@ class Dialogue:
         return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
     def load(self, text: str) -> str:
-        """Continues a file's conversation and returns its model's name. Raises NotAConversation, and changes nothing
-        then.
-        """
+        """Continues a saved conversation; returns its model. Raises NotAConversation, and changes nothing then."""
         record = _record(text)
         turns = [_turn(message) for message in record["messages"]]
         _check_parameters(record["parameters"])
@@ -292,7 +289,7 @@ _TAB = " " * 4
 
 
 class WordWrap:
-    """Breaks text at words while it streams in: the state of the line, and the incomplete word.
+    """Breaks text at words while it streams in.
 
     A word is shown once it is complete, so that it never has to move. Lines are broken at spaces, and beside wide
     letters such as Chinese ones. A word wider than the terminal is left to the terminal. Text between lines of ``` is
@@ -305,7 +302,6 @@ class WordWrap:
         self._word = ""
         self._is_verbatim = False
         self._is_fence = False
-        """The line began with a fence."""
 
     def feed(self, text: str, width: int) -> str:
         """Returns what can be shown now, in lines of `width` cells."""
@@ -367,12 +363,12 @@ def _is_wide(letter: str) -> bool:
 
 
 def _is_joined(before: str, letter: str) -> bool:
-    """Whether two letters are parts of one sign: accents, emoji of several parts, skin tones, flags."""
+    """Whether two letters are one sign: accents, emoji of several parts, skin tones, flags."""
     if _JOINER in (before, letter) or cell_len(letter) == 0 or "\U0001f3fb" <= letter <= "\U0001f3ff":
         return True
     return all("\U0001f1e6" <= one <= "\U0001f1ff" for one in (before, letter))
 
 
 def _base(word: str) -> str:
-    """Returns the last letter that takes space of its own."""
+    """The last letter that takes space of its own."""
     return next((letter for letter in reversed(word) if cell_len(letter)), word[-1])

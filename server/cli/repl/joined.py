@@ -1,4 +1,4 @@
-"""Answers from a model that a running server has loaded: a second copy would take as much memory."""
+"""Answers from a server's loaded model: a second copy would take as much memory."""
 
 import json
 import uuid
@@ -23,7 +23,7 @@ _MANNERS = {"reasoning_content": Manner.THOUGHT, "content": Manner.ANSWER}
 
 
 class JoinedModel:
-    """A model behind HTTP. Conversations of several such programs never mix."""
+    """A model behind HTTP. Conversations of several programs never mix."""
 
     def __init__(self, served: Served, api_key: str | None = None) -> None:
         self._served = served
@@ -37,7 +37,7 @@ class JoinedModel:
     async def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """As `Answerer.answer`; on a cancel, the server notices the closed connection."""
+        """As `Answerer.answer`; the server notices a cancel by the closed connection."""
         body = {
             "model": self._served.model,
             "messages": list(turns),
@@ -83,7 +83,7 @@ class JoinedModels:
 
 
 def _parts_of(line: str) -> list[Said | AnswerCosts]:
-    """Raises AnswerFailed for the server's own error."""
+    """Raises AnswerFailed for the server's error."""
     if not line.startswith("data: {"):
         return []
     chunk = json.loads(line.removeprefix("data: "))

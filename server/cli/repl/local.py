@@ -33,12 +33,12 @@ from server.engine.request import Delta, EngineError, Failed, Finished, FinishRe
 from server.pool.served import EnginePort, ServedModel
 
 MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER, Reasoning: Manner.THOUGHT}
-"""Other kinds of pieces are not shown."""
+"""Other pieces are not shown."""
 
 
 @contextmanager
 def local_model(config: ServerConfig) -> "Iterator[LocalModel]":
-    """Loads the model, and ends its engine on exit. Raises ModelError."""
+    """Ends the model's engine on exit. Raises ModelError."""
     configure_logging("warning")
     console = Console()
     with console.status(f"Loading {config.models[0]} …") if console.is_terminal else nullcontext():
@@ -51,7 +51,7 @@ def local_model(config: ServerConfig) -> "Iterator[LocalModel]":
 
 
 class LocalModel:
-    """A model and its engine, used on one event loop at a time."""
+    """Used on one event loop at a time."""
 
     def __init__(self, model: ServedModel, engine: EnginePort) -> None:
         self._model = model
@@ -108,10 +108,10 @@ class LocalModel:
 
 
 class LocalModels:
-    """The model of this process; a change replaces it, since memory may not hold two. A context manager."""
+    """A context manager. A change replaces the model, since memory may not hold two."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Loads the first model of the settings; raises ModelError."""
+        """Raises ModelError."""
         self._config = config
         self._stack = ExitStack()
         self.current: Answerer = self._stack.enter_context(local_model(config))
@@ -127,7 +127,7 @@ class LocalModels:
         return [shorten(model.name) for model in installed()]
 
     def change(self, name: str) -> None:
-        """Loads another model in place of this one. Raises ModelError, and loads this model again then."""
+        """Raises ModelError, and loads the old model again then."""
         if name == self.current.name:
             return
         resolve(name)
@@ -148,7 +148,7 @@ class LocalModels:
 
 
 class _Nobody:
-    """Stands between two models, so that the memory of the last one is free."""
+    """Stands between two models: the memory of the last one is free."""
 
     name = "none"
 

@@ -1,4 +1,4 @@
-"""Reads lines from a person at a terminal, with editing, history, and pasted lines as one message.
+"""Reads lines at a terminal, with editing, history, and pasted lines as one message.
 
 `readline` cannot do the last everywhere: the libedit of Python on macOS knows no bracketed paste.
 """
@@ -17,18 +17,18 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**20
-"""A longer history is cut to half of that when it is opened."""
+"""A longer history is cut to half."""
 _ENTRY = b"\n# "
 
 
 def history_file(environment: Mapping[str, str]) -> Path:
-    """Returns the path of the history, which need not exist."""
+    """Returns a path that need not exist."""
     folder = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(folder).expanduser() / "mlx-serve" / "history"
 
 
 def open_history(path: Path | None) -> History:
-    """Returns the earlier lines; without a usable file nothing is kept."""
+    """Without a usable file nothing is kept."""
     if path is None:
         return InMemoryHistory()
     try:
@@ -70,6 +70,6 @@ class Keyboard:
         )
 
     def read(self, prompt: str) -> str:
-        """Returns a line, or the lines pasted into it. Raises EOFError and KeyboardInterrupt."""
+        """Returns a line, or the pasted lines. Raises EOFError and KeyboardInterrupt."""
         margin = "... ".rjust(len(prompt))
         return self._session.prompt(prompt, prompt_continuation=margin)
