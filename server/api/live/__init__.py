@@ -1,1 +1,1 @@
-"""What the server is doing now: open requests, events, and the sums of those that have ended."""
+"""What the server is doing now: open requests, events, and sums of ended requests."""

@@ -1,7 +1,6 @@
 """What the server is doing: open requests, events about them and their state, and sums of the past.
 
-`Totals` sums the costs of ended requests by namespace. `Pace` estimates the time saved by restored tokens. Events
-about state come from the engines' workers through their mailboxes, only while somebody listens. Event loop only.
+Events about state come from the engines' workers by their mailboxes, only while somebody listens. Event loop only.
 """
 
 from collections import OrderedDict
@@ -18,7 +17,7 @@ from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.errors import ModelChange
 
 MAX_NAMESPACES = 1024
-"""Beyond this number the least recently active namespace is dropped."""
+"""Beyond this the least recently active namespace is dropped."""
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Sums:
     restored: dict[str, int] = field(default_factory=lambda: {"live": 0, "memory": 0, "disk": 0})
     """Tokens by the tier that held their state."""
     lost: dict[str, LostTokens] = field(default_factory=dict)
-    """Keyed by reason."""
+    """By reason."""
 
     def add(self, record: RequestRecord) -> None:
         """Adds a request."""
@@ -71,7 +70,7 @@ class Sums:
 
 
 class Totals:
-    """The sums of one server, of all requests and by namespace."""
+    """The sums of all requests and by namespace."""
 
     def __init__(self) -> None:
         self.all = Sums()
@@ -93,7 +92,7 @@ class Totals:
 
 
 PACE_TOKENS = 64
-"""Prompts with fewer evaluated tokens are too short to measure the time per token."""
+"""Fewer are too short to measure the time per token."""
 
 
 class Pace:
@@ -125,7 +124,6 @@ class Activity:
     """The open requests of one server, the log of events, and the sums."""
 
     def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, WatchedEngine]]) -> None:
-        """`engines` returns the engines of the loaded models by id."""
         self.log = log
         self.pace = Pace()
         self.totals = Totals()
@@ -134,7 +132,7 @@ class Activity:
         log.on_wanted = self._watch_all
 
     def open_requests(self, namespace: str | None) -> Sequence[OpenRequest]:
-        """Returns the open requests of one namespace, or of all, oldest first."""
+        """Returns the open requests of one namespace or of all, oldest first."""
         return [one for one in self._open if namespace is None or one.request.namespace == namespace]
 
     def forget(self, request: OpenRequest) -> None:
@@ -235,7 +233,7 @@ _STATE_FIELDS: Mapping[Happening, Callable[[CacheEvent], dict[str, Any]]] = {
 
 
 def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
-    """Returns the name and the fields of the event about a running request."""
+    """Returns name and fields of the event about a running request."""
     one, event = moment.of, moment.event
     match event:
         case None:
@@ -270,7 +268,7 @@ def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
 
 
 def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
-    """Returns the fields of the event about the end of one of a request's choices."""
+    """Returns the fields of the event about the end of one choice."""
     timings = one.timings if one.has_ended else None
     turn = record.turn if one is record.first else None
     return {

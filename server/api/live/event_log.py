@@ -1,10 +1,7 @@
 """The latest events, for any number of listeners who read as fast as they can.
 
-Invariants:
-
-* publishing costs the same however slow a listener is: events are in one ring, and each listener has a place in it;
-* a listener whose place has left the ring is told how many events it lost, those counted that it may see;
-* nothing is made or kept while nobody has listened for a while.
+Publishing costs the same however slow a listener is: all share one ring. A listener whose place has left the ring is
+told how many events it lost of those that it may see. Nothing is made or kept once nobody has listened for a while.
 """
 
 import asyncio
@@ -17,11 +14,10 @@ from typing import Any
 from server.api.wire import json_text
 
 CAPACITY = 1024
-"""Events kept for slow and returning listeners."""
 KEEP_SECONDS = 60.0
-"""Events are kept this long after the last listener left."""
+"""After the last listener left."""
 BATCH = 128
-"""Events sent together, at most."""
+"""Events sent together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +32,7 @@ class LiveEvent:
 
     @cached_property
     def frame(self) -> bytes:
-        """The server-sent event; encoded once for all listeners."""
+        """Encoded once for all listeners."""
         return frame_of(self.name, self.fields, self.id)
 
 
@@ -49,9 +45,9 @@ class EventLog:
     """A ring of events. Event loop only."""
 
     def __init__(self, epoch: str, *, wall: Callable[[], float], clock: Callable[[], float]) -> None:
-        """`epoch` tells this process's events from those of another; `wall` reads seconds since 1970."""
+        """`epoch` tells this process's events from another's; `wall` reads seconds since 1970."""
         self.on_wanted: Callable[[bool], None] = lambda is_wanted: None
-        """Called when events begin to be kept, and no more."""
+        """Called when events begin to be kept, and when they end."""
         self._epoch = epoch
         self._wall = wall
         self._clock = clock
@@ -59,13 +55,13 @@ class EventLog:
         self._next = 1
         self._listeners: list[Listener] = []
         self._left_at: float | None = None
-        """When the last listener left; None while one listens."""
+        """None while somebody listens."""
         self._is_wanted = False
         self.is_closed = False
 
     @property
     def is_wanted(self) -> bool:
-        """Whether events are kept; becomes False by itself some time after the last listener left."""
+        """Becomes False by itself some time after the last listener left."""
         if self._left_at is not None and self._clock() > self._left_at + KEEP_SECONDS:
             self._left_at, self._is_wanted = None, False
             self._events.clear()
@@ -89,7 +85,7 @@ class EventLog:
             listener.note(event)
 
     def listen(self, namespace: str | None, last_id: str | None = None) -> "Listener":
-        """Returns a listener to a namespace, or all, behind the event `last_id` if it is known, else from now on."""
+        """Returns a listener to a namespace, or all, behind the event `last_id` if known, else from now on."""
         had_been_wanted, self._left_at = self.is_wanted, None
         self._is_wanted = True
         listener = Listener(self, namespace, self._place_behind(last_id))
@@ -119,7 +115,7 @@ class EventLog:
 
     @property
     def first(self) -> int:
-        """The number of the oldest kept event; of the next event if none is kept."""
+        """Of the next event if none is kept."""
         return self._events[0].number if self._events else self._next
 
     def id_before(self, number: int) -> str:
@@ -130,7 +126,7 @@ class EventLog:
         return f"{self._epoch}-{number}"
 
     def _place_behind(self, last_id: str | None) -> int | None:
-        """Returns the number behind `last_id`; None if events in between are gone."""
+        """None if events in between are gone."""
         if last_id is None:
             return self._next
         epoch, _, number = last_id.rpartition("-")
@@ -141,7 +137,7 @@ class EventLog:
 
 @dataclass(frozen=True)
 class Lost:
-    """Events that a listener lost; `count` is None if the number is unknown."""
+    """Events that a listener lost; `count` is None if unknown."""
 
     count: int | None
     next_number: int
@@ -163,7 +159,7 @@ class Listener:
 
     @property
     def place_id(self) -> str:
-        """The id of the last event taken, or of the one before the first."""
+        """Of the last event taken, or the one before the first."""
         return self._log.id_before(self._place)
 
     def _may_see(self, event: LiveEvent) -> bool:
@@ -176,7 +172,7 @@ class Listener:
             self.wake.set()
 
     def take(self) -> list[LiveEvent | Lost]:
-        """Returns the next events to read, oldest first; empty if there are none."""
+        """Returns the next events to read, oldest first."""
         found: list[LiveEvent | Lost] = []
         events = [event for event in self._log.since(self._place) if self._may_see(event)]
         if self._lost_unknown:
