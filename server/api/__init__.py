@@ -4,4 +4,3 @@ from importlib.metadata import version
 from typing import Final
 
 PRODUCT: Final = f"mlx-serve/{version('mlx-serve')}"
-"""The name and version that this server gives wherever programs look for them."""

@@ -1,11 +1,9 @@
 """An exchange and its answer: what is asked of the engine, what it generates, and who is told.
 
-An `Exchange` is one checked request of a client; a dialect's subclass writes its answer. An `Answer` is what the
-engine generates for it: a `Run` for each choice, side by side, or one after the other if a dialect goes on by itself.
-Only the first choice has the session, the conversation's turn and the log entry. A choice that fails does not end
-the others; if all fail, the request fails. One record is made of all choices, and one of each later part.
-
-Event loop only. Knows no dialect.
+An `Exchange` is one checked request; a dialect's subclass writes its answer. An `Answer` has a `Run` for each choice,
+side by side, or one after the other if a dialect goes on by itself. Only the first choice has session, turn and log
+entry. A request fails if all choices fail. One record is made of all choices, and one of each later part. Event loop
+only. Knows no dialect.
 """
 
 import asyncio
@@ -46,12 +44,12 @@ from server.pool.served import EnginePort, ServedModel
 logger = logging.getLogger(__name__)
 
 OutputEvent: TypeAlias = Started | Piece | Finished
-"""The events of a choice: one `Started`, ordered pieces, one `Finished`."""
+"""Of a choice: one `Started`, ordered pieces, one `Finished`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A prompt, the engine's request for it, and the conversation that it was rendered from, if any."""
+    """A prompt, the engine's request for it, and its conversation, if any."""
 
     model: ServedModel
     request: GenerationRequest
@@ -59,7 +57,7 @@ class Question:
     conversation: Conversation | None = None
 
     def parts(self) -> Prompt:
-        """Returns the prompt's parts, for comparison with other requests."""
+        """Returns the parts that requests are compared by."""
         model, namespace, source = self.model.id, self.request.namespace, self.conversation
         if source is None:
             return plain_prompt(self.prompt.text, model=model, namespace=namespace)
@@ -67,7 +65,7 @@ class Question:
         return prompt_of(*made_of, model=model, namespace=namespace)
 
     def output_parser(self) -> OutputParser:
-        """Returns the parser of the answer; without a conversation all of it is text."""
+        """Returns the answer's parser; without a conversation all is text."""
         if self.conversation is None:
             return PlainParser()
         grammar, tools = self.request.grammar, self.conversation.callable_tools
@@ -76,10 +74,10 @@ class Question:
 
 
 class Exchange(ABC):
-    """One checked request, and how its answer is written: by `frames` or by `body`, once."""
+    """One checked request; writes its answer once, by `frames` or by `body`."""
 
     keep_alive_seconds: float | None = None
-    """Seconds that the model stays loaded after its last request; None: as it was."""
+    """How long the model stays loaded after its last request; None: as it was."""
 
     def __init__(self, question: Question, *, is_streamed: bool = False) -> None:
         self.model = question.model
@@ -88,12 +86,11 @@ class Exchange(ABC):
         self.conversation = question.conversation
         self.is_streamed = is_streamed
         self.asked = question.parts()
-        """The prompt's parts, for comparison with other requests."""
         self.parser = question.output_parser()
 
     @property
     def choices(self) -> "Sequence[Exchange]":
-        """The exchanges answered side by side, itself first. All have one model; equal prompts are neighbours."""
+        """The exchanges answered side by side, itself first; all of one model, equal prompts neighbours."""
         return (self,)
 
     @abstractmethod
@@ -108,24 +105,24 @@ class Exchange(ABC):
         """Takes the next output tokens, before their pieces. The last tokens have no text."""
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as the client will send it back. Called at the end, on another thread."""
+        """Returns the answer as clients send it back. Called at the end, on another thread."""
         return []
 
 
 class TurnAccount:
-    """Compares a request with its conversation's last turn, and keeps it for the next one."""
+    """Compares a request with its conversation's last turn, and keeps the request for the next."""
 
     def __init__(self, conversations: Conversations, exchange: Exchange) -> None:
         self._conversations = conversations
         self._exchange = exchange
         self.name: Name | None = None
-        """The conversation; None before the request holds a slot, and if it has no name."""
+        """None before the request holds a slot, or without a name."""
         self.previous_id: str | None = None
-        """The earlier request that this one was compared with, if any."""
+        """The earlier request that this one was compared with."""
         self._is_recorded = False
 
     async def explained(self, started: Started) -> Started:
-        """Returns the event with the reasons for misses. Long texts are compared on another thread."""
+        """Returns the event with reasons for misses; long texts are compared on another thread."""
         request = self._exchange.request
         rendered = Rendered(self._exchange.asked, request.tokens, request.outline)
         if request.is_prefix_only:
@@ -142,7 +139,7 @@ class TurnAccount:
         return _with_reuse(started, reuse)
 
     def record(self, num_evaluated: int, reply_ids: Sequence[int], reply: str | None) -> None:
-        """Keeps the turn, once: `num_evaluated` prompt tokens, `reply_ids`, and the text of a complete reply."""
+        """Keeps the turn, once; `reply` is the text of a complete reply."""
         request = self._exchange.request
         if self._is_recorded or self.name is None or request.is_prefix_only or not request.cache_prompt:
             return
@@ -160,7 +157,7 @@ class TurnAccount:
 
 
 def _with_reuse(started: Started, reuse: Reuse) -> Started:
-    """Returns the event with `reuse`, unless the engine gave a reason."""
+    """A reason that the engine gave stays."""
     return started if started.reuse.miss is not None else replace(started, reuse=reuse)
 
 
@@ -168,19 +165,18 @@ class Run:
     """One engine request of an answer, followed to its last event."""
 
     def __init__(self, context: ApiContext, exchange: Exchange, generation: Generation, opened: OpenRequest) -> None:
-        """`generation` was submitted for `exchange`."""
         self.exchange = exchange
         self.open = opened
         self.account = TurnAccount(context.conversations if opened.is_first else Conversations(), exchange)
         self.token_ids: list[int] = []
         self.finished: Finished | None = None
-        """The last event of a run that ended well."""
+        """None unless the run ended well."""
         self._context = context
         self._generation = generation
         self._texts: list[str] = []
 
     async def events(self) -> AsyncIterator[OutputEvent]:
-        """Yields start, output and end; raises the engine's error if the request failed or the engine stopped."""
+        """Yields start, output and end; raises the engine's error."""
         parser = self.exchange.parser
         async for event in self._generation:
             if isinstance(event, Started):
@@ -209,7 +205,7 @@ class Run:
                     raise error
 
     def give_up(self) -> None:
-        """Cancels the request if it runs, and keeps the turn of an answer that was broken off."""
+        """Cancels a running request, and keeps the turn of a broken answer."""
         if self.open.outcome is None:
             self._generation.cancel()
         if self.open.started is not None and self.open.error is None:
@@ -241,7 +237,7 @@ class Run:
                 self._remember_reply()
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Keeps the evaluated tokens for the next turn; only the first call counts."""
+        """Only the first call counts."""
         # The last token of a cut-off answer is not evaluated.
         is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
         ids = self.token_ids[:-1] if is_cut else self.token_ids
@@ -249,21 +245,21 @@ class Run:
         self.account.record(self.open.num_cached + self.open.num_evaluated, ids, reply)
 
     def _remember_reply(self) -> None:
-        """Tells the renderer the tokens of a whole reply; one that was cut off may end within a token."""
+        """Only for a whole reply: one that was cut off may end within a token."""
         if self.exchange.conversation is not None:
             renderer = self.exchange.model.renderer
             renderer.remember_reply(self.exchange.prompt, "".join(self._texts), self.token_ids)
 
 
 class Answer:
-    """What the engine generates for an exchange: the runs of its choices, or of its only choice's parts."""
+    """What the engine generates: the runs of all choices, or of an only choice's parts."""
 
     def __init__(self, context: ApiContext, arrival: Arrival, exchange: Exchange) -> None:
         """Submits all choices or none; raises QueueFull, EngineStopped, ApiError (503) at once."""
         self.context = context
         self.runs: list[Run] = []
         self.is_refused = False
-        """Whether the client gets an error only. Set it before `close`."""
+        """The client gets an error only. Set before `close`."""
         self._engine = context.running_engine(exchange.model)
         self._arrival = arrival
         self._num_choices = len(exchange.choices)
@@ -291,7 +287,7 @@ class Answer:
         self.context.tell(Moment(opened))
 
     async def events(self) -> AsyncIterator[OutputEvent]:
-        """Yields the events of an only choice, of all its parts; raises its error."""
+        """Yields the events of an only choice's parts; raises its error."""
         number = 0
         while number < len(self.runs):
             async for event in self.runs[number].events():
@@ -301,9 +297,9 @@ class Answer:
             number += 1
 
     async def choice_events(self) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:
-        """Yields the events of all choices as they come, each with the index of its choice.
+        """Yields all choices' events as they come, with the choice's index.
 
-        One of several choices that fails ends with `Failed`. Raises the first error if none succeeds.
+        One of several choices that fails ends with `Failed`; the first error is raised if none succeeds.
         """
         if self._num_choices == 1:
             async for event in self.events():
@@ -321,7 +317,7 @@ class Answer:
             raise errors[min(errors)]
 
     def go_on(self, exchange: Exchange) -> bool:
-        """Submits the next part of an only choice, on the last one's `Finished`; False if the engine is full."""
+        """Submits an only choice's next part on the last `Finished`; False if the engine is full."""
         assert self._num_choices == 1, "only the answer of one choice goes on"
         try:
             self._submit(exchange)
@@ -331,9 +327,7 @@ class Answer:
 
     @property
     def finished(self) -> Finished:
-        """The end of the last part or the first choice that succeeded, with the counts of all choices, once all
-        ended.
-        """
+        """Of the last part or first successful choice, with the counts of all; once all ended."""
         well = [run.finished for run in self.runs if run.finished is not None]
         if self._num_choices == 1:
             return well[-1]
@@ -352,17 +346,15 @@ class Answer:
 
     @property
     def has_started(self) -> bool:
-        """Whether a request holds or held a slot."""
         return any(run.open.started is not None for run in self.runs)
 
     @property
     def progress(self) -> str:
-        """What the answer is waiting for, in a few words."""
         return self._lead.open.progress
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompts and output so far; a shared prompt counts once."""
+        """Of prompts and output so far; a shared prompt counts once."""
         return self._counts.prompt + sum(len(run.token_ids) for run in self.runs)
 
     @property
@@ -371,17 +363,17 @@ class Answer:
 
     @property
     def _lead(self) -> Run:
-        """The run with which the conversation goes on: the first choice, or the last part."""
+        """The first choice, or the last part."""
         return self.runs[0 if self._num_choices > 1 else -1]
 
     def _note_end(self) -> None:
-        """Makes the record of the choices, or of a part, once all have ended and the client gets an answer."""
+        """Makes the record once all have ended, if the client gets an answer."""
         latest = [run.open for run in self.runs[self._num_recorded :]]
         if all(one.outcome is not None for one in latest) and any(one.has_ended for one in latest):
             self._record()
 
     def close(self) -> None:
-        """Cancels what still runs, makes its record, and prepares the next turn. Call it once, on every way out."""
+        """Cancels what still runs, makes its record, prepares the next turn. Call it once, on every way out."""
         try:
             for run in reversed(self.runs):
                 run.give_up()
@@ -415,7 +407,7 @@ class Answer:
         self.context.tell(record)
 
     def _prepare_next_turn(self) -> None:
-        """Evaluates the turn ahead. Holds the state of an answer that calls tools until they have answered."""
+        """Evaluates the turn ahead; holds the state of an answer that calls tools until they have answered."""
         run, exchange = self._lead, self._lead.exchange
         request, reply_ids = exchange.request, tuple(run.token_ids)
         if run.open.has_ended and exchange.conversation is not None and request.cache_prompt:
@@ -428,7 +420,7 @@ class Answer:
 async def _evaluate_ahead(
     engine: EnginePort, exchange: Exchange, conversation: Conversation, reply_ids: Sequence[int]
 ) -> None:
-    """Evaluates the finished turn once idle, as its next prompt may show it."""
+    """Evaluates the turn once the engine is idle, as its next prompt may show it."""
 
     def next_prefixes() -> list[RenderedPrompt]:
         variants = sent_back(exchange.reply_messages())
@@ -443,7 +435,7 @@ async def _evaluate_ahead(
 
 
 async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:
-    """Yields the events of all runs as they come. The queue is short, so that the engine notices a slow reader."""
+    """The queue is short, so that the engine notices a slow reader."""
     queue: asyncio.Queue[tuple[int, OutputEvent | Failed]] = asyncio.Queue(maxsize=1)
 
     async def follow(index: int, run: Run) -> None:

@@ -32,7 +32,7 @@ from server.pool.pool import ModelPool
 from server.pool.served import ServedModel
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
-"""The dialects; the first one also answers paths of none."""
+"""The first one also answers paths of none."""
 
 
 async def openapi(request: Request) -> Response:
@@ -61,10 +61,7 @@ def create_app(
 def create_pool_app(
     pool: ModelPool, config: ServerConfig, apis: Sequence[Api] = APIS, keys: KeyRing | None = None
 ) -> Starlette:
-    """Returns the application that serves the models of `pool`; `app.state.api` is its `ApiContext`.
-
-    `keys` are the keys of `config`, where they were read already.
-    """
+    """Returns the application that serves `pool`; `app.state.api` is its `ApiContext`."""
     access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.needs_key)
     name = config.name or socket.gethostname()
     layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis), server_name=name)]
@@ -90,7 +87,7 @@ def create_pool_app(
 
 
 def openapi_document(apis: Sequence[Api]) -> dict[str, Any]:
-    """Returns the document of `/openapi.json`: the paths of `apis`, and the server's own."""
+    """Returns the document of `/openapi.json`."""
     entries = [
         DescribedPath(
             route.path, route.methods or (), route.endpoint, getattr(route, "operation", Operation()), error

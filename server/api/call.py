@@ -1,8 +1,8 @@
-"""Serves a request of any endpoint that reads a body around its dialect: planning, model, answer, disconnect.
+"""Serves any request with a body around its dialect: planning, model, answer, disconnect.
 
-A `Call` is planned on another thread, where its model is looked up by name; a model that is not loaded is loaded, and
-the call planned again. What a call takes it pushes on one stack: its permit, its hold on the model, its answer. Every
-way out, also that of a client that leaves, closes the stack; a stream takes it over. Event loop only.
+A `Call` is planned on another thread, and again once a missing model is loaded. Permit, hold on the model and answer
+lie on one stack, which every way out closes, also that of a client that leaves; a stream takes the stack over. Event
+loop only.
 """
 
 import asyncio
@@ -35,32 +35,29 @@ from server.pool.names import ModelSource
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
-"""Status when the client has disconnected; only the access log shows it."""
+"""Only the access log shows it."""
 
 Plan: TypeAlias = Exchange | EmbeddingWork | ModelReady
-"""What a body asks for. Its model, if it needs one, is loaded and held."""
+"""What a body asks for; its model, if any, is loaded and held."""
 OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | ModelReady]
 """Checks a body and renders its prompt, on another thread. Raises the errors that `server.api.errors` maps.
 
-Called again after the model was loaded, so it must change nothing before it has found the model.
+Called again once the model is loaded: changes nothing before it has found the model.
 """
 
 
 async def generate(
     request: Request, id_prefix: str, open_exchange: OpenExchange, *, may_stream: bool = True
 ) -> Response:
-    """Serves one request for output. Raises the errors that `server.api.errors` maps; a disconnect is not an error.
+    """Serves one request for output; a disconnect is no error. Raises the errors that `server.api.errors` maps.
 
-    `id_prefix` starts the answer's id. With `may_stream` False the body's wish for a stream is ignored.
+    `id_prefix` starts the answer's id. Without `may_stream` the body's wish for a stream is ignored.
     """
     return await Call(request, open_exchange, id_prefix, may_stream=may_stream).respond()
 
 
 async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], Payload]) -> Response:
-    """Answers from the body and its model, beyond any limit of a key; `describe` runs on another thread.
-
-    Raises as `generate` does.
-    """
+    """Answers from body and model, beyond a key's limits; `describe` runs on another thread. Raises as `generate`."""
 
     def open_description(context: ApiContext, incoming: Incoming) -> Plan:
         return ModelReady(None, describe(context, incoming))
@@ -69,7 +66,7 @@ async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], P
 
 
 async def compute(request: Request, open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Response:
-    """Serves one request for vectors; `open_work` checks the body on another thread. Raises as `generate` does."""
+    """Serves one request for vectors; `open_work` runs on another thread. Raises as `generate`."""
     return await Call(request, open_work, may_stream=False).respond()
 
 
@@ -85,7 +82,7 @@ class AnswerStream(EventSourceResponse):
         drain_seconds: float | None = None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """`drain_seconds` are by default those of the server."""
+        """`drain_seconds` are by default the server's."""
         config, dialect = context_of(request).config, dialect_of(request)
         self._on_close = on_close
         super().__init__(
@@ -98,19 +95,19 @@ class AnswerStream(EventSourceResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the whole stream; returns when it ended or the client left."""
+        """Returns when the stream ended or the client left."""
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._on_close()
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """Sends without a time-out, whose scope costs more than sending; `connections.py` limits slow clients."""
+        """Sends without a time-out, which costs more than sending; `connections.py` limits slow clients."""
         await send(message)
 
 
 async def _with_error(frames: AsyncIterator[bytes], dialect: Dialect, request_id: str) -> AsyncIterator[bytes]:
-    """Yields the frames; after any error an error frame."""
+    """Ends with an error frame after any error."""
     try:
         async for frame in frames:
             yield frame
@@ -130,7 +127,7 @@ class Call:
         is_limited: bool = True,
         may_stream: bool = True,
     ) -> None:
-        """`is_limited` says whether the key's limits and the server's end count."""
+        """`is_limited`: the key's limits and the server's end count."""
         self._received = time.monotonic()
         self._http = http
         self._context = context_of(http)
@@ -141,12 +138,10 @@ class Call:
         self._may_stream = may_stream
         self._raw = b""
         self._wants_stream = False
-        """Known once the body was parsed."""
         self._loading: ModelSource | None = None
         self._answer: Answer | None = None
         self._work: EmbeddingWork | None = None
         self._stack = ExitStack()
-        """Gives back all that the call has taken."""
 
     async def respond(self) -> Response:
         """Returns the response, which owns the stack if it is a stream."""
@@ -188,14 +183,14 @@ class Call:
 
     @property
     def _num_tokens(self) -> int:
-        """Number of tokens charged to the key's allowance."""
+        """Charged to the key's allowance."""
         charged = self._answer or self._work
         return 0 if charged is None else charged.num_tokens
 
     # -------------------------------------------------------------------------------------------------- planning
 
     async def _plan(self) -> Plan:
-        """Returns what the body asks for, its model held. Raises ModelNotLoaded and the dialect's errors."""
+        """Holds the model. Raises ModelNotLoaded and the dialect's errors."""
         plan = await self._context.planning.run(self._client, len(self._raw), self._read)
         if plan.model is not None:
             hold = self._context.pool.try_hold(plan.model)
@@ -218,7 +213,7 @@ class Call:
                     source = error.source
 
     def _read(self) -> Plan:
-        """Checks the body. Called on another thread."""
+        """Called on another thread."""
         check_amount(self._raw)
         fields, is_finite = parse_object(self._raw)
         self._http.state.origin = self._origin_of(fields)
@@ -242,14 +237,13 @@ class Call:
 
     @property
     def _client(self) -> str:
-        """The client's identity for fair planning."""
         host = self._http.client.host if self._http.client else ""
         return f"{host} {self._dialect.api_key(self._http.headers)}"
 
     # ------------------------------------------------------------------------------------------------- answering
 
     async def _respond_when_loaded(self, source: ModelSource) -> Response:
-        """Answers once the model is loaded. If that takes long, a stream begins earlier; heartbeats keep it open."""
+        """A stream begins before a slow load ends; heartbeats keep it open."""
         loading = asyncio.ensure_future(self._plan_loaded(source))
         # Whoever waits gets the error; a client that has left needs none.
         loading.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -284,7 +278,7 @@ class Call:
             raise
 
     def _begin(self, exchange: Exchange) -> Answer:
-        """Submits the requests of an exchange. Raises QueueFull and ApiError (503)."""
+        """Raises QueueFull and ApiError (503)."""
         if exchange.request.session_id is not None:
             self._http.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
         arrival = Arrival(

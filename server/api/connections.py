@@ -1,9 +1,8 @@
-"""What one connection may cost: file descriptors, and time in which its client neither sends nor takes anything.
+"""What one connection may cost: descriptors, and time in which its client neither sends nor takes anything.
 
-uvicorn limits neither. A client without progress for `client_seconds` loses its connection, and its request is
-cancelled. There are at most `max_connections`: a newcomer takes the place of the connection that has been without a
-whole request for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1; nothing of the
-application.
+uvicorn limits neither. A client without progress for `client_seconds` loses its connection and request. Beyond
+`max_connections` a newcomer replaces the connection longest without a whole request, and is refused only if all are
+at work. Knows sockets and HTTP/1.1, not the application.
 """
 
 import asyncio
@@ -35,23 +34,22 @@ logger = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 16
 """Connections that asyncio accepts before our code sees one."""
 RESERVED_FILES = 4 * ACCEPTED_AT_ONCE
-"""Descriptors kept free for the disk tier, and for connections being accepted or closed."""
+"""Descriptors for the disk tier, and for connections being accepted or closed."""
 MIN_CONNECTIONS = 8
 MAX_CONNECTIONS = 4096
 MIN_BODY_BYTES = 4096
-"""Bytes of a body that must arrive in each `client_seconds`."""
+"""Bytes of a body that must arrive per `client_seconds`."""
 UNSENT_BYTES = 1 << 16
-"""Bytes of an answer that the kernel may hold unsent; more would hide a client that reads nothing."""
+"""Bytes that the kernel may hold unsent; more would hide a client that reads nothing."""
 CHECKS = 4
-"""Checks of a client per `client_seconds`."""
+"""Per `client_seconds`."""
 RESET_SECONDS = 0.1
-"""Seconds between checks of a client that sends no more."""
+"""Between checks of a client that sends no more."""
 REPORT_SECONDS = 60.0
 RETRY_SECONDS = 5
 MAX_LINGERING = ACCEPTED_AT_ONCE
-"""Closing connections that may wait for their client to read why."""
+"""Closing connections that wait for their client to read why."""
 LINGER_SECONDS = 1.0
-"""Seconds that each of them waits."""
 CLOSE = (b"connection", b"close")
 
 
@@ -64,7 +62,7 @@ class Limits:
 
 
 class Reports:
-    """Warnings about clients, each kind at most once a minute. Event loop only."""
+    """Warnings about clients. Event loop only."""
 
     def __init__(self) -> None:
         self._next: dict[str, float] = {}
@@ -119,7 +117,7 @@ class Connection(H11Protocol):
         self._is_lingering = False
         self._num_received = 0
         self._awaited: tuple[str, int] | None = None
-        """The awaited action at the last look, and its progress."""
+        """What the client must do, and its progress."""
         self._since = 0.0
         """Time of that progress, by the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
@@ -127,7 +125,7 @@ class Connection(H11Protocol):
     # ------------------------------------------------------------------------------------- asyncio's protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Joins the connections, in place of an idle one if they are too many."""
+        """Joins the connections, if needed in place of an idle one."""
         super().connection_made(transport)
         # All that is unsent counts, or a small rest of an answer would wait for its client for ever.
         transport.set_write_buffer_limits(high=0)
@@ -146,16 +144,14 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts arriving bytes; drops them after the last answer."""
+        """Counts arriving bytes; drops those after the last answer."""
         if self._is_lingering:
             return
         self._num_received += len(data)
         super().data_received(data)
 
     def handle_events(self) -> None:
-        """Closes the connection after a request with two lengths, of which a proxy may have seen another end (RFC
-        9112, 6.1).
-        """
+        """Closes after a request with two lengths: a proxy may have seen another end (RFC 9112, 6.1)."""
         super().handle_events()
         headers = self.headers or []
         if {b"transfer-encoding", b"content-length"} <= {name for name, _ in headers} and CLOSE not in headers:
@@ -164,8 +160,8 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Returns whether a client that sends no more may still read: it has sent all its requests.
 
-        A client that has left looks the same until something is written to it, before an answer an interim one. Once
-        the answer has begun, the end of sending counts as leaving.
+        A client that has left looks the same until something is written, before an answer an interim one. After an
+        answer's begin, the end of sending counts as leaving.
         """
         if not self._may_say_continue:
             return False
@@ -188,7 +184,6 @@ class Connection(H11Protocol):
         return self.conn.our_state is h11.SEND_RESPONSE
 
     def _look_for_reset(self) -> None:
-        """Ends the connection once the client's kernel has refused written bytes."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -207,7 +202,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(self._limits.client_seconds / CHECKS, self._watch)
 
     def _find_awaited(self) -> tuple[str, int] | None:
-        """Returns what the client must do, and a number that changes as it does so; None if it need not."""
+        """Returns what the client must do, if anything, and a number that changes with its progress."""
         unsent = self.transport.get_write_buffer_size()
         if self._is_lingering:
             return None
@@ -233,7 +228,7 @@ class Connection(H11Protocol):
             self._answer(ApiError(Code.REQUEST_TIMEOUT, "the request did not arrive in time"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are no HTTP; uvicorn would answer in plain text, and fail after an earlier answer."""
+        """Answers what is no HTTP; uvicorn would use plain text, and fail after an earlier answer."""
         self._reports.add("closed a connection: what its client sent is no HTTP/1.1")
         if self._may_answer:
             self._answer(ApiError(Code.INVALID_HTTP, "what was sent is no HTTP/1.1 request"))
@@ -256,7 +251,6 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
         return self._is_between_requests and not self.transport.get_write_buffer_size()
 
     @property
@@ -276,7 +270,7 @@ class Connection(H11Protocol):
 
     @property
     def _may_answer(self) -> bool:
-        """Whether the current request has no answer yet; a second one would be taken for the rest of the first."""
+        """A second answer would be taken for the rest of the first."""
         is_unsent = self.transport.get_write_buffer_size() > 0
         return not is_unsent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
@@ -289,7 +283,7 @@ class Connection(H11Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Closes the connection once the client has had time to read; unread bytes would take the answer back."""
+        """Gives the client time to read: closing with unread bytes takes the answer back."""
         if self._is_lingering or self._http_config.num_lingering >= MAX_LINGERING:
             self.transport.close()
             return
@@ -306,14 +300,14 @@ class Connection(H11Protocol):
 
 
 def _hold_little(connection: socket.socket | None) -> None:
-    """Limits what the kernel buffers of an answer, where the system supports it."""
+    """Limits what the kernel buffers, where the system can."""
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     if option is not None and connection is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
 
 
 def find_max_connections() -> int:
-    """Returns how many connections the process has descriptors for; raises StartError for too few."""
+    """Returns how many connections there are descriptors for; raises StartError for too few."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -328,7 +322,7 @@ def find_max_connections() -> int:
 
 
 def quieten_accept_errors(loop: asyncio.AbstractEventLoop, reports: Reports) -> None:
-    """Reports a lack of descriptors once a minute; asyncio would log a traceback for each attempt."""
+    """Reports a lack of descriptors once a minute; asyncio would log a traceback each time."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

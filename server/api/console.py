@@ -1,7 +1,7 @@
 """The console: a page at `/` that shows what the server is doing, and its few static files.
 
-The files hold no user data, so they need no key. If the server has no keys, anybody who reaches it could read along,
-so the page is for this machine only. Its content policy allows no other server and no code outside these files.
+The files hold no user data and need no key. A server without keys gives the page to this machine only, since anybody
+could read along. Its content policy allows no other server and no code outside these files.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class ConsoleFile:
 
 @cache
 def console_files() -> dict[str, ConsoleFile]:
-    """Returns all files by their path below `/console/`; no other file is ever served."""
+    """Returns all files by path below `/console/`; no other file is served."""
     return dict(_files(resources.files("server") / "console", ""))
 
 
@@ -71,7 +71,7 @@ def _files(folder: Traversable, prefix: str) -> list[tuple[str, ConsoleFile]]:
 
 
 class PageRoute(Route):
-    """The page's route, for browsers only, which ask for HTML."""
+    """The page, only for browsers, which ask for HTML."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Matches only requests that ask for HTML."""
@@ -86,7 +86,7 @@ def wants_page(scope: Scope) -> bool:
 
 
 def needs_no_key(scope: Scope) -> bool:
-    """Whether a request is for a file of the console."""
+    """Whether a request is for a console file."""
     path: str = scope["path"]
     return path.startswith(FOLDER) or (path == "/" and wants_page(scope))
 
@@ -115,4 +115,4 @@ def _answer(request: Request, name: str) -> Response:
 
 
 PAGE_ROUTES = (PageRoute("/", page, methods=["GET"]), Route(f"{FOLDER}{{name:path}}", file, methods=["GET"]))
-"""Must be tried before all other routes."""
+"""Must precede all other routes."""

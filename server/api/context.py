@@ -1,4 +1,4 @@
-"""What the endpoints of one server share: its settings, its models, and what it remembers of its requests."""
+"""What the endpoints of one server share: settings, models, and what is remembered of requests."""
 
 import asyncio
 import secrets
@@ -33,27 +33,25 @@ class ApiContext:
 
     config: ServerConfig
     pool: ModelPool
-    """The models, and the engines of loaded ones."""
     keys: KeyRing = field(default_factory=KeyRing)
-    """The accepted keys; replaced while the server runs."""
+    """Replaced while the server runs."""
     rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
     sessions: SessionRecords = field(default_factory=SessionRecords)
     refusals: Refusals = field(default_factory=Refusals)
     conversations: Conversations = field(default_factory=Conversations)
     planning: Planning = field(default_factory=Planning)
     is_draining: bool = False
-    """Set when the server shall stop: running answers finish, new requests are refused."""
+    """Running answers finish, new requests are refused."""
 
     background: set["asyncio.Task[None]"] = field(default_factory=set)
-    """Work that no client waits for."""
     metrics: Metrics = field(init=False)
     activity: Activity = field(init=False)
     started: float = field(default_factory=time.monotonic)
-    """Reading of `time.monotonic()` when the server came up."""
+    """`time.monotonic()`."""
     subscribers: list[Subscriber] = field(init=False)
     """Told what happens to requests, and each one's record."""
     tracing: Tracing | None = None
-    """Sends traces, if wanted; a subscriber too."""
+    """A subscriber too."""
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -88,16 +86,14 @@ class ApiContext:
 
     @property
     def models(self) -> Mapping[str, ServedModel]:
-        """The loaded models by id."""
         return self.pool.models
 
     @property
     def engines(self) -> Mapping[str, EnginePort]:
-        """One engine per loaded model, under the same ids."""
         return self.pool.engines
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Returns the loaded model of a name; of none, the default. For any thread; raises PoolError."""
+        """Returns a loaded model; without a name the default. For any thread; raises PoolError."""
         return self.pool.find(name)
 
     def running_engine(self, model: ServedModel) -> EnginePort:

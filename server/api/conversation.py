@@ -1,7 +1,7 @@
 """A conversation of any dialect, as chat templates read it, and the prompts rendered from it.
 
-Templates and clients may drop a finished turn's thought, or write its calls in another form. `stable_prefix` is the
-part of a prompt that no later message changes. `next_turn_requests` evaluates the rest while the engine is idle.
+Templates and clients may drop a finished turn's thought or rewrite its calls: `stable_prefix` is what no later
+message changes, and `next_turn_requests` evaluates the rest while the engine is idle.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,10 @@ from server.engine.request import GenerationRequest, Priority
 from server.pool.served import PromptRenderer, ServedModel
 
 MIN_TOKENS_AHEAD = 16
-"""The next turn evaluates fewer tokens itself."""
+"""The next turn itself evaluates fewer."""
 
 _THOUGHT = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
-"""Roles whose messages the assistant answers."""
 _NEXT_MESSAGE: Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 _BEFORE_USER = (RestorePointKind.USER_START, RestorePointKind.SYSTEM_END)
 
@@ -32,7 +31,7 @@ Render: TypeAlias = Callable[[Sequence[Message]], RenderedPrompt]
 
 
 def stable_prefix(render: Render, messages: Sequence[Message]) -> RenderedPrompt:
-    """Returns the part of a conversation's prompt that no later message changes."""
+    """Returns the part of the prompt that no later message changes."""
     if messages[-1]["role"] in _ROLES_ANSWERED:
         return cut_at_last_point(render(messages), (RestorePointKind.PROMPT_END,))
     # Prompts with different user messages begin to differ after the restore point before that message.
@@ -43,7 +42,7 @@ def stable_prefix(render: Render, messages: Sequence[Message]) -> RenderedPrompt
 
 
 def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...]) -> RenderedPrompt:
-    """Returns a prompt up to its last restore point of these kinds, if it has one."""
+    """Returns a prompt up to its last restore point of these kinds, if any."""
     stop = max((point.offset for point in prompt.restore_points if point.kind in kinds), default=len(prompt.tokens))
     return replace(
         prompt,
@@ -53,7 +52,7 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
 
 
 def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
-    """Returns how clients may send a reply back: unchanged, and without its thoughts."""
+    """Returns how clients may send a reply back: unchanged, and without thoughts."""
     without = [{name: value for name, value in message.items() if name != _THOUGHT} for message in reply]
     return [reply] if without == list(reply) else [reply, without]
 
@@ -61,7 +60,7 @@ def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
 def next_turn_requests(
     request: GenerationRequest, reply_ids: Sequence[int], prefixes: Sequence[RenderedPrompt]
 ) -> list[GenerationRequest]:
-    """Returns requests that evaluate, each part once, where `prefixes` differ from `request` and its reply."""
+    """Returns requests that evaluate, once, where `prefixes` differ from `request` and its reply."""
     made = [next_turn_request(request, reply_ids, prefix) for prefix in prefixes]
     distinct = {one.tokens.tobytes(): one for one in made if one is not None}
     return list(distinct.values())
@@ -70,7 +69,7 @@ def next_turn_requests(
 def next_turn_request(
     request: GenerationRequest, reply_ids: Sequence[int], prefix: RenderedPrompt
 ) -> GenerationRequest | None:
-    """Returns the request that evaluates `prefix` after a reply; None for less than `MIN_TOKENS_AHEAD` tokens."""
+    """Returns the request that evaluates `prefix` after a reply; None below `MIN_TOKENS_AHEAD` tokens."""
     evaluated = np.concatenate([request.tokens, np.array(reply_ids, np.int32)])
     num_common = common_prefix_length(evaluated, prefix.tokens)
     if num_common == len(evaluated) or len(prefix.tokens) - num_common < MIN_TOKENS_AHEAD:
@@ -90,26 +89,23 @@ def next_turn_request(
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """Everything that the prompt is rendered from. Used on a planning thread."""
+    """All that a prompt is rendered from. Used on a planning thread."""
 
     renderer: PromptRenderer
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
-    """The tools at the head of the prompt, in the client's order and wording."""
+    """At the head of the prompt, in the client's order and wording."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     namespace: str = ""
     changed_tools: Sequence[Mapping[str, Any]] | None = None
-    """The tools that may be called after the last message, if that has changed."""
+    """Callable after the last message, if changed."""
     continues: bool = False
-    """Whether the last message is the assistant's and the answer continues it."""
+    """The answer continues the last, the assistant's, message."""
     forbids_calls: bool = False
-    """Whether the answer must not call the tools shown in its prompt."""
+    """The answer must not call its prompt's tools."""
 
     def prepared_for(self, model: ServedModel, *, hygiene: bool = False) -> "Conversation":
-        """Returns the conversation with the defaults of the model's name for what the request leaves out.
-
-        With `hygiene` its head is kept the same as in earlier requests, see `models.prompt.hygiene`.
-        """
+        """Adds the name's defaults; `hygiene` keeps the head of earlier requests (`models.prompt.hygiene`)."""
         messages, tools, changed_tools = self.messages, self.tools, self.changed_tools
         if hygiene:
             messages = with_constant_headers(messages)
@@ -137,16 +133,16 @@ class Conversation:
 
     @property
     def asked(self) -> Sequence[Message]:
-        """The messages to be answered: all but a continued one."""
+        """All but a continued message."""
         return self.messages[:-1] if self.continues else self.messages
 
     @property
     def begun(self) -> str:
-        """The text of the continued message; empty if there is none."""
+        """The continued message's text."""
         return plain_text(self.messages[-1].get("content")) if self.continues else ""
 
     def whole(self, reply: Message) -> Message:
-        """Returns the assistant's whole message: the reply, joined to what it continues."""
+        """Returns the reply, joined to what it continues."""
         if not self.continues:
             return reply
         first = self.messages[-1]
@@ -160,7 +156,7 @@ class Conversation:
         return stable_prefix(self._render, self.messages)
 
     def followed_by(self, messages: Sequence[Message]) -> "Conversation":
-        """Returns the conversation with the assistant's whole message, and any that follow it."""
+        """Returns the conversation with the assistant's whole message, and any that follow."""
         return replace(self, messages=[*self.asked, *messages], continues=False)
 
     def _render(self, messages: Sequence[Message]) -> RenderedPrompt:
@@ -195,7 +191,7 @@ class ThinkingWish:
     is_enabled: bool | None = None
     effort: str | None = None
     max_tokens: int | None = None
-    """The thought is closed after this many tokens."""
+    """Then the thought is closed."""
 
     def template_arguments(self) -> Mapping[str, Any]:
         """Returns the values to pass to chat templates."""

@@ -1,11 +1,8 @@
 """The seam between the server and its dialects: everything in which families of clients differ.
 
-A dialect is a folder of `server/api/`, handed to the application as one `Api`. Its endpoints make an `Exchange`
-(`answer.py`) of each checked body; `call.py` does the rest for all.
-
-Bodies are checked against pydantic types and rules for fields. A field is honoured; has no effect, since it could not
-change the answer; or is refused with a reason, except for values that ask for nothing. Fields without a rule are
-ignored.
+A dialect is a folder of `server/api/`, handed to the application as one `Api`. Its endpoints make an `Exchange` of
+each checked body; `call.py` does the rest. A field is honoured; has no effect, since it could not change the answer;
+or is refused with a reason, except for values that ask for nothing. Fields without a rule are ignored.
 """
 
 import json
@@ -41,21 +38,21 @@ class Dialect:
 
     stream_media_type = "text/event-stream"
     takes_any_content_type = False
-    """Whether programs may send JSON under any content type, as `curl -d` does."""
+    """Programs may send JSON under any content type, as `curl -d` does."""
     own_header: str | None = None
-    """A header, in lower case, that only this dialect's clients send; their unknown paths are this dialect's."""
+    """In lower case. Only this dialect's clients send it; their unknown paths are this dialect's."""
 
     def api_key(self, headers: Mapping[str, str]) -> str:
         """Returns the key that a request was sent with, or an empty text: the bearer token."""
         return bearer_key(headers)
 
     def wrong_key(self) -> ApiError:
-        """Returns the error for a request with a missing or wrong key."""
+        """Returns the error for a missing or wrong key."""
         message = "the key is missing or wrong; send it as 'Authorization: Bearer <key>'"
         return ApiError(Code.INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
 
     def session_id(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-        """Returns the session that body or headers name, or None; raises SessionIdError."""
+        """Returns the named session, if any; raises SessionIdError."""
         return resolve_session_id(fields, headers)
 
     def wants_stream(self, fields: Mapping[str, Any]) -> bool:
@@ -63,7 +60,7 @@ class Dialect:
         return fields.get("stream") is True
 
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
-        """Returns headers of every answer of this dialect."""
+        """Returns headers for every answer."""
         return {}
 
     def error_body(self, error: ApiError) -> Payload:
@@ -83,18 +80,18 @@ class Dialect:
         return sse_comment(progress)
 
     def early_heartbeat(self, progress: str) -> bytes:
-        """Returns a heartbeat before the request has started, when clients may not yet accept events."""
+        """Returns a heartbeat before the request has started, when clients may accept no events."""
         return self.heartbeat(progress)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelReady:
-    """An answer without output, and the model that is loaded first, if any."""
+    """An answer without output; a model may be loaded first."""
 
     model: ServedModel | None
     payload: Payload
     keep_alive_seconds: float | None = None
-    """Seconds that the model stays loaded after its last request; None: as it was."""
+    """As in `Exchange`."""
 
 
 class Endpoint(Route):
@@ -126,9 +123,8 @@ class Api:
     dialect: Dialect
     routes: Sequence[Route]
     error_body: Any = dict[str, Any]
-    """The type of an error's body."""
     own_paths: tuple[str, ...] = ()
-    """Paths at and below which errors have this API's shape."""
+    """At and below these, errors have this API's shape."""
 
     @property
     def operations(self) -> Mapping[Callable[..., Any], Operation]:
@@ -159,7 +155,7 @@ def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
-    """Returns the dialect of a path. An unknown one is its owner's, that of the header sent, or the first's."""
+    """Returns a path's dialect; an unknown path is its owner's, that of the header sent, or the first's."""
     for dialect, route in routes_of(apis):
         if route.matches(scope)[0] is not Match.NONE:
             return dialect
@@ -190,9 +186,9 @@ class Rule:
 
     treatment: Treatment
     why: str = ""
-    """The reason for no effect or refusal, a clause."""
+    """Of no effect or refusal, a clause."""
     neutral: tuple[Any, ...] = ()
-    """Values, besides null, with which a refused field asks for nothing."""
+    """Besides null: values with which a refused field asks for nothing."""
     is_read: bool = False
     """Whether the body's type holds the field."""
 
@@ -267,7 +263,6 @@ def as_whole(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(as_whole)]
-"""A whole number; 16.0 is accepted."""
 
 
 def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Rules = MappingProxyType({})) -> Body:

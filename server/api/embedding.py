@@ -1,4 +1,4 @@
-"""Reads texts, asks the engine and writes vectors, for all endpoints that answer with vectors."""
+"""Reads texts, asks the engine and writes vectors, for all such endpoints."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -19,20 +19,20 @@ from server.pool.served import EnginePort, ServedModel
 
 MAX_TEXTS = 2048
 MAX_TOKENS = 300_000
-"""Tokens of all texts of one request, OpenAI's limit."""
+"""Of all texts of one request, OpenAI's limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingWork:
-    """The texts of one request, and how their vectors become the answer's body."""
+    """One request's texts, and how their vectors become the body."""
 
     model: ServedModel
     texts: Sequence[TokenArray]
     write: Callable[[Sequence[Vector]], str]
-    """Returns JSON. Called on another thread; raises ApiError."""
+    """Returns JSON. On another thread; raises ApiError."""
     keep_alive_seconds: float | None = None
     reading: Reading | None = None
-    """What the engine computes; None for the model's own vectors."""
+    """None for the model's own vectors."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,20 +59,17 @@ class TextReader:
     """Turns the texts of one request into tokens."""
 
     def __init__(self, model: ServedModel, *, cuts: bool = False, judges: bool = False) -> None:
-        """With `cuts`, a text that is too long loses its end. Raises ApiError (400) for a model without vectors,
-        unless it `judges`.
-        """
+        """`cuts`: long texts lose their ends. Unless `judges`, raises ApiError (400) for a model without vectors."""
         if model.embedding is None and not judges:
             reason = f"{model.id} makes no vectors: its kind of pooling is not supported"
             raise ApiError(Code.INVALID_VALUE, reason, "model")
         self.model = model
         self.num_tokens = 0
-        """Tokens of all texts read so far."""
         self._format = model.embedding
         self._cuts = cuts
 
     def read(self, text: str | Sequence[int], place: str) -> TokenArray:
-        """Returns a text's tokens, or the given ones; `place` is its field. Raises ApiError."""
+        """Returns a text's tokens, or those given; `place` is its field. Raises ApiError."""
         if isinstance(text, str):
             tokens = self._tokens(text, place, add_special=True)
         else:
@@ -83,7 +80,7 @@ class TextReader:
         return self._taken(tokens, place)
 
     def read_pair(self, how: RerankFormat, text: str, place: str) -> TokenArray:
-        """Returns the tokens of a text to be judged, in the model's format. Raises ApiError."""
+        """Returns the tokens of a text to be judged. Raises ApiError."""
         tokenize = self.model.renderer.tokenize
         tokens = self._tokens(text, place, parse_special=False)
         return self._taken([*tokenize(how.prefix), *tokens, *tokenize(how.suffix)], place)
@@ -118,7 +115,7 @@ def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]
 
 
 def vector_json(vector: Vector) -> str:
-    """Returns a vector as JSON. One at a time: thousands at once would hold Python's lock for a second."""
+    """Returns one vector as JSON: thousands would hold Python's lock for a second."""
     return "[" + ",".join(["%.9g" % number for number in vector.tolist()]) + "]"  # noqa: UP031 (twice as fast)
 
 

@@ -1,6 +1,6 @@
-"""What a client is told when a request cannot be served: from exception to code, and from code to status.
+"""What a client is told when a request cannot be served: exception to code, code to status.
 
-The dialect gives the answer its shape. A message never holds a stack trace, a path or a key.
+The dialect shapes the answer. A message never holds a stack trace, a path or a key.
 """
 
 import logging
@@ -21,7 +21,7 @@ RETRY_WHEN_STOPPED_SECONDS = 10
 
 
 class Code(StrEnum):
-    """The error codes for programs. Each code has one status: see `STATUS`."""
+    """Error codes for programs; `STATUS` has each one's status."""
 
     INVALID_HTTP = "invalid_http"
     INVALID_JSON = "invalid_json"
@@ -119,7 +119,7 @@ class ApiError(Exception):
 
 @dataclass(eq=False)
 class ContextExceeded(ApiError):
-    """A prompt that leaves no space for an answer. It has `num_tokens` or more; `max_tokens` fit."""
+    """A prompt of `num_tokens` or more, where `max_tokens` fit, that leaves no space for an answer."""
 
     num_tokens: int = 0
     max_tokens: int = 0
@@ -144,7 +144,7 @@ def retry_later(code: Code, message: str, seconds: int) -> ApiError:
 
 
 def stopped() -> ApiError:
-    """Returns the error of a server that accepts no more requests."""
+    """Returns the error of a stopped server."""
     return retry_later(Code.SERVER_STOPPING, "the server is stopping", RETRY_WHEN_STOPPED_SECONDS)
 
 

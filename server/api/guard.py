@@ -1,16 +1,14 @@
 """The outermost layers: request name, dialect, errors, web pages' access, keys and namespaces.
 
-Each key has a namespace of its own, even where the server requires none; no other key sees anything of it.
+Each key has a namespace that no other key sees, even where the server requires no key. Every page in a user's browser
+can reach the loopback address, so pages may do nothing unless they come from this server or an origin of `--cors`.
+`WebAccess` checks what a page cannot change:
 
-Web pages may do nothing unless they come from this server or from an origin that `--cors` names, since every page in
-a user's browser can reach the loopback address. `WebAccess` refuses pages by three things that a page cannot change:
-
-* *Host*, against DNS rebinding. Addresses, and names that nobody can register on the internet, are accepted; others
-  only if `--allowed-host` lists them, or if a key is required.
-* *Origin*, which browsers send with every request that may change something. Embedded scripts and images send none;
-  `Sec-Fetch-Site` reveals them, and only followed links are served.
-* *Content type*. A body must be JSON: without asking first (a CORS preflight), a page can send only text and forms.
-  A dialect may accept other types from programs: browsers send `Origin` or `Sec-Fetch-…` with every body.
+* *Host*, against DNS rebinding: addresses and unregistrable names pass; others need `--allowed-host` or a key.
+* *Origin*, sent with every request that may change something. Embedded scripts and images send none: `Sec-Fetch-Site`
+  reveals them; only followed links are served.
+* *Content type*: without a CORS preflight a page sends only text and forms, so a body must be JSON. Programs may send
+  other types if the dialect allows: browsers send `Origin` or `Sec-Fetch-…` with every body.
 """
 
 import logging
@@ -49,7 +47,7 @@ PREFLIGHT_SECONDS = 600
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(?::[0-9]{1,5})?", re.IGNORECASE)
 _PRIVATE_ENDINGS = (".localhost", ".local", ".internal")
-"""Reserved names (RFC 6761, RFC 6762, and ICANN's reservation of 2024)."""
+"""RFC 6761, RFC 6762, and ICANN's reservation of 2024."""
 _READING = frozenset({"GET", "HEAD"})
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -59,13 +57,13 @@ class WebAccess:
     """Which hosts and origins are served. Pure."""
 
     hosts: frozenset[str] | None
-    """Names accepted besides those always accepted; None: any name."""
+    """Besides those always accepted; None: any name."""
     origins: frozenset[str]
-    """Foreign origins that may use this server; `*` is all."""
+    """`*` is all."""
 
     @classmethod
     def of(cls, *, hosts: Iterable[str], origins: Iterable[str], needs_key: bool) -> "WebAccess":
-        """Returns the configured access; if a key is required, any host is accepted."""
+        """Returns the configured access; a required key allows any host."""
         names = frozenset(name.lower().rstrip(".") for name in hosts)
         return cls(None if needs_key or ANY in names else names, frozenset(origin.lower() for origin in origins))
 
@@ -86,7 +84,7 @@ class WebAccess:
         return host is not None and is_same_server(origin, host)
 
     def refusal(self, method: str, headers: Headers, *, takes_any_type: bool = False) -> ApiError | None:
-        """Returns why a web page's request is refused, or None. `takes_any_type` is for bodies of programs."""
+        """Returns why a web page's request is refused; `takes_any_type` is for programs."""
         host, origin = headers.get("host"), headers.get("origin")
         if not self.takes_host(host):
             return _wrong_host(host or "")
@@ -100,14 +98,14 @@ class WebAccess:
 
 
 class WebAccessCheck:
-    """ASGI layer that refuses foreign web pages before key or body is read."""
+    """Refuses foreign web pages before key or body is read."""
 
     def __init__(self, app: ASGIApp, access: WebAccess) -> None:
         self._app = app
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError (403, 415) for refused requests."""
+        """Raises ApiError (403, 415)."""
         if scope["type"] == "http":
             takes_any_type = dialect_of(Request(scope)).takes_any_content_type
             error = self._access.refusal(scope["method"], Headers(scope=scope), takes_any_type=takes_any_type)
@@ -117,7 +115,7 @@ class WebAccessCheck:
 
 
 def cross_origin_layer(origins: Iterable[str]) -> Middleware:
-    """Returns the layer that tells browsers which pages may read answers; it must be outermost."""
+    """Returns the outermost layer, which tells browsers which pages may read answers."""
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
@@ -195,34 +193,34 @@ def _wrong_type(content_type: str) -> ApiError:
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 OWN_NAMES = LOOPBACK | {"localhost"}
 OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-"""Headers that proxies add."""
+"""Headers of proxies."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 
 
 def key_of(request: Request) -> ApiKey | None:
-    """Returns the server's key that a request holds, or None."""
+    """Returns the server's key that a request holds."""
     return context_of(request).keys.find(dialect_of(request).api_key(request.headers))
 
 
 def known_key_of(request: Request) -> ApiKey | None:
-    """Returns the key found by `KeyCheck`; None if no key is required."""
+    """Returns the key found by `KeyCheck`; None if none is required."""
     key = request.scope["state"].get("key")
     return key if isinstance(key, ApiKey) else None
 
 
 def key_name_of(scope: Scope) -> str | None:
-    """Returns the name of the key found by `KeyCheck`, if it has one."""
+    """Returns the name of the key found by `KeyCheck`, if any."""
     key = scope["state"].get("key")
     return key.name or None if isinstance(key, ApiKey) else None
 
 
 def is_authorised(request: Request) -> bool:
-    """Whether a request holds a key of the server, or the server requires none."""
+    """Whether a request holds a key of the server, or needs none."""
     return not context_of(request).config.needs_key or key_of(request) is not None
 
 
 def namespace_of(request: Request, cache_salt: str | None) -> str:
-    """Returns the name under which a request shares state, without the key itself; empty without key and salt."""
+    """Returns the name under which requests share state, without the key itself; empty without key and salt."""
     key = dialect_of(request).api_key(request.headers)
     of_key = namespace_of_key(key) if key else ""
     # The slash keeps a salt from looking like the digest of a key.
@@ -235,10 +233,10 @@ def namespace_of_query(request: Request) -> str:
 
 
 def is_owner(request: Request, config: ServerConfig) -> bool:
-    """Whether a request may see everybody's data: by an operator's key, or by hand on the server's own machine.
+    """Whether a request may see all data: by an operator's key, or by hand on the server's machine.
 
-    The latter counts only if the server requires no key, and only for a request without a key: one with a key asks
-    for its own state.
+    The latter counts only if the server requires no key and the request has none: one with a key asks for its own
+    state.
     """
     if config.needs_key:
         key = key_of(request)
@@ -259,10 +257,10 @@ async def read_owners_body(request: Request, kind: type[Body], rules: Rules, wha
 
 
 def is_from_this_machine(request: Request) -> bool:
-    """Whether a person on the server's own machine asks, by a program or by the console in a browser.
+    """Whether a person on the server's machine asks, by a program or by the console.
 
-    False for pages of another origin and with a proxy's headers. Also False if the host is not the loopback address:
-    a proxy may add no header, and a page's name may point here.
+    False for pages of another origin, with a proxy's headers, and for any host that is not the loopback address: a
+    proxy may add no header, and a page's name may point here.
     """
     origin, host = request.headers.get("origin"), request.headers.get("host", "127.0.0.1")
     is_forwarded = any(name in request.headers for name in OF_OTHERS)
@@ -279,7 +277,7 @@ def _is_own_name(host: str) -> bool:
 
 
 def visible_namespace(request: Request, config: ServerConfig) -> str:
-    """Returns the namespace of a request without a body, or the one that the owner names."""
+    """Returns a bodiless request's namespace, or the one that the owner names."""
     named = request.query_params.get("namespace")
     return named if named is not None and is_owner(request, config) else namespace_of_query(request)
 
@@ -292,10 +290,10 @@ def listed_namespace(request: Request, config: ServerConfig) -> str | None:
 
 
 class KeyCheck:
-    """ASGI layer that refuses requests without a key; then `scope["state"]` holds `key`."""
+    """Refuses requests without a key; sets `scope["state"]["key"]`."""
 
     def __init__(self, app: ASGIApp, is_open: Callable[[Scope], bool] = lambda scope: False) -> None:
-        """`is_open` says which requests need no key, besides `OPEN_PATHS`."""
+        """Requests that are `is_open` need no key, nor do `OPEN_PATHS`."""
         self._app = app
         self._is_open = is_open
 
@@ -313,10 +311,9 @@ _OF_STRANGERS = frozenset({Code.INVALID_API_KEY, Code.HOST_NOT_ALLOWED, Code.ORI
 
 
 class ErrorBoundary:
-    """Outermost ASGI layer. Below it, `scope["state"]` holds `request_id`, `dialect` and `answer_headers`.
+    """Outermost layer. Below it, `scope["state"]` holds `request_id`, `dialect` and `answer_headers`, which may grow.
 
-    Endpoints may add to `answer_headers` until they answer. Only here are exceptions of any kind caught; once an
-    answer has begun, one closes the connection.
+    All exceptions are caught only here; one after an answer's begin closes the connection.
     """
 
     def __init__(self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str) -> None:
@@ -326,7 +323,7 @@ class ErrorBoundary:
         self._server_name = ascii_text(server_name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request; raises only after an answer has begun."""
+        """Raises only after an answer has begun."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -394,10 +391,7 @@ class _TrackedSend:
 
 
 def raise_http_error(request: Request, error: Exception) -> Response:
-    """Raises the router's errors as ApiError.
-
-    A path of another API is unknown, even if it fits one of our patterns, as `/responses/compact` does.
-    """
+    """Raises the router's errors as ApiError; another API's path is unknown, whatever pattern it fits."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     code, message = Code.UNKNOWN_PATH, explain_unknown_path(method, path)

@@ -1,11 +1,9 @@
 """Metrics for Prometheus and traces for OpenTelemetry, of requests and engines. Event loop only.
 
-Requests are counted when they end. Engines are read on each scrape, without waiting for a worker. A metric with
-vLLM's meaning has vLLM's name, with `mlx_serve_` for `vllm:`. Labels never hold a client's text.
-
-Traces (`--otlp`) have a span for each request, and below it queue, restore, prefill and decode, named by the
-conventions for generative AI; none holds text of a prompt or answer. Another thread sends them; an absent collector
-costs only the spans. The packages of the extra `otlp` are imported only if spans are wanted.
+Requests are counted at their end; a scrape waits for no worker. A metric with vLLM's meaning has vLLM's name, with
+`mlx_serve_` for `vllm:`. Labels and spans never hold a client's text. Spans are named by the conventions for
+generative AI. Another thread sends them; an absent collector costs only the spans. The extra `otlp` is imported only
+if spans are wanted.
 """
 
 import importlib
@@ -46,10 +44,10 @@ class StatsPort(Protocol):
 
 
 class Metrics:
-    """The counters of one server."""
+    """One server's counters."""
 
     def __init__(self, engines: Callable[[], Mapping[str, StatsPort]], num_slots: int) -> None:
-        """`engines` returns the engines of the loaded models by id, each with `num_slots` slots."""
+        """`engines` returns the loaded models' engines by id, each with `num_slots` slots."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engines, num_slots))
         self._success = self._counter("request_success", "Answers that ended well, by why.", "finished_reason")
@@ -129,14 +127,13 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engines of the loaded models; a reloaded model's counters restart at 0."""
+    """A reloaded model's counters restart at 0."""
 
     def __init__(self, engines: Callable[[], Mapping[str, StatsPort]], num_slots: int) -> None:
         self._engines = engines
         self._num_slots = num_slots
 
     def collect(self) -> Iterator[Metric]:
-        """Yields each engine's counters and gauges."""
         stats = {model_id: engine.stats() for model_id, engine in self._engines().items()}
         for name, text, read in _GAUGES:
             gauge = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=("model",))
@@ -196,11 +193,11 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
 
 PROVIDER = "mlx_serve"
 PATH = "/v1/traces"
-"""The collector's path, if the address has none."""
+"""If the address has none."""
 NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 SEND_SECONDS = 5.0
 END_SECONDS = 3.0
-"""How long the server waits at its end for spans still to be sent."""
+"""Time to send remaining spans at the server's end."""
 _COMPLETIONS = frozenset({"/v1/completions", "/completions", "/completion", "/infill", "/api/generate"})
 
 
@@ -222,10 +219,9 @@ def check_otlp(url: str) -> None:
 
 
 class Tracing:
-    """Sends the spans of one server. Event loop only, except `close`."""
+    """Sends one server's spans. Event loop only, except `close`."""
 
     def __init__(self, url: str, server_name: str) -> None:
-        """`url` is the collector's; see `check_otlp`."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -249,7 +245,7 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         def at(moment: float) -> int:
-            """Converts a reading of `time.monotonic()` to nanoseconds since 1970."""
+            """Converts `time.monotonic()` to nanoseconds since 1970."""
             return int(told.ended_at * 1e9) - int((told.ended - moment) * 1e9)
 
         arrival, error = told.first.arrival, told.first.error
@@ -265,7 +261,7 @@ class Tracing:
         span.end(at(told.ended))
 
     def close(self) -> None:
-        """Sends the remaining spans, within `END_SECONDS`. For any thread."""
+        """Sends the rest within `END_SECONDS`. For any thread."""
         ending = threading.Thread(target=self._provider.shutdown, name="mlx-serve-traces", daemon=True)
         ending.start()
         ending.join(END_SECONDS)
@@ -307,7 +303,7 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-    """Yields name, start and end of each phase, as readings of `time.monotonic()`."""
+    """Yields each phase's name, start and end, as `time.monotonic()`."""
     one, received = record.first, record.first.arrival.received
     if one.started is None:
         yield "queue", received, record.ended
@@ -322,7 +318,7 @@ def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
 
 
 def _telling(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
-    """Returns an exporter that logs when its collector stops answering, and when it answers again."""
+    """Logs when the collector stops answering, and when it answers again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Telling(SpanExporter):

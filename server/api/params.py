@@ -43,12 +43,12 @@ ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
 @dataclass(frozen=True)
 class AnswerGrammar:
-    """The grammar that binds an answer, and the body's field that requests it."""
+    """What binds an answer, and the body's field that requests it."""
 
     param: str
     grammar: Grammar
     begun: str = ""
-    """The beginning of the answer, if the prompt already holds it."""
+    """The answer's beginning, if the prompt holds it."""
     forces_calls: bool = False
 
 
@@ -65,7 +65,7 @@ def choice_grammar(texts: Sequence[str]) -> Grammar:
 
 
 def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar:
-    """Returns the compiled grammar of the answer to a prompt; raises ApiError (400)."""
+    """Returns the compiled grammar of an answer; raises ApiError (400)."""
     if model.grammars is None or isinstance(model.tool_syntax, HarmonyFormat):
         message = f"{wanted.param}: the answers of the model {model.id!r} cannot be bound to a grammar"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, wanted.param)
@@ -89,7 +89,7 @@ def _check_beginning(compiled: CompiledGrammar, wanted: AnswerGrammar) -> None:
 
 
 def _reasoning_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
-    """Returns the token that begins reasoning, if the model may reason; None after a prompt without messages."""
+    """None if the model cannot reason, and after a prompt without messages."""
     markers = model.reasoning_format
     if markers is None or not prompt.text or prompt.begun or model.opens_reasoning:
         return None
@@ -104,9 +104,7 @@ class Incoming:
 
     http: Request
     fields: Mapping[str, Any]
-    """The body's JSON object."""
     request_id: str
-    """The answer's name of the request."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +117,18 @@ class GenerationParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     keeps_stop: bool = False
-    """Whether the answer includes the stop string or token that ends it."""
+    """The answer includes the stop string or token that ends it."""
     cache_prompt: bool = True
     is_volatile: bool = False
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
-    """The reasoning is closed after this many tokens; None leaves closing to the model."""
+    """Closes the reasoning; None leaves that to the model."""
     is_single_call: bool = False
-    """Whether the answer ends with its first tool call, if calls have markers."""
+    """The answer ends with its first tool call, if calls have markers."""
     grammar: AnswerGrammar | None = None
     prompt_param: str = "messages"
-    """The body's field that holds the prompt, for errors."""
+    """The body's field, for errors."""
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -177,7 +175,7 @@ def _call_markers(model: ServedModel) -> CallMarkers | None:
 
 
 def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: ServedModel, http: Request) -> int:
-    """Returns the limit of the answer; raises ApiError for a prompt that leaves no space."""
+    """Raises ApiError for a prompt that leaves no space."""
     if num_prompt == 0:
         raise ApiError(Code.EMPTY_PROMPT, f"{params.prompt_param}: the prompt is empty", params.prompt_param)
     num_left = model.context_tokens - num_prompt
@@ -202,9 +200,8 @@ class ForcedCalls:
     """The calls that a request forces."""
 
     names: tuple[str, ...] | None = None
-    """The tools that may be called; None for all."""
+    """None for all."""
     is_single: bool = False
-    """Whether only one call is allowed."""
 
 
 def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced: ForcedCalls) -> AnswerGrammar:
@@ -236,7 +233,7 @@ def can_forbid_calls(model: ServedModel) -> bool:
 
 
 def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
-    """Returns the grammar of text that begins no call; special tokens are not text."""
+    """Special tokens are not text."""
     start = (syntax.start,) if isinstance(syntax, ToolFormat) else ()
     markers = "|".join(re.escape(marker) for marker in (*start, *syntax.frames))
     excluded = [f"(?s:.*)({markers})(?s:.*)"] if markers else []
@@ -262,7 +259,7 @@ def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], want
 
 
 def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> AnswerGrammar | None:
-    """Returns the grammar of text and calls in which strict tools' calls follow their schemas, if it can be."""
+    """Returns the grammar of text and calls in which strict tools' calls follow their schemas, if possible."""
     functions, syntax = [tool["function"] for tool in tools], _bindable_format(model)
     if syntax is None or not any(map(_is_strict, functions)):
         return None
@@ -303,7 +300,7 @@ def _calls(*, is_single: bool) -> str:
 
 
 def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the rule `body`, behind a call's start marker, and a rule for each function."""
+    """Returns the rule `body`, behind a call's start marker, and one for each function."""
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         head = _literal(f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": ')
@@ -313,7 +310,7 @@ def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments; a tool that describes none takes none, unlike a nested object."""
+    """A tool that describes no arguments takes none, unlike a nested object."""
     schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
     return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
 
@@ -341,7 +338,7 @@ def _literal(text: str) -> str:
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_NAMED_OPTIONS = 500
-"""Characters of unknown options shown in the log."""
+"""Characters of unknown options in the log."""
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]

@@ -1,8 +1,8 @@
 """Threads that check, render and tokenize requests, shared fairly among clients.
 
-A body waits only for bodies of its own size class. Within a class clients take turns, however many bodies each has
-sent. The bytes that wait are bounded. Work of a client that left ends at the renderer's next check
-(`models.prompt.tokenize`); until then it keeps its thread, so that it does not pile up.
+A body waits only for bodies of its size class, where clients take turns, however many bodies each has sent. Waiting
+bytes are bounded. A departed client's work keeps its thread until the renderer's next check
+(`models.prompt.tokenize`), so that it does not pile up.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from server.api.errors import Code, retry_later
 Result = TypeVar("Result")
 
 MAX_WAITING_BYTES: Final = 256 << 20
-"""Bytes of all bodies that wait for a thread."""
+"""Of bodies that wait for a thread."""
 RETRY_SECONDS: Final = 5
 
 
 @dataclass(frozen=True)
 class Size:
-    """A size class: bodies up to `max_bytes`, planned by `num_threads` threads."""
+    """Bodies up to `max_bytes`, planned by `num_threads` threads."""
 
     max_bytes: float
     num_threads: int
 
 
 SIZES: Final = (Size(64 << 10, 4), Size(1 << 20, 2), Size(float("inf"), 1))
-"""Ascending. More threads for long bodies would compete with the worker thread for Python's lock."""
+"""Ascending. More threads for long bodies would compete with the worker for Python's lock."""
 
 
 class Planning:
@@ -46,10 +46,9 @@ class Planning:
         self._waiting_bytes = 0
 
     async def run(self, client: str, num_bytes: int, work: Callable[[], Result]) -> Result:
-        """Returns the result of `work`, called on a thread when its turn comes.
+        """Returns what `work` returns or raises, on a thread at its turn; cancellation ends `work` soon.
 
-        `num_bytes` is the body's length. Raises what `work` raises, and ApiError (429) if too many bytes wait.
-        Cancellation ends the work soon.
+        `num_bytes` is the body's length. Raises ApiError (429) if too many bytes wait.
         """
         places = self._places[next(size for size in SIZES if num_bytes <= size.max_bytes)]
         await self._wait(places, client, num_bytes)

@@ -1,7 +1,7 @@
 """Limits each key's use per minute and at once. Pure: callers pass the time, in seconds of any steady clock.
 
-An allowance is a bucket that holds a minute's worth and fills steadily. A request's tokens are known only at its end,
-so it is admitted while the bucket of tokens is not empty; tokens beyond it must flow in before the next request.
+An allowance is a bucket that holds a minute's worth and fills steadily. A request's tokens are known only at its end:
+the request is admitted while the bucket is not empty, and tokens beyond must flow in before the next.
 """
 
 import math
@@ -28,17 +28,17 @@ class Bucket:
 
     per_minute: int
     amount: float
-    """What is left; negative after use beyond the bucket."""
+    """Negative after use beyond the bucket."""
     filled_at: float
 
     def fill(self, per_minute: int, now: float) -> None:
-        """Adds what came in since the last call; the limit may have changed."""
+        """Adds what came in since; the limit may have changed."""
         self.per_minute = per_minute
         self.amount = min(per_minute, self.amount + (now - self.filled_at) * per_minute / 60)
         self.filled_at = now
 
     def seconds_until(self, amount: float) -> float:
-        """Returns the seconds until `amount` is available; 0 if it is."""
+        """Returns the seconds until `amount` is available."""
         return max(0.0, amount - self.amount) * 60 / self.per_minute
 
     def headers(self, what: str) -> dict[str, str]:
@@ -87,7 +87,7 @@ class RateLimits:
 
     clock: Callable[[], float]
     usages: dict[bytes, KeyUsage] = field(default_factory=dict)
-    """Keyed by the key's digest; only keys with a limit."""
+    """By the key's digest; only keys with a limit."""
 
     def admit(self, key: ApiKey, headers: dict[str, str]) -> Permit:
         """Admits a request, or raises OverLimit; adds the limits to `headers` either way."""

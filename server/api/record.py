@@ -1,8 +1,7 @@
-"""What is known of a request while it runs, its record once it has ended, and what dialects write of its costs.
+"""What is known of a request while it runs, its record once ended, and what dialects write of its costs.
 
-An `OpenRequest` follows the events of one engine request. A client's request has one for each of its choices; when it
-has ended in any way, one `RequestRecord` is made of them. Subscribers are told each `Moment` and the record: the log
-(here), sessions, metrics, traces, sums and events. Knows no dialect and no conversation. Event loop only.
+An `OpenRequest` follows one choice's engine request; one `RequestRecord` is made of all at the end, however they end.
+Subscribers are told each `Moment` and the record. Knows no dialect and no conversation. Event loop only.
 """
 
 import logging
@@ -41,15 +40,14 @@ class Arrival:
 
     endpoint: str
     received: float
-    """Reading of `time.monotonic()`."""
+    """`time.monotonic()`."""
     key_name: str | None = None
     trace_parent: str | None = None
-    """The header that names the client's trace."""
 
 
 @dataclass(eq=False)
 class OpenRequest:
-    """One engine request, as far as it has come; only `observe` changes it."""
+    """One engine request so far; only `observe` changes it."""
 
     request: GenerationRequest
     model_id: str
@@ -59,20 +57,19 @@ class OpenRequest:
     repeats_prompt: bool = False
     """Whether the choice before counts the same prompt."""
     session_id: str | None = None
-    """The conversation's present name."""
     received_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     started: Started | None = None
     started_at: float = 0.0
-    """`time.monotonic()` when the request got a slot."""
+    """`time.monotonic()` at its slot."""
     first_text_at: float | None = None
     num_evaluated: int = 0
-    """Prompt tokens evaluated, without restored ones."""
+    """Without restored tokens."""
     num_predicted: int = 0
     timings: Timings | None = None
-    """The engine's measurement; None until the last event."""
+    """None until the last event."""
     outcome: str | None = None
-    """Why the answer ended; None before its end."""
+    """None before its end."""
     error: Exception | None = None
 
     @property
@@ -90,7 +87,7 @@ class OpenRequest:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the answer reached its end or limit: neither cancelled nor failed."""
+        """Neither cancelled nor failed."""
         return self.outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
     @property
@@ -102,7 +99,6 @@ class OpenRequest:
 
     @property
     def progress(self) -> str:
-        """A few words on what the request is waiting for."""
         if self.started is None:
             return "waiting"
         if self.first_text_at is not None:
@@ -151,31 +147,29 @@ class TokenCounts:
 
 @dataclass(frozen=True, eq=False)
 class RequestRecord:
-    """A client's request that has ended in any way. Made once; its choices change no more."""
+    """A client's request that has ended in any way; never changes."""
 
     choices: tuple[OpenRequest, ...]
     name: Name | None = None
-    """The conversation, if a turn of one was evaluated."""
+    """Set if a turn of one was evaluated."""
     previous_id: str | None = None
-    """The earlier request compared with this one, if any."""
     turn_number: int | None = None
-    """The turn's number in the conversation, from 1."""
+    """From 1."""
     saved_seconds: float = 0.0
     """Time that evaluating the restored tokens would have taken."""
     is_refused: bool = False
-    """Whether the client gets an error only, with a log entry of its own."""
+    """The client gets an error only, with a log entry of its own."""
     ended: float = field(default_factory=time.monotonic)
     ended_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
 
     @property
     def first(self) -> OpenRequest:
-        """The choice that reports for all."""
         return self.choices[0]
 
     @cached_property
     def counts(self) -> TokenCounts:
-        """The tokens of all choices."""
+        """Of all choices."""
         return TokenCounts.of(self.choices)
 
     @property
@@ -184,14 +178,14 @@ class RequestRecord:
 
     @property
     def failure(self) -> str | None:
-        """The kind of error for programs; None for an answer that reached its end or limit."""
+        """For programs; None for an answer that reached its end or limit."""
         if self.first.has_ended:
             return None
         return type(self.first.error).__name__ if self.first.error is not None else "cancelled"
 
     @cached_property
     def turn(self) -> TurnRecord | None:
-        """The turn; None for a request that never held a slot."""
+        """None for a request that never held a slot."""
         first, counts = self.first, self.counts
         if first.started is None:
             return None
@@ -214,7 +208,7 @@ class RequestRecord:
         )
 
     def _prompt_ms(self) -> float:
-        """Returns the engine's time for the prompt, or the time so far of an answer that was cut off."""
+        """For an answer that was cut off, the time so far."""
         first = self.first
         if first.timings is not None and first.has_ended:
             return first.timings.prompt_ms
@@ -234,17 +228,17 @@ Told: TypeAlias = Moment | RequestRecord
 Subscriber: TypeAlias = Callable[[Told], None]
 
 LONG_PREFILL_SECONDS = 3.0
-"""The log shows the progress of prompts that take longer."""
+"""The log shows the progress of longer prompts."""
 PROGRESS_SECONDS = 2.0
-"""Time between two progress entries of one request."""
+"""Between progress entries of one request."""
 
 
 class RequestLog:
-    """Logs requests: the progress of long prompts, and one entry at the end."""
+    """Logs the progress of long prompts, and one entry per request."""
 
     def __init__(self) -> None:
         self._noted: dict[OpenRequest, tuple[float, int]] = {}
-        """When the next progress entry is due, and how many there were."""
+        """When the next progress entry is due, and their number."""
 
     def tell(self, told: Told) -> None:
         """Logs what is due."""
@@ -298,7 +292,7 @@ def ended_entry(record: RequestRecord) -> RequestEnded:
 
 
 def _speed_of(timings: Timings) -> float | None:
-    """Returns tokens per second, from the first token to the last."""
+    """Tokens per second, from the first token to the last."""
     seconds, num_later = timings.predicted_ms / 1000, timings.predicted_tokens - 1
     return round(num_later / seconds, 2) if seconds > 0 and num_later > 0 else None
 
@@ -309,7 +303,7 @@ def _reason_of(error: Exception) -> str:
 
 
 def _miss_of(turn: TurnRecord) -> MissFigures | None:
-    """Returns a miss without the prompt's changed words, which may be private."""
+    """Leaves out the prompt's changed words, which may be private."""
     miss = turn.miss
     if miss is None:
         return None
@@ -373,7 +367,7 @@ def costs_of(finished: Finished, session_id: str | None) -> Costs:
 
 
 def cache_of(started: Started | None, session_id: str | None) -> CacheBody | None:
-    """Returns how much of a prompt was reused; None for one that never held a slot."""
+    """Returns a prompt's reuse; None if it never held a slot."""
     if started is None:
         return None
     return {

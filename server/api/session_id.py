@@ -64,9 +64,9 @@ class SessionIdError(ValueError):
 
 
 def resolve_session_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-    """Returns the session's name, 1 to 256 printable characters; None if the request names none.
+    """Returns the session's name, 1 to 256 printable characters, or None; raises SessionIdError for any other name.
 
-    Null and empty texts count as absent. Raises SessionIdError for any other name.
+    Null and empty texts count as absent.
     """
     for param, value in _candidates(body, headers):
         if value is None or value == "":
@@ -92,7 +92,7 @@ def _candidates(body: Mapping[str, Any], headers: Mapping[str, str]) -> Iterator
 
 
 def _session_in_user_id(user_id: Any) -> Any:
-    """Returns the session that agents put into a user's name."""
+    """Agents put the session into a user's name."""
     if not isinstance(user_id, str):
         return None
     suffix = _SESSION_SUFFIX.search(user_id)

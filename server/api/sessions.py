@@ -1,7 +1,7 @@
 """Records the costs of sessions' last turns, and refused requests, for `/v1/sessions` and `mlx-serve doctor`.
 
-Both are found only under their namespace, and bounded. Above the bound the namespace with the most sessions loses its
-oldest, so no client can push out another's. Equal refusals are counted as one. Pure: no clock, no engine, no HTTP.
+Both belong to their namespace and are bounded: the namespace with most sessions loses its oldest, so no client pushes
+out another's. Equal refusals are counted as one. Pure: no clock, no engine, no HTTP.
 """
 
 from collections import OrderedDict, deque
@@ -14,10 +14,10 @@ from server.diagnosis.account import Name
 from server.engine.diagnosis import Miss
 
 MAX_SESSIONS = 1024
-"""Sessions of all namespaces together."""
+"""Of all namespaces together."""
 _LOOKED_AT = 64
 MAX_TURNS = 32
-"""Turns kept of one session; the sums include dropped turns."""
+"""Of one session; the sums include dropped turns."""
 
 
 @dataclass(frozen=True)
@@ -29,29 +29,27 @@ class TurnRecord:
     ended: float
     """Seconds since 1970."""
     finish: str
-    """Why the request ended: `stop`, `length`, `cancelled`, or that it failed."""
+    """`stop`, `length`, `cancelled`, or that it failed."""
     prompt_tokens: int
     cached_tokens: int
     evaluated_tokens: int
     predicted_tokens: int
     prompt_ms: float
-    """Time to evaluate `evaluated_tokens`."""
     tier: str | None
     kept: float | None
     lost_tokens: int
-    """Tokens evaluated because of the miss."""
+    """Evaluated because of the miss."""
     misses: tuple[Miss, ...] = ()
     previous_id: str | None = None
-    """The earlier request compared with this one, if any."""
 
     @property
     def miss(self) -> Miss | None:
-        """The costliest of the misses."""
+        """The costliest."""
         return max(self.misses, key=lambda miss: miss.lost_tokens, default=None)
 
     @property
     def lost_seconds(self) -> float:
-        """The share of the prompt's time spent on `lost_tokens`."""
+        """The prompt's time spent on `lost_tokens`."""
         if not self.evaluated_tokens:
             return 0.0
         return self.prompt_ms / 1000 * min(1.0, self.lost_tokens / self.evaluated_tokens)
@@ -64,7 +62,6 @@ class SessionRecord:
     name: Name
     created: float
     model_id: str = ""
-    """The model of the session's last turn."""
     num_turns: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -98,7 +95,7 @@ class SessionRecords:
         self._num_sessions = 0
 
     def record(self, name: Name, turn: TurnRecord) -> int:
-        """Adds a turn to its session, which it may begin; returns its number there."""
+        """Adds a turn to its session; returns its number there."""
         namespace, session_id = name.namespace, name.id
         sessions = self._namespaces.setdefault(namespace, OrderedDict())
         if session_id not in sessions:
@@ -113,7 +110,7 @@ class SessionRecords:
         return session.num_turns
 
     def num_turns(self, name: Name) -> int:
-        """Returns the number of turns of a session; 0 for an unknown one."""
+        """Returns a session's number of turns; 0 if unknown."""
         known = self.find(name.namespace, name.id)
         return 0 if known is None else known.num_turns
 
@@ -122,16 +119,16 @@ class SessionRecords:
         return reversed(self._namespaces.get(namespace, OrderedDict()).values())
 
     def all_sessions(self) -> Iterable[SessionRecord]:
-        """Returns the sessions of all namespaces, last used first."""
+        """Returns all namespaces' sessions, last used first."""
         every = [session for sessions in self._namespaces.values() for session in sessions.values()]
         return sorted(every, key=lambda session: -session.turns[-1].ended)
 
     def find(self, namespace: str, session_id: str) -> SessionRecord | None:
-        """Returns a session; None if the namespace has none of that name."""
+        """Returns a session, if the namespace has one of that name."""
         return self._namespaces.get(namespace, OrderedDict()).get(session_id)
 
     def forget(self, namespace: str, session_id: str) -> bool:
-        """Drops a session; False if the namespace has none of that name."""
+        """Drops a session; returns whether there was one."""
         sessions = self._namespaces.get(namespace, OrderedDict())
         if sessions.pop(session_id, None) is None:
             return False
@@ -141,7 +138,7 @@ class SessionRecords:
         return True
 
     def _drop_one(self) -> None:
-        """Drops the oldest session of the fullest namespace; unnamed ones of a single request first."""
+        """Drops the fullest namespace's oldest session; unnamed ones of a single request first."""
         fullest = max(self._namespaces, key=lambda name: len(self._namespaces[name]))
         sessions = self._namespaces[fullest]
         passing = (
@@ -151,7 +148,7 @@ class SessionRecords:
 
 
 MAX_REFUSALS = 32
-"""Different refusals kept of one namespace."""
+"""Of one namespace."""
 MAX_NAMESPACES = 128
 
 _Key: TypeAlias = tuple[str, str, str]
@@ -179,7 +176,6 @@ class Refusal:
     param: str | None
     message: str
     count: int = 1
-    """Number of equal refusals."""
 
 
 class Refusals:
@@ -189,7 +185,7 @@ class Refusals:
         self._namespaces: OrderedDict[str, OrderedDict[_Key, Refusal]] = OrderedDict()
 
     def record(self, refusal: Refusal) -> None:
-        """Keeps a refusal, or adds it to the count of an equal one."""
+        """Keeps a refusal, or counts it as an equal one."""
         known = self._namespaces.setdefault(refusal.origin.namespace, OrderedDict())
         key = refusal.path, refusal.code, refusal.message
         before = known.pop(key, None)
@@ -205,7 +201,7 @@ class Refusals:
         return reversed(self._namespaces.get(namespace, OrderedDict()).values())
 
     def all(self) -> Iterable[Refusal]:
-        """Returns the refusals of all namespaces, last first."""
+        """Returns all namespaces' refusals, last first."""
         every = [one for known in self._namespaces.values() for one in known.values()]
         return sorted(every, key=lambda one: -one.ended)
 

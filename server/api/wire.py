@@ -1,8 +1,8 @@
-"""Reads request bodies and writes JSON answers and server-sent events, the same for all dialects.
+"""Reads request bodies and writes JSON answers and server-sent events, for all dialects.
 
 A body is one JSON object, bounded in bytes as it arrives, also when decompressed, and in its number of values: the
 parser holds Python's lock, so values are counted first. JSON is compact UTF-8 without NaN; half a character, which
-UTF-8 cannot encode, is replaced. Paths are served with and without `/v1`, which many clients leave out of a base URL.
+UTF-8 cannot encode, is replaced.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ def bearer_key(headers: Mapping[str, str]) -> str:
 
 _GZIP: Final = 16 + zlib.MAX_WBITS
 _WINDOWS: Final[Mapping[str, int]] = {"gzip": _GZIP, "x-gzip": _GZIP, "deflate": zlib.MAX_WBITS}
-"""zlib's parameter for each encoding."""
+"""zlib's parameter."""
 MAX_MEMBERS: Final = 64
 """Parts of one gzip body; each costs a copy of all that follow it."""
 
@@ -72,7 +72,7 @@ def expand(raw: bytes, encoding: str, max_bytes: int) -> bytes | None:
 
 
 def _window(raw: bytes, encoding: str) -> int:
-    """Returns zlib's parameter; some clients send "deflate" without zlib's header."""
+    """Some clients send "deflate" without zlib's header."""
     has_head = len(raw) > 1 and raw[0] & 0xF == 8 and int.from_bytes(raw[:2], "big") % 31 == 0
     return -zlib.MAX_WBITS if encoding == "deflate" and not has_head else _WINDOWS[encoding]
 
@@ -82,11 +82,11 @@ def _broken(encoding: str) -> ApiError:
 
 
 MAX_MESSAGES: Final = 10_000
-"""Messages of one conversation; each part and tool call counts."""
+"""Of one conversation; each part and tool call counts."""
 MAX_TEXTS: Final = 200_000
-"""Texts, field names, objects and lists in one body together."""
+"""Texts, field names, objects and lists of one body."""
 MAX_VALUES: Final = 2_000_000
-"""Values of any kind in one body; a prompt may be a list of token ids."""
+"""Of any kind in one body; a prompt may be a list of token ids."""
 
 _BLOCK_BYTES: Final = 1 << 16
 _NO_BACKSLASH: Final = re.compile(rb"[^\\]")
@@ -122,7 +122,7 @@ async def _read_as_sent(request: Request, max_bytes: int) -> bytes:
 def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
     """Returns the JSON object and whether all its numbers are finite; raises ApiError (400).
 
-    Some clients send NaN and Infinity. The field's own check can then name the field; the caller refuses the rest.
+    Some clients send NaN and Infinity: a field's check can name the field, the caller refuses the rest.
     """
     try:
         value, is_finite = pydantic_core.from_json(raw, allow_inf_nan=False), True
@@ -163,7 +163,7 @@ def _num_entries(message: Any) -> int:
 
 
 def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
-    """Yields, by block, how many texts and containers begin, and how many values end with a comma."""
+    """By block: how many texts and containers begin, and how many values end with a comma."""
     start, is_in_text = 0, False
     while start < len(raw):
         # A block never ends with a backslash, so an escaped character is in its backslash's block.

@@ -416,7 +416,7 @@ class PrimeExchange(Exchange):
         raise NotImplementedError
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the body of the answer."""
+        """Returns the answer's body."""
         async for event in answer.events():
             if isinstance(event, Finished):
                 return self._body(event)

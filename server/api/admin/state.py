@@ -77,7 +77,7 @@ class ReadyBody(TypedDict):
     """Whether one more request would be taken."""
 
     status: str
-    """"ok", "full" (the queue is full), "draining" or "stopped"."""
+    """"ok", "full" (queue), "draining" or "stopped"."""
 
 
 class ServerVersionBody(TypedDict):
@@ -188,7 +188,6 @@ class OpenRequestBody(TypedDict):
     key: str | None
     session_id: str | None
     phase: str
-    """`waiting`, `prefill` or `decode`."""
     slot: int | None
     received: float
     """Seconds since 1970."""

@@ -35,7 +35,7 @@ class ModelInfoBody(TypedDict):
     id: str
     display_name: str
     created_at: str
-    """In RFC 3339."""
+    """RFC 3339."""
     lifecycle: Literal["active"]
     max_input_tokens: int
     max_tokens: int

@@ -111,7 +111,6 @@ class _OpenCall:
     name: str
     is_search: bool = False
     parts: list[str] = field(default_factory=list)
-    """Pieces of the JSON text of the input."""
 
     def body(self) -> ToolUseBlockBody | ServerToolUseBody:
         given = read_object("".join(self.parts)) or {}
@@ -130,7 +129,7 @@ class AnswerContent:
         self._ended: list[BlockBody] = []
         self._open: _OpenText | _OpenThought | _OpenCall | None = None
         self._num_streamed = 0
-        """Blocks begun in the stream, failed calls included."""
+        """Failed calls included."""
 
     @property
     def blocks(self) -> list[BlockBody]:

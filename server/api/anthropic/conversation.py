@@ -112,7 +112,6 @@ class _Reader:
         return [as_function(tool) for name, tool in self._tools.items() if name in self._callable]
 
     def read(self, messages: Sequence[InputMessage]) -> list[Message]:
-        """Returns the messages for the template."""
         return [shown for place, message in enumerate(messages) for shown in self._read(message, place)]
 
     def _read(self, message: InputMessage, place: int) -> Iterator[Message]:
@@ -238,7 +237,6 @@ def _definer(body: PromptBody, model: ServedModel, namespace: str) -> Define:
 
 
 _OWN_NAMES = "claude-"
-"""Prefix of Anthropic's model names."""
 
 
 def find_model(context: ApiContext, name: str | None) -> ServedModel:

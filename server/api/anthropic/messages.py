@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: the answer to a conversation, streamed or whole, with its usage, reuse and stop reason."""
+"""`POST /v1/messages`, streamed or whole."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -52,7 +52,7 @@ _MISS_TYPES: Final = {
     MissReason.NOTE_MOVED: "messages_changed",
     MissReason.SIDE_REQUEST: "messages_changed",
 }
-"""Anthropic's words for reasons; reasons without one become `unavailable`."""
+"""Other reasons are `unavailable`."""
 
 
 class OutputTokensDetails(TypedDict):
@@ -89,7 +89,7 @@ class DiagnosticsBody(TypedDict):
 
 
 def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: bool) -> MessagesUsage:
-    """Returns the token counts at the start; with `caches_all` the whole prompt is to be cached."""
+    """Returns the counts at the start; with `caches_all` the whole prompt is to be cached."""
     num_prompt, num_read = started.prompt_tokens, started.hit_tokens
     explicit = (point.offset for point in request.restore_points if point.kind is RestorePointKind.EXPLICIT)
     # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
@@ -104,7 +104,7 @@ def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: 
 
 
 def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> MessagesUsage:
-    """Returns the counts of a finished answer: its first part's prompt, and all output."""
+    """Returns a finished answer's counts: its first part's prompt, all output."""
     usage: MessagesUsage = {**at_start, "output_tokens": sum(part.timings.predicted_tokens for part in parts)}
     thought = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
     if thought:
@@ -113,7 +113,7 @@ def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> Messages
 
 
 def diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
-    """Returns how much was reused and why not more; for a finished request also the times."""
+    """Returns the reuse; for a finished request also the times."""
     body: DiagnosticsBody = {
         "cache_miss_reason": _miss_reason(started.reuse.miss),
         "cache": cache_of(started, session_id),
@@ -133,7 +133,7 @@ def _miss_reason(miss: Miss | None) -> CacheMissReason | None:
 
 
 def stop_reason(finished: Finished, *, made_calls: bool, max_tokens: int) -> str:
-    """Returns Anthropic's stop reason; `max_tokens` is the request's limit."""
+    """Returns Anthropic's stop reason; `max_tokens` is the limit."""
     if finished.reason is FinishReason.LENGTH:
         is_cut_by_context = finished.timings.predicted_tokens < max_tokens
         return "model_context_window_exceeded" if is_cut_by_context else "max_tokens"
@@ -143,7 +143,7 @@ def stop_reason(finished: Finished, *, made_calls: bool, max_tokens: int) -> str
 
 
 MAX_PARTS = 8
-"""An answer continues by itself up to this many parts; then the client must continue it."""
+"""Then the client must continue the answer."""
 
 
 class ContextManagementBody(TypedDict):
@@ -165,7 +165,6 @@ class MessageAnswer(TypedDict):
     usage: MessagesUsage
     diagnostics: DiagnosticsBody
     context_management: NotRequired[ContextManagementBody]
-    """Only if the request holds `context_management`."""
 
 
 async def create_message(request: Request) -> Response:
@@ -174,7 +173,7 @@ async def create_message(request: Request) -> Response:
 
 
 def open_message(context: ApiContext, incoming: Incoming) -> Exchange:
-    """Returns the checked request; raises ApiError and the renderer's errors."""
+    """Returns the checked request; raises ApiError."""
     body = parse_body(MessagesBody, dict(incoming.fields), IN_MESSAGES)
     return _open(context, incoming, body)
 
@@ -195,16 +194,12 @@ def _open(context: ApiContext, incoming: Incoming, body: MessagesBody) -> "Messa
 
 
 class MessageExchange(Exchange):
-    """Writes the answer to one request for a message.
-
-    After searches for tools it goes on by itself: each part is an exchange with a longer body, and the first writes
-    all.
-    """
+    """Writes one message. After tool searches further exchanges go on, each with a longer body."""
 
     def __init__(
         self, body: MessagesBody, question: Question, open_part: Callable[[MessagesBody, int], "MessageExchange"]
     ) -> None:
-        """`open_part` returns the exchange of a longer body, for the part with the given number."""
+        """`open_part` takes a longer body and the part's number."""
         super().__init__(question, is_streamed=body.stream is True)
         self._body = body
         searches = {tool.name for tool in body.tools or () if tool.is_search}
@@ -212,15 +207,14 @@ class MessageExchange(Exchange):
         self._open_part = open_part
         self._started: Started | None = None
         self._finished: list[Finished] = []
-        """The end of each part."""
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields the message's start, each block's events, the stop reason and the proper end."""
+        """Yields the events of the message."""
         async for event in self._events(answer):
             yield sse_event(event, event["type"])
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the body of an answer that is not streamed."""
+        """Returns the whole answer."""
         async for _ in self._events(answer):
             pass
         assert self._started is not None, "a request starts before it finishes"
@@ -236,7 +230,6 @@ class MessageExchange(Exchange):
         return [said if self.conversation is None else self.conversation.whole(said)]
 
     async def _events(self, answer: Answer) -> AsyncIterator[BlockEvent]:
-        """Keeps all parts of the answer, and yields the stream's events."""
         part = self
         async for event in answer.events():
             match event:
@@ -263,13 +256,12 @@ class MessageExchange(Exchange):
                         yield told
 
     async def _run_searches(self, part: "MessageExchange") -> list[BlockEvent]:
-        """Runs the searches that a part called; returns the events of their results."""
         searches = part._searches
         found = await asyncio.to_thread(lambda: [self._run(search) for search in searches]) if searches else []
         return self._content.add_results(found)
 
     async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
-        """Returns the part that goes on with the results of searches, if there is one."""
+        """Goes on with the results of searches, if any."""
         finished, num_calls = self._finished[-1], len(part._searches)
         is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
         if not num_calls or is_over or part._calls_client or len(self._finished) >= MAX_PARTS:

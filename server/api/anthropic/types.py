@@ -13,7 +13,7 @@ from server.api.dialect import BodyModel, Rules, no_effect, read_by, refused
 from server.api.params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, CacheSalt, Share
 
 MAX_CACHE_POINTS: Final = 4
-"""Blocks with `cache_control` in one request."""
+"""Blocks with `cache_control`."""
 
 _EFFORTS: Final = {"xhigh": "high", "max": "high"}
 """Levels that chat templates do not know."""
@@ -370,7 +370,6 @@ IN_PROMPT: Rules = {
     **refused("its name here is output_config.effort", "reasoning_effort reasoning={}"),
     **refused("its name here is output_config.format", "response_format"),
 }
-"""Fields of both endpoints."""
 
 IN_MESSAGES: Rules = {
     **read_by(MessagesBody),
@@ -391,10 +390,8 @@ IN_MESSAGES: Rules = {
     **refused("answers hold text, without data on single tokens", "logprobs=false top_logprobs=0"),
     **refused("this API has no field for it; /v1/chat/completions has", "cache_prompt=true priority=0"),
 }
-"""Fields of `POST /v1/messages`."""
 
 IN_COUNT: Rules = {
     **IN_PROMPT,
     **no_effect("no answer is given", " ".join(name for name in MessagesBody.model_fields if name not in IN_PROMPT)),
 }
-"""Fields of `POST /v1/messages/count_tokens`."""

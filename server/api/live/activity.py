@@ -136,11 +136,11 @@ class Activity:
         return [one for one in self._open if namespace is None or one.request.namespace == namespace]
 
     def forget(self, request: OpenRequest) -> None:
-        """Notes that a request runs no more; one that has ended is forgotten already."""
+        """Notes that a request runs no more; an ended one is forgotten already."""
         self._open.pop(request, None)
 
     def tell(self, told: Told) -> None:
-        """Notes and publishes what happens to requests, and sums those that have ended."""
+        """Notes and publishes what happens, and sums ended requests."""
         if isinstance(told, Moment):
             if told.event is None:
                 self._open[told.of] = None

@@ -73,7 +73,7 @@ class EventLog:
         return len(self._listeners)
 
     def publish(self, name: str, namespace: str | None, /, **fields: Any) -> None:
-        """Keeps an event and wakes its listeners; does nothing while no events are wanted."""
+        """Keeps an event and wakes its listeners, while events are wanted."""
         if not self.is_wanted:
             return
         event = LiveEvent(

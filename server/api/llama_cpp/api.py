@@ -223,13 +223,13 @@ class TokenizeBody(BodyModel):
     model: str | None = None
     content: str | None = None
     prompt: str | None = None
-    """The text, as vLLM calls it."""
+    """vLLM's name of the text."""
     add_special_tokens: bool | None = None
     """vLLM's name for `add_special`, true by default with `prompt`."""
     add_special: bool | None = None
     """Adds the tokens that begin a prompt."""
     parse_special: bool | None = None
-    """False: names of special tokens are read as text."""
+    """False: names of special tokens are text."""
     with_pieces: bool | None = None
 
 
@@ -312,7 +312,7 @@ def _piece(token: int, texts: TokenReader) -> TokenPiece:
 
 
 NEVER = -100.0
-"""The bias that excludes a token, sent as `false`."""
+"""The bias of `false`, which excludes a token."""
 STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit", FinishReason.CANCELLED: "none"}
 
 IN_COMPLETION: Rules = {
@@ -348,7 +348,6 @@ class LlamaCompletionBody(GenerationBody):
     """Body of `POST /completion`."""
 
     prompt: Annotated[Any, BeforeValidator(_one_prompt), Field()]
-    """A text, or a list of token ids and texts."""
     n_predict: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
     """0 only evaluates the prompt."""
     logit_bias: Annotated[
@@ -416,17 +415,17 @@ class LlamaCompletionExchange(Exchange):
         super().__init__(question, is_streamed=body.stream is True)
         self._tells_tokens = self.is_streamed or body.return_tokens is True
         self._tokens: list[int] = []
-        """Tokens not yet sent to the client."""
+        """Not yet sent."""
         self._num_predicted = 0
         self._slot = 0
 
     def take_tokens(self, delta: Delta) -> None:
-        """Keeps the tokens for the next event, or for the answer."""
+        """Keeps the tokens for the next event, or the answer."""
         self._tokens.extend(delta.token_ids)
         self._num_predicted += len(delta.token_ids)
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields text as it comes, then the reason of the end and the costs."""
+        """Yields text, then why it ended and the costs."""
         async for event in answer.events():
             match event:
                 case Started():
@@ -437,7 +436,7 @@ class LlamaCompletionExchange(Exchange):
                     yield sse_event(self._last("", event))
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the body of an answer that is not streamed."""
+        """Returns the whole answer."""
         texts: list[str] = []
         async for event in answer.events():
             match event:

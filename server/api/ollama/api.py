@@ -125,7 +125,6 @@ class ShowBody(BodyModel):
 
     model: str | None = None
     name: str | None = None
-    """Older name of `model`."""
 
 
 async def root(request: Request) -> Response:

@@ -158,7 +158,7 @@ def answer_loading(context: ApiContext, body: OllamaBody, answer: Payload) -> Mo
 
 
 def thinks(model: ServedModel) -> bool:
-    """Whether thoughts are separated from the model's answers."""
+    """Whether thoughts are told apart."""
     return model.reasoning_format is not None or isinstance(model.tool_syntax, HarmonyFormat)
 
 
@@ -215,7 +215,6 @@ IN_BOTH: Rules = {
     **refused("answers hold text, without data on single tokens", "logprobs=false top_logprobs=0"),
     **refused("a prompt is only shown with an answer to it", "_debug_render_only=false"),
 }
-"""Fields of both generation endpoints."""
 
 _OF_VECTORS: Rules = {
     **honoured("model keep_alive"),
@@ -223,13 +222,10 @@ _OF_VECTORS: Rules = {
 }
 
 IN_EMBED: Rules = {**_OF_VECTORS, **honoured("input truncate dimensions")}
-"""Fields of `POST /api/embed`."""
 
 IN_EMBEDDING: Rules = {**_OF_VECTORS, **honoured("prompt")}
-"""Fields of `POST /api/embeddings`."""
 
 IN_CHAT: Rules = {**IN_BOTH, **honoured("messages tools")}
-"""Fields of `POST /api/chat`."""
 
 IN_GENERATE: Rules = {
     **IN_BOTH,
@@ -238,10 +234,8 @@ IN_GENERATE: Rules = {
     **refused("no model here fills in what stands before a text", 'suffix=""'),
     **refused("prompts are made by the model's own template; send a whole prompt with raw", 'template=""'),
 }
-"""Fields of `POST /api/generate`."""
 
 IN_MESSAGE: Rules = {
     **honoured("role content thinking tool_calls tool_name tool_call_id"),
     **refused("no model here takes images, only text", "images=[]"),
 }
-"""Fields of one message of a conversation."""

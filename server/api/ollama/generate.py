@@ -1,7 +1,4 @@
-"""Ollama's generation endpoints: `/api/generate`, `/api/chat`, `/api/embed` and the older `/api/embeddings`.
-
-Answers are streamed unless the request says otherwise; the last object has counts, and times in nanoseconds.
-"""
+"""`/api/generate`, `/api/chat`, `/api/embed` and the older `/api/embeddings`. Times are in nanoseconds."""
 
 import json
 import time
@@ -57,7 +54,7 @@ class OllamaHead(TypedDict):
     """How every object of an answer begins."""
 
     model: str
-    """The name as the request gave it."""
+    """As the request gave it."""
     created_at: str
 
 
@@ -69,12 +66,11 @@ class OllamaEnd(TypedDict):
     total_duration: NotRequired[int]
     load_duration: NotRequired[int]
     prompt_eval_count: NotRequired[int]
-    """All tokens of the prompt, restored ones included."""
+    """Restored tokens included."""
     prompt_eval_duration: NotRequired[int]
     eval_count: NotRequired[int]
     eval_duration: NotRequired[int]
     cache: NotRequired[CacheBody | None]
-    """This server's addition: how much of the prompt was reused, and why not more."""
 
 
 def head_of(name: str) -> OllamaHead:
@@ -83,7 +79,7 @@ def head_of(name: str) -> OllamaHead:
 
 
 def end_of(finished: Finished, began: float, session_id: str | None) -> OllamaEnd:
-    """Returns the end of an answer; `began` is `time.monotonic()` when its request was opened."""
+    """Returns an answer's end; `began` is `time.monotonic()` at its opening."""
     timings = finished.timings
     return {
         "done": True,
@@ -99,12 +95,12 @@ def end_of(finished: Finished, began: float, session_id: str | None) -> OllamaEn
 
 
 def loaded(keep_alive_seconds: float | None) -> OllamaEnd:
-    """Returns the end of the answer to a request without a prompt, which loads or unloads a model."""
+    """Returns the end of an answer to a request without a prompt."""
     return {"done": True, "done_reason": "unload" if keep_alive_seconds == 0 else "load"}
 
 
 def _whole_nanoseconds(milliseconds: float) -> int:
-    """Returns at least 1, since clients divide by it."""
+    """At least 1, since clients divide by it."""
     return max(1, round(milliseconds * _NANOSECONDS_PER_MILLISECOND))
 
 
@@ -114,9 +110,8 @@ class OllamaGenerateBody(OllamaBody):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    """Use the prompt without the model's template."""
+    """Without the model's template."""
     context: list[int] | None = None
-    """The `context` of an earlier answer."""
 
 
 class OllamaGenerateAnswer(OllamaHead, OllamaEnd):
@@ -139,7 +134,7 @@ async def generate_text(request: Request) -> Response:
 
 
 def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
-    """Returns the checked request, or the answer to one without a prompt; raises what `generate` knows."""
+    """Returns the request, or the answer without a prompt; raises ApiError."""
     began = time.monotonic()
     body = parse_body(OllamaGenerateBody, dict(incoming.fields), IN_GENERATE)
     if not body.prompt:
@@ -188,7 +183,7 @@ class OllamaGenerateExchange(Exchange):
         self._thought = ""
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields text and thoughts, then the reason of the end and the costs."""
+        """Yields text and thoughts, then the end."""
         async for event in answer.events():
             match event:
                 case Text(text):
@@ -199,7 +194,7 @@ class OllamaGenerateExchange(Exchange):
                     yield line(self._last(event, {"response": ""}))
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the body of an answer that is not streamed."""
+        """Returns the whole answer."""
         async for event in answer.events():
             match event:
                 case Text(text):
@@ -241,7 +236,6 @@ class OllamaMessage(BodyModel):
     """One message of the conversation."""
 
     role: Annotated[str, Field(min_length=1)]
-    """`system`, `user`, `assistant`, `tool`, or another role of the model's template."""
     content: str | None = None
     thinking: str | None = None
     tool_calls: list[CallEntry] | None = None
@@ -307,7 +301,7 @@ async def chat(request: Request) -> Response:
 
 
 def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
-    """Returns the checked request, or the answer to one without messages; raises what `generate` knows."""
+    """Returns the request, or the answer without messages; raises ApiError."""
     began = time.monotonic()
     body = parse_body(OllamaChatBody, dict(incoming.fields), IN_CHAT)
     if not body.messages:
@@ -339,7 +333,7 @@ def _grammar(wanted: AnswerGrammar | None, conversation: Conversation, model: Se
 
 
 def _continues(messages: Sequence[OllamaMessage], model: ServedModel) -> bool:
-    """Whether the answer continues the last message; one that cannot be continued is answered."""
+    """A last message that cannot be continued is answered."""
     last = messages[-1]
     return last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model)
 
@@ -383,7 +377,7 @@ class OllamaChatExchange(Exchange):
         self._arguments = ""
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields text as it comes, complete calls, then the reason of the end and the costs."""
+        """Yields text, complete calls, then the end."""
         async for event in answer.events():
             if isinstance(event, Finished):
                 yield line(_chat_answer(self._name, {"role": "assistant", "content": ""}, self._end(event)))
@@ -393,7 +387,7 @@ class OllamaChatExchange(Exchange):
                 yield line(_chat_answer(self._name, said, {"done": False}))
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the body of an answer that is not streamed."""
+        """Returns the whole answer."""
         async for event in answer.events():
             if isinstance(event, Finished):
                 return _chat_answer(self._name, self._message, self._end(event))
@@ -401,13 +395,12 @@ class OllamaChatExchange(Exchange):
         raise AssertionError("the events of a request end with Finished")
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as clients send it back: without the ids of calls."""
+        """Returns the answer as clients send it back: without ids of calls."""
         calls = [{"function": call["function"]} for call in self._calls]
         said = _template_message(OllamaMessage.model_validate({**self._message, "tool_calls": calls}))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
     def _keep(self, event: OutputEvent) -> SaidMessage | None:
-        """Takes a piece of the answer; returns what is sent to the client now."""
         match event:
             case Text(text) | ToolCallFailed(text):
                 self._said += text
@@ -458,7 +451,6 @@ def _as_list(value: Any) -> Any:
 class _VectorsBody(BodyModel):
     model: str | None = None
     keep_alive: KeepAlive = None
-    """How long the model stays loaded after its last request."""
 
 
 class EmbedBody(_VectorsBody):
@@ -470,7 +462,7 @@ class EmbedBody(_VectorsBody):
         BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
     ]
     truncate: bool | None = None
-    """False: a text that is too long is an error."""
+    """False: a long text is an error."""
     dimensions: Annotated[Whole, Field(ge=1)] | None = None
 
 

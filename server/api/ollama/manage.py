@@ -53,7 +53,6 @@ class DeleteBody(BodyModel):
 
     model: str | None = None
     name: str | None = None
-    """Older name of `model`."""
 
 
 class FirstMessage(BodyModel):
@@ -68,7 +67,6 @@ class CreateBody(BodyModel):
 
     model: str | None = None
     name: str | None = None
-    """Older name of `model`."""
     from_: str | None = Field(default=None, alias="from")
     modelfile: str | None = None
     """Older form of `from` and the following fields."""
@@ -212,9 +210,7 @@ class PullBody(BodyModel):
 
     model: str | None = None
     name: str | None = None
-    """Older name of `model`."""
     stream: bool | None = None
-    """Streamed unless false."""
 
 
 class PullStatus(TypedDict):

@@ -34,9 +34,9 @@ class ModelBody(TypedDict):
     """Otherwise the first request that names it loads it."""
     context_length: int | None
     tool_calls: str | None
-    """None until the model is loaded."""
+    """None until loaded."""
     max_model_len: int | None
-    """The same number under other servers' name."""
+    """Other servers' name of the same number."""
 
 
 class ModelList(TypedDict):

@@ -66,7 +66,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
-    """Returns the checked request; raises ApiError and the renderer's errors."""
+    """Returns the checked request; raises ApiError."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
     refuse_lone_stream_options(body)
     model = context.find_model(body.model)
@@ -153,24 +153,24 @@ class ChatExchange(ChoiceExchange):
         self._thought = ""
         self._calls: list[ToolCallBody] = []
         self._num_streamed = 0
-        """Calls begun in the stream, failed ones included."""
+        """Failed calls included."""
 
     def opening(self) -> list[ChatChunk]:
         """Returns the chunk with the role."""
         return [{**self._chunk({"role": "assistant", "content": "", "refusal": None}), **self.prompt_ids()}]
 
     def take(self, piece: Piece) -> list[ChatChunk]:
-        """Keeps a piece of the message, and returns its chunk, if it has one."""
+        """Keeps a piece; returns its chunk, if any."""
         self._keep(piece)
         delta = self._delta(piece)
         return [] if delta is None else [self._chunk(delta)]
 
     def reason(self, finished: Finished) -> str:
-        """Returns OpenAI's word for why the choice ended."""
+        """Returns why the choice ended."""
         return finish_reason(finished, made_calls=self.parser.made_calls)
 
     def end_chunk(self, reason: str) -> ChatChunk:
-        """Returns the last chunk of the choice."""
+        """Returns the choice's last chunk."""
         return self._chunk({}, reason)
 
     def empty_chunk(self) -> ChatChunk:
@@ -178,7 +178,7 @@ class ChatExchange(ChoiceExchange):
         return self._chunk(None)
 
     def choice(self, reason: str) -> ChatChoice:
-        """Returns the choice of an answer that is not streamed."""
+        """Returns a whole answer's choice."""
         choice: ChatChoice = {
             "index": self.index,
             "message": self._message,
@@ -209,7 +209,6 @@ class ChatExchange(ChoiceExchange):
                 pass
 
     def _delta(self, piece: Piece) -> DeltaBody | None:
-        """Returns the change sent to the client: text and arguments as they come."""
         match piece:
             case Text(text) | ToolCallFailed(text):
                 return {"content": text}
@@ -257,5 +256,5 @@ class ChatExchange(ChoiceExchange):
         return message
 
     def answer(self, choices: list[ChatChoice]) -> ChatAnswer:
-        """Returns an answer that is not streamed, without its costs."""
+        """Returns a whole answer, without costs."""
         return {**self.head("chat.completion"), **self.prompt_ids(), "choices": choices}

@@ -1,4 +1,4 @@
-"""Writes one choice or several in the answer of OpenAI's generation endpoints, streamed or whole."""
+"""Writes OpenAI's answers of one choice or several, streamed or whole."""
 
 import time
 from abc import abstractmethod
@@ -30,25 +30,24 @@ from server.app.config import ServerConfig
 from server.engine.request import Delta, Failed, Finished, GenerationRequest, Priority, Started
 
 FAILED = "error"
-"""Finish reason of a choice that failed while others succeeded."""
+"""Of a failed choice where others succeeded."""
 MAX_SEED = 2**63
 
 
 class ChoiceExchange(Exchange):
-    """Writes one choice, and the answer of all choices if it is the first one."""
+    """Writes one choice; the first writes the answer of all."""
 
     def __init__(self, body: GenerationBody, question: Question, index: int = 0) -> None:
         super().__init__(question, is_streamed=body.stream is True)
         self.index = index
         self.answer_id = self.request.request_id
-        """The answer's id, the same for all choices."""
+        """The same for all choices."""
         self._others: Sequence[ChoiceExchange] = ()
         self.names = TokenNames(self.model.token_texts, body.return_tokens_as_token_ids is True)
         self.told: list[TokenLogprob] = []
-        """Log-probabilities of all output tokens, if the request asks for them."""
+        """Only if requested."""
         self._num_streamed_logprobs = 0
         self._token_ids: list[int] = []
-        """All output tokens so far."""
         self._num_streamed_ids = 0
         self._tells_ids = body.return_token_ids is True
         self.wants_usage = body.wants_usage()
@@ -58,16 +57,16 @@ class ChoiceExchange(Exchange):
         self._started: Started | None = None
 
     def take_tokens(self, delta: Delta) -> None:
-        """Keeps the tokens for the next chunk, or for the answer.
+        """Keeps the tokens for the next chunk, or the answer.
 
-        Tokens without text send log-probabilities only beside token ids, so that both lists have the same length.
+        Tokens without text send log-probabilities only beside token ids: both lists have the same length.
         """
         self._token_ids.extend(delta.token_ids)
         if delta.text or self._tells_ids:
             self.told.extend(delta.logprobs)
 
     def untold(self) -> Sequence[TokenLogprob]:
-        """Returns the log-probabilities added since the last call."""
+        """Returns the log-probabilities since the last call."""
         since, self._num_streamed_logprobs = self._num_streamed_logprobs, len(self.told)
         return self.told[since:]
 
@@ -76,7 +75,7 @@ class ChoiceExchange(Exchange):
         return {"token_ids": self._token_ids} if self._tells_ids else {}
 
     def untold_ids(self) -> TokenIds:
-        """Returns the tokens added since the last call, if requested."""
+        """Returns the tokens since the last call, if requested."""
         since, self._num_streamed_ids = self._num_streamed_ids, len(self._token_ids)
         return {"token_ids": self._token_ids[since:]} if self._tells_ids else {}
 
@@ -86,19 +85,19 @@ class ChoiceExchange(Exchange):
 
     @abstractmethod
     def opening(self) -> Sequence[Payload]:
-        """Returns the first chunks of the choice's stream."""
+        """Returns the stream's first chunks."""
 
     @abstractmethod
     def take(self, piece: Piece) -> Sequence[Payload]:
-        """Keeps a piece of the output, and returns its chunks."""
+        """Keeps a piece; returns its chunks."""
 
     @abstractmethod
     def reason(self, finished: Finished) -> str:
-        """Returns OpenAI's finish reason of the choice."""
+        """Returns OpenAI's finish reason."""
 
     @abstractmethod
     def end_chunk(self, reason: str) -> Any:
-        """Returns the last chunk of the choice."""
+        """Returns the choice's last chunk."""
 
     @abstractmethod
     def empty_chunk(self) -> Any:
@@ -106,26 +105,25 @@ class ChoiceExchange(Exchange):
 
     @abstractmethod
     def choice(self, reason: str) -> Any:
-        """Returns the choice of a whole answer."""
+        """Returns a whole answer's choice."""
 
     @abstractmethod
     def answer(self, choices: Any) -> Payload:
-        """Returns a whole answer, without its costs."""
+        """Returns a whole answer, without costs."""
 
     @property
     def choices(self) -> "Sequence[ChoiceExchange]":
-        """This choice, then the others."""
         return (self, *self._others)
 
     def with_others(self, others: "Sequence[ChoiceExchange]") -> Self:
-        """Makes this the first of several choices; returns itself."""
+        """Makes itself the first choice; returns itself."""
         self._others = others
         for other in others:
             other.answer_id = self.answer_id
         return self
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields the chunks of all choices as they come, and at last the costs."""
+        """Yields all choices' chunks as they come, then the costs."""
         choices, end = self.choices, None
         for choice in choices:
             for chunk in choice.opening():
@@ -147,7 +145,7 @@ class ChoiceExchange(Exchange):
         yield DONE
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the body of an answer that is not streamed, with its choices in order."""
+        """Returns a whole answer, its choices in order."""
         choices, ended = self.choices, dict[int, Any]()
         async for index, event in answer.choice_events():
             if isinstance(event, Finished | Failed):
@@ -161,7 +159,7 @@ class ChoiceExchange(Exchange):
         }
 
     def ended_chunk(self, end: Finished | Failed) -> Any:
-        """Returns the last chunk of the choice."""
+        """Returns the choice's last chunk."""
         if isinstance(end, Finished):
             chunk, told = self.end_chunk(self.reason(end)), dict[str, Any](stop_found(end, self.request))
         else:
@@ -170,7 +168,7 @@ class ChoiceExchange(Exchange):
         return chunk
 
     def ended_choice(self, end: Finished | Failed) -> Any:
-        """Returns the choice of a whole answer."""
+        """Returns a whole answer's choice."""
         if isinstance(end, Finished):
             return {**self.choice(self.reason(end)), **stop_found(end, self.request)}
         return {**self.choice(FAILED), "error": self._error(end)}
@@ -179,17 +177,17 @@ class ChoiceExchange(Exchange):
         return error_body(explain(failed.error, self.request.request_id))["error"]
 
     def note_start(self, started: Started) -> None:
-        """Keeps the reuse at the start, for the usage so far."""
+        """Keeps the reuse, for the usage so far."""
         self._started = started
 
     def usage_so_far(self) -> Usage | None:
-        """Returns the usage for each chunk; None if only the stream's end counts tokens."""
+        """Returns each chunk's usage; None if only the end counts."""
         if not self._wants_usage_always:
             return None
         return usage_so_far(len(self.request.tokens), self._started, len(self._token_ids))
 
     def head(self, kind: str) -> AnswerHead:
-        """Returns the head of an answer or chunk; `kind` is its `object`."""
+        """Returns the head; `kind` is its `object`."""
         head: AnswerHead = {
             "id": self.answer_id,
             "object": kind,
@@ -224,8 +222,7 @@ def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) ->
 def request_of_choice(request: GenerationRequest, index: int, number: int) -> GenerationRequest:
     """Returns the request for choice `index` of all, answer `number` to its prompt, both from 0.
 
-    Seeds differ, and the first answer is the one that a single request would get. Only the first choice has the
-    session.
+    Seeds differ; the first answer is that of a single request. Only the first choice has the session.
     """
     if index == 0:
         return request

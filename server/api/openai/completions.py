@@ -56,20 +56,18 @@ class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts), Field()]
-    """A text, a list of token ids, or a list of several of either."""
+    """A text, token ids, or several of either."""
     echo: bool | None = None
-    """Begin the answer with the prompt."""
     max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
-    """0 only if the prompt's log-probabilities are requested."""
+    """0 only with the prompt's log-probabilities."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """How many of the likeliest tokens are sent with each token of the answer."""
 
     def num_top_logprobs(self) -> int | None:
-        """Returns how many likeliest tokens to send; None for no log-probabilities."""
+        """Returns how many likeliest tokens to send, if any."""
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """Returns the same number for prompt tokens; raises ApiError for fields that exclude it."""
+        """Returns the same for prompt tokens; raises ApiError for excluding fields."""
         is_scored = self.echo is True and self.logprobs is not None
         if self.max_tokens == 0 and not is_scored:
             raise ApiError(Code.INVALID_VALUE, "max_tokens: 0 is taken with echo and logprobs only", "max_tokens")
@@ -158,28 +156,27 @@ class CompletionExchange(ChoiceExchange):
     """Writes the continuation of one prompt."""
 
     def __init__(self, body: CompletionBody, question: Question, index: int = 0, repeated: str = "") -> None:
-        """`repeated` is the text before the model's own, if the prompt is echoed."""
+        """`repeated` is the echoed prompt."""
         super().__init__(body, question, index)
         self._texts = [repeated]
         self._told_prompt = False
-        """Whether a chunk has sent the prompt's tokens."""
         self._scored: Sequence[TokenLogprob] | None = None
-        """Log-probabilities of prompt and answer, if the prompt's are requested."""
+        """Of prompt and answer, if the prompt's are requested."""
         count = body.num_top_logprobs()
         self._logprobs = TextLogprobsWriter(self.names, count) if count is not None else None
 
     def opening(self) -> list[TextCompletion]:
-        """Returns a chunk with the prompt if it is echoed, else nothing."""
+        """Returns the echoed prompt's chunk, if any."""
         return [self._body(text, None) for text in self._texts if text]
 
     def take(self, piece: Piece) -> list[TextCompletion]:
-        """Keeps more of the text, and returns its chunk."""
+        """Keeps more text; returns its chunk."""
         assert isinstance(piece, Text), "a plain completion is text"
         self._texts.append(piece.text)
         return [self._body(piece.text, None)]
 
     def reason(self, finished: Finished) -> str:
-        """Returns OpenAI's finish reason of the choice."""
+        """Returns OpenAI's finish reason."""
         return finish_reason(finished)
 
     def ended_choice(self, end: Finished | Failed) -> Any:
@@ -189,7 +186,7 @@ class CompletionExchange(ChoiceExchange):
         return super().ended_choice(end)
 
     def end_chunk(self, reason: str) -> TextCompletion:
-        """Returns the last chunk of the choice."""
+        """Returns the choice's last chunk."""
         return self._body("", reason)
 
     def empty_chunk(self) -> TextCompletion:
@@ -197,7 +194,7 @@ class CompletionExchange(ChoiceExchange):
         return {**self._body("", None), "choices": []}
 
     def choice(self, reason: str) -> TextChoice:
-        """Returns the choice of an answer that is not streamed."""
+        """Returns a whole answer's choice."""
         text = "".join(self._texts)
         told = None
         if self._logprobs is not None and self._scored is not None:
@@ -208,7 +205,7 @@ class CompletionExchange(ChoiceExchange):
         return cast(TextChoice, {**choice, **self.prompt_ids(), **self.whole_ids()})
 
     def answer(self, choices: list[TextChoice]) -> TextCompletion:
-        """Returns an answer that is not streamed, without its costs."""
+        """Returns a whole answer, without costs."""
         return {**self._body("", None), "choices": choices}
 
     def _untold(self) -> TextLogprobs | None:

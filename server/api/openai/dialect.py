@@ -1,7 +1,4 @@
-"""The conventions of OpenAI's clients: a bearer key, unnamed events, `[DONE]`, and errors.
-
-An error is `{"error": {"message", "type", "param", "code"}}`.
-"""
+"""The conventions of OpenAI's clients: a bearer key, unnamed events, `[DONE]`, and errors."""
 
 from typing_extensions import TypedDict
 

@@ -100,7 +100,6 @@ IN_BOTH: Rules = {
         "moderation web_search_options plugins=[] enable_search=false",
     ),
 }
-"""Fields of both completion endpoints."""
 
 IN_CHAT: Rules = {
     **read_by(ChatBody),
@@ -123,7 +122,6 @@ IN_CHAT: Rules = {
     **refused("an answer does not repeat the conversation", "echo=false"),
     **refused("calls of tools are always told apart from text", "parse_tool_calls=true"),
 }
-"""Fields of `POST /v1/chat/completions`."""
 
 IN_TEXT: Rules = {
     **IN_BOTH,
@@ -145,7 +143,6 @@ IN_TEXT: Rules = {
         'messages=[] tools=[] functions=[] documents=[] chat_template="" continue_final_message=false',
     ),
 }
-"""Fields of `POST /v1/completions`."""
 
 _PRIME_ONLY = refused(
     "priming is there to keep one prompt, and has no text to stream",
@@ -157,7 +154,6 @@ IN_TEXT_PRIME: Rules = {
     **_PRIME_ONLY,
     **refused("priming has no answer that could repeat the prompt", "echo=false"),
 }
-"""Fields of `POST /v1/cache/prime`, with messages or a prompt."""
 
 IN_MESSAGE: Rules = {
     **read_by(ChatMessage),

@@ -98,7 +98,7 @@ class ResponseFormat(BodyModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
     schema_: Annotated[Schema, Field(alias="schema")] = None
-    """With `json_object`: the object's schema, as in llama.cpp."""
+    """With `json_object`, as in llama.cpp."""
 
 
 class StructuredOutputs(BodyModel):
@@ -281,24 +281,22 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
     )
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     return_token_ids: bool | None = None
-    """Send the tokens of prompt and answer."""
     return_tokens_as_token_ids: bool | None = None
-    """Name tokens in `logprobs` by their ids: `token_id:42`."""
+    """Name tokens in `logprobs` as `token_id:42`."""
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
-    """Another name of it."""
+    """Another name of `include_stop_str_in_output`."""
     min_tokens: _MinTokens = None
     """Nothing ends the answer earlier."""
     min_new_tokens: _MinTokens = None
     """Another name of `min_tokens`; the larger counts."""
     ignore_eos: bool | None = None
-    """Generate until `max_tokens`, whatever is sampled."""
     metadata: dict[str, Any] | None = None
     options: Options | None = None
     """Ollama's fields; those of the body itself take precedence."""
 
     def num_top_logprobs(self) -> int | None:
-        """Returns how many likeliest tokens to send with each token; None for no log-probabilities."""
+        """Returns how many likeliest tokens to send with each, if any."""
         return None
 
     def wants_usage(self) -> bool:
@@ -511,7 +509,6 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolSpec] | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
-    """"auto", "required", "none", a function, or "allowed_tools"."""
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -521,14 +518,13 @@ class ChatBody(GenerationBody):
     reasoning: ReasoningOptions | None = None
     thinking: ThinkingOptions | None = None
     think: bool | str | None = None
-    """Whether to think, or how hard."""
     max_thinking_tokens: _Budget = None
     thinking_budget: _Budget = None
     thinking_budget_tokens: _Budget = None
     thinking_token_budget: _Budget = None
     reasoning_budget: _Budget = None
     reasoning_budget_tokens: _Budget = None
-    """Other names of `max_thinking_tokens`; the smallest limit counts."""
+    """Other names of `max_thinking_tokens`; the smallest counts."""
     verbosity: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None

@@ -101,7 +101,7 @@ class ChoiceEnd(TokenIds, total=False):
 
 
 def stop_found(finished: Finished, request: GenerationRequest) -> StopFound:
-    """Returns what ended the answer to `request`."""
+    """Returns what ended the answer."""
     token = finished.stop_token
     asked = token if token in request.stop_token_ids else None
     text = finished.stop_text
@@ -158,7 +158,7 @@ class TokenNames:
 
     texts: TokenReader
     are_ids: bool = False
-    """Whether names are ids (`token_id:42`) instead of texts."""
+    """`token_id:42` instead of texts."""
 
     def name(self, token: int) -> str:
         """Returns a token's text, or the bytes of a part of a character."""
@@ -188,7 +188,7 @@ class TextLogprobsWriter:
         """Offsets count characters of this."""
 
     def again(self) -> "TextLogprobsWriter":
-        """Returns a writer that starts at the first token."""
+        """Returns a writer from the first token on."""
         return TextLogprobsWriter(self._names, self._num_top)
 
     def write(self, told: Sequence[TokenLogprob]) -> TextLogprobs:

@@ -51,7 +51,7 @@ class EmbeddingsBody(BodyModel):
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[Whole, Field(ge=1)] | None = None
-    """Shorten each vector to its first numbers."""
+    """To its first numbers."""
 
 
 IN_EMBEDDINGS: Rules = {
@@ -61,7 +61,6 @@ IN_EMBEDDINGS: Rules = {
     **refused("a vector has the length 1", "normalize=true embd_normalize=2"),
     **refused("texts are embedded as they are, without a template", "task input_type messages=[]"),
 }
-"""Fields of `POST /v1/embeddings`."""
 
 
 class EmbeddingBody(TypedDict):
@@ -146,14 +145,12 @@ IN_RERANK: Rules = {
     **read_by(RerankBody),
     **refused("a document is a text, or an object with a text", 'rank_fields=[]|["text"]'),
 }
-"""Fields of `POST /v1/rerank`."""
 
 
 class RankedDocument(TypedDict):
     """A document, and how well it matches."""
 
     index: int
-    """The document's place in the request."""
     relevance_score: float
     """The probability of a match, or the cosine."""
     document: NotRequired[RankedText]

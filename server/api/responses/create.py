@@ -1,7 +1,7 @@
 """`POST /v1/responses`: reads a body and its history, answers, and stores the response.
 
-A request may continue a response or a conversation, and refer to stored items. An unknown field is refused, unlike in
-other dialects. Every event and the store show the same response object. A planning thread waits for the store.
+Unlike in other dialects, an unknown field is refused. Every event and the store show the same response object. A
+planning thread waits for the store.
 """
 
 import asyncio
@@ -162,7 +162,7 @@ def usage_of(finished: Finished) -> ResponseUsage:
 
 
 def error_of(error: ApiError) -> ResponseError:
-    """Returns an error in the form of a failed response."""
+    """Returns a failed response's error."""
     if error.status == 429:
         return {"code": "rate_limit_exceeded", "message": error.message}
     kept = "context_length_exceeded", "server_error"
@@ -172,7 +172,7 @@ def error_of(error: ApiError) -> ResponseError:
 def begun_response(
     body: ResponsesBody, fields: Mapping[str, Any], request: GenerationRequest, model: str
 ) -> ResponseBody:
-    """Returns a response before its first token; `fields` are the body's, as they were sent."""
+    """Returns a response before its first token; `fields` are the body's as sent."""
     wish = body.reasoning or ReasoningWish()
     return {
         "id": request.request_id,
@@ -227,11 +227,11 @@ class RequestItems:
 
     history: History
     new: Sequence[Item]
-    """Checked items with ids; references are resolved."""
+    """With ids; references are resolved."""
 
 
 def read_request_items(body: InputBody, store: ResponseStore, namespace: str, name: str) -> RequestItems:
-    """Returns the items of a body; `name` is the base of new ids. Raises ApiError (400, 404)."""
+    """Returns a body's items; `name` is the base of new ids. Raises ApiError (400, 404)."""
     if body.previous_response_id is not None and body.conversation is not None:
         message = "conversation: it cannot be given with previous_response_id"
         raise ApiError(Code.INVALID_VALUE, message, "conversation")
@@ -248,7 +248,7 @@ def read_request_items(body: InputBody, store: ResponseStore, namespace: str, na
 
 
 def with_ids(items: Sequence[Item], name: str) -> list[Item]:
-    """Returns checked items in stored form: each with an id, and a message's text as a part."""
+    """Returns checked items as stored: with ids, a message's text as a part."""
     return [_as_kept(item, f"{_ID_PREFIX}_{name}_{index}") for index, item in enumerate(items)]
 
 
@@ -302,7 +302,7 @@ def _not_found(message: str, param: str) -> ApiError:
 
 
 def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules) -> Body:
-    """Returns the checked body; raises ApiError (400) that names the first wrong field, or one not in `rules`."""
+    """Returns the checked body; raises ApiError (400), also for an unknown field."""
     unknown = sorted(fields.keys() - rules.keys() - kind.model_fields.keys())
     if unknown:
         message = f"{unknown[0][:200]} is not known here"
@@ -349,7 +349,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
-    """Returns the checked request; raises ApiError and the renderer's errors."""
+    """Returns the checked request; raises ApiError."""
     body = parse_known(ResponsesBody, incoming.fields, IN_RESPONSES)
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
@@ -373,7 +373,7 @@ def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
 
 
 def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespace: str, name: str) -> ReadInput:
-    """Returns the source of a prompt; raises ApiError. Waits for the store."""
+    """Returns a prompt's source; raises ApiError. Waits for the store."""
     items = read_request_items(body, context.kept(store_of), namespace, name)
     tools, found = _found_tools(_offered_tools(body, model), items, model, namespace)
     conversation = Conversation(
@@ -411,7 +411,7 @@ def _offered_tools(body: InputBody, model: ServedModel) -> ToolSet:
 def _found_tools(
     tools: ToolSet, items: RequestItems, model: ServedModel, namespace: str
 ) -> tuple[ToolSet, dict[str, str]]:
-    """Returns the tools with those that searches found, and the found definitions by call id."""
+    """With the tools that searches found; their definitions by call id."""
     definitions: dict[str, str] = {}
     all_items = [*items.history.items, *items.new]
     for item in search_outputs(all_items):
@@ -439,7 +439,7 @@ def _instructions(body: InputBody) -> list[dict[str, Any]]:
 
 
 def _in_chain(incoming: Incoming, session: str | None) -> Incoming:
-    """Returns the request with the session of its chain's first response."""
+    """With the session of the chain's first response."""
     if session is None:
         return incoming
     return replace(incoming, fields={**incoming.fields, "previous_response_id": session})
@@ -466,7 +466,7 @@ def _shown_names(tools: ToolSet, names: Sequence[str]) -> tuple[str, ...]:
 
 
 class ResponseExchange(Exchange):
-    """Writes the answer to one request for a response, and stores it."""
+    """Writes and stores one response."""
 
     def __init__(
         self,
@@ -484,14 +484,14 @@ class ResponseExchange(Exchange):
         self._response = begun_response(body, fields, self.request, self.model.id)
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields each event with its number; the last one holds the whole response."""
+        """Yields each event with its number; the last holds the whole response."""
         number = 0
         async for event in self._told(answer):
             yield sse_event({"type": event["type"], "sequence_number": number, **event}, event["type"])
             number += 1
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the body of an answer that is not streamed."""
+        """Returns the whole response."""
         async for event in answer.events():
             if isinstance(event, Finished):
                 self._output.close(_item_status(event))

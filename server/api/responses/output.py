@@ -24,9 +24,7 @@ from models.output.pieces import (
 from models.texts import enclose, opened, read_object
 
 SEARCH: Final = "tool_search"
-"""The model's name for the client's tool search."""
 INPUT: Final = "input"
-"""The argument that holds a custom tool's input."""
 _SEPARATOR: Final = "__"
 
 
@@ -42,13 +40,13 @@ class ClientTool:
 
 @dataclass(frozen=True)
 class ToolSet:
-    """The tools of one request."""
+    """One request's tools, and the names that the model sees."""
 
     shown: Sequence[Mapping[str, Any]] = ()
     """Functions at the head of the prompt."""
     loaded: Sequence[Mapping[str, Any]] = ()
     by_name: Mapping[str, ClientTool] | None = None
-    """Keyed by the model's name of the tool."""
+    """The model's name."""
 
     @property
     def callable_tools(self) -> list[Mapping[str, Any]]:
@@ -86,7 +84,7 @@ _WHOLE: Final = re.compile(
 
 
 class CustomInput:
-    """The input of one call."""
+    """A custom tool's input, read from its growing JSON arguments."""
 
     def __init__(self) -> None:
         self._arguments = ""
@@ -150,8 +148,6 @@ class ThoughtStyle:
 
 
 class _OpenItem(ABC):
-    """An item that grows."""
-
     def __init__(self, item_id: str, index: int) -> None:
         self.id = item_id
         self._index = index
@@ -166,7 +162,6 @@ class _OpenItem(ABC):
         """Returns the item as it is now."""
 
     def begin(self) -> list[Event]:
-        """Returns the events that announce the item."""
         return []
 
     def grow(self, text: str) -> list[Event]:
@@ -179,7 +174,6 @@ class _OpenItem(ABC):
         return []
 
     def event(self, kind: str, **fields: Any) -> Event:
-        """Returns an event about this item."""
         return {"type": f"response.{kind}", "item_id": self.id, "output_index": self._index, **fields}
 
 
@@ -319,11 +313,10 @@ class AnswerOutput:
         self._done: list[ItemBody] = []
         self._open: _OpenItem | None = None
         self._num_begun = 0
-        """Items announced in the stream, failed calls included."""
+        """Failed calls included."""
 
     @property
     def items(self) -> list[ItemBody]:
-        """All finished items."""
         return list(self._done)
 
     def add(self, piece: Piece) -> list[Event]:

@@ -25,7 +25,7 @@ FILE_NAME: Final = "responses.sqlite3"
 MAX_RESPONSES: Final = 10_000
 MAX_DISK_BYTES: Final = 1 << 30
 MAX_MEMORY_BYTES: Final = 1 << 26
-"""Bytes of everything stored, as JSON."""
+"""Of everything stored, as JSON."""
 MAX_CHAIN: Final = 10_000
 """Responses of one chain read for a prompt."""
 _MODE_ATTEMPTS: Final = 250
@@ -132,7 +132,7 @@ class ResponseStore:
         return self._forget(lambda database: _delete_conversation(database, namespace, conversation_id))
 
     def items(self, namespace: str, conversation_id: str) -> "Future[list[Item]]":
-        """Returns the items of a conversation in order."""
+        """Returns a conversation's items in order."""
         statement = "SELECT item FROM conversation_items WHERE namespace = ? AND conversation = ? ORDER BY place"
         place = (namespace, conversation_id)
         return self._run(lambda database: [json.loads(text) for (text,) in database.execute(statement, place)])

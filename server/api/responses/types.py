@@ -93,7 +93,6 @@ class InputBody(BodyModel):
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: Annotated[str | None, BeforeValidator(_conversation)] = None
-    """An id, or an object with one."""
     tools: list[Any] | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
@@ -106,7 +105,7 @@ class InputBody(BodyModel):
         return self.tool_choice is not None and self.tool_choice.mode == "none"
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns the body's wishes for thoughts."""
+        """Returns the wishes for thoughts."""
         return ThinkingWish(effort=self.reasoning.effort if self.reasoning else None)
 
 
@@ -127,7 +126,6 @@ class ResponsesBody(InputBody, SharedBody):
 
     @property
     def wants_summary(self) -> bool:
-        """Whether thoughts are returned as their own summary."""
         options = self.reasoning or ReasoningWish()
         return (options.summary or options.generate_summary or "none") != "none"
 
@@ -298,7 +296,6 @@ IN_INPUT: Rules = {
     **refused("prompts are not kept here; send instructions and input", "prompt"),
     **refused("its name here is input", "messages=[]"),
 }
-"""Fields of both endpoints that take a prompt."""
 
 IN_RESPONSES: Rules = {
     **read_by(ResponsesBody),
@@ -325,10 +322,8 @@ IN_RESPONSES: Rules = {
         """,
     ),
 }
-"""Fields of `POST /v1/responses`."""
 
 IN_COUNT: Rules = {
     **IN_INPUT,
     **no_effect("no answer is given", " ".join(name for name in IN_RESPONSES if name not in IN_INPUT)),
 }
-"""Fields of `POST /v1/responses/input_tokens`."""
