@@ -32,7 +32,6 @@ class CacheRequest:
     restore_points: Sequence[RestorePoint]
     expected_tokens: int
     reuse: bool
-    """The request may reuse state and leave its own."""
     is_volatile: bool
     is_background: bool
 
@@ -57,7 +56,7 @@ class Admission:
     def admit(self, request: CacheRequest) -> Lease | None:
         """A lease with the prompt restored as far as possible; None if the request must wait.
 
-        Raises BudgetExceeded for never, PinnedFull for not while other state is pinned.
+        Raises BudgetExceeded if the prompt can never fit, PinnedFull if not while other state is pinned.
         """
         if all(slot.is_leased for slot in self.pager.slots):
             return None
@@ -102,7 +101,7 @@ class Admission:
         return None if index is None else self.pager.slots[index]
 
     def _capacity(self, request: CacheRequest) -> int:
-        """Fewer tokens than expected if the budget is too small."""
+        """Fewer tokens than expected, if the budget is too small."""
         num_tokens, budget = len(request.tokens), self.pager.ledger.budget_bytes
         needed = self.sizes.bytes_for(num_tokens)
         if needed > budget:

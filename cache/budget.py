@@ -1,7 +1,7 @@
 """Accounts for the bytes of past tokens against one budget, and names the cache's errors. Pure.
 
 Stored bytes belong to nodes of the trie, live bytes to slots. A slot is charged the larger of held and reserved
-bytes, so that an admitted sequence can grow to its expected length.
+bytes: an admitted sequence can grow to its expected length.
 
 CacheError
 ├── BudgetExceeded
@@ -53,7 +53,7 @@ class Ledger:
         assert self.stored_bytes >= 0, "more bytes were dropped than stored"
 
     def set_live(self, slot: int, num_bytes: int) -> None:
-        """Records the bytes that a slot holds."""
+        """Records a slot's held bytes."""
         self._charge(slot, self._live, num_bytes)
 
     def reserve(self, slot: int, num_bytes: int) -> None:

@@ -30,7 +30,6 @@ class EvictionReason(StrEnum):
     SUPERSEDED = "superseded"
     """By newer restore points."""
     UNUSABLE = "unusable"
-    """No request could be restored."""
     NAMESPACES = "namespaces"
 
 
@@ -96,12 +95,8 @@ class CacheStats:
     live_bytes: int = 0
     budget_bytes: int = 0
     bytes_per_token: float = 0.0
-    """Growth of a conversation."""
     num_evictions: int = 0
-    """For lack of memory, since the start."""
     moved: MovedState = field(default_factory=MovedState)
     keeps_on_disk: bool = False
-    """With a usable folder."""
     disk_bytes: int = 0
     num_disk_files_gone: int = 0
-    """Missing or damaged, since the start."""

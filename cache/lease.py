@@ -185,7 +185,7 @@ class Recorder:
         return self.pager.layout
 
     def commit(self, slot: Slot, *, may_split: bool = True) -> None:
-        """Records all tokens of a slot in the trie, and drops their stored spans: the slot holds them.
+        """Records a slot's tokens in the trie, and drops stored spans that the slot holds.
 
         Without `may_split`, a sequence that ends inside an edge is recorded up to its start: the next chunk goes
         beyond.
@@ -212,7 +212,7 @@ class Recorder:
         self.memory.order.ended(trie.namespace, tip)
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
-        """Stores what restoring the sequence at its end takes."""
+        """Stores what restoring the sequence takes."""
         trie, node = self.pager.trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
@@ -244,7 +244,7 @@ class Recorder:
     def suspend(self, slot: Slot) -> None:
         """Ends a lease that continues once there is memory.
 
-        If state is sliceable at any token, the last edge is split: eviction takes no more than needed.
+        Splits the last edge, if state is sliceable there: eviction takes no more than needed.
         """
         self._release(slot)
         trie, piece = self.pager.trie(slot.namespace), slot.tip

@@ -52,7 +52,7 @@ class LookupResult:
         return max(self.stored, _continued(slot, self.shared[slot.index]))
 
     def needed_in(self, slot: Slot, layout: Layout) -> list[Node]:
-        """Nodes that must then not be evicted."""
+        """Nodes not to evict for that."""
         offset = self.restorable_in(slot)
         is_live = offset == _continued(slot, self.shared[slot.index])
         return node_at(self.path, offset) if is_live else nodes_to_restore(layout, self.path, offset)

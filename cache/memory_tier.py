@@ -79,17 +79,13 @@ class MemoryTier:
         self.ledger = Ledger(budget_bytes)
         self.journal = journal
         self.num_evictions = 0
-        """Since the start."""
         self.evictions = Counter[str]()
-        """By namespace, if not empty."""
         self.before_eviction: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
-        """Called with the node."""
         self._layout = layout
         self._namespaces: dict[str, _Namespace] = {}
         """In order of last use."""
         self._shares = Shares(self.ledger)
         self._empty_leaves: dict[Node, PrefixTrie] = {}
-        """A request or a pin needed them."""
         self.order = EvictionOrder(layout, self._shares.over)
         """Must be told how nodes are used."""
 
@@ -256,7 +252,7 @@ class MemoryTier:
     def _drop_empty(self, trie: PrefixTrie, node: Node | None, kept: Collection[Node]) -> Node | None:
         """Drops an empty leaf, then its parent if now a leaf; returns the first that stays.
 
-        One `kept` or pinned, which the order lacks, is tried again when a request ends.
+        The order lacks `kept` and pinned ones: they are tried again when a request ends.
         """
         while node is not None and _is_free_leaf(node) and not node.num_bytes:
             if node in kept or node.num_pins:

@@ -64,7 +64,7 @@ class Pager:
     def page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, tokens: TokenArray, capacity: int) -> None:
         """Moves the state of `tokens`, which end at `landing`, into a slot that holds the first.
 
-        Raises AssertionError if state is missing; then `give_up` the slot.
+        Raises AssertionError for missing state; then `give_up` the slot.
         """
         keep, path = slot.offset, landing.path()
         missing = [node for node in path if node.stop > keep]

@@ -1,8 +1,8 @@
 """Pins: named reasons not to evict nodes of the trie, and how much they may protect. Pure.
 
-Only leaves are evicted whole, so a pin protects the spans above too. An *explicit* pin holds until released; a *soft*
-pin ends at a given time, or when a request would have to wait or fail. Slots are paged out regardless of pins: that
-loses nothing.
+Only leaves are evicted whole, so a pin protects the spans above too. An *explicit* pin holds until released, a *soft*
+pin until a given time, or until a request would have to wait or fail. Slots are paged out regardless: that loses
+nothing.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Pins:
     def __init__(self, ledger: Ledger) -> None:
         """Explicit pins may protect half of the budget."""
         self.bytes_per_token = 0.0
-        """Bytes of one token's span; 0 until measured."""
+        """0 until measured."""
         self._ledger = ledger
         self._pins: dict[PinName, _Pin] = {}
 

@@ -102,7 +102,7 @@ class Reclaimer:
     def reserve(self, slot: Slot, num_tokens: int, *, needed: int) -> None:
         """Reserves memory for `num_tokens`; resizes live buffers unless `needed` tokens fit.
 
-        After an error the slot is empty and no longer leased.
+        An error empties the slot and ends its lease.
         """
         self.ledger.reserve(slot.index, self.sizes.bytes_for(num_tokens))
         slot.reserved_tokens, capacity = num_tokens, self.pager.layout.capacity(slot.caches)
@@ -130,7 +130,7 @@ class Reclaimer:
         """Frees memory for `num_tokens` in `slot`; returns how many then fit.
 
         The slot counts with its estimate even where it holds more: an allocator returns larger buffers than
-        requested, and a sequence estimated to fit must fit.
+        requested.
         """
         growth = self.sizes.bytes_for(num_tokens) - self.ledger.slot_bytes(slot.index)
         excess = self.ledger.excess_bytes(growth)

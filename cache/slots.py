@@ -1,7 +1,7 @@
 """Slots: places for live sequences, the choice of one for a request, and the clock of their age. Pure.
 
 A slot is *leased* while a request runs and *idle* afterwards, still live: the conversation's next turn continues in
-place. Of the trie it knows only the node where its sequence ends. The clock counts requests, not seconds.
+place. Slots know only the trie node where their sequence ends. The clock counts requests, not seconds.
 """
 
 from collections.abc import Iterable
@@ -21,11 +21,9 @@ class SlotTurn:
     is_volatile: bool = False
     is_background: bool = False
     leaves_background: bool = False
-    """All requests so far are background work."""
     is_on_probation: bool = False
     """Without a session, and continues no earlier turn."""
     landing: int = 0
-    """Where the request was restored."""
     start: int = 0
     """From here the next turn may render messages differently."""
     last_used: int = 0
@@ -40,7 +38,6 @@ class Slot:
     """Empty until `enter`."""
     log: TokenLog
     tip: Node
-    """Where the recorded sequence ends."""
     namespace: str = ""
     turn: SlotTurn = field(default_factory=SlotTurn)
     is_leased: bool = False
@@ -69,7 +66,7 @@ class Slot:
 
 
 def _ends_a_turn(landing: Node) -> bool:
-    """Not only sharing a conversation's beginning."""
+    """Whether this is more than a conversation's shared beginning."""
     turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
     return landing.parent is not None and (not landing.children or landing.kind in turns)
 
@@ -88,7 +85,6 @@ class SlotView(NamedTuple):
 
     @property
     def continues(self) -> bool:
-        """The request continues exactly here."""
         return 0 < self.offset == self.common
 
     @property
@@ -102,8 +98,8 @@ class SlotView(NamedTuple):
 def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
     """Returns the index of the slot for a request; None while all are leased.
 
-    First the one that the request continues, unless the trie restores deeper; then the conversation's own, to rewind
-    it; then an empty one; then the least recently used.
+    First the one that the request continues, unless the trie restores deeper; then the conversation's own; then an
+    empty one; then the least recently used.
     """
     idle = [view for view in views if not view.is_leased]
     if not idle:
@@ -129,7 +125,6 @@ class RequestClock:
     def __init__(self) -> None:
         self.now = 0
         self._sessions: dict[tuple[str, str], None] = {}
-        """In order of last use."""
 
     def begin(self, namespace: str, session_id: str | None, *, is_background: bool = False) -> None:
         """Counts a request's start; an `is_background` one begins no session."""

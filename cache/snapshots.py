@@ -128,7 +128,7 @@ def _window(node: Node) -> "Segment | None":
 
 
 def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
-    """Replaced if the two do not meet."""
+    """The two ranges may not meet: the later one replaces."""
     window = snapshot.window if isinstance(snapshot, Snapshot) else None
     if window is None:
         return cover
@@ -184,16 +184,15 @@ class KeptPoint(NamedTuple):
     offset: int
     kind: RestorePointKind | None
     is_branch: bool
-    """Several conversations continue from here."""
 
 
 def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
     """Returns the points of a conversation that later turns will hardly need, ascending like `points`.
 
     `landing` is where its newest turn was restored. Of 2 817 recorded requests of coding agents, 130 continued at the
-    last prompt's end or within what was new in it, which `landing` serves, 8 further back, nearly all others at the
-    end. These points are kept, and ever fewer before: one is superseded if its neighbours are, seen from the end,
-    less than `THINNING_RATIO` apart.
+    last prompt's end or in what was new in it, which `landing` serves, 8 further back, nearly all others at the end.
+    These are kept, and ever fewer before: a point is superseded if its neighbours are, seen from the end, less than
+    `THINNING_RATIO` apart.
     """
     behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
     if not behind:
@@ -214,9 +213,8 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
     """Returns the points of a conversation to write to disk, ascending like `points`.
 
-    All shared and explicit points are. The newest prompt's end, which the next turn contains anyway, and the
-    sequence's end are if at least `min_gain` tokens after the last on disk: writing all whole state would wear the
-    disk out.
+    All shared and explicit ones. The newest prompt's end, which the next turn contains anyway, and the sequence's end
+    if at least `min_gain` tokens after the last on disk: writing all whole state would wear the disk out.
     """
     written = set(on_disk)
     chosen = {point.offset for point in points if outlasts_turns(point)}

@@ -1,8 +1,8 @@
 """A path-compressed prefix trie over token ids, and the memory tier's trie with state on its nodes. Pure.
 
 Each tier derives its nodes from `TokenNode`: here for memory, in `cache.disk.tree` for disk. The tries decide where
-state belongs, not what it is: spans and snapshots are anything that splits and joins. Whole edges are compared, byte
-by byte: microseconds per thousand tokens, no Python object per token. Invariants:
+state belongs, not what it is. Whole edges are compared, byte by byte: microseconds per thousand tokens, no Python
+object per token. Invariants:
 * a child starts where its parent stops, and an edge is as long as the range it covers;
 * no two siblings begin with the same token;
 * a `Node` below the root holds the span of exactly its edge, stored or live in its `home`; a snapshot ends at `stop`;
@@ -308,7 +308,6 @@ class Node(TokenNode):
     last_used_behind: int = 0
     """The latest `last_used` here and below."""
     session_id: str | None = None
-    """Of the last sequence ending here."""
     is_on_probation: bool = False
     """A sequence without a session ends here."""
     is_background: bool = False
@@ -319,7 +318,6 @@ class Node(TokenNode):
     num_uses: int = 0
     """Sequences restored; for people only."""
     kind: Any = None
-    """Of the snapshot; the trie ignores it."""
     is_explicit: bool = False
     """A client's restore point: never merged away."""
     is_volatile: bool = False

@@ -1,4 +1,4 @@
-"""Token arrays, and types that parts of the cache share without knowing their implementation. Pure."""
+"""Token arrays, and types shared in the cache without knowing their implementation. Pure."""
 
 from typing import Any, Protocol, TypeAlias
 

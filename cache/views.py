@@ -41,7 +41,6 @@ class EdgeView:
     number: int
     """Unique in its tier and namespace."""
     parent: int | None
-    """Stops at `start`."""
     start: int
     stop: int
     last_used: int
@@ -56,14 +55,12 @@ class NodeView(EdgeView):
     """One edge of the trie."""
 
     is_live: bool
-    """In a slot, not stored."""
     kind: RestorePointKind | None
     """Of the snapshot at `stop`; None if none restores by itself."""
     is_explicit: bool
     is_pinned: bool
     num_uses: int
     disk_tokens: int
-    """Leading tokens on disk too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +68,7 @@ class DiskNodeView(EdgeView):
     """One edge with rows on disk."""
 
     has_snapshot: bool
-    """On disk, at `stop`."""
     memory_tokens: int
-    """Leading tokens in memory too."""
     memory_number: int | None
     """Where these or earlier tokens end."""
 
@@ -85,7 +80,6 @@ class CacheView:
     nodes: list[NodeView]
     disk_nodes: list[DiskNodeView]
     num_nodes: int
-    """All, listed or not."""
     num_tokens: int
     num_disk_nodes: int
     is_disk_truncated: bool
@@ -93,9 +87,7 @@ class CacheView:
     disk_writes: DiskWrites | None
     """Of all namespaces; None without a disk tier."""
     num_evictions: int
-    """Leaves and snapshots since the start."""
     budget_bytes: int
-    """Of all namespaces."""
     pinned: tuple[str, ...]
 
 
@@ -128,9 +120,7 @@ class SharedTokens:
     def __init__(self, trie: PrefixTrie, edges: Iterable[DiskNode]) -> None:
         """`edges` have parents before children."""
         self.in_memory: dict[DiskNode, Place[Node]] = {}
-        """Where each edge's end matches."""
         self.on_disk: dict[Node, int] = {}
-        """Leading tokens, for nodes with any."""
         start = Place(trie.root, 0)
         for edge in edges:
             before = self.in_memory.get(edge.parent, start) if edge.parent is not None else start
@@ -199,7 +189,6 @@ def _sessions_below(top: Node) -> list[str]:
 
 
 def _number_of(node: TokenNode | None) -> int | None:
-    """None for the root."""
     return None if node is None or node.parent is None else node.number
 
 

@@ -33,7 +33,7 @@ class EmbeddingFormat:
 
     pooling: Pooling = Pooling.MEAN
     end_token_id: int | None = None
-    """Put by the tokenizer after every text, if any."""
+    """After every text, if any."""
 
     def cut(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """A text's first `max_tokens`; the end token stays at the end."""
@@ -89,7 +89,6 @@ class Judgement:
 
 
 Reading: TypeAlias = Pooling | Judgement
-"""How to read the result of an evaluated text."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class PullProgress:
     """Progress of the download."""
 
     file: PlannedFile | None
-    """None for the small files, at the beginning and at the end."""
+    """None for the small files together."""
     file_bytes: int
     done_bytes: int
     total_bytes: int

@@ -140,13 +140,11 @@ class LoadedModel:
     """A model ready to run. Its weights are evaluated: any thread may use it, one at a time."""
 
     name: str
-    """As clients request it."""
     path: Path
     model: Module
     """`model(tokens, cache=caches)` returns logits `[batch, num_tokens, vocab_size]`."""
     tokenizer: PreTrainedTokenizerBase
     tokenizer_wrapper: TokenizerWrapper
-    """mlx-lm's."""
     reasoning_format: ReasoningFormat | None
     tool_syntax: ToolSyntax | None
     detokenizer: Detokenizer
@@ -382,7 +380,6 @@ def _context_tokens(config: dict[str, Any]) -> int:
 
 
 def _eos_token_ids(config: dict[str, Any], wrapper: TokenizerWrapper) -> Iterator[int]:
-    """What any part of the model declares as the end of an answer."""
     declared = [section.get("eos_token_id") for section in _sections(config)]
     for ids in (*declared, wrapper.eos_token_ids, wrapper._tokenizer.eos_token_id):
         if isinstance(ids, int):

@@ -125,7 +125,7 @@ class AdaptedLayer(Module):
 
 
 class Variants:
-    """A layer's variants by adapter index; for plain ones, also their stacked factors."""
+    """A layer's variants by adapter index; plain ones also stacked."""
 
     def __init__(self, by_index: Mapping[int, Module], *, are_plain: bool) -> None:
         """Plain ones each add exactly `scale * (x @ lora_a) @ lora_b`."""

@@ -116,7 +116,6 @@ def _found(name: str) -> tuple[WeightsPlace, Path]:
 
 
 def _downloaded(name: str) -> tuple[WeightsPlace, Path]:
-    """Of a repository, or of a family's largest model here."""
     family = find_family(name)
     repository = parse_repository(_largest_here(family, name) if family else name)
     if repository is None:

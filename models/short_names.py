@@ -42,7 +42,7 @@ def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, 
 
 
 def _bits(kind: str) -> float:
-    """Per weight, including its share of the scales."""
+    """Including its share of the scales."""
     return {"bf16": 16.0, "mxfp4": 4.25}.get(kind) or int(kind.removesuffix("bit")) + 0.5
 
 

@@ -1,8 +1,7 @@
 """Converts segments and recurrent state to tensors of a file, and back.
 
 Rows of a pack, [num_components, num_heads, num_tokens, width] in memory, are [num_tokens, num_components, num_heads,
-width] in a file: any token range is contiguous. Recurrent state is a tree of plain values and arrays; mlx-lm classes
-of other parts cannot be stored.
+width] in a file: any token range is contiguous. Recurrent state is a tree of plain values and arrays.
 """
 
 import json
@@ -127,7 +126,7 @@ def _array(file: TensorFile, name: str, start: int = 0, stop: int | None = None)
 
 
 def _tree_of(value: Any, arrays: NamedArrays) -> Any:
-    """JSON, with names in place of arrays."""
+    """JSON, with names for arrays."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, mx.array):

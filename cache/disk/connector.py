@@ -38,7 +38,6 @@ class DiskMatch:
 
     offset: int
     span: FileSpan | None
-    """Rows that memory lacks, if any."""
     snapshot: StoredFile | None
     """None for a model that needs none."""
     place: DiskPlace
@@ -64,7 +63,7 @@ class DiskConnector:
     def __init__(self, tier: DiskTier, layout: Layout) -> None:
         self.tier = tier
         self.bytes_per_token = 0.0
-        """Of one token's rows; 0 until measured."""
+        """0 until measured."""
         self._layout = layout
 
     # ---------------------------------------------------------------------------------------------- reading
@@ -123,7 +122,7 @@ class DiskConnector:
     def save_dropped(self, namespace: str, node: Node) -> None:
         """Writes what memory will drop: all of a leaf, of another node only the snapshot.
 
-        If snapshots are needed, rows after the last on disk are useless and not written.
+        If snapshots are needed, rows after the last on disk are useless.
         """
         self.tier.notice_written()
         path = node.path()
@@ -140,7 +139,7 @@ class DiskConnector:
     def save_path(
         self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], used_at: int
     ) -> Iterator[None]:
-        """Writes what disk lacks of a path, a span or snapshot a step.
+        """Writes what disk lacks of a path, a piece a step.
 
         `live_rows` copies a node's live rows; `used_at` is one of the tier's `ticks`.
         """
@@ -178,7 +177,6 @@ class DiskConnector:
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _has_whole_snapshot(self, node: Node) -> bool:
-        """Not only window rows for others."""
         snapshot = node.snapshot
         return isinstance(snapshot, Snapshot) and (snapshot.recurrent is not None or not self._layout.has_recurrent)
 

@@ -107,7 +107,7 @@ class FileSystem:
         source.rename(target)
 
     def remove(self, path: Path) -> None:
-        """Deletes a file if there."""
+        """Deletes a file, if any."""
         path.unlink(missing_ok=True)
 
     def sizes(self, folder: Path) -> dict[str, int]:

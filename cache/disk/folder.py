@@ -1,8 +1,8 @@
 """The folder of the disk tier: a lock, a secret, files and an index, changed in a safe order.
 
 A file is written under a temporary name, synced, renamed, then indexed; it leaves the index before it is deleted. The
-next opening deletes leftovers. A prefix's key is the keyed hash of namespace and tokens, a file's name a hash of its
-key: without the folder's secret a name reveals no tokens.
+next opening deletes leftovers. A prefix's key is the keyed hash of namespace and tokens, a file's name a hash of the
+key: without the folder's secret it reveals no tokens.
 """
 
 import contextlib

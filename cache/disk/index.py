@@ -1,7 +1,7 @@
 """The index of the disk tier: which files exist, their content and last use, and today's writes.
 
 One SQLite database in write-ahead mode. A row is added after its file is complete, removed before the file is
-deleted. Callers pass clocks in. One thread at a time.
+deleted. One thread at a time.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ class DiskWrites:
 class WriteBudget:
     """Counts the current day's bytes against a limit. Worker thread only.
 
-    A day is 24 hours from its first write, by a clock that never goes back; only a restart uses the wall clock, to
-    tell how long no process ran.
+    A day is 24 hours from its first write, by a clock that never goes back; the wall clock tells only for how long no
+    process ran.
     """
 
     def __init__(self, bytes_per_day: int | None, now: Callable[[], float], elapsed: Callable[[], float]) -> None:
@@ -64,7 +64,6 @@ class WriteBudget:
 
     @property
     def written_bytes(self) -> int:
-        """Handed to the writer or written."""
         if self._started is not None and self._elapsed() - self._started >= DAY_SECONDS:
             self._started, self._num_bytes = None, 0
         return self._num_bytes
@@ -192,7 +191,7 @@ class DiskIndex:
         return _write_day(found) if found is not None else None
 
     def add(self, row: FileRow, receipt: Receipt, day: WriteDay) -> None:
-        """Adds a complete file's row, and saves the day."""
+        """Adds a complete file's row; saves the day."""
         file = row.file
         values = (
             *(file.name, file.is_snapshot, file.has_recurrent),

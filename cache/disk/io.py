@@ -60,7 +60,7 @@ class Prefetch:
 class FileReader:
     """Loads a folder's files, ahead or at once; drops and logs unreadable ones.
 
-    Without a store, and once closed, loads nothing.
+    Loads nothing without a store or once closed.
     """
 
     def __init__(
@@ -196,7 +196,6 @@ class WriteQueue:
 
     @property
     def is_busy(self) -> bool:
-        """More than half the limit is waiting."""
         return 2 * self.waiting_bytes > self._max_waiting_bytes
 
     def accepts(self, num_bytes: int) -> bool:

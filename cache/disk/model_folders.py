@@ -1,7 +1,7 @@
 """The folders of a cache directory, one per model: finding, naming, listing and removing them.
 
-A folder is called `NAME-FINGERPRINT`: the name is for people, by the fingerprint a model finds its folder. Only files
-that the disk tier wrote are ever removed.
+`NAME-FINGERPRINT`: the name is for people, by the fingerprint a model finds its folder. Only files that the disk tier
+wrote are ever removed.
 """
 
 import contextlib

@@ -48,7 +48,6 @@ class StoredFile:
     state: FileState = FileState.PENDING
     last_used: int = 0
     reader: "FileReader | None" = None
-    """Set while the tier knows the file."""
 
     @property
     def is_gone(self) -> bool:

@@ -91,7 +91,7 @@ class DiskSpace:
     def evict_for(self, num_bytes: int, newest: int) -> bool:
         """Evicts so that `num_bytes` fit; files used at `newest` or later stay.
 
-        False, deleting nothing, if that is not enough.
+        Returns False, deleting nothing, if that is impossible.
         """
         excess = self.used_bytes + num_bytes - self.budget_bytes
         if excess <= 0:
@@ -226,11 +226,10 @@ class DiskTier:
     ) -> "DiskTier":
         """Opens or creates one model's folder; reads no state.
 
-        `fingerprint` covers what state depends on: weights, tokenizer, types, library versions. State with another
-        one is deleted, and everything if the index is damaged. At most `max_in_flight_bytes`, or one file, wait to be
-        written, and as many are read ahead. `now` is the wall clock, `elapsed` never goes back.
-
-        Raises DiskInUse, FolderUnsafe and FolderUnusable.
+        `fingerprint` covers what state depends on: weights, tokenizer, types, library versions. Other state is
+        deleted, and all if the index is damaged. At most `max_in_flight_bytes`, or one file, wait to be written, and
+        as many are read ahead. `now` is the wall clock, `elapsed` never goes back. Raises DiskInUse, FolderUnsafe and
+        FolderUnusable.
         """
 
         def attached(store: DiskStore) -> DiskTier:
@@ -272,7 +271,6 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Without a folder nothing is kept."""
         return self._store is not None
 
     @property
@@ -316,9 +314,9 @@ class DiskTier:
     ) -> FileSpan | None:
         """Writes a segment that stops at `len(tokens)`, counted from the sequence's start.
 
-        Returns at once a span, loadable once it `is_written`; None if too much waits, the day's or the whole budget
-        is used up, or the disk fails. Writes nothing twice. Borrows the arrays. `near`, a place on the way to the
-        tokens' end, saves comparing; nothing used after `used_at`, one of `ticks`, is evicted.
+        Returns at once a span, loadable once it `is_written`; None if too much waits, a budget is used up, or the
+        disk fails. Writes nothing twice. Borrows the arrays. `near`, a place on the way to the tokens' end, saves
+        comparing; nothing used after `used_at`, one of `ticks`, is evicted.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)

@@ -255,7 +255,7 @@ class DiskTree:
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
         """Files to evict, least recently used first, each with all that depend on it.
 
-        They free `excess_bytes`, and up to `spare_bytes` more if few suffice; none was used at `newest` or later.
+        They free `excess_bytes`, and `spare_bytes` more if few suffice; none was used at `newest` or later.
         """
         chosen: dict[StoredFile, None] = {}
         waiting: defaultdict[StoredFile, list[StoredFile]] = defaultdict(list)
@@ -352,7 +352,7 @@ def _right_after(file: StoredFile, node: DiskNode) -> Iterator[StoredFile]:
 
 
 def _remove_empty(trie: DiskTrie, node: DiskNode) -> None:
-    """Then each ancestor that became empty."""
+    """Removes also each ancestor that became empty."""
     while node.parent is not None and not node.children and not node.files:
         above = node.parent
         trie.remove(node)

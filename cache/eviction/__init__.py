@@ -1,1 +1,1 @@
-"""What is evicted when memory is short: from which namespace, by what value, in which order."""
+"""What is evicted when memory is short: by what value, in which order."""

@@ -56,7 +56,7 @@ class FairQueue:
     """Candidates of all namespaces, first those over their share."""
 
     def __init__(self, find_over_share: Callable[[], set[str]]) -> None:
-        """`find_over_share` is called before each candidate: an eviction may change the answer."""
+        """Calls `find_over_share` before each candidate: evictions change the answer."""
         self._find_over_share = find_over_share
         self._queues: dict[str, Queue] = {}
         self._over, self._all = _Ranking(self._queues), _Ranking(self._queues)
@@ -93,7 +93,7 @@ class FairQueue:
         return candidate
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
-        """Removes outdated ones among the next `num_candidates` or a few more; all in turn."""
+        """Removes outdated ones among the next `num_candidates` or few more; all in turn."""
         has_restarted = False
         while num_candidates > 0:
             step = next(self._sweeping, None)
@@ -159,14 +159,14 @@ MANY_CHANGED = 64
 MIN_GARBAGE = 1024
 """Outdated entries that may stay."""
 SWEPT_PER_CHANGE = 4
-"""While half of all are outdated."""
+"""Entries checked per changed node while half of all are outdated."""
 
 
 class EvictionOrder:
     """All namespaces' candidates, in order. Worker thread only.
 
     Must be told of every change of a node's state, children or use. Pinned nodes and those in slots are in the order
-    too; a caller that pops one puts it back.
+    too: the caller puts them back.
     """
 
     def __init__(self, layout: LayerKinds, find_over_share: Callable[[], set[str]]) -> None:
@@ -176,7 +176,7 @@ class EvictionOrder:
         self._changed: dict[Node, str] = {}
 
     def changed(self, namespace: str, node: Node) -> None:
-        """Records that a node or a child has changed, or that the node has left the trie.
+        """Records a change of a node or a child, or that the node left the trie.
 
         One that left is forgotten at once: a long prompt joins hundreds of edges.
         """

@@ -28,7 +28,7 @@ class Chance(float, Enum):
 
     Of 2 817 recorded requests of coding agents 2 624 continued from their conversation's end, 44 from its last
     prompt's end, 86 from where that prompt had continued, 8 from further back, and 55 kept only tools and system
-    messages. The weights are such shares, tried out and rounded; the hit rate depends little on any.
+    messages. The weights are such shares, rounded; the hit rate depends little on any.
     """
 
     REST = 30.0
@@ -100,8 +100,8 @@ MAX_JOINED = 4096
 class Queue:
     """Candidates in the order of eviction.
 
-    Time reorders only candidates of different ages. So those of about one age share a heap by weight, and only heaps'
-    firsts are compared. Age differences matter less with time: neighbouring heaps are joined, some dozens remain.
+    Time reorders only candidates of different ages: those of about one age share a heap by weight, and only heaps'
+    firsts are compared. Age differences matter less with time: neighbours are joined, some dozens remain.
     """
 
     def __init__(self) -> None:
@@ -267,8 +267,8 @@ class Valuation:
     def affected_above(self, node: Node, held: Mapping[Node, Candidate], seen: set[Node]) -> Iterator[Node]:
         """Nodes above whose chance a change may have lowered; `held` has the values so far.
 
-        A restore point's chance depends on the next two below, and on sessions that end below. Nodes further above go
-        to `seen`: several changes on one path visit them once.
+        A restore point's chance depends on the next two and the sessions below. Nodes further above go to `seen`:
+        several changes on one path visit them once.
         """
         num_points, above = 0, node.parent if self._needs_snapshots else None
         while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):

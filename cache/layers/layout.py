@@ -208,7 +208,7 @@ class Layout:
     def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
         """Leaves out layers whose `caches` stay empty when the model evaluates tokens.
 
-        Some models make a cache for layers that share another's keys and values.
+        Some models make caches for layers that share another's keys.
         """
         used = [
             _places((place.index, place.leaf) for place, live in _pairs(places, caches) if place.leaf.length(live))
@@ -259,8 +259,8 @@ class Layout:
     def resize(self, caches: Sequence[LayerCache], capacity_tokens: int) -> None:
         """Resizes span buffers to `capacity_tokens`, at least what they hold, unless larger by a step at most.
 
-        One is copied after another: the extra memory is one buffer. The first evaluation allocates missing ones at
-        this size. An error damages the caches.
+        Copies one after another: the extra memory is one buffer. The first evaluation allocates missing ones at this
+        size. An error damages the caches.
         """
         for place, live in _pairs(self._spans, caches):
             capacity = place.leaf.capacity(live) if place.leaf.can_overallocate else capacity_tokens
@@ -424,7 +424,7 @@ class SequenceSizes:
 
     def __init__(self, layout: Layout, chunk_tokens: int) -> None:
         self.bytes_per_token = 0.0
-        """Of span state; 0 until `calibrate`."""
+        """0 until `calibrate`."""
         self._layout = layout
         self._chunk_tokens = chunk_tokens
         self._window_bytes_per_token = 0.0

@@ -1,8 +1,8 @@
 """Immutable state of layers as the trie stores it: rows of token ranges, and whole state at one offset.
 
 A component is one array of one layer: keys, values, or scales. Rows of many are packed into few arrays: an allocator
-may bound the number of live buffers. A slice keeps its whole buffer alive, uncounted, so state is copied before it is
-stored unless it owns its buffer.
+may bound live buffers. A slice keeps its whole buffer alive, uncounted, so state is copied before it is stored unless
+it owns its buffer.
 """
 
 import copy
@@ -89,7 +89,7 @@ class Pack:
 class Segment:
     """Immutable rows of the tokens `[start, stop)` for fixed components. Owns its bytes.
 
-    Raises AssertionError for more or fewer rows: MLX silently shortens a slice beyond the end.
+    Raises AssertionError for other numbers of rows: MLX silently shortens a slice beyond the end.
     """
 
     def __init__(self, start: int, stop: int, packs: Sequence[Pack]) -> None:

@@ -29,7 +29,6 @@ _LIMITS: Final[Any] = llguidance.LLParserLimits(
 )
 """Of a lexer, which a grammar's outputs share: 7 MB of expressions at first, 10 MB of states."""
 _RENEWAL_TOKENS = 256
-"""Tokens between two renewals of an output's lexer."""
 
 
 class GrammarCompiler:

@@ -112,8 +112,6 @@ class _Occurrences(Penalty):
 
 @dataclass
 class _Windowed(Penalty):
-    """All three penalties, on the last tokens."""
-
     counts: mx.array
     recent: mx.array
     oldest: mx.array
@@ -223,7 +221,6 @@ class _Dry(Penalty):
 
 
 def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | None:
-    """With `missing` for None; None if all are."""
     if all(row is None for row in rows):
         return None
     return mx.stack([missing if row is None else row for row in rows])
@@ -264,7 +261,7 @@ class _BadWords(Penalty):
     """Each sequence without its last token, right-aligned; `NO_TOKEN` is any token."""
     last: mx.array
     recent: mx.array
-    """Each row's output's end, `[num_rows, width]`."""
+    """`[num_rows, width]`."""
 
     @classmethod
     def of(cls, rows: Sequence[RowSampling]) -> "_BadWords | None":

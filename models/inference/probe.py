@@ -190,7 +190,7 @@ def _size(name: str, number: int, fields: dict[Any, Any]) -> Iterator[int]:
 
 
 MAX_SECONDS = 30.0
-"""Limit of the probe; one model call may exceed it."""
+"""One model call may exceed it."""
 MAX_STATE_BYTES = 2 << 30
 
 _NUM_TRIALS = 4
@@ -248,8 +248,6 @@ def is_ragged(
 
 
 class _Evaluator:
-    """Raises NotProven if a call would end too late."""
-
     def __init__(self, model: Any, clock: Callable[[], float], max_seconds: float) -> None:
         self._model = model
         self._clock = clock
@@ -358,7 +356,6 @@ def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
 
 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
-    """Logits and cache writes after each step, recurrent state at the end."""
     found = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
     for layer, cache in enumerate(leaves(caches)):
         if isinstance(cache, ArraysCache):

@@ -183,7 +183,6 @@ def _recurrent_layers(
 
 
 def _split(batch: mx.array, num_rows: int) -> Sequence[mx.array]:
-    """As views with a batch axis of 1, in one operation."""
     return cast(Sequence[mx.array], mx.split(batch, num_rows))  # the stub says array
 
 

@@ -46,7 +46,6 @@ class StepLogprobs:
     """Distributions of rows that requested them; lazy until the step is evaluated."""
 
     places: dict[int, int]
-    """From rows of the step to the arrays'."""
     num_top: list[int]
     all: mx.array
     """Natural logarithms, float32 `[num_telling, vocab_size]`."""
@@ -225,7 +224,7 @@ class Runner:
     def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None, *, samples: bool = True) -> DecodeStep:
         """Returns a step that evaluates one token per row and samples the next; computes nothing yet.
 
-        A row is fed its `next_token`, once, else `previous`'s sample. Without `samples` the step waits for `sample`.
+        A row is fed its `next_token`, once, else `previous`'s sample. Without `samples` it waits for `sample`.
         """
         tokens = _inputs(rows, previous)
         with self._dropping_merged_state_on_error():

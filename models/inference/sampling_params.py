@@ -38,7 +38,7 @@ class SamplingParams:
     seed: int | None = None
     """The same seed gives the same noise, however rows were batched. Logits may differ in their last bits."""
     repetition_penalty: float = 1.0
-    """Divides positive, multiplies negative logits of prompt and output tokens, like Hugging Face; range (0, 10]."""
+    """Divides positive, multiplies negative logits of seen tokens, like Hugging Face; range (0, 10]."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """Of output tokens, like `presence_penalty`; range [-2, 2]."""

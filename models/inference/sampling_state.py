@@ -124,7 +124,6 @@ class RowSampling:
         self._vocab_size = vocab_size
         self.seed = secrets.randbits(63) if chosen is None else chosen
         self.position = len(emitted)
-        """Draws so far."""
         self.counts: mx.array | None = None
         """Of output tokens, float32 `[vocab_size]`, for presence and frequency penalties."""
         self.divisors: mx.array | None = None
@@ -165,7 +164,6 @@ class RowSampling:
 
 
 def _divisors(penalty: float, held: Iterable[TokenIds], vocab_size: int) -> NDArray[np.float32]:
-    """`penalty` for tokens in `held`, else 1."""
     divisors = np.ones(vocab_size, np.float32)
     for token_ids in held:
         ids = np.asarray(token_ids, np.int64)

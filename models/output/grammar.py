@@ -17,7 +17,6 @@ MaskWords = NDArray[np.int32]
 
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""As `x-guidance` of a schema."""
 
 
 class GrammarKind(StrEnum):
@@ -78,7 +77,6 @@ class OutputGrammar:
     reasoning_start: int | None = None
     """Begins reasoning before the answer, if anything may."""
     begun: str = ""
-    """The answer's beginning in the prompt."""
     forces_calls: bool = False
 
 

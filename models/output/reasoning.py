@@ -82,7 +82,6 @@ class _Phase(Enum):
     BEFORE = auto()
     REASONING = auto()
     GAP = auto()
-    """After the reasoning, before the answer's first letter."""
     ANSWER = auto()
 
 
@@ -95,7 +94,6 @@ class ReasoningParser:
         self._phase = _Phase.REASONING if is_open else _Phase.BEFORE
         self._search = MarkerSearch([reasoning_format.end if is_open else reasoning_format.start])
         self._space = ""
-        """White space, dropped if a marker follows."""
         self._has_reasoning = False
 
     @property
@@ -170,7 +168,6 @@ class ReasoningWatch:
         markers = thinking.reasoning_format
         self._search = MarkerSearch([markers.end if thinking.is_open else markers.start])
         self._num_held = 0
-        """Perhaps part of the end marker."""
         self._num_forced = 0
         self.answer_begun = ""
         """Text that came with the token that ended the reasoning."""

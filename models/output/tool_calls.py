@@ -157,11 +157,9 @@ class JsonPrefix:
 
     def __init__(self) -> None:
         self.is_broken = False
-        """No continuation can be an object, or there is half a character."""
         self._text = ""
         self._at = 0
         self._open: list[str] = []
-        """Closing brackets."""
         self._expects = _Expects.VALUE
         self._may_end = False
         self._is_in_string = False
@@ -291,7 +289,6 @@ class ToolCallParser:
         self._call: list[str] | None = None
         self._streamed: OpenCall | None = None
         self._head = ""
-        """The open call, until its arguments are passed on."""
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that `text` completes; holds back a possible marker."""

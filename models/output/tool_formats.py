@@ -171,7 +171,7 @@ class BareCallParser:
         self._format = bare_format
         self._tools = list(tools)
         self._held: str | None = ""
-        """The answer while it may be calls; None once text."""
+        """None once the answer is text."""
 
     def feed(self, text: str) -> list[Piece]:
         """Text certain to be no call."""

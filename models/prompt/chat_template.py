@@ -223,7 +223,6 @@ class ChatRenderer:
         return None
 
     def _encode_plain(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
-        """By the tokenizer itself, each slice with special tokens."""
         options = {} if parse_special else {"split_special_tokens": True}
         ids = list[int]()
         for text_slice in TextCutter().cut(text):
@@ -247,8 +246,6 @@ class ChatRenderer:
 
 
 class _Conversation:
-    """Where others may branch off, in characters."""
-
     def __init__(
         self,
         tokenizer: Any,
@@ -296,7 +293,6 @@ class _Conversation:
         )
 
     def boundaries(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
-        """In the full rendering, with reasons."""
         for kind, messages in self._variants():
             stop_if_abandoned()
             try:
@@ -384,7 +380,6 @@ def _try_apply(
 
 class _Edges:
     def __init__(self, is_added: NDArray[np.bool_], before: Callable[[int], int]) -> None:
-        """`before`: how many tokens end at or before a character offset."""
         self.before = before
         self._is_added = is_added
 

@@ -48,7 +48,7 @@ _LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
 _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
 _LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
-"""For web pages, some slow on long texts."""
+"""For web pages, some slow."""
 _LIGHT_TESTS: Final = frozenset(
     {
         *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
@@ -137,7 +137,6 @@ def _weighed(value: Any) -> Any:
 
 
 def _drawn(values: Iterable[Any]) -> list[Any]:
-    """Iterators exhausted, so that they can be weighed."""
     return [list(_drawing(value)) if isinstance(value, Iterator) else value for value in values]
 
 
@@ -341,7 +340,6 @@ def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., template_sizes.Weight]) -> Callable[..., Any]:
-    """Checks a filter's or test's arguments, and counts its result."""
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
     formats = name in ("format", "divisibleby", "even", "odd")  # a short text makes a long one
     is_shallow = name in template_sizes.SHALLOW_FILTERS

@@ -261,7 +261,7 @@ def _widest(texts: Iterable[str]) -> int:
 
 
 def _check_fields(num_fields: int, width: int, values: Sequence[Any]) -> None:
-    """Refuses fields too long if each held all of `values`."""
+    """Each could hold all of `values`."""
     weight = weigh(*values)
     bound(num_fields * (MAX_ITEMS // _MAX_FIELDS), MAX_ITEMS)
     longest = _SHORT_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters

@@ -45,7 +45,6 @@ class CutPlace:
     context: str
     """Text before which a slice after the cut is tokenized."""
     crossing: "re.Pattern[str]"
-    """Matches vocabulary that reaches across the cut."""
 
 
 AFTER_LINE = CutPlace(re.compile(r"\S\n[^\W\d_]"), 2, "a\n", re.compile("[\n\u010a](?![\u0100-\u0143])[^\\W\\d_]"))
@@ -62,7 +61,6 @@ class TextSlice:
     stop: int
     context: str = ""
     num_context: int = 0
-    """In tokens."""
 
 
 class TextCutter:
@@ -70,9 +68,9 @@ class TextCutter:
 
     The library holds Python's lock while it returns results. So a long text is cut before a word or bracket after a
     line break, and before a space between words, where no token reaches across. Later slices are tokenized after a
-    few characters like the end of the slice before, whose tokens are left out. A text without such places (JSON in
-    one line) is cut where the tokenizer's own words begin, which later text does not change, but for the last. Else
-    it is cut after `MAX_CHARACTERS`, where a token may differ.
+    few characters like the end of the slice before, whose tokens are left out. Other text (JSON in one line) is cut
+    where the tokenizer's words begin, which later text does not change, but for the last. Else it is cut after
+    `MAX_CHARACTERS`, where a token may differ.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class TextCutter:
         yield TextSlice(start, len(text), context, num_context)
 
     def _next_cut(self, text: str, start: int) -> tuple[int, str, int] | None:
-        """Where a slice ends, and the next one's context with its tokens; None for the last."""
+        """Where a slice ends, the next one's context, its tokens; None for the last."""
         least, most = start + SLICE_CHARACTERS, start + MAX_CHARACTERS
         matches = ((place, count, place.pattern.search(text, least, most)) for place, count in self._places.items())
         found = [(match.start() + place.num_before, place.context, n) for place, n, match in matches if match]
@@ -447,7 +445,6 @@ def _has_space(text: str) -> bool:
 
 
 def _between(marks: Sequence[str]) -> Iterator[str]:
-    """Some hundred at once."""
     for start in range(0, len(marks), 200):
         some = marks[start : start + 200]
         yield "".join(sample + mark for sample, mark in zip(islice(cycle(_SAMPLES), len(some)), some, strict=True))
