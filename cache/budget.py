@@ -17,7 +17,7 @@ CacheError
 from pathlib import Path
 
 ASIDE = -1
-"""Owner of memory for a sequence without a slot."""
+"""Owner of memory without a slot."""
 
 
 class Ledger:

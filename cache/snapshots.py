@@ -128,7 +128,7 @@ def _window(node: Node) -> "Segment | None":
 
 
 def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
-    """The two ranges may not meet: the later one replaces."""
+    """The later range alone if the two do not meet."""
     window = snapshot.window if isinstance(snapshot, Snapshot) else None
     if window is None:
         return cover

@@ -195,7 +195,7 @@ MAX_STATE_BYTES = 2 << 30
 
 _NUM_TRIALS = 4
 _SPREADS = 3.0
-"""More than rounding."""
+"""A difference of more spreads is not rounding."""
 _LARGEST_ERROR = 0.25
 _SMALLEST_SPREAD = 1e-5
 
@@ -203,7 +203,7 @@ _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
 """By which mlx-lm's caches grow."""
 _STEPS = ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))
-"""With their rows; at last one has left and the order has changed."""
+"""Rows of each step; at last one has left and the order has changed."""
 
 
 class NotProven(Exception):

@@ -45,7 +45,7 @@ class SamplingParams:
     repeat_last_n: int | None = None
     """Last tokens of prompt and output for the three penalties; -1 is all, 0 none, None each one's own range."""
     dry_multiplier: float = 0.0
-    """On continuing a repetition of `dry_allowed_length`, range [0, 100]."""
+    """Penalty on continuing a repetition of `dry_allowed_length`, range [0, 100]."""
     dry_base: float = 1.75
     """Factor per further repeated token, range [1, 100]."""
     dry_allowed_length: int = 2

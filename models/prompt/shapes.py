@@ -154,7 +154,7 @@ def one_leading_system(messages: Sequence[Message]) -> list[Message]:
 def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
     """For templates without later system messages: the user says the text, in the same place.
 
-    The message before ends with it, or the user's next starts.
+    The message before ends with the text, or the user's next one begins with it.
     """
     count = num_leading_system(messages)
     result: list[Message] = list(messages[:count])

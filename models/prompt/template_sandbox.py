@@ -154,7 +154,7 @@ def _take_step() -> bool:
 
 class _BoundedCode(CodeGenerator):
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """With a text or number of the template itself it is cheap."""
+        """A comparison with the template's own text or number is cheap."""
         (first, *more), left = node.ops, node.expr
         if more:
             pairs = nodes.Compare(left, [first]), nodes.Compare(first.expr, more)
