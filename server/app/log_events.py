@@ -73,7 +73,7 @@ class PrefillProgress(LogEntry):
     number: int
 
     def parts(self) -> list[EntryPart]:
-        """Returns progress and time left, the request and its speed."""
+        """Progress, time left, request and speed."""
         share, left = percent_text(self.evaluated_tokens, self.prompt_tokens), ""
         amount = f"{grouped(self.evaluated_tokens)} of {grouped(self.prompt_tokens)} tokens"
         if self.tokens_per_second > 0:
@@ -124,7 +124,7 @@ class RequestEnded(LogEntry):
     key: str | None = None
 
     def parts(self) -> list[EntryPart]:
-        """Returns the client, the reuse, the speed, and the error."""
+        """Client, reuse, speed and error."""
         reused = percent_text(self.cached_tokens, self.prompt_tokens)
         parts = [EntryPart(label(self.request_id, self.session_id)), *_key_parts(self.key)]
         if self.turn is not None:
@@ -177,7 +177,7 @@ class RequestRefused(LogEntry):
     key: str | None = None
 
     def parts(self) -> list[EntryPart]:
-        """Returns what was asked for and why it was refused."""
+        """What was asked for, and why it was refused."""
         tone = Tone.ERROR if self.status >= 500 else Tone.WARNING
         asked = f"{self.method[: SHORT_ID_LENGTH * 2]} {cut(self.path, MAX_PATH_LENGTH)}"
         return [
@@ -202,7 +202,7 @@ class TextsEmbedded(LogEntry):
     key: str | None = None
 
     def parts(self) -> list[EntryPart]:
-        """Returns what was asked for and what it took."""
+        """What was asked for, and what it took."""
         texts = "1 text" if self.num_texts == 1 else f"{grouped(self.num_texts)} texts"
         return [
             EntryPart(short_id(self.request_id)),

@@ -15,7 +15,7 @@ from server.engine.worker import Worker
 
 
 def give_back() -> None:
-    """Returns memory freed by MLX and the C library to the system, in some milliseconds. Worker thread only."""
+    """Gives the system what MLX and the C library freed, in some milliseconds. Worker thread only."""
     mx.clear_cache()
     _trim()()
 
@@ -79,7 +79,7 @@ class Freed:
 
 @dataclass(frozen=True)
 class ClearCache:
-    """Clears a namespace but for state that running requests use. An idle engine also gives memory back."""
+    """Drops state, except what running requests use. An idle engine also gives memory back."""
 
     namespace: str
 
@@ -138,7 +138,7 @@ class UnpinSession:
 
 @dataclass(frozen=True)
 class ForgetSession:
-    """Drops a session's last turn, pins and slot claim, but not the state of its tokens."""
+    """Drops last turn, pins and slot claim, but not the state of the tokens."""
 
     namespace: str
     session_id: str
@@ -150,7 +150,7 @@ class ForgetSession:
 
 @dataclass(frozen=True, eq=False)
 class PinTurn:
-    """Pins a turn that a request will soon continue, unless a running request needs the memory."""
+    """Pins a turn that will soon go on, unless a running request needs the memory."""
 
     namespace: str
     label: str

@@ -170,7 +170,7 @@ class DecodePipeline:
     # -- recover
 
     def _recover(self, sequences: list[Sequence], error: Exception) -> None:
-        """Replays every row of a failed step without its live state, unless only one can be at fault."""
+        """Replays every row without its live state, unless only one can be at fault."""
         alive = [sequence for sequence in sequences if sequence in self._table and sequence.lease is not None]
         if len(alive) == 1:
             self._table.fail_step(alive[0], error)

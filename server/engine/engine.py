@@ -55,7 +55,7 @@ class KeptState:
         return self.prefix_cache.ledger.stored_bytes
 
     def shrink(self, budget_bytes: int) -> None:
-        """Drops the least valuable state beyond `budget_bytes`; all state where pins forbid that."""
+        """Drops the least valuable state down to `budget_bytes`; all of it where pins forbid that."""
         if self.prefix_cache.try_resize(budget_bytes):
             self.drop()
 
@@ -125,8 +125,9 @@ class Engine:
 
     @classmethod
     def for_model(cls, loaded: LoadedModel, config: EngineConfig, kept: KeptState | None = None) -> "Engine":
-        """Returns an engine to be started, with what is `kept` of the last, if weights, tokenizer and precision are
-        the same.
+        """Returns an engine to be started.
+
+        Consumes `kept`, what the last engine left; state of other weights, tokenizer or precision is dropped.
         """
         if kept is not None and kept.fingerprint != loaded.state_fingerprint:
             logger.warning("the files of %s have changed: its conversations begin anew", loaded.name)
@@ -179,7 +180,7 @@ class Engine:
             self._thread.join()
 
     def park(self) -> KeptState | None:
-        """Stops; returns the state in memory for the model's next engine, None where the disk has it."""
+        """Stops; returns state for the model's next engine, None where the disk has it."""
         self._parks = True
         self.stop()
         kept, self._kept = self._kept, None

@@ -26,7 +26,7 @@ COPIED_PER_EVALUATED = 64
 
 
 class Prefill:
-    """Admits sequences and evaluates their prompts, until they decode. Worker thread only."""
+    """Admits sequences and evaluates prompts. Worker thread only."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Prefill:
         )
 
     def _refuse(self, sequence: Sequence, error: BudgetExceeded | PinnedFull) -> None:
-        """The sequence gets no memory, and ends with the output that it has."""
+        """Ends a sequence that cannot get memory."""
         if sequence.output.tokens:
             self._table.end_truncated(sequence)
         else:

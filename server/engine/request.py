@@ -4,12 +4,12 @@ The server has already parsed the client's dialect and tokenized the text. The e
 Progress*, Delta*, then Finished or Failed. No error ends the engine:
 
 EngineError
-├── QueueFull          too many requests wait; come back after `retry_after_seconds`
-├── EngineStopped      the server is shutting down
-├── PromptTooLarge     the request's state can never be held within the budget
-├── OutOfMemory        there is no memory for the request now; come back after `retry_after_seconds`
-├── AnswerUnbound      the answer's grammar cannot be followed any further
-└── StepFailed         the model raised while this sequence was evaluated
+├── QueueFull
+├── EngineStopped
+├── PromptTooLarge
+├── OutOfMemory
+├── AnswerUnbound
+└── StepFailed
 """
 
 from dataclasses import dataclass, field
@@ -190,7 +190,7 @@ class EngineError(Exception):
 
 
 class QueueFull(EngineError):
-    """Too many requests wait already."""
+    """Too many requests wait already; come back after `retry_after_seconds`."""
 
     def __init__(self, num_waiting: int, retry_after_seconds: int) -> None:
         super().__init__(f"{num_waiting} requests are waiting already; try again in {retry_after_seconds} s")
@@ -202,11 +202,11 @@ class EngineStopped(EngineError):
 
 
 class PromptTooLarge(EngineError):
-    """The request's state is larger than the whole budget."""
+    """The request's state can never be held within the budget."""
 
 
 class OutOfMemory(EngineError):
-    """Nothing is left to give up for the request."""
+    """There is no memory for the request now; come back after `retry_after_seconds`."""
 
     retry_after_seconds = 5
 

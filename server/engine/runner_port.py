@@ -32,7 +32,7 @@ class RunnerPort(Protocol):
     def score(
         self, caches: list[LayerCache], tokens: TokenArray, following: TokenArray, num_top: int, adapter: int, /
     ) -> list[TokenLogprob]:
-        """As `prefill`; also returns the log-probability of each of `following` after its token."""
+        """As `prefill`; returns the log-probability of each of `following`."""
 
     def make_row(
         self,

@@ -25,7 +25,7 @@ from server.engine.request import (
 from server.engine.scheduler import Ticket, ticket_for
 
 NO_TOKEN = -1
-"""Behind a prompt that is evaluated to its end; equal to no token of a model."""
+"""Stands behind a prompt that is evaluated to its end; equal to no token."""
 
 SEED_BITS = 63
 
@@ -46,7 +46,7 @@ class DecodeState:
 
     row: Any = None
     unrecorded: int | None = None
-    """Not evaluated yet, hence not in the lease's log."""
+    """A known token, not evaluated yet, hence not in the lease's log."""
     num_launched: int = 0
     """Tokens sampled in all steps, running steps included."""
     is_suspect: bool = False
@@ -77,17 +77,17 @@ class Sequence:
         """The next match compares only new tokens."""
         self.lease: Lease | None = None
         self.prefetch: Prefetch | None = None
-        """Until there is a lease."""
+        """State being read from disk, until there is a lease."""
         self.decode = DecodeState()
         self.output = Output(request, decoder, ends)
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Of the prompt tokens after the first, where requested."""
+        """Of evaluated prompt tokens after the first, where requested."""
         self._output_logprobs: list[TokenLogprob] = []
         self.was_out_of_memory = False
         """A step lacked memory before: the next time the sequence waits for others, or fails alone."""
         self.started: Started | None = None
         self.begun: float | None = None
-        """Seconds of the clock."""
+        """When the request got its slot, in seconds of the clock."""
         self._first_token: float | None = None
         self._last_token: float | None = None
         self._reported_tokens = 0
@@ -130,7 +130,7 @@ class Sequence:
             self.decode.unrecorded = None
 
     def progress(self) -> list[Event]:
-        """Returns a Progress, but none for tokens evaluated again."""
+        """Tells of newly evaluated prompt tokens, not of tokens evaluated again."""
         num_prompt = len(self.request.tokens)
         evaluated = min(self.ticket.offset, num_prompt)
         if self.output.tokens or evaluated <= self._reported_tokens:

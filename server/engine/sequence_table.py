@@ -173,14 +173,14 @@ class SequenceTable:
         self.close(sequence)
 
     def close(self, sequence: Sequence) -> None:
-        """Ends a sequence whose client has its last event."""
+        """Ends a sequence whose client has the last event."""
         self._forget(sequence)
         if sequence.lease is not None:
             self._sessions.record(sequence)
             self._release(sequence, sequence.lease, sequence.lease.close)
 
     def close_finished(self, sequences: list[Sequence]) -> None:
-        """Closes sequences whose answer has ended and whose last token is evaluated."""
+        """Closes answered sequences whose last token is evaluated."""
         for sequence in sequences:
             if sequence.output.reason is not None and sequence in self:
                 self.close(sequence)
@@ -216,13 +216,13 @@ class SequenceTable:
         self._requeue(sequence, is_suspect=False)
 
     def defer_youngest(self, sequences: list[Sequence]) -> None:
-        """Makes the youngest replayed sequence wait for the end of another: together they might fail again."""
+        """Makes the youngest wait for the end of another: together they might fail again."""
         waits = choose_to_wait(sequence.ticket for sequence in sequences if sequence in self)
         if waits is not None:
             self._defer(waits)
 
     def _try_later(self, sequence: Sequence) -> bool:
-        """Replays a sequence that lacked memory, the second time only after another has ended; False if none can."""
+        """Replays a sequence, the second time only after another has ended; False if none can."""
         is_first = not sequence.was_out_of_memory
         if not is_first and all(other is sequence for other in self.leased()):
             return False

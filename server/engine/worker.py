@@ -157,7 +157,7 @@ class Worker:
             sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
 
     def _finish_decode_step(self) -> None:
-        """Reads the launched step first: a prefill chunk would delay the tokens of all rows."""
+        """Reads the launched step: a prefill chunk would delay all rows."""
         self._decode.read()
         self._table.close_finished(list(self._table))
 
@@ -182,7 +182,7 @@ class Worker:
             self._make_way(sequence)
 
     def _make_way(self, sequence: Sequence) -> None:
-        """Frees memory of a text, of ended sequences or of the worst rank, else ends the sequence."""
+        """Frees memory of a text, of ended sequences or of the worst rank; at last ends the sequence."""
         if self._embeddings.give_way():
             return
         running = self._table.leased()

@@ -67,7 +67,7 @@ class Opener(Protocol):
 
 
 async def on_thread(name: str, work: Callable[[], Result]) -> Result:
-    """Runs `work` on a daemon thread: the end of the process does not wait for it."""
+    """Awaits `work` on a daemon thread, for which the end of the process does not wait."""
     done: Future[Result] = Future()
     done.set_running_or_notify_cancel()
 

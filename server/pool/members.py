@@ -102,7 +102,7 @@ class Member:
         return self.num_holds > 0
 
     def use(self, now: float) -> ModelUse:
-        """Returns what decides about the model's memory."""
+        """Returns the facts for `memory`."""
         cache = self.opened.engine.stats().cache
         # With a disk, a part of the budget is for state on its way there.
         moving_bytes = max(self.budget_bytes - cache.budget_bytes, 0) if cache.budget_bytes else 0

@@ -87,7 +87,7 @@ class ModelPool:
         return [self._described(source) for source in self._catalog.all()]
 
     def describe(self, name: str) -> ListedModel:
-        """Returns what is known of a model. For any thread; raises as `source_of`."""
+        """For any thread; raises as `source_of`."""
         return self._described(self.source_of(name))
 
     def _described(self, source: ModelSource) -> ListedModel:

@@ -261,12 +261,12 @@ class ServedModel:
         return None if self.adapter is None else self.adapter.name
 
     def state_namespace(self, namespace: str) -> str:
-        """Returns the name of the model's state for a client's namespace."""
+        """Returns where the model's state is kept for a client's namespace."""
         return state_namespace(namespace, self.adapter)
 
     @cached_property
     def previews(self) -> Previews:
-        """Texts of cache edges for people."""
+        """Texts of cache edges."""
         return Previews(self.token_texts.text, MAX_PREVIEW_CHARACTERS)
 
     @cached_property
