@@ -89,7 +89,7 @@ def choose_budget_bytes(machine: Machine, weights_bytes: int, others_bytes: int 
 
 
 def find_excess(plan: MemoryPlan) -> str | None:
-    """Returns why a machine cannot hold a plan."""
+    """Returns why a machine cannot hold a plan; None if it can."""
     if plan.weights_bytes + plan.budget_bytes <= plan.machine_bytes:
         return None
     return (
@@ -104,7 +104,7 @@ def choose_pool_bytes(budget_bytes: int) -> int:
 
 
 def read_machine(device_info: dict[str, Any]) -> Machine:
-    """`device_info` is the result of `mx.device_info()`."""
+    """Returns a machine's memory from the result of `mx.device_info()`."""
     if device_info.get("total_memory"):
         return Machine(int(device_info["total_memory"]))
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -114,7 +114,7 @@ def read_machine(device_info: dict[str, Any]) -> Machine:
 
 
 def this_machine() -> Machine:
-    """As MLX and the system tell it."""
+    """Returns this machine's memory, as MLX and the system tell it."""
     # Asking the device takes a moment.
     import mlx.core as mx
 

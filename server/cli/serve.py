@@ -164,7 +164,7 @@ def count_text(number: int) -> str:
 
 
 def round_count(number: float) -> str:
-    """Keeps two significant digits, as in `137 000` or `1.4 million`."""
+    """Returns a count with two significant digits: `137 000`, `1.4 million`."""
     if number >= 10**6:
         return count_text(int(number))
     unit = 1000 if number >= 10_000 else 100 if number >= 1000 else 1
@@ -222,11 +222,11 @@ def _url(host: str, port: int) -> str:
 
 
 CLOSE_SECONDS = 5
-"""For last bytes to reach clients."""
+"""Time for the last bytes to reach their clients."""
 SWITCH_SECONDS = 0.001
 """After this time a planning thread gives Python's lock to a waiting engine or event loop."""
 KERNEL_BACKLOG = 2048
-"""Connections to be accepted."""
+"""Connections that may wait to be accepted."""
 
 
 def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
@@ -430,7 +430,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Else uvicorn would send signals to itself at the end and change the exit status."""
+        """Leaves signals alone: uvicorn would send them to itself again at the end and change the exit status."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -76,7 +76,7 @@ EXPECTED_TOKENS = 512
 """Live buffers are sized for this output, and grow for a longer one."""
 MAX_IN_FLIGHT_BYTES = 1 << 30
 QUIET_SECONDS = 30.0
-"""So long without requests, idle state is written to disk."""
+"""Seconds without requests before idle state is written to disk."""
 IDLE_PAUSE_SECONDS = 0.005
 """Between two pieces of idle work."""
 
@@ -93,9 +93,9 @@ class EngineConfig:
     context_tokens: int = 4096
     """Prompt and output together."""
     chunk_tokens: int = CHUNK_TOKENS
-    """Between two decode steps."""
+    """Prompt tokens evaluated between two decode steps."""
     max_waiting: int = 64
-    """Beyond those that run."""
+    """Requests that may wait beyond those that run."""
     disk_folder: Path | None = None
     """For state that memory does not hold."""
     disk_bytes: int = 0
@@ -160,7 +160,7 @@ class Engine:
         return self._is_accepting and self._thread.is_alive()
 
     def start(self) -> None:
-        """Waits until the worker is ready. Raises any error of its start."""
+        """Starts the worker and waits until it is ready. Raises any error of its start."""
         self._thread.start()
         self._ready.wait()
         if self._start_error is not None:
@@ -291,7 +291,7 @@ class Engine:
             message.handle(worker)
 
     def _next_message(self, worker: Worker) -> WorkerMessage | None:
-        """None for the end. Raises queue.Empty where none waits and requests have work."""
+        """Returns None for the end. Raises queue.Empty where no message waits and requests have work."""
         if worker.has_work:
             self._idle_work_at = time.monotonic() + QUIET_SECONDS
             return self._inbox.get(0)
@@ -337,7 +337,7 @@ def _in_flight_bytes(config: EngineConfig) -> int:
 
 
 def _disk_bytes_in_memory(config: EngineConfig) -> int:
-    """Memory for state on its way to disk."""
+    """Returns the part of the budget for state on its way to disk."""
     return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 

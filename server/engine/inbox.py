@@ -63,7 +63,7 @@ class Inbox:
     # -- any thread
 
     def put_request(self, request: GenerationRequest, generation: Generation) -> None:
-        """Raises EngineStopped, and QueueFull except for idle work, which is not counted."""
+        """Queues a request. Raises EngineStopped, and QueueFull except for idle work, which is not counted."""
         message = WorkerMessage(partial(_submit, request, generation), lambda error: generation.post([Failed(error)]))
         with self._lock:
             if request.is_idle_work:

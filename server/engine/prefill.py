@@ -96,7 +96,7 @@ class Prefill:
         return taken_tokens
 
     def _restore_cost(self, lease: Lease) -> int:
-        """In tokens that could be evaluated meanwhile."""
+        """Returns the time to restore, in tokens that could be evaluated meanwhile."""
         if lease.tier is Tier.MEMORY:
             return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
         return self._chunk_tokens if lease.tier is Tier.DISK else 0

@@ -122,7 +122,7 @@ class Started:
     slot: int
     prompt_tokens: int
     reuse: Reuse
-    """The asking side adds why not more."""
+    """What the cache knew and restored; the asking side adds why not more."""
     restore_ms: float = 0.0
     tier: str | None = None
     """Where the restored part was, if any."""

@@ -27,12 +27,12 @@ class RunnerPort(Protocol):
     """`start` returns while most of the step is still ahead."""
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int, /) -> None:
-        """Evaluates tokens behind the caches' content."""
+        """Evaluates tokens of one sequence behind its caches' content."""
 
     def score(
         self, caches: list[LayerCache], tokens: TokenArray, following: TokenArray, num_top: int, adapter: int, /
     ) -> list[TokenLogprob]:
-        """As `prefill`; returns the log-probability of each of `following`."""
+        """As `prefill`; returns the log-probability of each of `following` after its token."""
 
     def make_row(
         self,

@@ -1,7 +1,7 @@
 """Which request is evaluated next, which makes way for memory, and when a refused one should retry. Pure.
 
 * a request that continues an earlier one of its session waits for its end, since it may contain the earlier answer;
-  all other requests of a session run side by side;
+  all other requests of a session run side by side, in arrival order;
 * a request whose prefix is being evaluated for another waits for that prefill, which gets the better of both ranks;
 * a request whose state is being read from disk lets others go on;
 * requests that must wait do not count towards `LOOKAHEAD`;
@@ -26,9 +26,9 @@ from cache.types import common_prefix_length
 from server.engine.request import GenerationRequest, Priority, TokenArray
 
 MAX_PASSES = 4
-"""Short prefills may pass a longer one that came first so often."""
+"""So many short prefills may pass one longer prefill that came first."""
 MAX_WAITS = 64
-"""A background request passed over so often counts as interactive."""
+"""A background request that was passed over so many times counts as interactive."""
 MIN_SHARED_TOKENS = 32
 """A request waits only for a prefix this much longer than what it can restore."""
 LOOKAHEAD = 16
@@ -59,7 +59,7 @@ class Ticket:
     num_prompt: int
     """Later tokens were generated before a replay."""
     shares: bool
-    """May reuse shared state and leave state for others."""
+    """The request may reuse shared state and leave state for others."""
     phase: Phase = Phase.WAITING
     offset: int = 0
     is_preempted: bool = False
@@ -313,7 +313,7 @@ class QueuePace:
     def __init__(self) -> None:
         self._waiting_since: float | None = None
         self._counted_seconds = 0.0
-        """With requests waiting, up to the last time the queue was empty."""
+        """Seconds with requests waiting, up to the last time the queue was empty."""
         self._ends = deque([0.0], maxlen=NUM_ENDS + 1)
         """Start of the count, then the ends of requests, in counted seconds."""
 

@@ -216,7 +216,7 @@ class SequenceTable:
         self._requeue(sequence, is_suspect=False)
 
     def defer_youngest(self, sequences: list[Sequence]) -> None:
-        """Makes the youngest wait for the end of another: together they might fail again."""
+        """Makes the youngest replayed sequence wait for the end of another: together they might fail again."""
         waits = choose_to_wait(sequence.ticket for sequence in sequences if sequence in self)
         if waits is not None:
             self._defer(waits)

@@ -20,7 +20,7 @@ from server.pool.served import EnginePort, ServedModel
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
-"""Before a model is asked again for memory that its answers hold."""
+"""Pause before a model is asked again for memory that its answers hold."""
 
 
 class PooledEngine(EnginePort, Protocol):
@@ -49,7 +49,7 @@ class OpenedModel:
     release: Callable[[], object] = lambda: None
     """Releases the weights of an ended engine. For any thread."""
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
-    """By the adapter's name."""
+    """The model with each adapter, by the adapter's name."""
 
     def served(self, adapter: str | None) -> ServedModel | None:
         """Returns the model, or its variant with an adapter."""
@@ -72,7 +72,7 @@ class Member:
     last_used: float
     """When the model was loaded, or its last request ended."""
     keep_alive_seconds: float | None = None
-    """As a client asked."""
+    """How long a client asked the model to stay when idle."""
     planned_bytes: int = 0
     is_leaving: bool = False
     """Another model waits for the memory: this one takes no more requests."""

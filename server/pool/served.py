@@ -122,7 +122,7 @@ class PromptRenderer(Protocol):
         ...
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """As `ToolDefinitions.block`."""
+        """Returns definitions of tools for the middle of a conversation; see `ToolDefinitions.block`."""
         ...
 
     def encode(self, text: str) -> RenderedPrompt:
@@ -205,7 +205,7 @@ class ServedModel:
     renderer: PromptRenderer
     token_texts: TokenReader
     context_tokens: int
-    """Prompt and answer together, by model and configuration."""
+    """The most tokens of prompt and answer together, by model and configuration."""
     vocab_size: int
     created: int
     """Seconds since 1970."""
@@ -221,13 +221,13 @@ class ServedModel:
     reranking: RerankFormat | None = None
     """Set for a model made to judge a query with a document."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """For fields missing in a request."""
+    """Defaults for fields missing in a request."""
     facts: ModelFacts = field(default_factory=ModelFacts)
     adapter: Adapter | None = None
     """None for a base model."""
     parent_id: str | None = None
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
-    """Sampling and context have their own fields."""
+    """Other defaults; sampling and context have their own fields."""
     tool_orders: ToolOrders = field(default_factory=ToolOrders)
     """Orders of keys in which tools are shown, shared with other names of the model."""
 
