@@ -9,7 +9,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
 from server.api.conversation import ThinkingWish
-from server.api.dialect import BodyModel, Rules, no_effect, read_by, refused
+from server.api.dialect import BodyModel, Rules, Whole, no_effect, read_by, refused
 from server.api.params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, CacheSalt, Share
 
 MAX_CACHE_POINTS: Final = 4
@@ -260,7 +260,7 @@ class ThinkingOption(BodyModel):
     """Whether and for how long the model thinks."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Annotated[Whole, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -334,13 +334,13 @@ _StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTER
 class MessagesBody(PromptBody):
     """Body of `POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=0)]
+    max_tokens: Annotated[Whole, Field(ge=0)]
     """0 only evaluates the prompt."""
     stream: bool | None = None
     stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: Share | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[Whole, Field(ge=0)] | None = None
     """0 keeps all tokens."""
     metadata: RequestMetadata | None = None
     session_id: str | None = None

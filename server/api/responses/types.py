@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from server.api.conversation import ThinkingWish
-from server.api.dialect import BodyModel, Rules, no_effect, read_by, refused, validated
+from server.api.dialect import BodyModel, Rules, Whole, no_effect, read_by, refused, validated
 from server.api.errors import ApiError, Code, wrong
 from server.api.openai.types import Schema, SharedBody, ToolChoice, read_tool_choice
 from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar
@@ -113,12 +113,12 @@ class ResponsesBody(InputBody, SharedBody):
     """Body of `POST /v1/responses`."""
 
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     include: list[str] | None = None
     metadata: Metadata | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Whole | None = None
 
     @property
     def is_stored(self) -> bool:

@@ -32,7 +32,7 @@ class Surface:
     key = "authorization", "Bearer "
     media_type = "text/event-stream; charset=utf-8"
 
-    def limited(self, num_tokens: int) -> dict[str, Any]:
+    def limited(self, num_tokens: float) -> dict[str, Any]:
         """The fields that limit the answer."""
         return {self.limit: num_tokens}
 
@@ -127,7 +127,7 @@ class OllamaChat(Surface):
     streams: Mapping[str, Any] = {"stream": None}
     media_type = "application/x-ndjson"
 
-    def limited(self, num_tokens: int) -> dict[str, Any]:
+    def limited(self, num_tokens: float) -> dict[str, Any]:
         return {"options": {"num_predict": num_tokens}}
 
     def told(self, answer: Any) -> Told:
