@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from models.output.marker import MarkerSearch
-from models.output.pieces import OutputParser, Piece, Reasoning
+from models.output.pieces import MarkerSearch, OutputParser, Piece, Reasoning
 
 KNOWN_MARKERS: Final = (
     ("<think>", "</think>"),

@@ -14,8 +14,8 @@ from enum import Enum, auto
 from typing import Any, Final
 
 from models.errors import FOREIGN_FAULTS
-from models.output.marker import MarkerSearch
 from models.output.pieces import (
+    MarkerSearch,
     Piece,
     Text,
     ToolArguments,

@@ -24,7 +24,7 @@ from server.api.connections import HttpConfig, Limits
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine.engine import Engine
-from server.engine.generation import Generation
+from server.engine.messages import Generation
 from server.engine.request import Delta, Event, Finished, GenerationRequest, Started
 from server.pool.served import AnswerBinder
 

@@ -26,7 +26,7 @@ from server.diagnosis.compare import Turn
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, plain_prompt, prompt_of
 from server.engine.commands import PinTurn
 from server.engine.diagnosis import Reuse
-from server.engine.generation import Generation
+from server.engine.messages import Generation
 from server.engine.request import (
     Delta,
     EngineError,

@@ -25,8 +25,7 @@ from server.api.errors import explain, stopped
 from server.api.guard import key_name_of, known_key_of, namespace_of
 from server.api.params import Incoming
 from server.api.record import Arrival
-from server.api.session_id import SessionIdError, ascii_text
-from server.api.sessions import Origin
+from server.api.sessions import Origin, SessionIdError, ascii_text
 from server.api.wire import JsonBody, check_amount, check_messages, not_finite, parse_object, read_body
 from server.app.log_events import TextsEmbedded
 from server.pool.errors import ModelNotLoaded

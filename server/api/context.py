@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from server.api.activity import Activity, EventLog
 from server.api.errors import stopped
-from server.api.live.activity import Activity
-from server.api.live.event_log import EventLog
 from server.api.observe import Metrics, Tracing
 from server.api.planning import Planning
 from server.api.rate_limits import RateLimits

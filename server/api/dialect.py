@@ -24,7 +24,7 @@ from starlette.types import Scope
 
 from server.api.errors import ApiError, Code
 from server.api.openapi import Operation
-from server.api.session_id import resolve_session_id
+from server.api.sessions import resolve_session_id
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
 from server.pool.served import ServedModel
 

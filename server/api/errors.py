@@ -11,7 +11,7 @@ from enum import StrEnum
 from models.errors import EmbeddingUnsupported, InvalidParameter, PromptTooLong
 from models.prompt.chat_template import ChatTemplateError
 from server.api.rate_limits import OverLimit
-from server.api.session_id import SessionIdError
+from server.api.sessions import SessionIdError
 from server.engine.request import AnswerUnbound, EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
 from server.pool.errors import ModelInUse, ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 

@@ -32,8 +32,7 @@ from server.api.context import context_of
 from server.api.dialect import Body, Dialect, Rules, dialect_of, parse_body
 from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
-from server.api.session_id import ascii_text
-from server.api.sessions import Origin, Refusal
+from server.api.sessions import Origin, Refusal, ascii_text
 from server.api.wire import parse_object, read_body
 from server.app.config import ServerConfig
 from server.app.keys import ApiKey, namespace_of_key

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse
 
 from models.texts import well_formed
 from server.api.errors import ApiError, Code
-from server.api.session_id import header_text
+from server.api.sessions import header_text
 
 Answer = TypeVar("Answer")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from models.prompt.hygiene import with_constant_header
-from server.api.session_id import SessionIdError, resolve_session_id
+from server.api.sessions import SessionIdError, resolve_session_id
 from server.app.config import DoctorError
 from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
 

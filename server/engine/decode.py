@@ -20,8 +20,7 @@ from models.errors import GrammarFailed
 from models.output.grammar import MaskWords
 from server.engine.request import AnswerUnbound, StepFailed, is_out_of_memory
 from server.engine.runner_port import RunnerPort, Step
-from server.engine.sequence import Sequence
-from server.engine.sequence_table import SequenceTable
+from server.engine.sequence import Sequence, SequenceTable
 
 logger = logging.getLogger(__name__)
 

@@ -32,10 +32,9 @@ from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
 from server.engine.commands import ResizeBudget, give_back
 from server.engine.embeddings import EmbeddingJob, Vector
-from server.engine.generation import Generation, Mailbox
-from server.engine.inbox import Command, Inbox, WorkerMessage
+from server.engine.messages import Command, Generation, Inbox, Mailbox, WorkerMessage
 from server.engine.request import EngineStats, EngineStopped, GenerationRequest, QueueFull, StepFailed, TokenArray
-from server.engine.sequence_table import EngineSessions
+from server.engine.sequence import EngineSessions
 from server.engine.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from models.output.grammar import MaskWords, OutputGrammar
-from models.output.marker import MarkerSearch
-from models.output.pieces import TokenLogprob
+from models.output.pieces import MarkerSearch, TokenLogprob
 from models.output.reasoning import ReasoningWatch
 from models.output.tool_calls import CallWatch
 from server.engine.request import Delta, FinishReason, GenerationRequest

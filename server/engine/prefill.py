@@ -16,8 +16,7 @@ from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 from server.engine.request import FinishReason, OutOfMemory, Priority, PromptTooLarge, Started
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, Ticket
-from server.engine.sequence import Sequence
-from server.engine.sequence_table import SequenceTable
+from server.engine.sequence import Sequence, SequenceTable
 
 MAX_SCORED_TOKENS = 128
 """The longest chunk whose logits are all computed: 76 MiB of float32 with 150 000 words."""

@@ -1,6 +1,13 @@
-"""One running request: its tokens, its text so far, its times. Knows no device and no queue."""
+"""Requests being run: the tokens, text and times of one, and the table of all that have not ended.
 
+Each sequence gets exactly one Finished or Failed, and each lease ends exactly once. Computed state stays in the
+cache, except after a failed step, which may have damaged it. Knows no device and no queue.
+"""
+
+import logging
 import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -9,20 +16,30 @@ import numpy as np
 from cache.disk.io import Prefetch
 from cache.lease import Lease
 from cache.lookup import Lookup
+from cache.pins import PinName
+from cache.prefix_cache import PrefixCache
+from cache.types import common_prefix_length
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import TokenLogprob
 from server.engine.output import Output, TextDecoder
 from server.engine.request import (
     Event,
+    Failed,
     Finished,
     FinishReason,
     GenerationRequest,
+    OutOfMemory,
     Progress,
     Started,
+    StepFailed,
     Timings,
     TokenArray,
+    is_out_of_memory,
 )
-from server.engine.scheduler import Ticket, ticket_for
+from server.engine.runner_port import RunnerPort
+from server.engine.scheduler import Phase, Scheduler, Ticket, choose_to_wait, ticket_for
+
+logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1
 """Stands behind a prompt that is evaluated to its end; equal to no token."""
@@ -191,3 +208,232 @@ def _seeded(sampling: SamplingParams) -> SamplingParams:
 
 def _tokens_to_evaluate(request: GenerationRequest) -> TokenArray:
     return np.append(request.tokens, np.int32(NO_TOKEN)) if request.is_prefix_only else request.tokens
+
+
+MAX_SESSIONS = 1024
+MAX_BYTES = 64 << 20
+"""Some 160 turns of 100 000 tokens."""
+_TURN_BYTES = 512
+
+
+class SessionHistory:
+    """The last turn of each session, bounded in number and bytes; the least recently used are dropped."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
+        self.num_bytes = 0
+
+    def record(self, namespace: str, session_id: str, tokens: TokenArray) -> None:
+        """Keeps a turn, unless it begins the kept one."""
+        last = self.forget(namespace, session_id)
+        if last is not None and common_prefix_length(tokens, last) == len(tokens):
+            tokens = last
+        # A view would keep a longer array alive.
+        tokens = tokens if tokens.base is None else tokens.copy()
+        self._turns[namespace, session_id] = tokens
+        self.num_bytes += tokens.nbytes + _TURN_BYTES
+        while len(self._turns) > MAX_SESSIONS or self.num_bytes > MAX_BYTES:
+            self.forget(*next(iter(self._turns)))
+
+    def forget(self, namespace: str, session_id: str) -> TokenArray | None:
+        """Drops and returns the last turn."""
+        tokens = self._turns.pop((namespace, session_id), None)
+        if tokens is not None:
+            self.num_bytes -= tokens.nbytes + _TURN_BYTES
+        return tokens
+
+    def last(self, namespace: str, session_id: str) -> TokenArray | None:
+        """Returns the last turn."""
+        return self._turns.get((namespace, session_id))
+
+
+class EngineSessions:
+    """Last turn, pins and slot claim of each session. Worker thread only."""
+
+    def __init__(self, prefix_cache: PrefixCache) -> None:
+        self._prefix_cache = prefix_cache
+        self.history = SessionHistory()
+
+    def record(self, sequence: Sequence) -> None:
+        """Keeps a finished turn. The lease must still be open."""
+        request, lease = sequence.request, sequence.lease
+        if request.is_idle_work or request.session_id is None or not request.cache_prompt or lease is None:
+            return
+        tokens = np.concatenate([request.tokens, np.array(sequence.output.tokens, np.int32)])
+        self.history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
+
+    def pin(self, namespace: str, session_id: str) -> int:
+        """As `PinSession`."""
+        tokens = self.history.last(namespace, session_id)
+        return 0 if tokens is None else self._prefix_cache.pin(PinName(namespace, session_id), tokens)
+
+    def unpin(self, namespace: str, session_id: str) -> bool:
+        """As `UnpinSession`."""
+        name = PinName(namespace, session_id)
+        was_pinned = name in self._prefix_cache.pins
+        self._prefix_cache.pins.release(name)
+        return was_pinned
+
+    def forget(self, namespace: str, session_id: str) -> None:
+        """As `ForgetSession`."""
+        self.history.forget(namespace, session_id)
+        for is_soft in (False, True):
+            self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
+        for slot in self._prefix_cache.slots:
+            if (slot.namespace, slot.turn.session_id) == (namespace, session_id):
+                slot.turn.session_id = None
+
+
+class SequenceTable:
+    """Sequences by request id, each with a ticket in the scheduler. Worker thread only."""
+
+    def __init__(
+        self,
+        runner: RunnerPort,
+        prefix_cache: PrefixCache,
+        scheduler: Scheduler,
+        sessions: EngineSessions,
+        clock: Callable[[], float],
+    ) -> None:
+        self._runner = runner
+        self._prefix_cache = prefix_cache
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._clock = clock
+        self._sequences: dict[str, Sequence] = {}
+        self.num_suspended = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Over a snapshot, so sequences may be removed meanwhile."""
+        return iter(list(self._sequences.values()))
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.request.request_id in self._sequences
+
+    def find(self, request_id: str) -> Sequence | None:
+        """Returns an unfinished request's sequence."""
+        return self._sequences.get(request_id)
+
+    def others(self, sequence: Sequence) -> list[Sequence]:
+        """Returns all sequences except this one."""
+        return [other for other in self if other is not sequence]
+
+    def leased(self) -> list[Sequence]:
+        """Returns the sequences with a slot."""
+        return [sequence for sequence in self if sequence.lease is not None]
+
+    def decoding(self) -> list[Sequence]:
+        """Returns the decoding sequences, best rank first."""
+        return [self._sequences[ticket.request_id] for ticket in self._scheduler.in_phase(Phase.DECODING)]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
+        self._sequences[sequence.request.request_id] = sequence
+        self._scheduler.add(sequence.ticket)
+
+    # -- endings
+
+    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends the sequence, and its answer unless that has ended."""
+        if sequence.output.reason is None:
+            sequence.post(sequence.end(reason, self._clock()))
+        self.close(sequence)
+
+    def end_truncated(self, sequence: Sequence) -> None:
+        """Ends an answer that has outgrown the whole budget."""
+        logger.warning("request %s ends early: its state fills the cache memory", sequence.request.request_id)
+        self.end(sequence, FinishReason.LENGTH)
+
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence with an error."""
+        if sequence.output.reason is None:
+            sequence.post([Failed(error)])
+        self.close(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Ends a sequence whose client has the last event."""
+        self._forget(sequence)
+        if sequence.lease is not None:
+            self._sessions.record(sequence)
+            self._release(sequence, sequence.lease, sequence.lease.close)
+
+    def close_finished(self, sequences: list[Sequence]) -> None:
+        """Closes answered sequences whose last token is evaluated."""
+        for sequence in sequences:
+            if sequence.output.reason is not None and sequence in self:
+                self.close(sequence)
+
+    def fail_step(self, sequence: Sequence, error: Exception) -> None:
+        """Fails a sequence, unless memory for it may come."""
+        lacks_memory = is_out_of_memory(error)
+        if lacks_memory and sequence.output.reason is None and self._try_later(sequence):
+            logger.warning("request %s is tried again: %s", sequence.request.request_id, error)
+            return
+        logger.error("request %s failed", sequence.request.request_id, exc_info=error)
+        if sequence.output.reason is None:
+            reported = StepFailed(f"the model failed on this request: {error}")
+            no_memory = OutOfMemory("there is not enough memory for this request now")
+            sequence.post([Failed(no_memory if lacks_memory else reported)])
+        self._forget(sequence)
+        if sequence.lease is not None:
+            sequence.lease.discard()
+
+    # -- starting over
+
+    def replay(self, sequence: Sequence) -> None:
+        """Queues a sequence again without its live state, which may be damaged."""
+        if sequence.lease is not None:
+            sequence.lease.discard()
+        self._requeue(sequence, is_suspect=True)
+
+    def suspend(self, sequence: Sequence) -> None:
+        """Takes a sequence's slot and queues it; the trie keeps its state."""
+        assert sequence.lease is not None
+        self.num_suspended += 1
+        self._release(sequence, sequence.lease, sequence.lease.suspend)
+        self._requeue(sequence, is_suspect=False)
+
+    def defer_youngest(self, sequences: list[Sequence]) -> None:
+        """Makes the youngest replayed sequence wait for the end of another: together they might fail again."""
+        waits = choose_to_wait(sequence.ticket for sequence in sequences if sequence in self)
+        if waits is not None:
+            self._defer(waits)
+
+    def _try_later(self, sequence: Sequence) -> bool:
+        """Replays a sequence, the second time only after another has ended; False if none can."""
+        is_first = not sequence.was_out_of_memory
+        if not is_first and all(other is sequence for other in self.leased()):
+            return False
+        sequence.was_out_of_memory = True
+        self.replay(sequence)
+        self._prefix_cache.reclaimer.relieve()
+        if not is_first:
+            self._defer(sequence.ticket)
+        return True
+
+    def _defer(self, ticket: Ticket) -> None:
+        ticket.is_preempted = ticket.is_deferred = True
+        self.num_suspended += 1
+
+    def _requeue(self, sequence: Sequence, *, is_suspect: bool) -> None:
+        former = sequence.ticket
+        sequence.replay(is_suspect=is_suspect)
+        self._scheduler.replace(former, sequence.ticket)
+
+    def _release(self, sequence: Sequence, lease: Lease, end: Callable[[], None]) -> None:
+        try:
+            if sequence.decode.row is not None:
+                self._runner.detach(sequence.decode.row)
+            end()
+        except Exception:  # the state cannot be read out, so it is dropped; the client has got all that was generated
+            logger.exception("the state of request %s was lost", sequence.request.request_id)
+            if lease.is_open:
+                lease.discard()
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request.request_id]
+        sequence.end_prefetch()
+        self._scheduler.remove(sequence.ticket)

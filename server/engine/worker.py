@@ -18,8 +18,7 @@ from server.engine.prefill import Prefill
 from server.engine.request import EngineStats, EngineStopped, FinishReason, GenerationRequest, RequestCounts
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, choose_to_wait
-from server.engine.sequence import Sequence, Sink
-from server.engine.sequence_table import EngineSessions, SequenceTable
+from server.engine.sequence import EngineSessions, Sequence, SequenceTable, Sink
 
 logger = logging.getLogger(__name__)
 

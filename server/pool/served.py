@@ -25,7 +25,7 @@ from models.prompt.hygiene import ToolOrders
 from models.prompt.tool_definitions import Tool
 from models.store.stored_model import ModelDefaults
 from server.engine.embeddings import Vector
-from server.engine.generation import Generation
+from server.engine.messages import Generation
 from server.engine.request import EngineStats, GenerationRequest, TokenArray
 
 MAX_REMEMBERED = 16_384

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from server.api.session_id import SESSION_HEADERS, SESSION_METADATA
+from server.api.sessions import SESSION_HEADERS, SESSION_METADATA
 from tests.support.server_process import Process
 
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin:/usr/local/bin:/usr/bin")

@@ -20,7 +20,7 @@ from models.output.tool_calls import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool, ToolDefinitions
 from server.engine.diagnosis import Miss, Reuse
-from server.engine.generation import Generation, Mailbox
+from server.engine.messages import Generation, Mailbox
 from server.engine.request import (
     Delta,
     EngineStats,

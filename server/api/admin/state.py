@@ -18,13 +18,12 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from cache.journal import CacheStats
+from server.api.activity import EventLog, Listener, LiveEvent, Lost, Sums, frame_of
 from server.api.call import AnswerStream
 from server.api.context import ApiContext, context_of
 from server.api.dialect import BodyModel, Endpoint
 from server.api.errors import ApiError, Code, stopped, wrong
 from server.api.guard import is_authorised, is_owner, listed_namespace, read_owners_body
-from server.api.live.activity import Sums
-from server.api.live.event_log import EventLog, Listener, LiveEvent, Lost, frame_of
 from server.api.openapi import Operation
 from server.api.record import OpenRequest
 from server.api.wire import JsonBody, body_of, sse_comment

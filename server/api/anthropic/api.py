@@ -23,7 +23,7 @@ from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.guard import namespace_of
 from server.api.openapi import Operation
 from server.api.params import Incoming
-from server.api.session_id import header_text
+from server.api.sessions import header_text
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
 from server.pool.served import ListedModel
 

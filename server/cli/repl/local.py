@@ -28,7 +28,7 @@ from server.cli.repl.conversation import (
     Turn,
     template_fields,
 )
-from server.engine.generation import Generation
+from server.engine.messages import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
 from server.pool.served import EnginePort, ServedModel
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from models.output.marker import MarkerSearch
+from models.output.pieces import MarkerSearch
 
 
 def run_matcher(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:

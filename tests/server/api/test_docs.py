@@ -41,8 +41,14 @@ from server.api.openai.types import (
 )
 from server.api.openai.usage import PromptTokensDetails, Usage
 from server.api.record import CacheBody, MissBody, TimingsBody
-from server.api.session_id import SESSION_HEADERS, SESSION_METADATA
-from server.api.sessions import MAX_NAMESPACES, MAX_REFUSALS, MAX_SESSIONS, MAX_TURNS
+from server.api.sessions import (
+    MAX_NAMESPACES,
+    MAX_REFUSALS,
+    MAX_SESSIONS,
+    MAX_TURNS,
+    SESSION_HEADERS,
+    SESSION_METADATA,
+)
 from server.engine.diagnosis import MissReason
 from tests.support.docs import Page
 

@@ -20,7 +20,7 @@ from server.api.admin.state import CacheCountsBody
 from server.api.app import ADMIN_ROUTES, APIS, create_app, start_draining
 from server.api.errors import as_api_error
 from server.api.openapi import find_other_api
-from server.api.session_id import SessionIdError
+from server.api.sessions import SessionIdError
 from server.app.config import ServerConfig
 from server.app.log_events import RequestRefused
 from server.engine.request import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from server.api.live.activity import ended_fields
+from server.api.activity import ended_fields
 from server.api.observe import Metrics, phases, span_attributes
 from server.api.record import Arrival, OpenRequest, RequestRecord, ended_entry
 from server.diagnosis.account import Name

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.session_id import SESSION_HEADERS, SessionIdError, resolve_session_id
+from server.api.sessions import SESSION_HEADERS, SessionIdError, resolve_session_id
 
 UUID = "0b7d3f6e-5a0c-4d0e-9f5a-2f8f1c1d2e3f"
 

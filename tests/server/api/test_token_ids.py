@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from models.output.pieces import TokenLogprob
-from server.engine.generation import MAX_PENDING, Generation, Mailbox
+from server.engine.messages import MAX_PENDING, Generation, Mailbox
 from server.engine.request import Delta, Failed
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models

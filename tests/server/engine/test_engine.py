@@ -11,7 +11,7 @@ import pytest
 
 from models.inference.sampling_params import SamplingParams
 from server.engine.engine import Engine, EngineConfig
-from server.engine.generation import Generation
+from server.engine.messages import Generation
 from server.engine.request import (
     Delta,
     EngineStopped,

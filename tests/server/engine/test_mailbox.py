@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from server.engine.generation import Mailbox
+from server.engine.messages import Mailbox
 
 
 class SleepingLoop:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from server.engine import sequence_table
-from server.engine.sequence_table import SessionHistory
+from server.engine import sequence
+from server.engine.sequence import SessionHistory
 
 TOKENS = np.arange(100, dtype=np.int32)
 
@@ -30,11 +30,11 @@ def test_a_forgotten_session_is_that_of_its_namespace_only() -> None:
 
 
 def test_what_sessions_remember_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_table, "MAX_BYTES", 10 * 4600)
+    monkeypatch.setattr(sequence, "MAX_BYTES", 10 * 4600)
     sessions = SessionHistory()
     for number in range(30):
         sessions.record("", f"{number}", np.full(1000, number, np.int32))
-        assert sessions.num_bytes <= sequence_table.MAX_BYTES
+        assert sessions.num_bytes <= sequence.MAX_BYTES
     assert sessions.last("", "0") is None and sessions.last("", "29") is not None
     for number in range(30):
         sessions.forget("", f"{number}")

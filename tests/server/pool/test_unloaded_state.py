@@ -9,7 +9,7 @@ import pytest
 from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
 from server.engine.engine import KeptState
-from server.engine.sequence_table import EngineSessions
+from server.engine.sequence import EngineSessions
 from server.pool.members import Budgets, UnloadedModel
 from server.pool.memory import ModelUse, PoolMemory
 from tests.support import cache_driver, fake_model

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.api.live.event_log import BATCH, CAPACITY, KEEP_SECONDS, EventLog, Listener, LiveEvent, Lost
+from server.api.activity import BATCH, CAPACITY, KEEP_SECONDS, EventLog, Listener, LiveEvent, Lost
 
 
 class Clock:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from server.api.live.activity import MAX_NAMESPACES, PACE_TOKENS, Pace, Totals
+from server.api.activity import MAX_NAMESPACES, PACE_TOKENS, Pace, Totals
 from server.api.record import Arrival, OpenRequest, RequestRecord
 from server.engine.diagnosis import Miss, MissReason, Reuse
 from server.engine.request import (
