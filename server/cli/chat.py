@@ -12,26 +12,20 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from models.names import settle
-from server.app.config import KEY_VARIABLE, ServerConfig
+from server.app.config import ServerConfig
 from server.cli.ask import KeyNeeded, Served, find_served, known_urls
-from server.cli.config import load_model_config
 from server.cli.keys import keys_unseen
-from server.cli.options import MODEL_HELP, command_group, model_names
 from server.cli.repl.commands import NO_IMAGES, QUOTES, Commands, find_image, is_image
 from server.cli.repl.conversation import AnswerFailed, Dialogue, Manner, ModelChoice, Said, WordWrap
 from server.cli.repl.joined import JoinedModels
 from server.cli.start import loading
-
-app = command_group()
 
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
@@ -125,53 +119,15 @@ INTERRUPTED = 130
 _LEAVE = ("bye", "exit", "quit")
 
 
-@app.command()
-def run(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help=f"{MODEL_HELP} Default: the one that `serve` has.",
-            autocompletion=model_names,
-        ),
-    ] = None,
-    question: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="QUESTION", help="Answer this and end; what comes through a pipe is added to it."),
-    ] = None,
-    system: Annotated[str, typer.Option(metavar="TEXT", help="A system message to start with.")] = "",
-    context: Annotated[str | None, typer.Option(metavar="TOKENS", help="Longest conversation.")] = None,
-    cache_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for the conversation's state.")
-    ] = None,
-    local: Annotated[
-        bool, typer.Option("--local", help="Load the model here, even if a server on this machine has it loaded.")
-    ] = False,
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that has the model."),
-    ] = None,
-    no_history: Annotated[
-        bool, typer.Option("--no-history", help="Do not keep what is typed for the arrow keys of the next time.")
-    ] = False,
-) -> None:
-    """Talks with a model; raises ConfigError and ModelError."""
-    from server.cli.repl.terminal import history_file
+def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None, *, is_local: bool) -> int:
+    """Talks with a model that a server has loaded or else, and where `is_local`, one that is loaded here.
 
-    opening = Opening(system, " ".join(question or ()), None if no_history else history_file(os.environ))
-    limits = {"context_tokens": context, "cache_memory_bytes": cache_memory}
-    # From the start: keys that come while the model is loaded are read at the first prompt.
-    with nullcontext() if question else keys_unseen():
-        config = load_model_config({"models": model and [model], **limits}, os.environ)
-        # Only a model loaded here has these limits, and a server may have another model by a folder's name.
-        is_local = local or context is not None or cache_memory is not None
-        if is_local or Path(config.models[0]).expanduser().is_dir():
-            served = None
-        else:
-            served = _find_served(config.models[0], api_key)
-        if served is None:
-            raise typer.Exit(_chat_here(config, opening))
-        raise typer.Exit(chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}"))
+    Returns the exit status; raises ModelError.
+    """
+    served = None if is_local else _find_served(config.models[0], api_key)
+    if served is None:
+        return _chat_here(config, opening)
+    return chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}")
 
 
 def _find_served(model: str, api_key: str | None) -> Served | None:

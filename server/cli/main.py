@@ -22,7 +22,7 @@ from server.cli.options import COMPLETE_VARIABLE, command_group
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("start", "Serve a model over HTTP to clients of OpenAI, Anthropic and Ollama."),
-    "run": ("chat", "Chat with a model in the terminal, or ask it one question."),
+    "run": ("start", "Chat with a model in the terminal, or ask it one question."),
     "list": ("models", "List the models on this machine."),
     "show": ("stored", "Show what a model is: weights, context, parameters, files."),
     "cp": ("stored", "Give a model another name; its weights are shared."),

@@ -1,23 +1,25 @@
-"""`mlx-serve serve`, from its flags to the import of MLX, which `run` shares.
+"""`mlx-serve serve` and `run`: their flags, and the import of MLX.
 
-MLX and transformers are imported only here, once the model of a command is known to be there.
+MLX and transformers are imported only here, once a command needs them and its model is known to be there. What else
+takes long to import is imported in functions, so that `--help` is quick.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from models.fast_blas import find_compiler, load_fast_blas
 from models.names import resolve, settle
+from server.app.config import KEY_VARIABLE
 from server.app.memory_budget import runtime_folder
 from server.cli.config import load_model_config, with_settings
-from server.cli.keys import held_back, interruptible
-from server.cli.options import command_group
+from server.cli.keys import held_back, interruptible, keys_unseen
+from server.cli.options import MODEL_HELP, command_group, model_names
 
 app = command_group()
 
@@ -36,12 +38,59 @@ def serve(**given: Any) -> None:
     raise typer.Exit(run_server(config, runtime_folder(os.environ), fast_blas))
 
 
+@app.command()
+def run(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help=f"{MODEL_HELP} Default: the one that `serve` has.",
+            autocompletion=model_names,
+        ),
+    ] = None,
+    question: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="QUESTION", help="Answer this and end; what comes through a pipe is added to it."),
+    ] = None,
+    system: Annotated[str, typer.Option(metavar="TEXT", help="A system message to start with.")] = "",
+    context: Annotated[str | None, typer.Option(metavar="TOKENS", help="Longest conversation.")] = None,
+    cache_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for the conversation's state.")
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Load the model here, even if a server on this machine has it loaded.")
+    ] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that has the model."),
+    ] = None,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Do not keep what is typed for the arrow keys of the next time.")
+    ] = False,
+) -> None:
+    """Talks with a model; raises ConfigError and ModelError."""
+    from server.cli.chat import Opening, chat_somewhere
+    from server.cli.repl.terminal import history_file
+
+    opening = Opening(system, " ".join(question or ()), None if no_history else history_file(os.environ))
+    limits = {"context_tokens": context, "cache_memory_bytes": cache_memory}
+    # From the start: keys that come while the model is loaded are read at the first prompt.
+    with nullcontext() if question else keys_unseen():
+        config = load_model_config({"models": model and [model], **limits}, os.environ)
+        # Only a model loaded here has these limits, and a server may have another model by a folder's name.
+        is_local = local or context is not None or cache_memory is not None
+        is_local = is_local or Path(config.models[0]).expanduser().is_dir()
+        raise typer.Exit(chat_somewhere(config, opening, api_key, is_local=is_local))
+
+
 @contextmanager
 def loading(model: str) -> Iterator[str | None]:
     """Says that MLX is being imported; raises ModelError at once.
 
     Yields the name of the fast BLAS that was loaded for MLX, if there is one.
     """
+    from rich.console import Console
+
     # Else transformers advises to install PyTorch; it reads this when it is imported.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     resolve(model)
