@@ -284,7 +284,9 @@ def _time(seconds: int) -> str:
 
 
 def _count_text(count: int) -> str:
-    """Returns a number as Ollama writes it: 751.63M, 8.0B."""
+    """Returns a number as Ollama writes it: 751.63M, 8.0B; nothing for 0, the count of a model that is not loaded."""
+    if not count:
+        return ""
     if count >= 10**9:
         return f"{count / 10**9:.1f}B"
     return f"{count / 10**6:.2f}M" if count >= 10**6 else f"{count / 10**3:.2f}K"
