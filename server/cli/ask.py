@@ -101,15 +101,23 @@ def ps(api_key: Key = None, as_json: Json = False) -> None:
 
 
 def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Prints what the servers have loaded. Raises StartError where a server refuses to say."""
-    answers = [(url, AskedServer(url, api_key).find("GET", "/api/ps")) for url in urls]
+    """Prints the models that the servers have loaded. Raises StartError at the end where a server refuses to say."""
+    answers: list[tuple[str, Any]] = []
+    refusals: list[StartError] = []
+    for url in urls:
+        try:
+            answers.append((url, AskedServer(url, api_key).find("GET", "/api/ps")))
+        except StartError as error:
+            refusals.append(error)
     found = [_loaded(model, url) for url, answer in answers if answer for model in answer["models"]]
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     elif found:
         typer.echo(plain_table([HEADINGS, *map(_cells, found)]))
-    else:
+    elif not refusals:
         typer.echo("No server of yours on this machine has a model loaded. `mlx-serve serve` starts one.")
+    if refusals:
+        raise refusals[0]
 
 
 def _loaded(model: dict[str, Any], url: str) -> dict[str, Any]:

@@ -43,6 +43,18 @@ def test_ps_says_how_to_start_a_server_where_there_is_none(capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out) == []
 
 
+def test_ps_shows_what_the_other_servers_have_where_one_refuses(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = ModelPool(catalog("c"), opener=FakeOpener(), settings=PoolSettings())
+    with running(create_pool_app(pool, ServerConfig(api_key="secret"))) as locked:
+        for urls in ([locked, url], [url, locked]):
+            with pytest.raises(StartError, match=locked):
+                show_loaded(urls, None, as_json=True)
+            assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == ["a"]
+        with pytest.raises(StartError, match=locked):
+            show_loaded([locked], None, as_json=False)
+        assert capsys.readouterr().out == ""
+
+
 def test_stop_unloads_a_model_and_names_one_that_is_not_loaded(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     unload("a:latest", [NOBODY, url], None, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"name": "a:latest", "servers": [url]}
