@@ -143,6 +143,10 @@ class ModelHold:
     def model(self) -> ServedModel:
         return self._member.opened.model
 
+    def again(self, model: ServedModel) -> "ModelHold | None":
+        """Returns a second hold, also on a model that takes no more requests; None where it is not `model`."""
+        return ModelHold(self._member, self._on_close) if self._member.has(model) else None
+
     def set_keep_alive(self, seconds: float) -> None:
         """Sets how long the model stays loaded when idle."""
         self._member.keep_alive_seconds = seconds

@@ -137,8 +137,15 @@ class ModelPool:
 
     # -------------------------------------------------------------------------------------------- using a model
 
-    def try_hold(self, model: ServedModel) -> ModelHold | None:
-        """As `Loader.try_hold`, for what `find` returned."""
+    def try_hold(self, model: ServedModel, loaded: ModelHold | None = None) -> ModelHold | None:
+        """Returns a hold on a model that `find` returned; None if it is to be loaded, or given its memory.
+
+        Whom the model was `loaded` for keeps it, although another model waits for its memory: else two long prompts
+        that name models by turns would have them loaded for ever.
+        """
+        again = None if loaded is None else loaded.again(model)
+        if again is not None:
+            return again
         member = self.loader.find(model.base_id)
         return self.loader.try_hold(model.base_id) if member is not None and member.has(model) else None
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from server.api.app import create_pool_app
+from server.api.planning import Planning
 from server.app.config import ServerConfig
 from server.pool.memory import PoolSettings
 from server.pool.names import Alias
@@ -166,6 +167,29 @@ def test_models_that_do_not_fit_together_take_turns_without_cutting_answers_off(
         assert first.json()["choices"][0]["message"]["content"] == "one two" * 10
         assert second.json()["model"] == "b"
         assert list(server.pool.models) == ["b"]
+
+
+def test_prompts_that_take_long_to_plan_keep_the_model_that_was_loaded_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Planning.run
+
+    async def slow(self: Planning, *args: Any) -> Any:
+        plan = await run(self, *args)
+        # Long enough for the other model's files to be looked at, after which this one takes no more requests.
+        await asyncio.sleep(0.05)
+        return plan
+
+    monkeypatch.setattr(Planning, "run", slow)
+    with Server(max_models=1) as server:
+
+        async def both() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=server.client.base_url, timeout=2) as client:
+                bodies = [{"model": name, "messages": MESSAGES} for name in "ab"]
+                return await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
+
+        assert [answer.status_code for answer in asyncio.run(both())] == [200, 200]
+        assert sorted(server.opener.opened) == ["a", "b"]
 
 
 def test_an_alias_for_claude_comes_before_the_default_model() -> None:
