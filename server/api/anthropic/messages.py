@@ -39,6 +39,7 @@ from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.wire import sse_event
 from server.engine.diagnosis import Miss, MissReason
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
+from server.pool.served import ServedModel
 
 _MISS_TYPES: Final = {
     MissReason.SYSTEM_CHANGED: "system_changed",
@@ -175,18 +176,18 @@ async def create_message(request: Request) -> Response:
 def open_message(context: ApiContext, incoming: Incoming) -> Exchange:
     """Returns the checked request; raises ApiError."""
     body = parse_body(MessagesBody, dict(incoming.fields), IN_MESSAGES)
-    return _open(context, incoming, body)
+    return _open(context, incoming, body, find_model(context, body.model))
 
 
-def _open(context: ApiContext, incoming: Incoming, body: MessagesBody) -> "MessageExchange":
-    model = find_model(context, body.model)
+def _open(context: ApiContext, incoming: Incoming, body: MessagesBody, model: ServedModel) -> "MessageExchange":
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, model, context.config, namespace)
     prompt = conversation.render()
     request = build_request(incoming, model, prompt, read_params(body, conversation, model), namespace)
 
     def open_part(longer: MessagesBody, number: int) -> MessageExchange:
-        return _open(context, replace(incoming, request_id=f"{incoming.request_id}-{number}"), longer)
+        # The model is held, but may take no other requests any more, so it is not looked up again.
+        return _open(context, replace(incoming, request_id=f"{incoming.request_id}-{number}"), longer, model)
 
     # A prompt that is only evaluated has no answer for the next turn.
     source = None if request.is_prefix_only else conversation

@@ -442,6 +442,21 @@ def test_an_answer_ends_with_what_it_has_where_the_queue_is_full() -> None:
     assert (kinds[-1], answer.json()["stop_reason"]) == ("tool_search_tool_result", "pause_turn")
 
 
+def test_an_answer_goes_on_although_another_model_waits_for_the_memory_of_its_own() -> None:
+    class Wanted(TakingTurns):
+        def submit(self, request: Any) -> Any:
+            for member in app.state.api.pool.members:
+                member.is_leaving = True
+            return super().submit(request)
+
+    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), tool_syntax=JSON_TOOLS)
+    app = create_app(Wanted(searching(REGEX, "weather"), CALL_WEATHER), served, ServerConfig())
+    body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
+    answer = TestClient(app).post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["stop_reason"] == "tool_use"
+
+
 # ----------------------------------------------------------------------------------- a real model and the package
 
 
