@@ -62,7 +62,7 @@ async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], P
     def open_description(context: ApiContext, incoming: Incoming) -> Plan:
         return ModelReady(None, describe(context, incoming))
 
-    return await Call(request, open_description, is_limited=False).respond()
+    return await Call(request, open_description, is_limited=False, may_stream=False).respond()
 
 
 async def compute(request: Request, open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Response:

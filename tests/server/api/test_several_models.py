@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -106,6 +107,17 @@ def test_a_stream_is_kept_open_while_its_model_is_loaded(server: Server, path: s
     if not path.startswith("/api/"):
         assert "loading a: reading weights" in said and said.index("loading a") < said.index("there")
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", COUNTS)
+def test_what_only_counts_is_never_a_stream_however_long_its_model_is_loaded(server: Server, path: str) -> None:
+    server.opener.may_finish.clear()
+    later = threading.Timer(10 * HEARTBEAT_SECONDS, server.opener.may_finish.set)
+    later.start()
+    answer = server.post(path, "a", stream=True)
+    later.join()
+    assert answer.headers["content-type"].startswith("application/json"), answer.text
+    assert isinstance(answer.json(), dict)
 
 
 @pytest.mark.parametrize("path", [*BODIES, *COUNTS])
