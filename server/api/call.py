@@ -29,8 +29,8 @@ from server.api.sessions import Origin, SessionIdError, ascii_text
 from server.api.wire import JsonBody, check_amount, check_messages, not_finite, parse_object, read_body
 from server.app.log_events import TextsEmbedded
 from server.pool.errors import ModelNotLoaded
-from server.pool.members import ModelHold
 from server.pool.names import ModelSource
+from server.pool.pool import LOADED
 
 logger = logging.getLogger(__name__)
 
@@ -189,14 +189,11 @@ class Call:
 
     # -------------------------------------------------------------------------------------------------- planning
 
-    async def _plan(self, loaded: ModelHold | None = None) -> Plan:
-        """Returns what the body asks for, its model held. Raises ModelNotLoaded and the dialect's errors.
-
-        `loaded` holds the model that was loaded for this call.
-        """
+    async def _plan(self) -> Plan:
+        """Returns what the body asks for, its model held. Raises ModelNotLoaded and the dialect's errors."""
         plan = await self._context.planning.run(self._client, len(self._raw), self._read)
         if plan.model is not None:
-            hold = self._context.pool.try_hold(plan.model, loaded)
+            hold = self._context.pool.try_hold(plan.model)
             if hold is None:
                 # The model was unloaded during planning, or lacks the memory that it is due.
                 raise ModelNotLoaded(self._context.pool.source_of(plan.model.base_id))
@@ -210,8 +207,9 @@ class Call:
         while True:
             self._loading = source
             with closing(await self._context.pool.load(source)) as loaded:
+                LOADED.set(loaded)
                 try:
-                    return await self._plan(loaded)
+                    return await self._plan()
                 except ModelNotLoaded as error:
                     source = error.source
 

@@ -143,6 +143,10 @@ class ModelHold:
     def model(self) -> ServedModel:
         return self._member.opened.model
 
+    def member_of(self, model_id: str) -> Member | None:
+        """Returns the model if it has that id, also where it takes no more requests. For any thread."""
+        return self._member if self._member.source.id == model_id else None
+
     def again(self, model: ServedModel) -> "ModelHold | None":
         """Returns a second hold, also on a model that takes no more requests; None where it is not `model`."""
         return ModelHold(self._member, self._on_close) if self._member.has(model) else None

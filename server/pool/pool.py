@@ -7,6 +7,7 @@ only, but where a docstring says otherwise.
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 
 from models.errors import ModelBroken
@@ -17,6 +18,11 @@ from server.pool.members import Member, ModelHold, OpenedModel
 from server.pool.memory import PoolSettings
 from server.pool.names import ModelSource, served_instead, spellings
 from server.pool.served import EnginePort, ListedModel, ModelFacts, Occupancy, ServedModel
+
+LOADED: ContextVar[ModelHold | None] = ContextVar("LOADED", default=None)
+"""The hold with which a request's model was loaded. The request keeps that model, although another one waits for the
+memory: else two requests that take long to plan could have two models loaded by turns for ever.
+"""
 
 
 class ModelPool:
@@ -128,7 +134,8 @@ class ModelPool:
     def find(self, name: str | None) -> ServedModel:
         """Returns a loaded model. For any thread; raises as `source_of`, and ModelNotLoaded."""
         source = self.source_of(name)
-        member = self.loader.find(source.id)
+        loaded = LOADED.get()
+        member = self.loader.find(source.id) or (None if loaded is None else loaded.member_of(source.id))
         if member is None:
             raise ModelNotLoaded(source)
         served = member.served(source)
@@ -137,12 +144,9 @@ class ModelPool:
 
     # -------------------------------------------------------------------------------------------- using a model
 
-    def try_hold(self, model: ServedModel, loaded: ModelHold | None = None) -> ModelHold | None:
-        """Returns a hold on a model that `find` returned; None if it is to be loaded, or given its memory.
-
-        Whom the model was `loaded` for keeps it, although another model waits for its memory: else two long prompts
-        that name models by turns would have them loaded for ever.
-        """
+    def try_hold(self, model: ServedModel) -> ModelHold | None:
+        """Returns a hold on a model that `find` returned; None if it is to be loaded, or given its memory."""
+        loaded = LOADED.get()
         again = None if loaded is None else loaded.again(model)
         if again is not None:
             return again

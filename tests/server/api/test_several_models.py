@@ -181,15 +181,17 @@ def test_models_that_do_not_fit_together_take_turns_without_cutting_answers_off(
         assert list(server.pool.models) == ["b"]
 
 
+@pytest.mark.parametrize("is_early", [False, True])
 def test_prompts_that_take_long_to_plan_keep_the_model_that_was_loaded_for_them(
-    monkeypatch: pytest.MonkeyPatch,
+    is_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Planning.run
 
     async def slow(self: Planning, *args: Any) -> Any:
-        plan = await run(self, *args)
         # Long enough for the other model's files to be looked at, after which this one takes no more requests.
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05 if is_early else 0)
+        plan = await run(self, *args)
+        await asyncio.sleep(0 if is_early else 0.05)
         return plan
 
     monkeypatch.setattr(Planning, "run", slow)
