@@ -118,6 +118,15 @@ class Member:
 
     async def try_resize(self, budget_bytes: int) -> bool:
         """Returns whether the budget could be changed; not below what running requests hold."""
+        resizing = asyncio.ensure_future(self._resize(budget_bytes))
+        try:
+            return await asyncio.shield(resizing)
+        except asyncio.CancelledError:
+            # A command that the engine runs already is not taken back, so what it made of the budget must be noted.
+            await asyncio.wait((resizing,))
+            raise
+
+    async def _resize(self, budget_bytes: int) -> bool:
         try:
             if await self.opened.engine.try_resize(budget_bytes):
                 return False

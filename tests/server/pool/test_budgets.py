@@ -318,3 +318,32 @@ def test_the_total_is_kept_in_every_interleaving(found: list[tuple[str, int, int
         await world.settled()
 
     run(test)
+
+
+def test_who_leaves_while_a_budget_is_cut_leaves_it_as_it_was() -> None:
+    """A command that an engine has begun is run to its end, whoever waits for it."""
+    opener = LedgerOpener()
+    pool = ModelPool(catalog("a", "b"), opener=opener, settings=PoolSettings(opener.memory))
+
+    class Slow(LedgerEngine):
+        async def try_resize(self, budget_bytes: int) -> int:
+            excess_bytes = await super().try_resize(budget_bytes)
+            is_cut.set()
+            await asyncio.sleep(0.02)
+            return excess_bytes
+
+    is_cut = asyncio.Event()
+
+    async def test() -> None:
+        (await pool.load(pool.source_of("a"))).close()
+        opener.engines["a"].__class__ = Slow
+        waiting = asyncio.create_task(pool.load(pool.source_of("b")))
+        await is_cut.wait()
+        assert opener.ledgers.budgets["a"] < TOTAL
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await until(lambda: not pool.loader._changing.locked())
+        assert list(pool.models) == ["a"]
+        assert opener.ledgers.budgets["a"] == pool.members[0].budget_bytes == TOTAL
+
+    run(test)
