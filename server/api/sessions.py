@@ -22,11 +22,13 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
 
-from server.diagnosis.account import Name
 from server.engine.diagnosis import Miss
+
+if TYPE_CHECKING:
+    from server.diagnosis.account import Name  # with numpy, which `doctor` starts without
 
 MAX_SESSIONS = 1024
 """Of all namespaces together."""
@@ -74,7 +76,7 @@ class TurnRecord:
 class SessionRecord:
     """The turns of one session; only `SessionRecords` changes it."""
 
-    name: Name
+    name: "Name"
     created: float
     model_id: str = ""
     num_turns: int = 0
@@ -109,7 +111,7 @@ class SessionRecords:
         self._max_sessions = max_sessions
         self._num_sessions = 0
 
-    def record(self, name: Name, turn: TurnRecord) -> int:
+    def record(self, name: "Name", turn: TurnRecord) -> int:
         """Adds a turn to its session; returns its number there."""
         namespace, session_id = name.namespace, name.id
         sessions = self._namespaces.setdefault(namespace, OrderedDict())
@@ -124,7 +126,7 @@ class SessionRecords:
             self._drop_one()
         return session.num_turns
 
-    def num_turns(self, name: Name) -> int:
+    def num_turns(self, name: "Name") -> int:
         """Returns a session's number of turns; 0 if unknown."""
         known = self.find(name.namespace, name.id)
         return 0 if known is None else known.num_turns

@@ -21,11 +21,10 @@ from rich.console import Console
 from models.names import settle
 from server.app.config import ServerConfig
 from server.cli.ask import KeyNeeded, Served, find_served, known_urls
-from server.cli.keys import keys_unseen
+from server.cli.keys import keys_unseen, loading
 from server.cli.repl.commands import NO_IMAGES, QUOTES, Commands, find_image, is_image
 from server.cli.repl.conversation import AnswerFailed, Dialogue, Manner, ModelChoice, Said, WordWrap
 from server.cli.repl.joined import JoinedModels
-from server.cli.start import loading
 
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"

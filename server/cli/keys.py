@@ -11,6 +11,9 @@ import termios
 import threading
 from collections.abc import Callable, Iterator
 
+from models.fast_blas import find_compiler, load_fast_blas
+from models.names import resolve
+
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
@@ -95,3 +98,27 @@ def keys_unseen() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
+
+
+@contextlib.contextmanager
+def loading(model: str) -> Iterator[str | None]:
+    """Says that MLX is being imported, which Ctrl-C ends; raises ModelError at once.
+
+    MLX and transformers are imported only in this block, once a model is known to be there. Yields the name of the
+    fast BLAS that was loaded for MLX, if there is one.
+    """
+    from rich.console import Console
+
+    # Else transformers advises to install PyTorch; it reads this when it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    resolve(model)
+    console = Console()
+    with interruptible():
+        # Before any other thread exists: it could take a Ctrl-C that is held back.
+        with held_back():
+            fast_blas = load_fast_blas()
+        find_compiler(held_back)
+        with console.status(f"Loading {model} …") if console.is_terminal else contextlib.nullcontext():
+            # Ctrl-C would leave the terminal without a cursor.
+            console.show_cursor(True)
+            yield fast_blas

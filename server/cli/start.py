@@ -1,24 +1,18 @@
-"""`mlx-serve serve` and `run`: their flags, and the import of MLX.
-
-MLX and transformers are imported only here, once a command needs them and its model is known to be there. What else
-takes long to import is imported in functions, so that `--help` is quick.
-"""
+"""`mlx-serve serve` and `run`: their flags. What takes long to import is imported in functions: `--help` is quick."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from models.fast_blas import find_compiler, load_fast_blas
 from models.names import resolve, settle
 from server.app.config import KEY_VARIABLE
 from server.app.memory_budget import runtime_folder
 from server.cli.config import load_model_config, with_settings
-from server.cli.keys import held_back, interruptible, keys_unseen
+from server.cli.keys import keys_unseen, loading
 from server.cli.options import MODEL_HELP, command_group, model_names
 
 app = command_group()
@@ -81,26 +75,3 @@ def run(
         is_local = local or context is not None or cache_memory is not None
         is_local = is_local or Path(config.models[0]).expanduser().is_dir()
         raise typer.Exit(chat_somewhere(config, opening, api_key, is_local=is_local))
-
-
-@contextmanager
-def loading(model: str) -> Iterator[str | None]:
-    """Says that MLX is being imported; raises ModelError at once.
-
-    Yields the name of the fast BLAS that was loaded for MLX, if there is one.
-    """
-    from rich.console import Console
-
-    # Else transformers advises to install PyTorch; it reads this when it is imported.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    resolve(model)
-    console = Console()
-    with interruptible():
-        # Before any other thread exists: it could take a Ctrl-C that is held back.
-        with held_back():
-            fast_blas = load_fast_blas()
-        find_compiler(held_back)
-        with console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
-            # Ctrl-C would leave the terminal without a cursor.
-            console.show_cursor(True)
-            yield fast_blas
