@@ -1,9 +1,8 @@
 """Values stored state, and orders it for eviction when memory is short. Pure.
 
-A candidate is a leaf, or the snapshot of a node with children. Its value is the chance that it is wanted again, times
-the tokens to evaluate then, divided by its bytes and age; the lowest goes first. Value falls with age because gaps
-between turns are long-tailed. The number of uses says nothing: a conversation that has just ended has more of them
-than one that has just begun.
+A candidate is a leaf, or the snapshot of a node with children. Value = chance of reuse × tokens to evaluate without
+the state ÷ (bytes × age); the candidate of least value goes first. Value falls with age because gaps between turns
+are long-tailed. The number of uses says nothing: a conversation that has just ended has more uses than a new one.
 """
 
 import bisect

@@ -1,8 +1,7 @@
 """Immutable state of layers as the trie stores it: rows of token ranges, and whole state at one offset.
 
 A component is one array of one layer: keys, values, or scales. Rows of many are packed into few arrays: an allocator
-may bound live buffers. A slice keeps its whole buffer alive, uncounted, so state is copied before it is stored unless
-it owns its buffer.
+may bound live buffers. A slice keeps a whole buffer alive, uncounted, so a slice is copied before it is stored.
 """
 
 import copy

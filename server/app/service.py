@@ -1,4 +1,4 @@
-"""From settings to a model that can be asked: finds it, loads it, puts an engine behind it."""
+"""From settings to a model that can be asked: a model is found and loaded, and its engine started."""
 
 import copy
 import json

@@ -187,7 +187,7 @@ def _source(context: ApiContext, name: str, param: str) -> ModelSource:
 
 
 def _place(source: ModelSource) -> WeightsPlace:
-    """Returns where weights are: their name if it leads to their folder, else the folder."""
+    """Returns the name of a model if the name leads to the folder of its weights, else the folder."""
     place = installed_place(source.name) or installed_place(source.id)
     folder = os.path.realpath(source.path)
     if place is not None and os.path.realpath(folder_of(place)) == folder:
