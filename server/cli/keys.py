@@ -2,13 +2,12 @@
 
 import contextlib
 import ctypes
-import faulthandler
 import os
-import select
 import signal
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from models.fast_blas import find_compiler, load_fast_blas
@@ -41,36 +40,40 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+LOOK_SECONDS = 0.1
+PUT_OFF_SECONDS = signal.SIGTERM - 1
+
+
 class Sigterm:
     """SIGTERM ends the process even where Python's own handler cannot run, since a thread never gives its lock back.
 
-    In C, without the lock, faulthandler writes to a pipe, and `alarm` is called with the signal's number for its
-    seconds. `on_signal` is called on a thread, which then puts the alarm off again and again; where it cannot run for
-    so long, the process exits with SIGALRM's number.
+    The handler is the C library's `alarm`, with the signal's number for its seconds. It may run on any thread, also
+    on one that is not Python's: the system chooses. A thread of ours finds the alarm set, calls `on_signal`, and puts
+    the alarm off again and again; where it cannot run for so long, the process exits with SIGALRM's number.
     """
 
     def __init__(self, on_signal: Callable[[], object]) -> None:
         """Main thread only, once in a process."""
         self.on_signal = on_signal
-        told, self._teller = os.pipe()
-        os.set_blocking(self._teller, False)
         libc = ctypes.CDLL(None)
         # Not the default action: it does nothing to the first process of a container.
         libc.signal(int(signal.SIGALRM), libc._exit)
         libc.signal(int(signal.SIGTERM), libc.alarm)
-        faulthandler.register(signal.SIGTERM, self._teller, all_threads=False, chain=True)
         with held_back():
-            threading.Thread(target=self._watch, args=(told,), name="sigterm", daemon=True).start()
+            threading.Thread(target=self._watch, name="sigterm", daemon=True).start()
 
-    def _watch(self, told: int) -> None:
-        seconds_between = None
+    def _watch(self) -> None:
+        while not signal.getitimer(signal.ITIMER_REAL)[0]:
+            time.sleep(LOOK_SECONDS)
+        put_off_to = 0.0
         while True:
-            if select.select([told], [], [], seconds_between)[0]:
-                # faulthandler writes line by line; each time one is the head.
-                for _ in range(os.read(told, 1 << 16).count(b"Stack (")):
-                    self.on_signal()
-                seconds_between = 1
-            signal.alarm(signal.SIGTERM)
+            remaining, _ = signal.setitimer(signal.ITIMER_REAL, PUT_OFF_SECONDS)
+            now = time.monotonic()
+            # Another signal has set the alarm to at least a second later.
+            if now + remaining > put_off_to + 0.5:
+                self.on_signal()
+            put_off_to = now + PUT_OFF_SECONDS
+            time.sleep(LOOK_SECONDS)
 
 
 _LOCAL_MODES, _CONTROL_CHARACTERS = 3, 6

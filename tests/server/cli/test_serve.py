@@ -224,6 +224,22 @@ def test_sigterm_ends_it_where_a_thread_never_gives_the_lock_back(folder: Path, 
         assert server.wait() == signal.SIGALRM
 
 
+def test_sigterm_is_minded_on_a_thread_that_is_not_pythons(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes, os, signal, threading, time\n"
+        "libc, foreign = ctypes.CDLL(None), ctypes.c_ulong()\n"
+        "def hand_over():\n"
+        f"    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+        "    libc.pthread_create(ctypes.byref(foreign), None, libc.pause, None)\n"
+        "    signal.pthread_kill(foreign.value, signal.SIGTERM)\n"
+        "threading.Thread(target=hand_over, daemon=True).start()\n"
+    )
+    with serving(folder, environment={"PYTHONPATH": str(tmp_path)}) as server:
+        assert get(server.port, "/health")[0] == 200
+        (tmp_path / "go").touch()
+        assert server.wait() == 0
+
+
 @pytest.mark.parametrize("num_open", [0, 2])
 def test_a_second_signal_speaks_of_answers_only_where_some_ran(
     num_open: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
