@@ -69,7 +69,7 @@ def test_nothing_is_left(environment: Mapping[str, str], tmp_path: Path) -> None
 def keep_something(model: Path, environment: Mapping[str, str]) -> None:
     """Has a server write conversations and responses to the disk."""
     arguments = [str(model), "--port", "0", "--cache-disk", "100MB", "--slots", "1", "--cache-memory", "1GiB"]
-    server = Process(*arguments, environment={"HOME": environment["HOME"], "XDG_CONFIG_HOME": ""})
+    server = Process(*arguments, environment={"HOME": environment["HOME"], "XDG_CONFIG_HOME": ""}, fresh=True)
     try:
         body = b'{"input": "Tell me something.", "max_output_tokens": 16, "store": true}'
         url, headers = f"http://127.0.0.1:{server.port}/v1/responses", {"Content-Type": "application/json"}

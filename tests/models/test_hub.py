@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.fake_hub import COMMIT, FakeHub, running_hub
+from tests.support.forked import COMMANDS, MLX_SERVE, start
 
 WEIGHTS = b"weights " * 3_000_000
 """24 MB: downloads are written in pieces of 1 MiB, and only whole pieces survive an interruption."""
@@ -31,7 +33,6 @@ MODEL = {
 }
 NEEDED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
 
-PULL = "from server.cli.main import main; main()"
 DEADLINE_SECONDS = 120.0
 LITTLE_DISK = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {'free': 20_000_000}); "
 
@@ -51,11 +52,11 @@ class Person:
         self.environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, "COLUMNS": "200"}
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, *arguments: str, before: str = "") -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", before + PULL, *arguments]
-        process = subprocess.Popen(
-            command, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+    def start(self, *arguments: str, before: str = "", fresh: bool = False) -> "subprocess.Popen[str]":
+        process = start(
+            *arguments, code=before + MLX_SERVE, imported=COMMANDS, fresh=fresh, env=self.environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
         self._started.append(process)
         return process
 
@@ -69,8 +70,8 @@ class Person:
             time.sleep(0.02)
         return process
 
-    def types(self, *arguments: str, before: str = "") -> Result:
-        process = self.start(*arguments, before=before)
+    def types(self, *arguments: str, **options: Any) -> Result:
+        process = self.start(*arguments, **options)
         output, errors = process.communicate(timeout=DEADLINE_SECONDS)
         return Result(process.returncode, output, errors)
 
@@ -112,7 +113,7 @@ def says_one_sentence(result: Result, *words: str) -> None:
 
 
 def test_pull_fetches_what_mlx_needs_and_nothing_else(hub: FakeHub, person: Person) -> None:
-    result = person.types("pull", "org/model")
+    result = person.types("pull", "org/model", fresh=True)
     assert (result.status, result.errors) == (0, "")
     assert "mlx-serve run org/model" in result.output
     snapshot = person.snapshot("org/model")
@@ -352,8 +353,8 @@ class Keyboard:
 
     def __init__(self, person: Person, *arguments: str) -> None:
         self._screen, inside = os.openpty()
-        command = [sys.executable, "-c", PULL, *arguments]
-        self.process = subprocess.Popen(command, env=person.environment, stdin=inside, stdout=inside, stderr=inside)
+        files: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
+        self.process = start(*arguments, imported=COMMANDS, env=person.environment, **files)
         os.close(inside)
         self.shown = ""
 

@@ -2,23 +2,23 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support import forked
 from tests.support.fake_hub import FakeHub
 
 DEADLINE_SECONDS = 120.0
-_SERVE = "from server.cli.main import main; main()"
 
 
 @contextmanager
 def serving_beside(hub: FakeHub, home: Path) -> Iterator[str]:
     """Serves the demo model, with an empty store in `home`, while the block runs; gives the base address."""
     environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": hub.url, "XDG_RUNTIME_DIR": str(home)}
-    command = [sys.executable, "-c", _SERVE, "serve", "demo", "--port", "0", "--cache-memory", "64MiB"]
-    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
+    arguments = ("serve", "demo", "--port", "0", "--cache-memory", "64MiB")
+    pipe = subprocess.PIPE
+    process = forked.start(*arguments, imported=forked.COMMANDS, env=environment, text=True, stdout=pipe)
     try:
         assert process.stdout is not None
         yield next(line.split()[1].removesuffix("/v1") for line in process.stdout if line.startswith("address"))

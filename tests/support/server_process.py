@@ -4,14 +4,15 @@ import os
 import re
 import resource
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
-COMMAND = [sys.executable, "-c", "from mlx_serve import main; main()", "serve"]
+from tests.support import forked
+
 DEADLINE_SECONDS = 120.0
 
 
@@ -23,20 +24,19 @@ class Process:
         *arguments: str,
         limits: Mapping[int, int] = MappingProxyType({}),
         environment: Mapping[str, str] = MappingProxyType({}),
+        fresh: bool = False,
     ) -> None:
-        def limit() -> None:
-            for name, value in limits.items():
-                resource.setrlimit(name, (value, value))
-
         self._runtime = tempfile.TemporaryDirectory()
-        self._process = subprocess.Popen(
-            [*COMMAND, *arguments],
+        self._process = forked.start(
+            "serve",
+            *arguments,
+            fresh=fresh,
             # What other servers on this machine have claimed is not for a test to see.
             env={**os.environ, "XDG_RUNTIME_DIR": self._runtime.name, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=limit,
+            preexec_fn=partial(_limit, dict(limits)),
         )
         self.output = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -74,3 +74,8 @@ class Process:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.output += line
+
+
+def _limit(limits: Mapping[int, int]) -> None:
+    for name, value in limits.items():
+        resource.setrlimit(name, (value, value))

@@ -1,5 +1,6 @@
 """The chat in the terminal: its logic on a scripted engine, and one real round in a terminal of its own."""
 
+import contextlib
 import io
 import os
 import pty
@@ -7,7 +8,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -25,6 +25,7 @@ from server.cli.chat import Chat, Opening, Screen, chat
 from server.cli.repl.conversation import AnswerCosts, Dialogue
 from server.cli.repl.local import LocalModel
 from server.engine.request import StepFailed
+from tests.support import forked
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.one_model import OneModel
 from tests.support.tiny_models import write
@@ -227,11 +228,11 @@ CONTROL = re.compile(r"\x1b\[[\d?;]*.")
 class Terminal:
     """`mlx-serve run` on a pseudo-terminal, read until some text appears."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, fresh: bool = False) -> None:
         self._master, slave = pty.openpty()
         ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        command = [sys.executable, "-c", "from server.cli.main import main; main()", "run", *arguments]
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        files: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        self.process = forked.start("run", *arguments, fresh=fresh, start_new_session=True, **files)
         os.close(slave)
         self.output = ""
 
@@ -317,12 +318,12 @@ def test_pasted_lines_are_one_message_and_ctrl_c_twice_leaves(plain_terminal: Te
     assert set(re.findall(r"\x1b\[([\d;]*)m", terminal.output)) <= {"", "0"}, "NO_COLOR is heeded"
 
 
-def test_ctrl_d_while_the_model_is_loaded_leaves_at_the_first_prompt(plain_terminal: Terminal) -> None:
-    terminal = plain_terminal
-    until_quiet(terminal)
-    terminal.type("\x04")
-    terminal.wait_for_prompt()
-    assert terminal.process.wait(DEADLINE_SECONDS) == 0
+def test_ctrl_d_while_the_model_is_loaded_leaves_at_the_first_prompt(folder: Path) -> None:
+    with contextlib.closing(Terminal(str(folder), fresh=True)) as terminal:
+        until_quiet(terminal)
+        terminal.type("\x04")
+        terminal.wait_for_prompt()
+        assert terminal.process.wait(DEADLINE_SECONDS) == 0
 
 
 def until_quiet(terminal: Terminal) -> None:
@@ -334,13 +335,8 @@ def until_quiet(terminal: Terminal) -> None:
     assert ">>>" not in terminal.output
 
 
-def run_in_pipe(*arguments: str, sent: bytes) -> "subprocess.CompletedProcess[bytes]":
-    command = [sys.executable, "-c", "from server.cli.main import main; main()", "run", *arguments]
-    return subprocess.run(command, input=sent, capture_output=True, timeout=DEADLINE_SECONDS, check=False)
-
-
 def test_a_pipe_is_one_message(folder: Path) -> None:
-    ended = run_in_pipe(str(folder), "--context", "64", sent=b"a\nb\n")
+    ended = forked.run("run", str(folder), "--context", "64", sent=b"a\nb\n")
     assert ended.returncode == 0
     assert ended.stderr == b""
     assert len(ended.stdout) > 1

@@ -111,9 +111,8 @@ def get(port: int, path: str) -> tuple[int, Any]:
 
 
 def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
-    with serving(
-        folder, "--slots", "3", "--context", "900", "--cache-memory", "64MB", "--max-waiting", "5", "--drain", "120"
-    ) as server:
+    sizes = ("--slots", "3", "--context", "900", "--cache-memory", "64MB", "--max-waiting", "5", "--drain", "120")
+    with serving(folder, *sizes, fresh=True) as server:
         port = server.port
         report = server.output
         for fact in ("tiny, 152096 parameters", "900 tokens", "64.0 MB", "3 conversations at once, 5 more", "curl"):
@@ -216,7 +215,8 @@ def test_sigterm_ends_it_where_a_thread_never_gives_the_lock_back(folder: Path, 
         "    os.write(1, b'held\\n'); ctypes.PyDLL(None).sleep(1000)\n"
         "threading.Thread(target=hold, daemon=True).start()\n"
     )
-    with serving(folder, "--drain", "1000", environment={"PYTHONPATH": str(tmp_path)}) as server:
+    environment = {"PYTHONPATH": str(tmp_path)}
+    with serving(folder, "--drain", "1000", environment=environment, fresh=True) as server:
         assert get(server.port, "/health")[0] == 200
         (tmp_path / "go").touch()
         server.wait_for("held")
@@ -234,7 +234,7 @@ def test_sigterm_is_minded_on_a_thread_that_is_not_pythons(folder: Path, tmp_pat
         "    signal.pthread_kill(foreign.value, signal.SIGTERM)\n"
         "threading.Thread(target=hand_over, daemon=True).start()\n"
     )
-    with serving(folder, environment={"PYTHONPATH": str(tmp_path)}) as server:
+    with serving(folder, environment={"PYTHONPATH": str(tmp_path)}, fresh=True) as server:
         assert get(server.port, "/health")[0] == 200
         (tmp_path / "go").touch()
         assert server.wait() == 0
@@ -329,7 +329,8 @@ def test_ctrl_c_while_it_starts_ends_it_without_a_word(moment: str, folder: Path
         "        if name == 'server.cli.main': os.write(1, b'importing\\n')\n"
         "sys.meta_path.insert(0, Finder())\n"
     )
-    with serving(folder, "--log-level", "debug", environment={"PYTHONPATH": str(tmp_path)}) as server:
+    start: dict[str, Any] = {"environment": {"PYTHONPATH": str(tmp_path)}, "fresh": True}
+    with serving(folder, "--log-level", "debug", **(start if moment == "importing" else {})) as server:
         server.wait_for(moment)
         server.signal(signal.SIGINT)
         assert server.wait() in (130, -signal.SIGINT)
@@ -350,7 +351,7 @@ def test_ctrl_c_while_mlx_looks_for_a_compiler_is_not_lost(folder: Path, tmp_pat
     compiler = tmp_path / "g++"
     compiler.write_text(f"#!/bin/sh\ntouch {asked}\nsleep 1\n")
     compiler.chmod(0o755)
-    with serving(folder, environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"}) as server:
+    with serving(folder, environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, fresh=True) as server:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not asked.exists():
             assert time.monotonic() < deadline, server.output

@@ -7,8 +7,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from server.cli.cache import tree_lines
 from server.cli.main import app
 from server.cli.top import BAR, TopPage, Watched, clean, gauge, lines, max_scroll
 from server.pool.pool import ModelPool
+from tests.support import forked
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 
@@ -230,10 +229,10 @@ class Terminal:
 
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.before = termios.tcgetattr(other)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_serve", *arguments],
-            stdin=other, stdout=other, stderr=other, env={**os.environ, "TERM": "xterm-256color"},
-        )  # fmt: skip
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        self.process = forked.start(
+            *arguments, imported=forked.COMMANDS, stdin=other, stdout=other, stderr=other, env=environment
+        )
         self._other = other
         self.text = ""
 
