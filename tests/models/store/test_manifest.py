@@ -70,7 +70,8 @@ def _store_many(folder: Path, prefix: str) -> None:
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     writers = [context.Process(target=_store_many, args=(tmp_path, prefix)) for prefix in "abc"]
     for writer in writers:
         writer.start()
