@@ -5,7 +5,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from tests.support import forked
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets such a process fork")
+pytestmark = pytest.mark.skipif(not forked.can_fork(), reason="with a GPU, each process is started anew")
 
 PROBE = """
 import json, os, pickle, resource, signal, sys, threading

@@ -7,7 +7,7 @@ is started anew would be, so that `Popen` waits for it, signals it and reads it.
 in each worker of the tests.
 
 What a copy has behind it is the start: imports, and what they read of the environment. Tests of that say
-`fresh=True`. macOS lets no process fork that has Metal in it: there every start is a true one.
+`fresh=True`. With a GPU every start is a true one: neither Metal nor CUDA lasts through a fork.
 """
 
 import atexit
@@ -56,12 +56,19 @@ class _Start(NamedTuple):
     preexec: Callable[[], object] | None
 
 
+def can_fork() -> bool:
+    """Says whether a process that has imported MLX may go on in a copy of it."""
+    import mlx.core as mx  # not by a fork server, before its fast BLAS
+
+    return sys.platform == "linux" and not mx.is_available(mx.gpu)
+
+
 def start(
     *arguments: str, code: str = MLX_SERVE, imported: tuple[str, ...] = MODELS, fresh: bool = False, **options: Any
 ) -> "subprocess.Popen[Any]":
     """Starts `python -c CODE ARGUMENTS`; the options are those of `Popen`, and a `preexec_fn` must be picklable."""
     command = [sys.executable, "-c", code, *arguments]
-    if fresh or sys.platform != "linux":
+    if fresh or not can_fork():
         return subprocess.Popen(command, **options)
     return _Forked(command, imported, **options)
 
