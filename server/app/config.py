@@ -7,6 +7,7 @@ the file before the default. No part of the server reads variables. Also the err
 
 import contextlib
 import difflib
+import json
 import math
 import re
 import tomllib
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 from models.adapter import parse_adapter
@@ -34,14 +36,14 @@ def _setting(
     default: Any,
     help_text: str,
     *,
-    flag: str,
-    unit: str | None = None,
     between: tuple[float, float] = (-math.inf, math.inf),
     choices: tuple[str, ...] | None = None,
+    is_secret: bool = False,
+    **names: str,
 ) -> Any:
-    is_secret = flag == "--api-key"
-    told = {"help": help_text, "flag": flag, "unit": unit, "between": between, "choices": choices}
-    return field(default=default, repr=not is_secret, metadata={**told, "secret": is_secret})
+    """`names` holds the `flag` and the `unit` where they do not follow from the field's name."""
+    told = {"help": help_text, "between": between, "choices": choices}
+    return field(default=default, repr=not is_secret, metadata={**told, **names})
 
 
 @dataclass(frozen=True)
@@ -69,37 +71,30 @@ class ServerConfig:
     max_models: int | None = _setting(
         None,
         "Models that may be loaded at once; by default as many as fit. With 1 only MODEL is served.",
-        flag="--max-models",
         between=(1, 1024),
     )
     keep_alive: str | None = _setting(
         None,
         "How long a model stays loaded that nobody uses, such as 30m, or -1 for ever; by default for ever, or 30m "
         "where the weights take more than half of the memory.",
-        flag="--keep-alive",
         unit="duration",
     )
-    host: str = _setting("127.0.0.1", "Address to listen on.", flag="--host")
-    port: int = _setting(8080, "Port to listen on; 0 takes a free one.", flag="--port", between=(0, 65535))
+    host: str = _setting("127.0.0.1", "Address to listen on.")
+    port: int = _setting(8080, "Port to listen on; 0 takes a free one.", between=(0, 65535))
     name: str | None = _setting(
         None,
         "Name in the header X-Served-By of every answer, to tell several servers apart; by default this machine's "
         "name.",
-        flag="--name",
     )
-    slots: int = _setting(8, "Sequences that are live on the device at once.", flag="--slots", between=(1, 1024))
+    slots: int = _setting(8, "Sequences that are live on the device at once.", between=(1, 1024))
     cache_memory_bytes: int | None = _setting(
         None,
         "Memory for the state of past tokens, live and stored, at any time; by default from the machine's memory.",
-        flag="--cache-memory",
-        unit="bytes",
         between=(MEBIBYTE, math.inf),
     )
     cache_disk_bytes: int | None = _setting(
         None,
         "Disk space for state that outlives memory and restarts; by default nothing is written.",
-        flag="--cache-disk",
-        unit="bytes",
         between=(MEBIBYTE, math.inf),
     )
     cache_disk_write_bytes_per_day: int | None = _setting(
@@ -112,39 +107,26 @@ class ServerConfig:
     cache_dir: str = _setting(
         "~/.cache/mlx-serve",
         "Folder for --cache-disk; it holds people's conversations, readable by their owner only.",
-        flag="--cache-dir",
     )
     context_tokens: int | None = _setting(
         None,
         "Longest prompt and answer together; by default the model's own limit.",
         flag="--context",
-        unit="tokens",
         between=(16, math.inf),
     )
     max_waiting: int = _setting(
-        64,
-        "Requests that may wait for a slot; one more is answered with status 429.",
-        flag="--max-waiting",
-        between=(0, 100_000),
+        64, "Requests that may wait for a slot; one more is answered with status 429.", between=(0, 100_000)
     )
     chunk_tokens: int = _setting(
         256,
         "Prompt tokens evaluated per step; running answers pause for at most one such step.",
-        flag="--chunk-tokens",
-        unit="tokens",
         between=(16, 65_536),
     )
     max_body_bytes: int = _setting(
-        32 * MEBIBYTE,
-        "Largest request body; a larger one is answered with status 413.",
-        flag="--max-body",
-        unit="bytes",
-        between=(1024, math.inf),
+        32 * MEBIBYTE, "Largest request body; a larger one is answered with status 413.", between=(1024, math.inf)
     )
     api_key: str | None = _setting(
-        None,
-        "Key that clients must send as a bearer token; by default none is asked for.",
-        flag="--api-key",
+        None, "Key that clients must send as a bearer token; by default none is asked for.", is_secret=True
     )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
@@ -157,80 +139,54 @@ class ServerConfig:
         (),
         "Origin whose web pages may use this server, such as https://chat.example.org; may be given several times. "
         "'*' lets every page use it, and needs a key.",
-        flag="--cors",
         unit="origin",
     )
     api_key_file: str | None = _setting(
         None,
         "File that holds the key instead; on the command line anyone on this machine can read it. Or set "
         "MLX_SERVE_API_KEY.",
-        flag="--api-key-file",
     )
     api_keys_file: str | None = _setting(
-        None,
-        "TOML file of several keys, each with a name and limits; SIGHUP has it read again.",
-        flag="--api-keys",
+        None, "TOML file of several keys, each with a name and limits; SIGHUP has it read again.", flag="--api-keys"
     )
     insecure_no_key: bool = _setting(
         False,
         "Let anyone who reaches the address use the server; by default a key is needed where others can reach it.",
-        flag="--insecure-no-key",
     )
     otlp: str | None = _setting(
         None,
         "Address of an OpenTelemetry collector that gets a trace of each request, such as http://127.0.0.1:4318.",
-        flag="--otlp",
         unit="URL",
     )
     console: bool = _setting(
-        True,
-        "Serve no page; by default / is one in a browser, on the server's own machine or with a key.",
-        flag="--no-console",
+        True, "Serve no page; by default / is one in a browser, on the server's own machine or with a key."
     )
     prompt_hygiene: bool = _setting(
         True,
         "Keep each request's head as the client sent it; by default headers that Claude Code changes each time are "
         "made constant, and tools keep the first order of their keys, so that prompts are reused.",
-        flag="--no-prompt-hygiene",
     )
     default_max_tokens: int | None = _setting(
         None,
         "Longest answer when the request names no limit; by default until the context is full.",
-        flag="--default-max-tokens",
-        unit="tokens",
         between=(1, math.inf),
     )
     heartbeat_seconds: float = _setting(
-        5.0,
-        "Silence on a stream after which a comment is sent, so that proxies keep it open.",
-        flag="--heartbeat",
-        unit="seconds",
-        between=(0.01, 3600),
+        5.0, "Silence on a stream after which a comment is sent, so that proxies keep it open.", between=(0.01, 3600)
     )
     client_seconds: float = _setting(
         10.0,
         "Time in which a client must send its request, or take some of its answer; then its connection is closed.",
         flag="--client-timeout",
-        unit="seconds",
         between=(0.1, 3600),
     )
     drain_seconds: float = _setting(
-        10.0,
-        "Time that running answers have to finish once the server is asked to stop.",
-        flag="--drain",
-        unit="seconds",
-        between=(0, 3600),
+        10.0, "Time that running answers have to finish once the server is asked to stop.", between=(0, 3600)
     )
-    log_level: str = _setting(
-        "info",
-        "Least severe messages to log.",
-        flag="--log-level",
-        choices=("debug", "info", "warning", "error"),
-    )
+    log_level: str = _setting("info", "Least severe messages to log.", choices=("debug", "info", "warning", "error"))
     log_format: str = _setting(
         "text",
         "How the log is written: 'text' for people, 'json' for programs, one object per line.",
-        flag="--log-format",
         choices=("text", "json"),
     )
 
@@ -316,14 +272,19 @@ PREFIX = "MLX_SERVE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 KEY_VARIABLE = f"{PREFIX}API_KEY"
 
-SETTINGS: Mapping[str, "Field[Any]"] = {setting.name: setting for setting in fields(ServerConfig)}
 
-_UNIT_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+def _named(setting: "Field[Any]") -> "Field[Any]":
+    """Gives a setting the flag and the unit that follow from its name, but for those it has."""
+    stem, _, last = setting.name.rpartition("_")
+    flag = (stem if last in ("bytes", "seconds") else setting.name).replace("_", "-")
+    unit = last if last in ("bytes", "seconds", "tokens") else None
+    own = {"flag": f"--no-{flag}" if setting.default is True else f"--{flag}", "unit": unit}
+    setting.metadata = MappingProxyType({**own, **setting.metadata})
+    return setting
+
+
+SETTINGS: Mapping[str, "Field[Any]"] = {setting.name: _named(setting) for setting in fields(ServerConfig)}
+
 _SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _ONE_KEY = {"api_key", "api_key_file"}
 _KEYS = {*_ONE_KEY, "api_keys_file"}
@@ -444,11 +405,8 @@ def toml_value(setting: "Field[Any]", value: Any) -> str:
         return f'"{size_literal(setting, value)}"'
     if value is None:
         return '"none"' if setting.metadata["unit"] == "bytes/day" else ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_quoted, value))}]"
-    return _quoted(value) if isinstance(value, str) else str(value)
+    # TOML reads what JSON writes of the other kinds.
+    return json.dumps(value, ensure_ascii=False)
 
 
 def size_literal(setting: "Field[Any]", num_bytes: int) -> str:
@@ -467,10 +425,11 @@ def is_size(setting: "Field[Any]") -> bool:
 
 def parse_size(text: str) -> int:
     """Reads `8GB` (10^9), `512 MiB` (2^20), `1.5g` or `4096`; raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower(), re.ASCII)
-    if match is None or match[2] not in _UNIT_BYTES:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower(), re.ASCII)
+    if match is None:
         raise ConfigError(f"{text!r} is not a size; write it like 8GB, 512MB or 2GiB")
-    return int(Fraction(match[1]) * _UNIT_BYTES[match[2]])
+    unit_bytes = (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
+    return int(Fraction(match[1]) * unit_bytes)
 
 
 def parse_size_per_day(text: str) -> int | None:
@@ -522,11 +481,6 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     own_parts = {other.removeprefix(PREFIX): other for other in names}
     near = difflib.get_close_matches(name.removeprefix(PREFIX), own_parts, n=1)
     return f"; did you mean {own_parts[near[0]]}?" if near else "; `mlx-serve config` lists them all"
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 class StartError(Exception):

@@ -176,8 +176,7 @@ def _with_key(settings: Layer) -> Layer:
 
 
 def _shown(name: str, told: ToldSetting) -> Any:
-    is_hidden = SETTINGS[name].metadata["secret"] and told.value is not None
-    return HIDDEN if is_hidden else told.value
+    return told.value if SETTINGS[name].repr or told.value is None else HIDDEN
 
 
 def _record(name: str, told: ToldSetting) -> dict[str, Any]:

@@ -6,6 +6,7 @@ one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -20,88 +21,76 @@ from models.errors import ModelError
 from server.app.config import ConfigError, DoctorError, StartError
 from server.cli.options import COMPLETE_VARIABLE, command_group
 
-COMMANDS: Mapping[str, tuple[str, str]] = {
-    "serve": ("start", "Serve a model over HTTP to clients of OpenAI, Anthropic and Ollama."),
-    "run": ("start", "Chat with a model in the terminal, or ask it one question."),
-    "list": ("models", "List the models on this machine."),
-    "show": ("stored", "Show what a model is: weights, context, parameters, files."),
-    "cp": ("stored", "Give a model another name; its weights are shared."),
-    "tag": ("stored", "Give a name of your own another tag, which stays as it is when the name changes."),
-    "rm": ("stored", "Remove a name of your own, or the files of a repository that no name uses."),
-    "verify": (
-        "stored",
-        "Compare every file of a model with the hub's hash; the exit status is 1 if one is missing or damaged.",
-    ),
-    "create": (
-        "stored",
-        "Make a model with a system prompt and parameters of your own from another, by a Modelfile.",
-    ),
-    "ps": ("ask", "List the models that servers on this machine have loaded."),
-    "top": ("top", "Watch what a server does: slots, queue, memory, what was saved."),
-    "stop": ("ask", "Unload a model; its conversations are found again when it is loaded again."),
-    "pull": ("pull", "Download a model into the Hugging Face cache, or resume doing so."),
-    "doctor": ("ask", "Say which text keeps prompts from being reused, and how to mend it."),
-    "launch": ("launch", "Start a coding agent that asks this server, which is started too if none runs."),
-    "config": ("config", "Show the settings of `serve`, and whether a flag, a variable or the file says so."),
-    "completion": ("options", "Print a script by which a shell completes commands, flags and models."),
-    "cache": (
-        "cache",
-        "Show the prefix tree of a running server, or what --cache-disk keeps. Without a command: `tree`.",
-    ),
-    "cache list": ("cache", "List each model's folder, its size, and whether a server has it open."),
-    "cache tree": (
-        "cache",
-        "Show the prefix tree of a running server: what is shared, where it lies, and how large it is.",
-    ),
-    "cache rm": ("cache", "Delete the conversations of a model from the disk."),
-    "service": (
-        "at_login",
-        "Have a server start when you log in, by systemd or launchd, with the settings of the file.",
-    ),
-    "service install": ("at_login", "Start a server now and at each login; again after a change of settings."),
-    "service status": ("at_login", "Say whether the server runs; the exit status is 1 if not."),
-    "service logs": ("at_login", "Show the last 100 lines of the server's log."),
-    "service remove": ("at_login", "End the server, and have it start no more."),
-}
-"""By the words behind `mlx-serve`: the file in this folder, and the help."""
-
-EXAMPLES = """\
-mlx-serve serve qwen3:8b --cache-disk 20GB
-mlx-serve serve demo --port 0 --log-format json
-mlx-serve run qwen3:4b
-cat notes.txt | mlx-serve run demo "Summarise this."
-mlx-serve list --json
-mlx-serve show qwen3:8b
-mlx-serve show writer --modelfile > Modelfile
-mlx-serve cp qwen3:8b writer
-mlx-serve tag writer v1
-mlx-serve rm writer:v1
-mlx-serve rm mlx-community/Qwen3-4B-4bit
-mlx-serve verify qwen3:8b
-mlx-serve create writer -f Modelfile
-mlx-serve ps --json
-mlx-serve top
-mlx-serve top --once --json
-mlx-serve stop qwen3:8b
-mlx-serve pull qwen3:0.6b
-mlx-serve pull mlx-community/Qwen3-4B-4bit
-mlx-serve doctor
-mlx-serve doctor --file requests.jsonl --speed 400
-mlx-serve launch claude
-mlx-serve launch codex --model qwen3:30b -- exec 'Explain this folder.'
-mlx-serve config --port 9000
-mlx-serve config --template > ~/.config/mlx-serve/config.toml
-mlx-serve completion bash > ~/.local/share/bash-completion/completions/mlx-serve
-mlx-serve completion fish > ~/.config/fish/completions/mlx-serve.fish
-mlx-serve cache
-mlx-serve cache list --json
-mlx-serve cache tree --depth 3
-mlx-serve cache rm --all
-mlx-serve service install
-mlx-serve service status --json
-mlx-serve service logs --follow
-mlx-serve service remove
+_COMMANDS = """\
+serve (start) Serve a model over HTTP to clients of OpenAI, Anthropic and Ollama.
+    mlx-serve serve qwen3:8b --cache-disk 20GB
+    mlx-serve serve demo --port 0 --log-format json
+run (start) Chat with a model in the terminal, or ask it one question.
+    mlx-serve run qwen3:4b
+    cat notes.txt | mlx-serve run demo "Summarise this."
+list (models) List the models on this machine.
+    mlx-serve list --json
+show (stored) Show what a model is: weights, context, parameters, files.
+    mlx-serve show qwen3:8b
+    mlx-serve show writer --modelfile > Modelfile
+cp (stored) Give a model another name; its weights are shared.
+    mlx-serve cp qwen3:8b writer
+tag (stored) Give a name of your own another tag, which stays as it is when the name changes.
+    mlx-serve tag writer v1
+rm (stored) Remove a name of your own, or the files of a repository that no name uses.
+    mlx-serve rm writer:v1
+    mlx-serve rm mlx-community/Qwen3-4B-4bit
+verify (stored) Compare every file of a model with the hub's hash; the exit status is 1 if one is missing or damaged.
+    mlx-serve verify qwen3:8b
+create (stored) Make a model with a system prompt and parameters of your own from another, by a Modelfile.
+    mlx-serve create writer -f Modelfile
+ps (ask) List the models that servers on this machine have loaded.
+    mlx-serve ps --json
+top (top) Watch what a server does: slots, queue, memory, what was saved.
+    mlx-serve top
+    mlx-serve top --once --json
+stop (ask) Unload a model; its conversations are found again when it is loaded again.
+    mlx-serve stop qwen3:8b
+pull (pull) Download a model into the Hugging Face cache, or resume doing so.
+    mlx-serve pull qwen3:0.6b
+    mlx-serve pull mlx-community/Qwen3-4B-4bit
+doctor (ask) Say which text keeps prompts from being reused, and how to mend it.
+    mlx-serve doctor
+    mlx-serve doctor --file requests.jsonl --speed 400
+launch (launch) Start a coding agent that asks this server, which is started too if none runs.
+    mlx-serve launch claude
+    mlx-serve launch codex --model qwen3:30b -- exec 'Explain this folder.'
+config (config) Show the settings of `serve`, and whether a flag, a variable or the file says so.
+    mlx-serve config --port 9000
+    mlx-serve config --template > ~/.config/mlx-serve/config.toml
+completion (options) Print a script by which a shell completes commands, flags and models.
+    mlx-serve completion bash > ~/.local/share/bash-completion/completions/mlx-serve
+    mlx-serve completion fish > ~/.config/fish/completions/mlx-serve.fish
+cache (cache) Show the prefix tree of a running server, or what --cache-disk keeps. Without a command: `tree`.
+    mlx-serve cache
+cache list (cache) List each model's folder, its size, and whether a server has it open.
+    mlx-serve cache list --json
+cache tree (cache) Show the prefix tree of a running server: what is shared, where it lies, and how large it is.
+    mlx-serve cache tree --depth 3
+cache rm (cache) Delete the conversations of a model from the disk.
+    mlx-serve cache rm --all
+service (at_login) Have a server start when you log in, by systemd or launchd, with the settings of the file.
+service install (at_login) Start a server now and at each login; again after a change of settings.
+    mlx-serve service install
+service status (at_login) Say whether the server runs; the exit status is 1 if not.
+    mlx-serve service status --json
+service logs (at_login) Show the last 100 lines of the server's log.
+    mlx-serve service logs --follow
+service remove (at_login) End the server, and have it start no more.
+    mlx-serve service remove
 """
+"""Each command's words behind `mlx-serve`, its file in this folder, its help, and below that its examples."""
+
+COMMANDS: Mapping[str, tuple[str, str, Sequence[str]]] = {
+    words: (file, told, examples.split("\n    ")[1:])
+    for words, file, told, examples in re.findall(r"^(\w.*?) \((\w+)\) (.*)((?:\n    .*)*)", _COMMANDS, re.MULTILINE)
+}
+"""The file, the help and the examples by the words."""
 
 
 class LazyCommands(TyperGroup):
@@ -125,19 +114,12 @@ def load(name: str) -> Any:
 
 def examples_of(name: str) -> Sequence[str]:
     """Returns a command's examples; of a group without any, those of its first command."""
-    own = [line for line in EXAMPLES.splitlines() if _command_of(line) == name]
-    return own or examples_of(next(other for other in COMMANDS if other.startswith(f"{name} ")))
-
-
-def _command_of(example: str) -> str:
-    words = example.rpartition("mlx-serve ")[2]
-    return max((name for name in COMMANDS if f"{words} ".startswith(f"{name} ")), key=len)
+    return COMMANDS[name][2] or examples_of(next(other for other in COMMANDS if other.startswith(f"{name} ")))
 
 
 def _epilog(examples: Sequence[str]) -> str:
     r"""`\b` keeps the lines of the examples."""
-    heading = "Example:" if len(examples) == 1 else "Examples:"
-    return "\b\n" + "\n".join([heading, *(f"  {example}" for example in examples)])
+    return "\n  ".join(["\b\nExample:" if len(examples) == 1 else "\b\nExamples:", *examples])
 
 
 app = command_group(
@@ -147,9 +129,9 @@ app = command_group(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=_epilog(("mlx-serve serve demo", "mlx-serve run demo")),
 )
-for _name, (_, _help) in COMMANDS.items():
+for _name, _told in COMMANDS.items():
     if " " not in _name:
-        app.command(_name, help=_help)(lambda: None)
+        app.command(_name, help=_told[1])(lambda: None)
 
 
 @app.callback(invoke_without_command=True)
@@ -187,20 +169,10 @@ def execute(arguments: Sequence[str]) -> int:
     try:
         return int(app(list(arguments), "mlx-serve", standalone_mode=False) or 0)
     except typer.TyperException as error:
-        return _tell(_usage_message(error), error.exit_code)
-    except ConfigError as error:
-        return _tell(str(error), 2)
-    except (ModelError, StartError, DoctorError, FolderError) as error:
-        return _tell(str(error), 1)
-
-
-def _usage_message(error: typer.TyperException) -> str:
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context else "mlx-serve"
-    message = " ".join(error.format_message().split()).rstrip(".")
-    return f"{message}; see {command} --help"
-
-
-def _tell(message: str, status: int) -> int:
-    typer.echo(f"mlx-serve: {message}", err=True)
+        context = getattr(error, "ctx", None)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        told, status = f"{message}; see {context.command_path if context else 'mlx-serve'} --help", error.exit_code
+    except (ConfigError, ModelError, StartError, DoctorError, FolderError) as error:
+        told, status = str(error), 2 if isinstance(error, ConfigError) else 1
+    typer.echo(f"mlx-serve: {told}", err=True)
     return status

@@ -12,19 +12,12 @@ import pytest
 
 from server.app.config import StartError
 from server.cli import at_login
-from server.cli.at_login import (
-    Launchd,
-    ServiceManager,
-    ServiceSpec,
-    Systemd,
-    launchd_plist,
-    passed_on,
-    systemd_unit,
-)
+from server.cli.at_login import ServiceManager, ServiceSpec, launchd, launchd_plist, passed_on, systemd_unit
+from server.cli.at_login import systemd as systemd_manager
 from server.cli.main import execute
 
 COMMAND = ["/home/a b/bin/mlx-serve", "serve", '50% of $HOME "x" \\']
-SPEC = ServiceSpec(COMMAND, {"HF_HOME": "/models 100%"}, 12.5, "/logs/mlx-serve.log")
+SPEC = ServiceSpec(COMMAND, {"HF_HOME": "/models 100%"}, 12.5)
 
 
 class Programs:
@@ -51,15 +44,15 @@ def programs() -> Programs:
 @pytest.fixture(params=["systemd", "launchd"])
 def manager(request: pytest.FixtureRequest, programs: Programs, tmp_path: Path) -> ServiceManager:
     if request.param == "systemd":
-        return Systemd({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
-    return Launchd(tmp_path, programs)
+        return systemd_manager({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
+    return launchd(tmp_path, programs)
 
 
 # ------------------------------------------------------------------------------------------------------- files
 
 
 def test_launchd_reads_what_was_meant() -> None:
-    entries = plistlib.loads(launchd_plist(SPEC).encode())
+    entries = plistlib.loads(launchd_plist(SPEC, Path("/logs/mlx-serve.log")).encode())
     assert entries["ProgramArguments"] == list(SPEC.command)
     assert entries["EnvironmentVariables"] == SPEC.environment
     assert entries["KeepAlive"] == {"SuccessfulExit": False} and entries["RunAtLoad"]
@@ -117,7 +110,7 @@ def test_it_is_removed_without_a_trace(manager: ServiceManager, programs: Progra
 
 
 def test_systemd_is_told_in_order(programs: Programs, tmp_path: Path) -> None:
-    manager = Systemd({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
+    manager = systemd_manager({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
     manager.install(SPEC)
     assert programs.commands == [
         "systemctl --user daemon-reload",
@@ -134,7 +127,7 @@ def test_systemd_is_told_in_order(programs: Programs, tmp_path: Path) -> None:
 
 
 def test_launchd_is_told_in_order(programs: Programs, tmp_path: Path) -> None:
-    Launchd(tmp_path, programs).install(SPEC)
+    launchd(tmp_path, programs).install(SPEC)
     domain = f"gui/{os.getuid()}"
     assert programs.commands == [
         f"launchctl bootout {domain}/mlx-serve",
@@ -188,7 +181,7 @@ def test_the_file_of_somebody_else_is_left_alone(manager: ServiceManager, progra
 def test_the_state_of_a_unit(
     output: str, is_running: bool, pid: int | None, detail: str, programs: Programs, tmp_path: Path
 ) -> None:
-    manager = Systemd({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
+    manager = systemd_manager({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
     manager.install(SPEC)
     programs.output = output
     state = manager.state()
@@ -206,7 +199,7 @@ def test_the_state_of_a_unit(
 def test_the_state_of_an_agent(
     output: str, is_running: bool, pid: int | None, detail: str, programs: Programs, tmp_path: Path
 ) -> None:
-    manager = Launchd(tmp_path, programs)
+    manager = launchd(tmp_path, programs)
     manager.install(SPEC)
     programs.output = output
     state = manager.state()
@@ -217,7 +210,7 @@ def test_a_machine_without_the_program_is_told(tmp_path: Path) -> None:
     def missing(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         raise FileNotFoundError(2, "No such file or directory")
 
-    manager = Systemd({"XDG_CONFIG_HOME": str(tmp_path)}, missing)
+    manager = systemd_manager({"XDG_CONFIG_HOME": str(tmp_path)}, missing)
     with pytest.raises(StartError, match="systemctl cannot be run"):
         manager.install(SPEC)
 
@@ -226,15 +219,15 @@ def test_a_machine_without_the_program_is_told(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def systemd(programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Systemd:
+def systemd(programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServiceManager:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    manager = Systemd({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
+    manager = systemd_manager({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
     monkeypatch.setattr(at_login, "find_manager", lambda environment: manager)
     return manager
 
 
 def test_the_commands(
-    systemd: Systemd, programs: Programs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    systemd: ServiceManager, programs: Programs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLX_SERVE_PORT", "9000")
     assert execute(["service", "status"]) == 1
@@ -258,7 +251,7 @@ def test_the_commands(
 
 
 def test_settings_that_cannot_be_used_are_told_before_anything_is_installed(
-    systemd: Systemd, programs: Programs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    systemd: ServiceManager, programs: Programs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mlx-serve" / "config.toml"
     file.parent.mkdir()
