@@ -46,114 +46,76 @@ class Pulls:
         pull = self._running.get(key)
         if pull is None:
             pull = self._running[key] = _Pull()
-            task = asyncio.ensure_future(self._run(key, name, pull))
-            pull.task = task
-        listener = pull.join()
+            pull.task = asyncio.ensure_future(self._run(key, name, pull))
+        pull.num_listeners += 1
         try:
-            async for event in listener.events():
+            async for event in pull.events():
                 yield event
         finally:
-            pull.leave(listener)
+            pull.num_listeners -= 1
 
     async def _run(self, key: str, name: str, pull: "_Pull") -> None:
+        fetch = partial(self._fetch, name, pull.tell)
         try:
             async with self._places:
-                # Somebody may have come since the download was given up.
-                while pull.is_wanted and not await self._is_done(key, name, pull):
-                    pass
+                # Somebody may come while a download is given up.
+                while pull.num_listeners and not pull.is_over:
+                    with suppress(PullAbandoned):
+                        await on_thread(f"pull {key}", lambda: fetch(max_weights_bytes=self._max_weights_bytes()))
+                        pull.is_over = True
         except Exception as error:  # told to whoever waits for it
-            pull.end(error)
+            pull.error = error
         finally:
             del self._running[key]
-            pull.end(None)
-
-    async def _is_done(self, key: str, name: str, pull: "_Pull") -> bool:
-        """False where nobody waited any more."""
-        try:
-            fetch = partial(self._fetch, name, pull.tell)
-            await on_thread(f"pull {key}", lambda: fetch(max_weights_bytes=self._max_weights_bytes()))
-        except PullAbandoned:
-            return False
-        return True
+            pull.is_over = True
+            pull.wake()
 
 
 class _Pull:
     def __init__(self) -> None:
-        self._listeners: list[_Listener] = []
-        self._told: list[PullEvent] = []
-        """For later listeners."""
-        self._loop = asyncio.get_running_loop()
-        self._is_over = False
-        self._error: Exception | None = None
+        self.num_listeners = 0
+        """Read on any thread."""
+        self.is_over = False
+        self.error: Exception | None = None
         self.task: asyncio.Future[None] | None = None
-        self.is_wanted = True
-        """Somebody listens. Read on any thread."""
-
-    def join(self) -> "_Listener":
-        listener = _Listener(self._told)
-        self._listeners.append(listener)
-        self.is_wanted = True
-        if self._is_over:
-            listener.end(self._error)
-        return listener
-
-    def leave(self, listener: "_Listener") -> None:
-        self._listeners.remove(listener)
-        self.is_wanted = bool(self._listeners)
+        self._told: list[PullEvent] = []
+        """Of steps within one file only the last."""
+        self._loop = asyncio.get_running_loop()
+        self._more = asyncio.Event()
+        """Set, and replaced by another, at each step."""
 
     def tell(self, event: PullEvent) -> None:
         """Passes on a step, on the download's thread. Raises PullAbandoned."""
-        if not self.is_wanted:
+        if not self.num_listeners:
             raise PullAbandoned
         # The loop ends with the server: then nobody listens, and the process ends.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take, event)
 
-    def end(self, error: Exception | None) -> None:
-        if self._is_over:
-            return
-        self._is_over, self._error = True, error
-        for listener in self._listeners:
-            listener.end(error)
-
-    def _take(self, event: PullEvent) -> None:
-        _add(self._told, event)
-        for listener in self._listeners:
-            listener.take(event)
-
-
-class _Listener:
-    def __init__(self, told: list[PullEvent]) -> None:
-        self._waiting = list(told)
-        self._has_more = asyncio.Event()
-        self._has_more.set()
-        self._is_over = False
-        self._error: Exception | None = None
-
-    def take(self, event: PullEvent) -> None:
-        _add(self._waiting, event)
-        self._has_more.set()
-
-    def end(self, error: Exception | None) -> None:
-        self._is_over, self._error = True, error
-        self._has_more.set()
+    def wake(self) -> None:
+        self._more.set()
+        self._more = asyncio.Event()
 
     async def events(self) -> AsyncIterator[PullEvent]:
         """Yields the steps to the end. Raises the error of the download."""
+        at, last = 0, None
         while True:
-            await self._has_more.wait()
-            self._has_more.clear()
-            events, self._waiting = self._waiting, []
-            for event in events:
-                yield event
-            if self._is_over and not self._waiting:
-                if self._error is not None:
-                    raise self._error
+            more, is_over = self._more, self.is_over
+            for event in self._told[at:]:
+                if event is not last:
+                    yield event
+                at, last = at + 1, event
+            # The last one is looked at again, since a later step may have taken its place.
+            at = max(at - 1, 0)
+            if is_over:
+                if self.error is not None:
+                    raise self.error
                 return
+            await more.wait()
 
-
-def _add(events: list[PullEvent], event: PullEvent) -> None:
-    last = events[-1] if events else None
-    if isinstance(event, PullProgress) and isinstance(last, PullProgress) and last.file == event.file:
-        events.pop()
-    events.append(event)
+    def _take(self, event: PullEvent) -> None:
+        last = self._told[-1] if self._told else None
+        if isinstance(event, PullProgress) and isinstance(last, PullProgress) and last.file == event.file:
+            self._told.pop()
+        self._told.append(event)
+        self.wake()

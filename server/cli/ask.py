@@ -209,8 +209,11 @@ class Served:
     model: str
 
 
-class KeyNeeded(Exception):
-    """The message is the address of the server that asks."""
+class KeyNeeded(StartError):
+    """A server that may have the model asks for a key."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"the server at {url} asks for a key; give it with --api-key")
 
 
 def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served | None:

@@ -9,22 +9,29 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from models.fast_blas import find_compiler, load_fast_blas
 from models.names import resolve
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def handling(handler: "Callable[[int, Any], object] | signal.Handlers", *numbers: signal.Signals) -> Iterator[None]:
+    """Handles signals otherwise for a while; main thread only."""
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+
+
+def interruptible() -> contextlib.AbstractContextManager[None]:
     """Makes Ctrl-C end the process at once; main thread only.
 
     Python would wait for the end of the current call, and reading weights is one call that may take a minute.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return handling(signal.SIG_DFL, signal.SIGINT)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx2
@@ -22,23 +22,13 @@ import typer
 
 from server.app import memory_budget
 from server.app.config import ConfigError, StartError
-from server.cli.ask import AskedServer, KeyNeeded, Served, find_served, known_urls
+from server.cli import recipes
+from server.cli.ask import AskedServer, Served, find_served, known_urls
 from server.cli.at_login import own_program
 from server.cli.config import load_model_config
-from server.cli.options import MODEL_HELP, Key, command_group, model_names
-from server.cli.recipes import (
-    RECIPES,
-    LaunchTarget,
-    Recipe,
-    SessionCounts,
-    as_shell,
-    changed,
-    command_of,
-    count_sessions,
-    environment_of,
-    prompt_speed,
-    savings_between,
-)
+from server.cli.keys import handling
+from server.cli.options import USUAL_MODEL, Key, command_group
+from server.cli.recipes import RECIPES, LaunchTarget, Recipe, SessionCounts
 
 app = command_group()
 
@@ -46,14 +36,6 @@ ASK_SECONDS = 10.0
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0
 """For writing state to the disk."""
-
-
-def find_running(model: str, urls: Sequence[str], key: str | None) -> Served | None:
-    """Finds a server with the model loaded. Raises StartError where one asks for a key."""
-    try:
-        return find_served(model, urls, key)
-    except KeyNeeded as error:
-        raise StartError(f"the server at {error} asks for a key; give it with --api-key") from error
 
 
 @contextlib.contextmanager
@@ -105,7 +87,7 @@ def describe_target(served: Served, key: str | None) -> LaunchTarget:
 def look_at_sessions(target: LaunchTarget) -> SessionCounts:
     """Returns the server's counts; none where the server does not say."""
     try:
-        return count_sessions((_get(target.url, "/v1/sessions", target.key) or {})["data"])
+        return recipes.count_sessions((_get(target.url, "/v1/sessions", target.key) or {})["data"])
     except (KeyError, TypeError):
         return {}
 
@@ -113,12 +95,12 @@ def look_at_sessions(target: LaunchTarget) -> SessionCounts:
 def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCounts) -> float:
     """Returns the prompt tokens per second of sessions with new requests."""
     turns: list[Any] = []
-    for namespace, name in changed(before, after):
+    for namespace, name in recipes.changed(before, after):
         query = httpx2.QueryParams({"namespace": namespace} if namespace and not target.key else {})
         session = _get(target.url, f"/v1/sessions/{quote(name, safe='')}?{query}", target.key)
         turns += (session or {}).get("turns") or []
     try:
-        return prompt_speed(turns)
+        return recipes.prompt_speed(turns)
     except (KeyError, TypeError):
         return 0.0
 
@@ -146,11 +128,7 @@ def _launch(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help=f"{MODEL_HELP} Default: the one that `serve` has.",
-            autocompletion=model_names,
-        ),
+        typer.Option(**USUAL_MODEL),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Show the command, and start nothing.")] = False,
     api_key: Key = None,
@@ -168,73 +146,39 @@ def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mappi
     if recipe is None:
         raise ConfigError(f"there is no client {asked.client!r}; there are {', '.join(RECIPES)}")
     config = load_model_config({"models": asked.model and [asked.model]}, environment)
-    asked = replace(asked, model=config.models[0], api_key=asked.api_key or config.api_key)
-    if asked.is_shown:
-        typer.echo(as_shell(recipe, _likely_target(asked, urls), asked.arguments))
-        return 0
-    if shutil.which(recipe.program, path=environment.get("PATH")) is None:
+    model, key = config.models[0], asked.api_key or config.api_key
+    if not asked.is_shown and shutil.which(recipe.program, path=environment.get("PATH")) is None:
         raise StartError(f"{recipe.title} is not installed: there is no {recipe.program}; {recipe.advice}")
-    with _ended_in_order(), _server(asked, urls, runtime) as target:
-        return _run(recipe, target, asked.arguments, environment)
-
-
-def _likely_target(asked: Launch, urls: Sequence[str]) -> LaunchTarget:
-    served = find_running(asked.model or "", urls, asked.api_key)
-    if served is not None:
-        return describe_target(served, asked.api_key)
-    return LaunchTarget(urls[-1], asked.model or "", 0, asked.api_key or "")
-
-
-@contextlib.contextmanager
-def _server(asked: Launch, urls: Sequence[str], runtime: Path) -> Iterator[LaunchTarget]:
-    model = asked.model or ""
-    served = find_running(model, urls, asked.api_key)
-    if served is not None:
-        _tell(f"Asking the server at {served.url}.")
-        yield describe_target(served, asked.api_key)
-        return
-    _tell(f"Starting a server with {model} …")
-    command = [*own_program(sys.argv[0]), "serve", model, "--port", "0"]
-    with started_server(command, runtime, _tell) as url:
-        found = find_running(model, [url], asked.api_key) or Served(url, model)
-        yield describe_target(found, asked.api_key)
+    with handling(_leave, signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
+        served = find_served(model, urls, key)
+        if asked.is_shown:
+            target = describe_target(served, key) if served else LaunchTarget(urls[-1], model, key=key or "")
+            typer.echo(recipes.as_shell(recipe, target, asked.arguments))
+            return 0
+        if served is None:
+            _tell(f"Starting a server with {model} …")
+            command = [*own_program(sys.argv[0]), "serve", model, "--port", "0"]
+            url = stack.enter_context(started_server(command, runtime, _tell))
+            served = find_served(model, [url], key) or Served(url, model)
+        else:
+            _tell(f"Asking the server at {served.url}.")
+        return _run(recipe, describe_target(served, key), asked.arguments, environment)
 
 
 def _run(recipe: Recipe, target: LaunchTarget, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     before = look_at_sessions(target)
-    with _interrupts_left_to_the_agent():
-        status = subprocess.run(
-            command_of(recipe, target, arguments), env=environment_of(recipe, target, environment), check=False
-        ).returncode
+    command, seen = recipes.command_of(recipe, target, arguments), recipes.environment_of(recipe, target, environment)
+    # Ctrl-C is left to the agent, by a handler: the agent would inherit an ignored signal.
+    with handling(lambda *_: None, signal.SIGINT):
+        status = subprocess.run(command, env=seen, check=False).returncode
     after = look_at_sessions(target)
-    _tell(savings_between(before, after, measure_speed(target, before, after)).describe())
+    _tell(recipes.savings_between(before, after, measure_speed(target, before, after)).describe())
     # The shell's exit status of a program ended by a signal.
     return status if status >= 0 else 128 - status
 
 
-@contextlib.contextmanager
-def _interrupts_left_to_the_agent() -> Iterator[None]:
-    """By a handler: the agent would inherit an ignored signal."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Makes a closed terminal, or SIGTERM, also end the agent and its server."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, _leave) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _leave(number: int, _: object) -> NoReturn:
+def _leave(number: int, _: object) -> None:
+    """A closed terminal, or SIGTERM, also ends the agent and its server."""
     sys.exit(128 + number)
 
 

@@ -25,6 +25,11 @@ def model_names() -> list[str]:
     return [name for model in installed() for name in (model.short_name, model.name) if name]
 
 
+USUAL_MODEL: dict[str, Any] = {
+    "metavar": "MODEL",
+    "help": f"{MODEL_HELP} Default: the one that `serve` has.",
+    "autocompletion": model_names,
+}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Force = Annotated[bool, typer.Option("--force", help="Without asking, and in place of what has the name.")]
 Key = Annotated[

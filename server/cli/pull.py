@@ -6,11 +6,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -29,6 +28,7 @@ from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellP
 from models.names import parse_repository, resolve, shorten
 from models.short_names import ShortName, find_family, find_short_name, largest, size_text
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
+from server.cli.keys import handling
 from server.cli.options import command_group
 
 app = command_group()
@@ -66,12 +66,8 @@ def pull_for_person(
     limit_bytes = None if is_forced else largest_weights_bytes(machine)
     # During retries the bar stands still; if they fail, the error has the sentence.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-    before = signal.signal(signal.SIGINT, _stop_pull(name))
-    try:
-        with _reporting(console, name, as_json=as_json) as tell:
-            folder = pull(name, tell, max_weights_bytes=limit_bytes)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with handling(lambda *_: _stop_pull(name), signal.SIGINT), _reporting(console, name, as_json=as_json) as tell:
+        folder = pull(name, tell, max_weights_bytes=limit_bytes)
     if as_json:
         console.out(json.dumps({"status": "success", "name": name, "path": str(folder)}, ensure_ascii=False))
         return
@@ -204,11 +200,8 @@ def _reporting(console: Console, name: str, *, as_json: bool) -> Iterator[TellPu
             yield _Bars(progress, name).tell
 
 
-def _stop_pull(name: str) -> Callable[[int, FrameType | None], None]:
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        # Downloads run in threads that would otherwise be waited for; what they wrote is kept for the next time.
-        note = f"\nmlx-serve: stopped; go on where it stopped with: mlx-serve pull {name}\n"
-        os.write(sys.stderr.fileno(), note.encode())
-        os._exit(1)
-
-    return stop
+def _stop_pull(name: str) -> NoReturn:
+    # Downloads run in threads that would otherwise be waited for; what they wrote is kept for the next time.
+    note = f"\nmlx-serve: stopped; go on where it stopped with: mlx-serve pull {name}\n"
+    os.write(sys.stderr.fileno(), note.encode())
+    os._exit(1)

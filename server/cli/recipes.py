@@ -103,13 +103,7 @@ def _aider_arguments(target: LaunchTarget) -> Sequence[str]:
 
 RECIPES: Mapping[str, Recipe] = {
     "claude": Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude_variables),
-    "codex": Recipe(
-        "Codex",
-        "codex",
-        "npm install -g @openai/codex",
-        lambda target: {CODEX_KEY: target.key} if target.key else {},
-        _codex_arguments,
-    ),
+    "codex": Recipe("Codex", "codex", "npm install -g @openai/codex", _codex_variables, _codex_arguments),
     "opencode": Recipe("opencode", "opencode", "npm install -g opencode-ai", _opencode_variables),
     "aider": Recipe("aider", "aider", "uv tool install aider-chat", _aider_variables, _aider_arguments),
 }
@@ -161,11 +155,8 @@ class LaunchSavings:
 def count_sessions(sessions: Iterable[Mapping[str, Any]]) -> SessionCounts:
     """Counts `GET /v1/sessions`. Raises KeyError or TypeError for any other object."""
     return {
-        (str(session["namespace"]), str(session["id"])): (
-            int(session["cached_tokens"]),
-            int(session["evaluated_tokens"]),
-        )
-        for session in sessions
+        (str(one["namespace"]), str(one["id"])): (int(one["cached_tokens"]), int(one["evaluated_tokens"]))
+        for one in sessions
     }
 
 
@@ -178,21 +169,17 @@ def savings_between(before: SessionCounts, after: SessionCounts, tokens_per_seco
     """Returns what came in between. A session that began again counts from its beginning."""
     cached = evaluated = 0
     for name in changed(before, after):
-        old_cached, old_evaluated = before.get(name, (0, 0))
-        new_cached, new_evaluated = after[name]
-        if new_cached < old_cached or new_evaluated < old_evaluated:
-            old_cached = old_evaluated = 0
-        cached += new_cached - old_cached
-        evaluated += new_evaluated - old_evaluated
+        old, new = before.get(name, (0, 0)), after[name]
+        if new[0] < old[0] or new[1] < old[1]:
+            old = (0, 0)
+        cached, evaluated = cached + new[0] - old[0], evaluated + new[1] - old[1]
     return LaunchSavings(cached, evaluated, tokens_per_second)
 
 
-def prompt_speed(turns: Iterable[Mapping[str, Any]]) -> float:
+def prompt_speed(turns: Sequence[Mapping[str, Any]]) -> float:
     """Returns prompt tokens per second; 0 where nothing was evaluated."""
-    tokens, milliseconds = 0, 0.0
-    for turn in turns:
-        tokens += int(turn["evaluated_tokens"])
-        milliseconds += float(turn["prompt_ms"])
+    tokens = sum(int(turn["evaluated_tokens"]) for turn in turns)
+    milliseconds = sum(float(turn["prompt_ms"]) for turn in turns)
     return 1000 * tokens / milliseconds if milliseconds else 0.0
 
 

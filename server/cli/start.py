@@ -13,7 +13,7 @@ from server.app.config import KEY_VARIABLE
 from server.app.memory_budget import runtime_folder
 from server.cli.config import load_model_config, with_settings
 from server.cli.keys import keys_unseen, loading
-from server.cli.options import MODEL_HELP, command_group, model_names
+from server.cli.options import USUAL_MODEL, command_group
 
 app = command_group()
 
@@ -36,11 +36,7 @@ def serve(**given: Any) -> None:
 def run(
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help=f"{MODEL_HELP} Default: the one that `serve` has.",
-            autocompletion=model_names,
-        ),
+        typer.Argument(**USUAL_MODEL),
     ] = None,
     question: Annotated[
         list[str] | None,

@@ -20,7 +20,8 @@ import pytest
 from server.api.app import create_app
 from server.app.config import ConfigError, ServerConfig, StartError
 from server.cli import launch as commands
-from server.cli.launch import Launch, find_running, launch, started_server
+from server.cli.ask import find_served
+from server.cli.launch import Launch, launch, started_server
 from server.cli.main import execute
 from server.cli.recipes import (
     RECIPES,
@@ -161,7 +162,7 @@ def test_a_server_is_started_and_ended(tmp_path: Path) -> None:
     said: list[str] = []
     with started_server([sys.executable, "-c", STUB, str(tmp_path / "run")], tmp_path / "run", said.append) as url:
         assert url.startswith("http://127.0.0.1:")
-        assert find_running("m", [url], None) is None
+        assert find_served("m", [url], None) is None
     assert said == ["Ending the server …"]
     with pytest.raises(OSError, match="refused"):
         _connect(url)
