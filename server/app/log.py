@@ -113,24 +113,26 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
             self.handleError(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        lines = lay_out(_time_of_day(record), _parts(record), self._num_columns(), self._paint)
+        lines = lay_out(_time_of_day(record), _parts(record), num_columns(self.stream), self._paint)
         trace = _trace(record)
         return f"{lines}\n{trace}" if trace else lines
 
     def _progress_line(self, record: logging.LogRecord) -> str:
         """Shorter than the terminal: erasing a full line would leave its rest."""
         words = "  ".join([_time_of_day(record), *(part.text for part in _parts(record))])
-        return self._paint(one_line(words, self._num_columns() - 1), Tone.QUIET)
+        return self._paint(one_line(words, num_columns(self.stream) - 1), Tone.QUIET)
 
     def _paint(self, text: str, tone: Tone) -> str:
         colour = _COLOURS.get(tone, "")
         return f"{colour}{text}{_RESET}" if colour and self._is_coloured else text
 
-    def _num_columns(self) -> int:
-        try:
-            return os.get_terminal_size(self.stream.fileno()).columns or DEFAULT_COLUMNS
-        except (OSError, ValueError):
-            return DEFAULT_COLUMNS
+
+def num_columns(terminal: TextIO) -> int:
+    """Returns a terminal's width."""
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or DEFAULT_COLUMNS
+    except (OSError, ValueError):
+        return DEFAULT_COLUMNS
 
 
 def _time_of_day(record: logging.LogRecord) -> str:

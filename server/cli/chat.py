@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -20,7 +21,8 @@ from rich.console import Console
 
 from models.names import settle
 from server.app.config import ServerConfig
-from server.cli.ask import KeyNeeded, Served, find_served, known_urls
+from server.app.log import num_columns
+from server.cli.ask import KeyNeeded, find_served, known_urls
 from server.cli.keys import keys_unseen, loading
 from server.cli.repl.commands import NO_IMAGES, QUOTES, Commands, find_image, is_image
 from server.cli.repl.conversation import AnswerFailed, Dialogue, Manner, ModelChoice, Said, WordWrap
@@ -28,7 +30,6 @@ from server.cli.repl.joined import JoinedModels
 
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
-DEFAULT_COLUMNS = 80
 
 _TWO_COLUMNS = re.compile(r"\S.*?\s{2,}")
 
@@ -95,19 +96,8 @@ def fold(line: str, width: int) -> str:
 
 def standard_screen(*, is_coloured: bool) -> Screen:
     """Returns the screen of standard output, a terminal or not."""
-    return Screen(_write_at_once, _num_columns if sys.stdout.isatty() else None, is_coloured=is_coloured)
-
-
-def _write_at_once(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _num_columns() -> int:
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or DEFAULT_COLUMNS
-    except OSError:
-        return DEFAULT_COLUMNS
+    columns = partial(num_columns, sys.stdout) if sys.stdout.isatty() else None
+    return Screen(partial(typer.echo, nl=False, color=True), columns, is_coloured=is_coloured)
 
 
 PROMPT = ">>> "
@@ -123,22 +113,13 @@ def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None
 
     Returns the exit status; raises ModelError.
     """
-    served = None if is_local else _find_served(config.models[0], api_key)
-    if served is None:
-        return _chat_here(config, opening)
-    return chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}")
-
-
-def _find_served(model: str, api_key: str | None) -> Served | None:
-    """Names a server that refuses the key."""
+    served = None
     try:
-        return find_served(model, known_urls(), api_key)
+        served = None if is_local else find_served(config.models[0], known_urls(), api_key)
     except KeyNeeded as error:
-        typer.echo(f"The server at {error} asks for a key; give it with --api-key to join it.", err=True)
-        return None
-
-
-def _chat_here(config: ServerConfig, opening: "Opening") -> int:
+        typer.echo(f"T{str(error)[1:]} to join it.", err=True)
+    if served is not None:
+        return chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}")
     from server.cli.pull import offer
 
     name = offer(config.models[0]) or settle(config.models[0])

@@ -9,14 +9,7 @@ from pathlib import Path
 
 from models.errors import ModelError, reason
 from server.cli.repl import conversation
-from server.cli.repl.conversation import (
-    AnswerFailed,
-    Dialogue,
-    ModelChoice,
-    NotAConversation,
-    ParameterError,
-    is_conversation,
-)
+from server.cli.repl.conversation import AnswerFailed, Dialogue, ModelChoice, NotAConversation, ParameterError
 
 MAX_BYTES = 256 * 2**20
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".heic")
@@ -36,7 +29,7 @@ def save_text(path: Path, text: str) -> None:
 
     Of existing files only a saved conversation is replaced.
     """
-    if path.exists() and not (path.is_file() and is_conversation(read_text(path))):
+    if path.exists() and not (path.is_file() and conversation.is_conversation(read_text(path))):
         raise FileRefused(f"{path} is there already and is no saved conversation; choose another name")
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
@@ -177,15 +170,9 @@ class Commands:
         return conversation.describe({name: said[name]}) if name in said else f"{name} is as the model recommends."
 
     def _show(self, _: str) -> str:
-        system = self._dialogue.system or "none"
-        return "\n".join(
-            [
-                f"model    {self._models.current.name}",
-                f"system   {system}",
-                f"messages {len(self._dialogue.turns)}",
-                conversation.describe(self._dialogue.parameters),
-            ]
-        )
+        about = f"model    {self._models.current.name}\nsystem   {self._dialogue.system or 'none'}"
+        said = conversation.describe(self._dialogue.parameters)
+        return f"{about}\nmessages {len(self._dialogue.turns)}\n{said}"
 
     def _change_model(self, name: str) -> str:
         current = self._models.current.name

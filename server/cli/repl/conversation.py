@@ -3,6 +3,7 @@
 Knows neither who answers nor how text reaches the terminal.
 """
 
+import contextlib
 import difflib
 import json
 import unicodedata
@@ -97,13 +98,8 @@ class ModelChoice(Protocol):
 
 def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
     """Reads an answer's `timings`. Raises KeyError or ValueError."""
-    return AnswerCosts(
-        int(timings["cache_n"]),
-        int(timings["prompt_n"]),
-        float(timings["prompt_ms"]),
-        int(timings["predicted_n"]),
-        float(timings["predicted_ms"]),
-    )
+    counts = (int(timings["cache_n"]), int(timings["prompt_n"]), float(timings["prompt_ms"]))
+    return AnswerCosts(*counts, int(timings["predicted_n"]), float(timings["predicted_ms"]))
 
 
 _FOR_PROGRAMS = ("logit_bias", "allowed_token_ids", "bad_words", "top_logprobs", "dry_")
@@ -160,24 +156,17 @@ def describe(parameters: Mapping[str, Any]) -> str:
     """Returns one line for each parameter."""
     if not parameters:
         return "Nothing is set: the model's own recommendations hold."
-    return "\n".join(f"{name} {_text(value)}" for name, value in sorted(parameters.items()))
+    said = dict(sorted(parameters.items()))
+    if THINK in said:
+        said[THINK] = "on" if said[THINK] else "off"
+    return "\n".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in said.items()
+    )
 
 
-def body_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters as fields of a chat completion."""
-    fields_said = {name: value for name, value in parameters.items() if name != THINK}
-    return fields_said | template_fields(parameters)
-
-
-def template_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the chat template's arguments as a field of a body."""
-    return {"chat_template_kwargs": {"enable_thinking": parameters[THINK]}} if THINK in parameters else {}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def template_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters that are arguments of the chat template."""
+    return {"enable_thinking": parameters[THINK]} if THINK in parameters else {}
 
 
 FORMAT = "mlx-serve conversation 1"
@@ -220,20 +209,19 @@ class Dialogue:
 
     def dump(self, model: str) -> str:
         """Returns a file's text."""
-        record = {
-            "format": FORMAT,
-            "model": model,
-            "system": self.system,
-            "parameters": self.parameters,
-            "messages": self.turns,
-        }
+        about = {"format": FORMAT, "model": model, "system": self.system}
+        record = {**about, "parameters": self.parameters, "messages": self.turns}
         return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
     def load(self, text: str) -> str:
         """Continues a saved conversation; returns its model. Raises NotAConversation, and changes nothing then."""
         record = _record(text)
         turns = [_turn(message) for message in record["messages"]]
-        _check_parameters(record["parameters"])
+        try:
+            for name, value in record["parameters"].items():
+                check_value(name, value)
+        except ParameterError as error:
+            raise NotAConversation(f"its parameters cannot be used: {error}") from error
         self.start_anew()
         self.system, self.parameters = record["system"], dict(record["parameters"])
         self.turns.extend(turns)
@@ -252,10 +240,9 @@ def is_conversation(text: str) -> bool:
 
 
 def _record(text: str) -> dict[str, Any]:
-    try:
+    record = None
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(text)
-    except (ValueError, RecursionError):
-        raise NotAConversation("it is no conversation that /save wrote") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise NotAConversation("it is no conversation that /save wrote")
     kinds = {"model": str, "system": str, "parameters": dict, "messages": list}
@@ -270,14 +257,6 @@ def _turn(message: Any) -> Turn:
         case {"role": "user" | "assistant" as role, "content": str(content)}:
             return {"role": role, "content": content}
     raise NotAConversation("one of its messages is damaged")
-
-
-def _check_parameters(parameters: dict[str, Any]) -> None:
-    try:
-        for name, value in parameters.items():
-            check_value(name, value)
-    except ParameterError as error:
-        raise NotAConversation(f"its parameters cannot be used: {error}") from error
 
 
 FENCE = "```"
@@ -305,7 +284,9 @@ class WordWrap:
 
     def feed(self, text: str, width: int) -> str:
         """Returns what can be shown now, in lines of `width` cells."""
-        return "".join(self._take(letter, width) for letter in text if _is_shown(letter))
+        # No model may move the cursor or change the title.
+        shown = (letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")
+        return "".join(self._take(letter, width) for letter in shown)
 
     def finish(self, width: int) -> str:
         """Returns the text held back."""
@@ -331,7 +312,8 @@ class WordWrap:
     def _may_break_before(self, letter: str) -> bool:
         if not self._word or _is_joined(self._word[-1], letter) or letter in _CLOSING:
             return False
-        return _is_wide(letter) or _is_wide(_base(self._word))
+        base = next((one for one in reversed(self._word) if cell_len(one)), "")
+        return cell_len(letter) > 1 or cell_len(base) > 1
 
     def _end_word(self, width: int) -> str:
         spaces, word = self._spaces, self._word
@@ -353,22 +335,8 @@ class WordWrap:
         return shown + "\n"
 
 
-def _is_shown(letter: str) -> bool:
-    """No model may move the cursor or change the title."""
-    return letter in "\n\t" or unicodedata.category(letter) != "Cc"
-
-
-def _is_wide(letter: str) -> bool:
-    return cell_len(letter) > 1
-
-
 def _is_joined(before: str, letter: str) -> bool:
     """Whether two letters are one sign: accents, emoji of several parts, skin tones, flags."""
     if _JOINER in (before, letter) or cell_len(letter) == 0 or "\U0001f3fb" <= letter <= "\U0001f3ff":
         return True
     return all("\U0001f1e6" <= one <= "\U0001f1ff" for one in (before, letter))
-
-
-def _base(word: str) -> str:
-    """The last letter that takes space of its own."""
-    return next((letter for letter in reversed(word) if cell_len(letter)), word[-1])

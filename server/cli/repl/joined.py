@@ -8,16 +8,8 @@ from typing import Any
 import httpx2
 
 from server.cli.ask import FIND_SECONDS, Served, bearer, find_served, models_at
-from server.cli.repl.conversation import (
-    AnswerCosts,
-    Answerer,
-    AnswerFailed,
-    Manner,
-    Said,
-    Turn,
-    body_fields,
-    costs_of,
-)
+from server.cli.repl import conversation
+from server.cli.repl.conversation import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn
 
 _MANNERS = {"reasoning_content": Manner.THOUGHT, "content": Manner.ANSWER}
 
@@ -35,15 +27,17 @@ class JoinedModel:
         return self._served.model
 
     async def answer(
-        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+        self, turns: Sequence[Turn], number: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """As `Answerer.answer`; the server notices a cancel by the closed connection."""
+        arguments = conversation.template_arguments(parameters)
         body = {
             "model": self._served.model,
             "messages": list(turns),
-            "session_id": f"{self._session}-{conversation}",
+            "session_id": f"{self._session}-{number}",
             "stream": True,
-            **body_fields(parameters),
+            **{name: value for name, value in parameters.items() if name != conversation.THINK},
+            **({"chat_template_kwargs": arguments} if arguments else {}),
         }
         # The server sends heartbeats every few seconds, at an interval of its choice.
         timeout = httpx2.Timeout(None, connect=FIND_SECONDS)
@@ -93,7 +87,7 @@ def _parts_of(line: str) -> list[Said | AnswerCosts]:
     said: list[Said | AnswerCosts] = [
         Said(delta[field], manner) for delta in deltas for field, manner in _MANNERS.items() if delta.get(field)
     ]
-    return said + ([costs_of(chunk["timings"])] if chunk.get("timings") else [])
+    return said + ([conversation.costs_of(chunk["timings"])] if chunk.get("timings") else [])
 
 
 def _message_of(body: str | bytes) -> str:

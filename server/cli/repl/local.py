@@ -17,17 +17,8 @@ from models.prompt.chat_template import RenderedPrompt
 from server.app.config import ServerConfig
 from server.app.log import configure_logging
 from server.app.service import open_service
-from server.cli.repl.conversation import (
-    MAX_TOKENS,
-    SAMPLING,
-    AnswerCosts,
-    Answerer,
-    AnswerFailed,
-    Manner,
-    Said,
-    Turn,
-    template_fields,
-)
+from server.cli.repl import conversation
+from server.cli.repl.conversation import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn
 from server.engine.messages import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
 from server.pool.served import EnginePort, ServedModel
@@ -63,15 +54,14 @@ class LocalModel:
         return self._model.id
 
     async def answer(
-        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+        self, turns: Sequence[Turn], number: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """As `Answerer.answer`."""
         try:
             defaults = self._model.defaults
-            own = template_fields(parameters).get("chat_template_kwargs", {})
-            arguments = {**defaults.template_arguments, **own}
+            arguments = {**defaults.template_arguments, **conversation.template_arguments(parameters)}
             prompt = self._model.renderer.render(defaults.conversation(turns), template_kwargs=arguments or None)
-            generation = self._engine.submit(self._request(prompt, conversation, parameters))
+            generation = self._engine.submit(self._request(prompt, number, parameters))
         except (ModelError, EngineError, ValueError) as error:
             raise AnswerFailed(str(error)) from error
         parser = self._model.output_parser((), prompt.text)
@@ -85,7 +75,7 @@ class LocalModel:
                 yield part
             raise
 
-    def _request(self, prompt: RenderedPrompt, conversation: int, parameters: Mapping[str, Any]) -> GenerationRequest:
+    def _request(self, prompt: RenderedPrompt, number: int, parameters: Mapping[str, Any]) -> GenerationRequest:
         defaults = self._model.defaults
         max_tokens = self._model.context_tokens - len(prompt.tokens)
         if max_tokens < 1:
@@ -93,34 +83,27 @@ class LocalModel:
                 f"the conversation has {len(prompt.tokens)} tokens and the context {self._model.context_tokens}; "
                 "/new starts another"
             )
+        sampling = {name: value for name, value in parameters.items() if name in conversation.SAMPLING}
         return GenerationRequest(
             request_id=f"run-{next(self._request_numbers)}",
             tokens=prompt.tokens,
-            max_tokens=min(max_tokens, parameters.get(MAX_TOKENS, defaults.max_tokens or max_tokens)),
+            max_tokens=min(max_tokens, parameters.get(conversation.MAX_TOKENS, defaults.max_tokens or max_tokens)),
             stop=defaults.stop,
-            sampling=replace(
-                self._model.sampling, **{name: parameters[name] for name in SAMPLING if name in parameters}
-            ),
-            session_id=f"run-{conversation}",
+            sampling=replace(self._model.sampling, **sampling),
+            session_id=f"run-{number}",
             restore_points=prompt.restore_points,
             thinking=self._model.thinking(prompt.text),
         )
 
 
-class LocalModels:
+class LocalModels(ExitStack):
     """A context manager. A change replaces the model, since memory may not hold two."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ModelError."""
+        super().__init__()
         self._config = config
-        self._stack = ExitStack()
-        self.current: Answerer = self._stack.enter_context(local_model(config))
-
-    def __enter__(self) -> "LocalModels":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.current: Answerer = self.enter_context(local_model(config))
 
     def names(self) -> Sequence[str]:
         """Returns the models of this machine."""
@@ -140,10 +123,10 @@ class LocalModels:
             raise
 
     def _load(self, config: ServerConfig) -> None:
-        self._stack.close()
+        self.close()
         self.current = _Nobody()
         gc.collect()
-        self.current = self._stack.enter_context(local_model(config))
+        self.current = self.enter_context(local_model(config))
         self._config = config
 
 
@@ -153,7 +136,7 @@ class _Nobody:
     name = "none"
 
     def answer(
-        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+        self, turns: Sequence[Turn], number: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """Raises AnswerFailed."""
         raise AnswerFailed("no model is loaded; /model NAME loads one")
