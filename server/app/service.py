@@ -28,19 +28,9 @@ from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from models.short_names import size_text
+from server.app import memory_budget
 from server.app.config import ServerConfig, StartError
-from server.app.memory_budget import (
-    SMALLEST_BUDGET_BYTES,
-    Claim,
-    Machine,
-    MemoryPlan,
-    choose_budget_bytes,
-    choose_pool_bytes,
-    find_excess,
-    largest_weights_bytes,
-    read_machine,
-    usable_bytes,
-)
+from server.app.memory_budget import Claim, Machine, MemoryPlan, read_machine
 from server.engine.engine import Engine, EngineConfig, KeptState
 from server.pool.catalog import stored_source
 from server.pool.errors import ModelTooLarge
@@ -94,14 +84,16 @@ def open_service(
     source = source_of(name)
     path = source.path
     machine = read_machine(mx.device_info())
-    _check_weights_fit(name, weights.total_bytes(path), largest_weights_bytes(machine))
+    _check_weights_fit(name, weights.total_bytes(path), memory_budget.largest_weights_bytes(machine))
     others_bytes = sum(claim.memory_bytes for claim in others)
     is_cpu = not _is_on_gpu()
-    float32_bytes = int(max(usable_bytes(machine) - others_bytes, 0) * FLOAT32_SHARE) if is_cpu else None
+    float32_bytes = (
+        int(max(memory_budget.usable_bytes(machine) - others_bytes, 0) * FLOAT32_SHARE) if is_cpu else None
+    )
     loaded = load(path, source.id, max_float32_bytes=float32_bytes, tell=tell)
     loaded = _with_adapters(loaded, config, tell)
     plan = _plan(config, machine, _weights_bytes(loaded), others_bytes)
-    _bound_pool(choose_pool_bytes(plan.budget_bytes))
+    _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
     engine, opened = _opened(loaded, config, plan.weights_bytes, plan.budget_bytes)
     return Service(
         opened,
@@ -119,12 +111,9 @@ def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim])
     """Returns the limits of one server's models, beside other servers."""
     if config.cache_memory_bytes is not None:
         return PoolMemory(machine.memory_bytes, config.cache_memory_bytes)
-    left_bytes = max(usable_bytes(machine) - sum(claim.memory_bytes for claim in others), 0)
-    return PoolMemory(
-        left_bytes,
-        largest_alone_bytes=largest_weights_bytes(machine),
-        smallest_alone_bytes=SMALLEST_BUDGET_BYTES,
-    )
+    left_bytes = max(memory_budget.usable_bytes(machine) - sum(claim.memory_bytes for claim in others), 0)
+    largest_bytes = memory_budget.largest_weights_bytes(machine)
+    return PoolMemory(left_bytes, None, largest_bytes, memory_budget.SMALLEST_BUDGET_BYTES)
 
 
 @dataclass(frozen=True)
@@ -189,20 +178,18 @@ def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
         return
     smaller = suggest_smaller(name, limit_bytes)
     advice = f"; {smaller} would fit: mlx-serve pull {smaller}" if smaller is not None else ""
-    raise StartError(
-        f"the weights of {name} take {size_text(weights_bytes)}, and this machine has memory for "
-        f"{size_text(max(limit_bytes, 0))} of weights{advice}"
-    )
+    room = f"this machine has memory for {size_text(max(limit_bytes, 0))} of weights"
+    raise StartError(f"the weights of {name} take {size_text(weights_bytes)}, and {room}{advice}")
 
 
 def _plan(config: ServerConfig, machine: Machine, weights_bytes: int, others_bytes: int) -> MemoryPlan:
     budget_bytes = config.cache_memory_bytes
     if budget_bytes is None:
-        budget_bytes = choose_budget_bytes(machine, weights_bytes, others_bytes)
+        budget_bytes = memory_budget.choose_budget_bytes(machine, weights_bytes, others_bytes)
     plan = MemoryPlan(machine.memory_bytes, weights_bytes, budget_bytes, others_bytes)
-    excess = find_excess(plan)
+    excess = memory_budget.find_excess(plan)
     if excess is not None:
-        fits = size_text(choose_budget_bytes(machine, weights_bytes))
+        fits = size_text(memory_budget.choose_budget_bytes(machine, weights_bytes))
         raise StartError(f"{excess}; {fits} is what --cache-memory would be by default")
     return plan
 

@@ -70,7 +70,9 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     """Yields labels and texts; an empty label continues the line before."""
     model = service.asked_for
     yield "model", f"{model.id}, {count_text(model.facts.num_parameters)} parameters"
-    yield "weights", weights_text(service)
+    held, on_disk = size_text(service.memory.weights_bytes), size_text(service.stored_bytes)
+    is_as_stored, precision = service.precision is Precision.STORED, service.precision.value
+    yield "weights", held if is_as_stored else f"{held}, as {precision}: fastest on this CPU ({on_disk} on disk)"
     if service.opened.variants:
         yield "adapters", ", ".join(service.opened.variants)
     if service.seconds_per_token is not None and sys.platform == "linux":
@@ -84,12 +86,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     limit = "" if model.context_tokens < service.model_context_tokens else " (the model's limit)"
     yield "context", f"{model.context_tokens} tokens{limit}"
     if config.cache_disk_bytes is not None:
-        per_day = config.cache_disk_write_bytes_per_day
-        limit = f", at most {size_text(per_day)} written a day" if per_day is not None else ""
-        yield "disk", f"{size_text(config.cache_disk_bytes)} in {config.cache_dir}{limit}"
-        room_bytes = _room_bytes(service, config)
-        if room_bytes is not None and room_bytes < config.cache_disk_bytes:
-            yield "", f"of which the disk has room for {size_text(room_bytes)}"
+        yield from _disk_facts(service, config, config.cache_disk_bytes)
     yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
     if config.insecure_no_key and not config.needs_key:
         yield "key", "none: anyone who reaches the address can use this server"
@@ -98,14 +95,6 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
         yield "", f"{url}/v1 from other machines"
     if config.console:
         yield "console", f"{around.urls[0]}/"
-
-
-def weights_text(service: Service) -> str:
-    """Tells the size in memory and, where it differs, on disk."""
-    held = size_text(service.memory.weights_bytes)
-    if service.precision is Precision.STORED:
-        return held
-    return f"{held}, as {service.precision.value}: fastest on this CPU ({size_text(service.stored_bytes)} on disk)"
 
 
 def slowness(service: Service) -> str | None:
@@ -123,20 +112,20 @@ def _cache_text(service: Service, config: ServerConfig) -> str:
     budget_bytes = service.memory.budget_bytes
     per_token = service.engine.stats().cache.bytes_per_token
     tokens = f", about {round_count(budget_bytes / per_token)} tokens" if per_token else ""
-    source = " (--cache-memory)"
-    if config.cache_memory_bytes is not None:
-        source = ""
-    elif service.memory.others_bytes:
-        source = ", beside others (--cache-memory)"
+    beside = ", beside others" if service.memory.others_bytes else ""
+    source = "" if config.cache_memory_bytes is not None else f"{beside} (--cache-memory)"
     return f"{size_text(budget_bytes)}{tokens}{source}"
 
 
-def _room_bytes(service: Service, config: ServerConfig) -> int | None:
-    try:
+def _disk_facts(service: Service, config: ServerConfig, limit_bytes: int) -> Iterator[tuple[str, str]]:
+    per_day = config.cache_disk_write_bytes_per_day
+    daily = f", at most {size_text(per_day)} written a day" if per_day is not None else ""
+    yield "disk", f"{size_text(limit_bytes)} in {config.cache_dir}{daily}"
+    with contextlib.suppress(OSError):
         free_bytes = shutil.disk_usage(Path(config.cache_dir).expanduser()).free
-    except OSError:
-        return None
-    return free_bytes + service.engine.stats().cache.disk_bytes
+        room_bytes = free_bytes + service.engine.stats().cache.disk_bytes
+        if room_bytes < limit_bytes:
+            yield "", f"of which the disk has room for {size_text(room_bytes)}"
 
 
 def _rest_text(service: Service) -> str:
@@ -150,9 +139,8 @@ def example_call(url: str, model: str, needs_key: bool) -> str:
     """Returns a shell command."""
     key = "-H 'Authorization: Bearer YOUR_KEY' " if needs_key else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
-    return (
-        f"curl {url}/v1/chat/completions \\\n  {key}-H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
-    )
+    headers = f"{key}-H 'Content-Type: application/json'"
+    return f"curl {url}/v1/chat/completions \\\n  {headers} \\\n  -d {shlex.quote(body)}"
 
 
 def count_text(number: int) -> str:
@@ -180,41 +168,27 @@ def is_for_this_machine(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def is_any(address: str) -> bool:
-    """Whether a numeric address stands for all of the machine's."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
-
-
 def urls(address: str, port: int) -> list[str]:
     """Returns a bound socket's addresses, this machine's first."""
-    if not is_any(address):
+    if not ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         return [_url(address, port)]
     return [_url(host, port) for host in ("127.0.0.1", *_own_addresses(is_ipv6=":" in address))]
 
 
 def _own_addresses(*, is_ipv6: bool) -> list[str]:
     families = (socket.AF_INET, socket.AF_INET6) if is_ipv6 else (socket.AF_INET,)
-    found = [address for family in families if (address := _way_out(family)) is not None]
-    try:
+    found: list[str] = []
+    for family in families:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way_out:
+            way_out.connect(_ELSEWHERE[family])
+            found.append(str(way_out.getsockname()[0]))
+    with contextlib.suppress(OSError):
         named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        named = []
-    found += [str(entry[4][0]) for entry in named if entry[0] in families]
-    return [address for address in dict.fromkeys(found) if _is_reachable(address)]
-
-
-def _way_out(family: socket.AddressFamily) -> str | None:
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(_ELSEWHERE[family])
-            return str(way.getsockname()[0])
-    except OSError:
-        return None
-
-
-def _is_reachable(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    return not (found.is_loopback or found.is_unspecified or found.is_link_local)
+        found += [str(entry[4][0]) for entry in named if entry[0] in families]
+    kinds = {address: ipaddress.ip_address(address.partition("%")[0]) for address in found}
+    return [
+        name for name, kind in kinds.items() if not (kind.is_loopback or kind.is_unspecified or kind.is_link_local)
+    ]
 
 
 def _url(host: str, port: int) -> str:
@@ -254,10 +228,11 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         try:
             on_listening = partial(show_banner, console, service, config, around)
             app = create_pool_app(pool, config, keys=keys)
-            server = _Server(app, Limits(config.client_seconds, max_connections), on_listening)
-            return asyncio.run(
-                _serve(server, _Stopper(server, pool, app, config.drain_seconds), config, listener, sigterm)
-            )
+            limits = Limits(config.client_seconds, max_connections)
+            http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
+            stopper = _Stopper(_Server(http_config, on_listening), pool, app, config.drain_seconds)
+            asyncio.run(_serve(stopper, config, listener, sigterm))
+            return 0
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.
             sigterm.on_signal = lambda: None
@@ -335,13 +310,14 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
     )
     catalog = Catalog(sources, has_others=config.max_models != 1)
     pool = ModelPool(catalog, [service.opened], ServiceOpener(config, memory), settings)
-    if claim is not None:
-        pool.loader.budgets.on_change = partial(_tell_claim, pool, claim, around.urls[0])
+    budgets = pool.loader.budgets
+
+    def tell_claim() -> None:
+        if claim is not None:
+            claim.tell(Claim(os.getpid(), ", ".join(pool.models), budgets.taken_bytes, around.urls[0]))
+
+    budgets.on_change = tell_claim
     return pool
-
-
-def _tell_claim(pool: ModelPool, claim: OwnClaim, url: str) -> None:
-    claim.tell(Claim(os.getpid(), ", ".join(pool.models), pool.loader.budgets.taken_bytes, url))
 
 
 @contextlib.contextmanager
@@ -389,24 +365,22 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
     return StartError(f"cannot listen on {host}, port {port}: {error.strerror}")
 
 
-async def _serve(
-    server: "_Server", stopper: "_Stopper", config: ServerConfig, listener: socket.socket, sigterm: Sigterm
-) -> int:
-    pool, app = stopper.pool, stopper.app
-    pool.loader.watch()
+async def _serve(stopper: "_Stopper", config: ServerConfig, listener: socket.socket, sigterm: Sigterm) -> None:
+    app = stopper.app
+    stopper.pool.loader.watch()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopper.signalled)
     sigterm.on_signal = partial(loop.call_soon_threadsafe, stopper.signalled)
     if config.api_keys_file is not None:
         loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, app, config))
     try:
-        await server.serve(sockets=[listener])
+        await stopper.server.serve(sockets=[listener])
     except OSError as error:
         raise _cannot_listen(config.host, config.port, error) from error
-    await stopper.finish()
+    if stopper.draining is not None:
+        await stopper.draining
     if app.state.api.tracing is not None:
         await asyncio.to_thread(app.state.api.tracing.close)
-    return 0
 
 
 def _reload_keys(app: Starlette, config: ServerConfig) -> None:
@@ -422,10 +396,9 @@ def _reload_keys(app: Starlette, config: ServerConfig) -> None:
 class _Server(uvicorn.Server):
     """Leaves signals to us."""
 
-    def __init__(self, app: Starlette, limits: Limits, on_listening: Callable[[], None]) -> None:
-        super().__init__(
-            HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS),
-        )
+    def __init__(self, config: HttpConfig, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._reports = config.reports
         self._on_listening = on_listening
 
     @contextlib.contextmanager
@@ -438,44 +411,38 @@ class _Server(uvicorn.Server):
         for listener in sockets or ():
             # asyncio takes one number for how many it accepts at once and how many the kernel lets wait.
             listener.listen(KERNEL_BACKLOG)
-        assert isinstance(self.config, HttpConfig)
-        quieten_accept_errors(asyncio.get_running_loop(), self.config.reports)
+        quieten_accept_errors(asyncio.get_running_loop(), self._reports)
         self._on_listening()
 
 
+@dataclass
 class _Stopper:
     """Ends the server: gently at the first signal, at once at the second. Event loop only."""
 
-    def __init__(self, server: _Server, pool: ModelPool, app: Starlette, drain_seconds: float) -> None:
-        self._server = server
-        self.pool = pool
-        self.app = app
-        self._drain_seconds = drain_seconds
-        self._draining: asyncio.Task[None] | None = None
+    server: _Server
+    pool: ModelPool
+    app: Starlette
+    drain_seconds: float
+    draining: asyncio.Task[None] | None = None
 
     def signalled(self) -> None:
-        if self._draining is not None:
+        if self.draining is not None:
             num_running = self.pool.num_running
             logger.warning("stopped at once%s", ": answers that were running are cut off" if num_running else "")
             logging.shutdown()
             # The worker may be inside a step, and an interpreter that ends around it would abort noisily.
             os._exit(130)
         start_draining(self.app)
-        self._draining = asyncio.get_running_loop().create_task(self._drain())
-
-    async def finish(self) -> None:
-        """Returns once a drain that began has ended."""
-        if self._draining is not None:
-            await self._draining
+        self.draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
         num_running = self.pool.num_running
         if num_running:
-            logger.info("stopping: %d running, up to %g s to finish", num_running, self._drain_seconds)
-        if not await self.pool.drain(self._drain_seconds):
+            logger.info("stopping: %d running, up to %g s to finish", num_running, self.drain_seconds)
+        if not await self.pool.drain(self.drain_seconds):
             logger.warning("stopping: what still runs ends now")
         await asyncio.to_thread(self.pool.stop)
-        self._server.should_exit = True
+        self.server.should_exit = True
 
 
 def show_banner(console: Console, service: Service, config: ServerConfig, around: Surroundings) -> None:
