@@ -77,8 +77,15 @@ def parse_keys(text: str) -> KeyRing:
         raise ConfigError(f"holds {next(iter(document))!r}; only [[keys]] is known")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError("holds no [[keys]]")
-    keys = [_read_key(entry, f"key {number}") for number, entry in enumerate(entries, 1)]
-    _check_unique(keys)
+    keys: list[ApiKey] = []
+    for number, entry in enumerate(entries, 1):
+        key = _read_key(entry, f"key {number}")
+        for other in keys:
+            if key.name == other.name:
+                raise ConfigError(f"two keys have the name {key.name!r}")
+            if key.digest == other.digest:
+                raise ConfigError(f"{other.name!r} and {key.name!r} have the same key")
+        keys.append(key)
     return KeyRing(keys)
 
 
@@ -111,18 +118,6 @@ def _read_limit(entry: Mapping[str, Any], limit: str, place: str) -> int | None:
     return value
 
 
-def _check_unique(keys: Iterable[ApiKey]) -> None:
-    names: set[str] = set()
-    digests: dict[bytes, str] = {}
-    for key in keys:
-        if key.name in names:
-            raise ConfigError(f"two keys have the name {key.name!r}")
-        if key.digest in digests:
-            raise ConfigError(f"{digests[key.digest]!r} and {key.name!r} have the same key")
-        names.add(key.name)
-        digests[key.digest] = key.name
-
-
 SHARED = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -136,15 +131,22 @@ def read_keys(config: ServerConfig) -> KeyRing:
 
 
 def _read_file(path: Path) -> KeyRing:
-    try:
-        with path.open(encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_mode & SHARED:
-                command = f"chmod 600 {shlex.quote(str(path))}"
-                raise ConfigError(f"--api-keys {path} is open to other users of this machine; run: {command}")
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-keys {path} cannot be read: {reason(error)}") from error
+    text, fault = read_private(path, f"--api-keys {path}")
+    if fault:
+        raise ConfigError(f"--api-keys {path} {fault}")
     try:
         return parse_keys(text)
     except ConfigError as error:
         raise ConfigError(f"--api-keys {path} {error}") from error
+
+
+def read_private(path: Path, name: str) -> tuple[str, str]:
+    """Returns a file's text; also, where others may open the file, what to do. Raises ConfigError with the name."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            is_shared = os.fstat(file.fileno()).st_mode & SHARED
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read: {reason(error)}") from error
+    fault = f"is open to other users of this machine; run: chmod 600 {shlex.quote(str(path))}"
+    return text, fault if is_shared else ""

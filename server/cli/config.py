@@ -3,8 +3,6 @@
 import inspect
 import json
 import os
-import shlex
-import stat
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import Field, replace
@@ -13,27 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from models.errors import reason
 from models.names import used_last
-from server.app.config import (
-    FILE_VARIABLE,
-    SETTINGS,
-    ConfigError,
-    Layer,
-    ServerConfig,
-    SettingOrigin,
-    ToldSetting,
-    checked,
-    from_environment,
-    from_file,
-    from_flags,
-    is_size,
-    key_of,
-    merge,
-    size_literal,
-    toml_value,
-    variable_of,
-)
+from server.app import config
+from server.app.config import SETTINGS, ConfigError, Layer, ServerConfig, SettingOrigin, ToldSetting
+from server.app.keys import read_private
 from server.cli.options import Json, command_group, model_names
 
 app = command_group()
@@ -53,8 +34,8 @@ _MODEL_DEFAULT = "Default: the pulled model that was used last, else demo."
 
 def with_settings(**others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command a flag for each setting; `others` are switches of its own."""
-    own = {name: (annotation, False) for name, annotation in others.items()}
-    options = {name: (_option(setting), None) for name, setting in SETTINGS.items()} | own
+    options: dict[str, tuple[Any, object]] = {name: (_option(setting), None) for name, setting in SETTINGS.items()}
+    options |= {name: (annotation, False) for name, annotation in others.items()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = [
@@ -85,22 +66,22 @@ def _option(setting: "Field[Any]") -> Any:
 
 def _default(setting: "Field[Any]") -> str:
     default: Any = setting.default
-    if default is None or default == () or setting.type is bool:
+    if default in (None, ()) or setting.type is bool:
         return ""
-    return f" Default: {size_literal(setting, default) if is_size(setting) else default}."
+    return f" Default: {config.size_literal(setting, default) if config.is_size(setting) else default}."
 
 
 def _metavar(setting: "Field[Any]") -> str:
     if setting.metadata["choices"]:
         return "|".join(setting.metadata["choices"])
-    if is_size(setting):
+    if config.is_size(setting):
         return "SIZE" if setting.metadata["unit"] == "bytes" else "SIZE/day"
     return (setting.metadata["unit"] or ("TEXT" if setting.type in (str, str | None) else "NUMBER")).upper()
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
     """Returns the settings file's path, which need not exist."""
-    named = environment.get(FILE_VARIABLE)
+    named = environment.get(config.FILE_VARIABLE)
     if named:
         return Path(named).expanduser()
     folder = environment.get("XDG_CONFIG_HOME") or "~/.config"
@@ -109,12 +90,12 @@ def config_file(environment: Mapping[str, str]) -> Path:
 
 def read_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> Layer:
     """Returns every setting with its origin; raises ConfigError."""
-    return merge([from_flags(given), from_environment(environment), _read_file(environment)])
+    return config.merge([config.from_flags(given), config.from_environment(environment), _read_file(environment)])
 
 
 def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
-    """Returns the checked settings, with the key from a key file. Raises ConfigError."""
-    return checked(_with_key(read_settings(given, environment)))
+    """Returns the config.checked settings, with the key from a key file. Raises ConfigError."""
+    return config.checked(_with_key(read_settings(given, environment)))
 
 
 def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
@@ -124,7 +105,7 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
     if found is not None:
         settings = {**settings, "models": replace(settings["models"], value=(found,))}
         typer.echo(f"No MODEL is named: taking {found}, which was used last; 'demo' is the built-in one.", err=True)
-    return checked(_with_key(settings))
+    return config.checked(_with_key(settings))
 
 
 @app.command("config")
@@ -135,7 +116,7 @@ def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
         typer.echo("\n".join([_HEAD, *map(_template_entry, SETTINGS.values())]), nl=False)
         return
     settings = read_settings(given, os.environ)
-    checked(settings)
+    config.checked(settings)
     file = config_file(os.environ)
     if as_json:
         records = [_record(name, told) for name, told in settings.items()]
@@ -148,31 +129,23 @@ def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
 def _read_file(environment: Mapping[str, str]) -> Layer:
     path = config_file(environment)
     # A file that was named has to be there.
-    if not environment.get(FILE_VARIABLE) and not path.is_file():
+    if not environment.get(config.FILE_VARIABLE) and not path.is_file():
         return {}
-    try:
-        with path.open(encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            layer = from_file(file.read(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
-    if "api_key" in layer and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        command = f"chmod 600 {shlex.quote(str(path))}"
-        raise ConfigError(f"{path} holds a key and is open to other users of this machine; run: {command}")
+    text, fault = read_private(path, str(path))
+    layer = config.from_file(text, str(path))
+    if "api_key" in layer and fault:
+        raise ConfigError(f"{path} holds a key and {fault}")
     return layer
 
 
 def _with_key(settings: Layer) -> Layer:
     file = settings["api_key_file"]
-    if file.value is None or not isinstance(file.value, str):
+    if not isinstance(file.value, str):
         return settings
     if settings["api_key"].value is not None:
         raise ConfigError(f"give {settings['api_key'].where} or {file.where}, not both")
-    try:
-        key = Path(file.value).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file.where}: {file.value} cannot be read: {reason(error)}") from error
-    return {**settings, "api_key": ToldSetting(key, file.origin, file.where)}
+    key, _ = read_private(Path(file.value).expanduser(), f"{file.where}: {file.value}")
+    return {**settings, "api_key": ToldSetting(key.strip(), file.origin, file.where)}
 
 
 def _shown(name: str, told: ToldSetting) -> Any:
@@ -182,27 +155,26 @@ def _shown(name: str, told: ToldSetting) -> Any:
 def _record(name: str, told: ToldSetting) -> dict[str, Any]:
     setting = SETTINGS[name]
     return {
-        "key": key_of(setting),
+        "key": config.key_of(setting),
         "value": _shown(name, told),
         "origin": str(told.origin),
         "where": "" if told.origin is SettingOrigin.DEFAULT else told.where,
         "flag": setting.metadata["flag"],
-        "variable": variable_of(setting),
+        "variable": config.variable_of(setting),
     }
 
 
 def _table(settings: Layer) -> str:
     rows = []
     for name, told in settings.items():
-        setting, value = SETTINGS[name], _shown(name, told)
-        shown = value if value == HIDDEN else toml_value(setting, value)
-        rows.append(
-            (key_of(setting), shown or "-", "default" if told.origin is SettingOrigin.DEFAULT else told.where)
-        )
+        value = _shown(name, told)
+        shown = value if value == HIDDEN else config.toml_value(SETTINGS[name], value)
+        where = "default" if told.origin is SettingOrigin.DEFAULT else told.where
+        rows.append((config.key_of(SETTINGS[name]), shown or "-", where))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {where}" for key, value, where in rows)
 
 
 def _template_entry(setting: "Field[Any]") -> str:
     told = textwrap.fill(setting.metadata["help"], 100, initial_indent="# ", subsequent_indent="# ")
-    return f"{told}\n#{key_of(setting)} = {toml_value(setting, setting.default)}".rstrip() + "\n"
+    return f"{told}\n#{config.key_of(setting)} = {config.toml_value(setting, setting.default)}".rstrip() + "\n"

@@ -13,15 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from models.errors import ModelNotFound
 from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, pull
@@ -82,11 +74,9 @@ def choose(name: str, limit_bytes: int) -> ShortName | None:
         return None
     found = largest(family, limit_bytes)
     if found is None:
-        smallest = family[0]
-        raise ModelNotFound(
-            f"The smallest of {name}, {smallest.name}, takes {about(smallest)}, and this machine has memory for "
-            f"{size_text(max(limit_bytes, 0))} of weights"
-        )
+        smallest, room = family[0], size_text(max(limit_bytes, 0))
+        takes = f"The smallest of {name}, {smallest.name}, takes {about(smallest)}"
+        raise ModelNotFound(f"{takes}, and this machine has memory for {room} of weights")
     return found
 
 
@@ -117,87 +107,81 @@ def about(model: ShortName) -> str:
     return f"about {size_text(model.num_bytes)}"
 
 
-class _Bars:
+def _on_bars(progress: Progress, name: str) -> TellPull:
     """One bar for all files, one for the file being fetched."""
+    whole = progress.add_task(name, total=None)
+    part = progress.add_task("", visible=False)
+    num_files = 1
 
-    def __init__(self, progress: Progress, name: str) -> None:
-        self._progress = progress
-        self._whole = progress.add_task(name, total=None)
-        self._part: TaskID | None = None
-        self._file = ""
-        self._num_files = 1
-
-    def tell(self, event: PullEvent) -> None:
+    def tell(event: PullEvent) -> None:
+        nonlocal num_files
         match event:
             case PullPlanned(files=files):
-                self._num_files = sum(bool(file.digest) for file in files)
+                num_files = sum(bool(file.digest) for file in files)
             case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
-                self._progress.update(self._whole, completed=done, total=total)
-                if file is not None and self._num_files > 1:
-                    self._show(file.name, here, file.num_bytes)
+                progress.update(whole, completed=done, total=total)
+                if file is not None and num_files > 1:
+                    if progress.tasks[part].description != file.name:
+                        progress.reset(part, description=file.name, total=file.num_bytes, visible=True)
+                    progress.update(part, completed=here)
             case PullChecking(file=file):
-                self._progress.update(self._part or self._whole, description=f"checking {file.name}")
+                shown = part if progress.tasks[part].visible else whole
+                progress.update(shown, description=f"checking {file.name}")
 
-    def _show(self, name: str, here: int, total: int) -> None:
-        if name != self._file or self._part is None:
-            if self._part is not None:
-                self._progress.remove_task(self._part)
-            self._file, self._part = name, self._progress.add_task(name, total=total, completed=here)
-        self._progress.update(self._part, completed=here)
+    return tell
 
 
-class _Lines:
-    def __init__(self, console: Console, name: str) -> None:
-        self._console = console
-        self._name = name
-        self._told_share = 0.0
-        self._told_at = time.monotonic()
+def _in_lines(console: Console, name: str) -> TellPull:
+    told_share, told_at = 0.0, time.monotonic()
 
-    def tell(self, event: PullEvent) -> None:
+    def tell(event: PullEvent) -> None:
+        nonlocal told_share, told_at
         if not isinstance(event, PullProgress) or not event.total_bytes:
             return
         share, now = event.done_bytes / event.total_bytes, time.monotonic()
-        more = share - self._told_share
-        if more >= LINE_SHARE or (more > 0 and now - self._told_at >= LINE_SECONDS):
-            self._told_share, self._told_at = share, now
+        more = share - told_share
+        if more >= LINE_SHARE or (more > 0 and now - told_at >= LINE_SECONDS):
+            told_share, told_at = share, now
             here, total = size_text(event.done_bytes), size_text(event.total_bytes)
-            self._console.print(f"{self._name}: {share:.0%}, {here} of {total}", soft_wrap=True)
+            console.print(f"{name}: {share:.0%}, {here} of {total}", soft_wrap=True)
+
+    return tell
 
 
-class _Json:
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._told_at = 0.0
+def _as_json(console: Console) -> TellPull:
+    told_at = 0.0
 
-    def tell(self, event: PullEvent) -> None:
+    def tell(event: PullEvent) -> None:
+        nonlocal told_at
+        figures: dict[str, object]
         match event:
             case PullPlanned(repository=repository, files=files):
                 listed = [{"name": file.name, "bytes": file.num_bytes} for file in files]
-                self._print({"status": "planned", "repository": repository, "files": listed})
+                figures = {"status": "planned", "repository": repository, "files": listed}
             case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
                 now = time.monotonic()
-                if done < total and now - self._told_at < JSON_SECONDS:
+                if done < total and now - told_at < JSON_SECONDS:
                     return
-                self._told_at = now
+                told_at = now
                 part = {} if file is None else {"file": file.name, "file_bytes": here, "file_total": file.num_bytes}
-                self._print({"status": "downloading", "completed": done, "total": total, **part})
+                figures = {"status": "downloading", "completed": done, "total": total, **part}
             case PullChecking(file=file):
-                self._print({"status": "checking", "file": file.name})
+                figures = {"status": "checking", "file": file.name}
+        console.out(json.dumps(figures, ensure_ascii=False))
 
-    def _print(self, figures: dict[str, object]) -> None:
-        self._console.out(json.dumps(figures, ensure_ascii=False))
+    return tell
 
 
 @contextmanager
 def _reporting(console: Console, name: str, *, as_json: bool) -> Iterator[TellPull]:
     if as_json:
-        yield _Json(console).tell
+        yield _as_json(console)
     elif not console.is_terminal:
-        yield _Lines(console, name).tell
+        yield _in_lines(console, name)
     else:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
-            yield _Bars(progress, name).tell
+            yield _on_bars(progress, name)
 
 
 def _stop_pull(name: str) -> NoReturn:

@@ -3,25 +3,15 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from models import names
 from models.errors import ModelfileError, ModelNotFound, StoreError, reason
-from models.names import (
-    BUILT_IN,
-    InstalledModel,
-    cache_folder,
-    describe,
-    files_of,
-    find_stored,
-    folder_of,
-    identity_of,
-    parse_repository,
-    place_of,
-)
+from models.names import InstalledModel
 from models.short_names import size_text
 from models.store import library
 from models.store.library import FileFault, Making, verify
@@ -44,18 +34,19 @@ def show(
     """Prints what a model is; raises ModelError."""
     # Else transformers advises to install PyTorch; it reads this when it is imported.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    place, stored = place_of(name), find_stored(name)
+    place, stored = names.place_of(name), names.find_stored(name)
     if as_modelfile:
         if stored is None:
             raise StoreError(f"{name} is no name of your own, and has no Modelfile; make one with mlx-serve create")
         typer.echo(modelfile_of(stored))
         return
-    folder = folder_of(place)
-    model = describe(name if stored is None else stored.short_name, folder)
+    folder = names.folder_of(place)
+    model = names.describe(name if stored is None else stored.short_name, folder)
+    record = _record(model, place, stored)
     if as_json:
-        typer.echo(json.dumps(_record(model, place, stored), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
     else:
-        for label, text in _facts(model, place, stored):
+        for label, text in _facts(record, place):
             first, *others = text.splitlines() or [""]
             typer.echo("\n".join([f"{label:<12} {first}".rstrip(), *(f"{'':<12} {line}" for line in others)]))
 
@@ -63,7 +54,7 @@ def show(
 @app.command("cp")
 def copy(source: AnyModel, name: OwnName, replaces: Force = False, as_json: Json = False) -> None:
     """Gives a model another name. Raises ModelError."""
-    made = library.create(name, place_of(source), source, Making(replaces=replaces))
+    made = library.create(name, names.place_of(source), source, Making(replaces=replaces))
     _tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
 
 
@@ -75,7 +66,7 @@ def tag(
     as_json: Json = False,
 ) -> None:
     """Gives a name of one's own another tag. Raises ModelError."""
-    stored = find_stored(name)
+    stored = names.find_stored(name)
     if stored is None:
         raise StoreError(f"{name} is no name of your own; give it one first: mlx-serve cp {name} NAME")
     family = stored.name.partition(":")[0]
@@ -99,28 +90,25 @@ def create(
         is_path = told.base.startswith(("./", "../")) or told.base in (".", "..")
         base = str(folder / told.base) if is_path else told.base
         making = Making(told.parameters, told.system, told.messages, told.license)
-        made = library.create(name, place_of(base), base, making)
+        made = library.create(name, names.place_of(base), base, making)
     except ModelfileError as error:
         raise ModelfileError(f"{file}: {error}") from error
     idle = sorted({key for key, _ in told.parameters if key.lower() in WITHOUT_EFFECT})
     note = f" {', '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect here." if idle else ""
     record = {"name": made.short_name, "from": str(made.weights), "without_effect": idle}
-    _tell(
-        record,
-        f"{made.short_name} is made from {made.weights}.{note}\nTry it: mlx-serve run {made.short_name}",
-        as_json,
-    )
+    said = f"{made.short_name} is made from {made.weights}.{note}\nTry it: mlx-serve run {made.short_name}"
+    _tell(record, said, as_json)
 
 
 @app.command("rm")
 def remove(name: AnyModel, is_forced: Force = False, as_json: Json = False) -> None:
     """Removes a name, or the files of a repository, after a question. Raises ModelError and StartError."""
-    if name in BUILT_IN:
+    if name in names.BUILT_IN:
         raise StoreError(f"{name} comes with mlx-serve and cannot be removed")
-    stored = find_stored(name)
+    stored = names.find_stored(name)
     if stored is not None:
         _remove_name(stored, is_forced=is_forced, as_json=as_json)
-    elif parse_repository(name) is None:
+    elif names.parse_repository(name) is None:
         raise ModelNotFound(f"There is no model {name!r} to be removed; mlx-serve list shows those that are there.")
     else:
         _remove_weights(name, is_forced=is_forced, as_json=as_json)
@@ -135,19 +123,13 @@ def check_files(
     as_json: Json = False,
 ) -> None:
     """Prints the faults of a model's files; exit status 1 if there are any. Raises ModelError."""
-    place, folder = files_of(name)
+    place, folder = names.files_of(name)
     found = verify(folder)
     removed = [] if not removes_damaged or place.kind != "repository" else list(_remove_files(folder, found.faults))
     if as_json:
         faults = [{"file": one.name, "fault": one.fault} for one in found.faults]
-        record = {
-            "name": name,
-            "files": found.num_files,
-            "compared": found.num_compared,
-            "faults": faults,
-            "removed": removed,
-        }
-        typer.echo(json.dumps(record, indent=2))
+        counts = {"name": name, "files": found.num_files, "compared": found.num_compared}
+        typer.echo(json.dumps({**counts, "faults": faults, "removed": removed}, indent=2))
     elif found.faults:
         typer.echo("\n".join(f"{one.name}: {one.fault}" for one in found.faults))
         typer.echo(f"mlx-serve: {_advice(name, place, are_removed=bool(removed))}", err=True)
@@ -177,7 +159,7 @@ def _record(model: InstalledModel, place: WeightsPlace, stored: StoredModel | No
     defaults = None if stored is None else stored.defaults
     return {
         "name": model.name,
-        "id": identity_of(place),
+        "id": names.identity_of(place),
         "source": {"kind": place.kind, "name": place.name, "commit": place.commit or None},
         "path": str(model.path),
         "size_bytes": model.size_bytes,
@@ -188,31 +170,29 @@ def _record(model: InstalledModel, place: WeightsPlace, stored: StoredModel | No
         "system": None if defaults is None else defaults.system,
         "messages": [] if defaults is None else [[one.role, one.content] for one in defaults.messages],
         "license": None if stored is None else stored.license,
-        "files": _files(model.path),
+        "files": sorted(path.name for path in model.path.iterdir() if path.is_file()),
         "created": None if stored is None else stored.created.isoformat(),
         "modified": None if stored is None else stored.modified.isoformat(),
     }
 
 
-def _facts(model: InstalledModel, place: WeightsPlace, stored: StoredModel | None) -> Sequence[tuple[str, str]]:
-    context = _context(model, stored)
-    facts = [
-        ("name", model.name),
-        ("from", f"{place}" if place.kind != "built-in" else f"{place}, which comes with mlx-serve"),
-        ("folder", str(model.path)),
-        ("size", size_text(model.size_bytes)),
-        ("architecture", model.architecture),
-        ("weights", model.quantization or "not quantized"),
-        ("context", f"{context} tokens"),
-    ]
-    if stored is not None:
-        defaults = stored.defaults
-        facts.append(("parameters", "\n".join(f"{key} {value}" for key, value in parameters_of(defaults)) or "none"))
-        facts.append(("system", defaults.system or "none"))
-        facts += [(f"message {one.role}"[:12], one.content) for one in defaults.messages]
-        if stored.license:
-            facts.append(("license", stored.license))
-    return [*facts, ("template", _template(model.path)), ("files", "\n".join(_files(model.path)))]
+def _facts(record: Mapping[str, Any], place: WeightsPlace) -> Iterator[tuple[str, str]]:
+    """Yields what a person reads of a record."""
+    yield "name", record["name"]
+    yield "from", f"{place}" if place.kind != "built-in" else f"{place}, which comes with mlx-serve"
+    yield "folder", record["path"]
+    yield "size", size_text(record["size_bytes"])
+    yield "architecture", record["architecture"]
+    yield "weights", record["quantization"] or "not quantized"
+    yield "context", f"{record['context_tokens']} tokens"
+    if record["created"] is not None:
+        yield "parameters", "\n".join(f"{key} {value}" for key, value in record["parameters"]) or "none"
+        yield "system", record["system"] or "none"
+        yield from ((f"message {role}"[:12], content) for role, content in record["messages"])
+        if record["license"]:
+            yield "license", record["license"]
+    yield "template", _template(Path(record["path"]))
+    yield "files", "\n".join(record["files"])
 
 
 def _context(model: InstalledModel, stored: StoredModel | None) -> int:
@@ -232,10 +212,6 @@ def _template(folder: Path) -> str:
     except OSError:
         has_one = False
     return "in tokenizer_config.json" if has_one else "none"
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_file())
 
 
 def _read(file: str) -> tuple[str, Path]:
@@ -265,20 +241,18 @@ def _remove_name(stored: StoredModel, *, is_forced: bool, as_json: bool) -> None
 def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
     from huggingface_hub import scan_cache_dir
 
-    place = place_of(name)
+    place = names.place_of(name)
     others = library.names_with(place)
     if others:
-        raise StoreError(
-            f"{', '.join(others)} would have no weights; remove these names first: mlx-serve rm {others[0]}"
-        )
-    strategy = scan_cache_dir(cache_folder()).delete_revisions(place.commit)
-    _confirm(
-        f"Delete {place}, {strategy.expected_freed_size_str}, from Hugging Face's cache? Other programs share it.",
-        is_forced=is_forced,
-    )
+        first = f"remove these names first: mlx-serve rm {others[0]}"
+        raise StoreError(f"{', '.join(others)} would have no weights; {first}")
+    strategy = scan_cache_dir(names.cache_folder()).delete_revisions(place.commit)
+    size = strategy.expected_freed_size_str
+    question = f"Delete {place}, {size}, from Hugging Face's cache? Other programs share it."
+    _confirm(question, is_forced=is_forced)
     strategy.execute()
     record = {"name": name, "removed": "weights", "weights": str(place), "freed_bytes": strategy.expected_freed_size}
-    _tell(record, f"{place} is deleted, {strategy.expected_freed_size_str} are free.", as_json)
+    _tell(record, f"{place} is deleted, {size} are free.", as_json)
 
 
 def _confirm(question: str, *, is_forced: bool) -> None:

@@ -201,7 +201,6 @@ def _fitted(text: str, width: int) -> str:
 
 
 TIMEOUT_SECONDS = 5.0
-PLAIN = TopPage("", width=100, height=60)
 
 
 class Watched:
@@ -209,7 +208,8 @@ class Watched:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._server = AskedServer(url, api_key, TIMEOUT_SECONDS)
-        self._before: dict[str, Any] | None = None
+        self.found: dict[str, Any] | None = None
+        """The figures of the last look."""
         self.speeds: dict[str, float] = {}
 
     def stats(self) -> dict[str, Any]:
@@ -219,14 +219,14 @@ class Watched:
         return found
 
     def _measure(self, found: dict[str, Any]) -> None:
-        before = {one["id"]: one for one in self._before["requests"]} if self._before else {}
-        passed = found["time"] - self._before["time"] if self._before else 0.0
+        before = {one["id"]: one["completion_tokens"] for one in self.found["requests"]} if self.found else {}
+        passed = found["time"] - self.found["time"] if self.found else 0.0
         self.speeds = {
-            one["id"]: (one["completion_tokens"] - before[one["id"]]["completion_tokens"]) / passed
+            one["id"]: (one["completion_tokens"] - before[one["id"]]) / passed
             for one in found["requests"]
             if one["id"] in before and passed > 0
         }
-        self._before = found
+        self.found = found
 
 
 @app.command()
@@ -241,48 +241,40 @@ def top(
 ) -> None:
     """Draws the server's figures, or prints them once. Raises StartError."""
     url = url or usual_url()
+    watched = Watched(url, api_key)
+    stats = watched.stats()
+    console = Console(highlight=False)
     if as_json:
-        typer.echo(json.dumps(Watched(url, api_key).stats(), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(stats, indent=2, ensure_ascii=False))
     elif once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        _print_once(url, Watched(url, api_key).stats())
+        for line in lines(stats, TopPage(url, console.width if console.is_terminal else 100, height=60)):
+            console.print(line, soft_wrap=True)
     else:
-        _watch(url, Watched(url, api_key), interval)
+        _watch(console, watched, TopPage(url, console.width, console.height), interval)
 
 
-def _print_once(url: str, stats: Mapping[str, Any]) -> None:
-    console = Console(highlight=False)
-    width = console.width if console.is_terminal else PLAIN.width
-    for line in lines(stats, replace(PLAIN, url=url, width=width)):
-        console.print(line, soft_wrap=True)
-
-
-def _watch(url: str, watched: Watched, interval_seconds: float) -> None:
-    stats: dict[str, Any] | None = watched.stats()
-    console = Console(highlight=False)
-    screen = TopPage(url, console.width, console.height)
+def _watch(console: Console, watched: Watched, screen: TopPage, interval_seconds: float) -> None:
     with _keys() as read_key, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             screen = replace(screen, width=console.width, height=console.height, speeds=watched.speeds)
+            stats = watched.found
             live.update(Group(*lines(stats, screen)), refresh=True)
             due = time.monotonic() + interval_seconds
             while (left := due - time.monotonic()) > 0:
                 key = read_key(left)
                 if key in ("q", "Q"):
                     return
-                screen = _moved(screen, key, max_scroll(stats))
+                first = screen.first + {"up": -1, "down": 1}.get(key, 0)
+                screen = replace(screen, first=min(max(0, first), max_scroll(stats)))
+                if key in ("h", "?"):
+                    screen = replace(screen, shows_help=not screen.shows_help)
                 if key:
                     live.update(Group(*lines(stats, screen)), refresh=True)
             try:
-                stats, screen = watched.stats(), replace(screen, problem=None)
+                watched.stats()
+                screen = replace(screen, problem=None)
             except StartError as error:
                 screen = replace(screen, problem=str(error))
-
-
-def _moved(screen: TopPage, key: str, last: int) -> TopPage:
-    if key in ("h", "?"):
-        return replace(screen, shows_help=not screen.shows_help)
-    step = {"up": -1, "down": 1}.get(key, 0)
-    return replace(screen, first=min(max(0, screen.first + step), last))
 
 
 @contextlib.contextmanager
