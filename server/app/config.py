@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from fractions import Fraction
@@ -199,7 +199,12 @@ class ServerConfig:
         for setting in fields(self):
             _check_setting(setting.name, setting.type, getattr(self, setting.name), setting.metadata)
         for name, parse in (("aliases", parse_alias), ("keep_alive", parse_keep_alive), ("adapters", parse_adapter)):
-            self._check_parsed(name, parse)
+            value = getattr(self, name) or ()
+            try:
+                for text in (value,) if isinstance(value, str) else value:
+                    parse(text)
+            except ValueError as error:
+                raise ConfigError(f"{name} is wrong: {error}") from error
         names = [parse_adapter(adapter).name for adapter in self.adapters]
         for name in names:
             if names.count(name) > 1 or name in self.models:
@@ -211,14 +216,6 @@ class ServerConfig:
                 )
         if ANY_ORIGIN in self.cors and not self.needs_key:
             raise ConfigError("cors is '*', which lets every web page use this server; it must have --api-key then")
-
-    def _check_parsed(self, name: str, parse: Callable[[str], object]) -> None:
-        value = getattr(self, name) or ()
-        try:
-            for text in (value,) if isinstance(value, str) else value:
-                parse(text)
-        except ValueError as error:
-            raise ConfigError(f"{name} is wrong: {error}") from error
 
 
 def is_origin(text: str) -> bool:
@@ -346,7 +343,9 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
     names = {variable_of(setting): setting for setting in SETTINGS.values()}
     layer = {}
     for variable, text in environment.items():
-        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not text or _is_injected(variable, text):
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not text:
+            continue
+        if _INJECTED.fullmatch(variable) or (variable == f"{PREFIX}PORT" and text.startswith("tcp://")):
             continue
         if variable not in names:
             raise ConfigError(f"{variable} belongs to no setting{_nearest(variable, names)}")
@@ -436,12 +435,10 @@ def parse_size_per_day(text: str) -> int | None:
     """Reads `200GB/day`, and `none` as None; raises ConfigError."""
     if text.strip().lower() == "none":
         return None
-    size, slash, unit = text.partition("/")
-    try:
-        if slash and unit.strip().lower() == "day":
+    size, _, unit = text.partition("/")
+    with contextlib.suppress(ConfigError):
+        if unit.strip().lower() == "day":
             return parse_size(size)
-    except ConfigError:
-        pass
     raise ConfigError(f"{text!r} is not a size per day; write it like 200GB/day, or none for no limit")
 
 
@@ -453,7 +450,10 @@ def _read(setting: "Field[Any]", value: Any, where: str) -> Any:
         is_duration = setting.metadata["unit"] == "duration" and type(value) is int
         return str(value) if is_duration else value
     if is_size(setting):
-        return _size(setting, value, where)
+        try:
+            return parse_size(value) if setting.metadata["unit"] == "bytes" else parse_size_per_day(value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
     if setting.type == tuple[str, ...]:
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if setting.type is bool:
@@ -464,17 +464,6 @@ def _read(setting: "Field[Any]", value: Any, where: str) -> Any:
         if setting.type is float:
             return float(value)
     return value
-
-
-def _size(setting: "Field[Any]", text: str, where: str) -> int | None:
-    try:
-        return parse_size(text) if setting.metadata["unit"] == "bytes" else parse_size_per_day(text)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _is_injected(variable: str, text: str) -> bool:
-    return _INJECTED.fullmatch(variable) is not None or (variable == f"{PREFIX}PORT" and text.startswith("tcp://"))
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

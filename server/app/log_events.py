@@ -126,7 +126,7 @@ class RequestEnded(LogEntry):
     def parts(self) -> list[EntryPart]:
         """Client, reuse, speed and error."""
         reused = percent_text(self.cached_tokens, self.prompt_tokens)
-        parts = [EntryPart(label(self.request_id, self.session_id)), *_key_parts(self.key)]
+        parts = _head(label(self.request_id, self.session_id), self.key)
         if self.turn is not None:
             parts.append(EntryPart(f"turn {self.turn}"))
         parts += [EntryPart(f"{grouped(self.prompt_tokens)} tokens, {reused} reused"), EntryPart(self._speed())]
@@ -180,12 +180,8 @@ class RequestRefused(LogEntry):
         """What was asked for, and why it was refused."""
         tone = Tone.ERROR if self.status >= 500 else Tone.WARNING
         asked = f"{self.method[: SHORT_ID_LENGTH * 2]} {cut(self.path, MAX_PATH_LENGTH)}"
-        return [
-            EntryPart(short_id(self.request_id)),
-            *_key_parts(self.key),
-            EntryPart(asked),
-            EntryPart(f"{self.status} {self.reason}", tone),
-        ]
+        refusal = EntryPart(f"{self.status} {self.reason}", tone)
+        return [*_head(short_id(self.request_id), self.key), EntryPart(asked), refusal]
 
 
 @dataclass(frozen=True)
@@ -204,20 +200,19 @@ class TextsEmbedded(LogEntry):
     def parts(self) -> list[EntryPart]:
         """What was asked for, and what it took."""
         texts = "1 text" if self.num_texts == 1 else f"{grouped(self.num_texts)} texts"
-        return [
-            EntryPart(short_id(self.request_id)),
-            *_key_parts(self.key),
-            EntryPart(f"POST {self.path}"),
-            EntryPart(f"{texts}, {grouped(self.prompt_tokens)} tokens"),
-            EntryPart(seconds_text(self.total_ms / 1000)),
-        ]
+        told = (
+            f"POST {self.path}",
+            f"{texts}, {grouped(self.prompt_tokens)} tokens",
+            seconds_text(self.total_ms / 1000),
+        )
+        return [*_head(short_id(self.request_id), self.key), *map(EntryPart, told)]
 
 
 # ------------------------------------------------------------------------------------------------------- words
 
 
-def _key_parts(key: str | None) -> list[EntryPart]:
-    return [] if key is None else [EntryPart(f"key {printable(key)}")]
+def _head(name: str, key: str | None) -> list[EntryPart]:
+    return [EntryPart(name)] + ([] if key is None else [EntryPart(f"key {printable(key)}")])
 
 
 def label(request_id: str, session_id: str | None) -> str:
@@ -307,10 +302,11 @@ def one_line(text: str, width: int) -> str:
 def _fit(text: str, columns: int) -> list[str]:
     if cell_len(text) <= columns:
         return [text]
-    lines = [""]
-    for word in _BREAK.split(text):
-        longer = f"{lines[-1]} {word}" if lines[-1] else word
-        if lines[-1] and cell_len(longer) > columns:
+    first, *words = _BREAK.split(text)
+    lines = [first]
+    for word in words:
+        longer = f"{lines[-1]} {word}"
+        if cell_len(longer) > columns:
             lines.append(word)
         else:
             lines[-1] = longer

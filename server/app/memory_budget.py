@@ -92,10 +92,8 @@ def find_excess(plan: MemoryPlan) -> str | None:
     """Returns why a machine cannot hold a plan; None if it can."""
     if plan.weights_bytes + plan.budget_bytes <= plan.machine_bytes:
         return None
-    return (
-        f"{size_text(plan.budget_bytes)} of cache memory and {size_text(plan.weights_bytes)} of weights are more "
-        f"than the {size_text(plan.machine_bytes)} of this machine"
-    )
+    wanted = f"{size_text(plan.budget_bytes)} of cache memory and {size_text(plan.weights_bytes)} of weights"
+    return f"{wanted} are more than the {size_text(plan.machine_bytes)} of this machine"
 
 
 def choose_pool_bytes(budget_bytes: int) -> int:
@@ -108,7 +106,9 @@ def read_machine(device_info: dict[str, Any]) -> Machine:
     if device_info.get("total_memory"):
         return Machine(int(device_info["total_memory"]))
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    limits += [limit for limit in map(_read_limit, _CGROUP_LIMITS) if limit is not None]
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(path.read_text()))
     recommended = device_info.get("max_recommended_working_set_size")
     return Machine(min(limits), int(recommended) if recommended else None)
 
@@ -119,13 +119,6 @@ def this_machine() -> Machine:
     import mlx.core as mx
 
     return read_machine(mx.device_info())
-
-
-def _read_limit(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 _SUFFIX = ".json"

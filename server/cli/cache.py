@@ -16,11 +16,12 @@ from cache.budget import DiskInUse, FolderUnusable
 from cache.disk.model_folders import ModelFolder, find_all, remove
 from models.short_names import size_text
 from server.app.config import ConfigError, StartError
+from server.app.log_events import grouped
 from server.cli.ask import AskedServer, usual_url
 from server.cli.config import load_config
 from server.cli.models import table
 from server.cli.options import Json, Key, Url, command_group
-from server.cli.top import clean, count
+from server.cli.top import clean
 
 app = command_group()
 _cache = command_group(invoke_without_command=True)
@@ -40,8 +41,7 @@ def _without_a_command(context: typer.Context) -> None:
 @_cache.command("list")
 def show_folders(cache_dir: Folder = None, as_json: Json = False) -> None:
     """Prints one line for each model's folder; raises ConfigError and FolderUnusable."""
-    folder = _folder(cache_dir)
-    found = _find(folder)
+    folder, found = _find(cache_dir)
     if as_json:
         typer.echo(json.dumps([_record(entry) for entry in found], indent=2))
     elif not found:
@@ -63,24 +63,21 @@ def remove_folders(
     """
     if bool(names) == everything:
         raise ConfigError("give the folders to remove, or --all")
-    found = _find(_folder(cache_dir))
+    _, found = _find(cache_dir)
     chosen = [_named(name, found) for name in names] if names else found
-    busy = next((entry for entry in chosen if entry.is_in_use), None)
-    if busy is not None:
-        raise StartError(f"{busy.path.name} is in use by a running server; stop that first")
+    for entry in chosen:
+        if entry.is_in_use:
+            raise _in_use(entry)
     for entry in dict.fromkeys(chosen):
         _remove(entry)
     if everything and not chosen:
         typer.echo("There is nothing to remove.")
 
 
-def _folder(cache_dir: str | None) -> Path:
-    return Path(load_config({"cache_dir": cache_dir}, os.environ).cache_dir).expanduser()
-
-
-def _find(folder: Path) -> list[ModelFolder]:
+def _find(cache_dir: str | None) -> tuple[Path, list[ModelFolder]]:
+    folder = Path(load_config({"cache_dir": cache_dir}, os.environ).cache_dir).expanduser()
     try:
-        return find_all(folder)
+        return folder, find_all(folder)
     except OSError as error:
         raise FolderUnusable(folder, error) from error
 
@@ -89,11 +86,15 @@ def _remove(entry: ModelFolder) -> None:
     try:
         is_gone = remove(entry)
     except DiskInUse as error:
-        raise StartError(f"{entry.path.name} is in use by a running server; stop that first") from error
+        raise _in_use(entry) from error
     except OSError as error:
         raise FolderUnusable(entry.path, error) from error
     rest = "" if is_gone else "; files that mlx-serve did not write stay in it"
     typer.echo(f"Removed {entry.path.name}, {size_text(entry.num_bytes)}{rest}.")
+
+
+def _in_use(entry: ModelFolder) -> StartError:
+    return StartError(f"{entry.path.name} is in use by a running server; stop that first")
 
 
 def _named(name: str, found: Sequence[ModelFolder]) -> ModelFolder:
@@ -127,7 +128,11 @@ _Edge = Mapping[str, Any]
 
 def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterator[Text]:
     """Yields the memory's tree, then the tree of the disk only, and sums."""
-    yield Text.assemble((clean(cache["model"]), "bold"), f"  {_sums(cache)}")
+    held = cache["bytes"]
+    memory = size_text(held["span"] + held["window"] + held["point"] + held["live"])
+    disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
+    sums = f"{grouped(cache['num_tokens'])} tokens on {grouped(cache['num_nodes'])} edges, {memory} in memory{disk}"
+    yield Text.assemble((clean(cache["model"]), "bold"), f"  {sums}")
     nodes: Sequence[_Edge] = cache["nodes"]
     yield from _branches(nodes, max_depth, lambda edge: _said(edge, edge["tier"]))
     on_disk = [edge for edge in cache["disk_nodes"] if edge["memory_tokens"] < edge["tokens"]]
@@ -142,13 +147,6 @@ def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterat
         yield Text("there is more: --limit shows up to 10000 edges", "dim")
 
 
-def _sums(cache: Mapping[str, Any]) -> str:
-    held = cache["bytes"]
-    memory = size_text(held["span"] + held["window"] + held["point"] + held["live"])
-    disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
-    return f"{count(cache['num_tokens'])} tokens on {count(cache['num_nodes'])} edges, {memory} in memory{disk}"
-
-
 def _branches(edges: Sequence[_Edge], max_depth: int | None, said: Any) -> Iterator[Text]:
     below: defaultdict[int | None, list[_Edge]] = defaultdict(list)
     for edge in edges:
@@ -161,7 +159,7 @@ def _branches(edges: Sequence[_Edge], max_depth: int | None, said: Any) -> Itera
         children = below[edge["id"]]
         if max_depth is not None and len(inner) // 2 >= max_depth:
             if children:
-                yield Text(f"{inner}… {count(_num_below(edge, below))} more", "dim")
+                yield Text(f"{inner}… {grouped(_num_below(edge, below))} more", "dim")
             continue
         waiting += [(child, inner, child is children[-1]) for child in reversed(children)]
 
@@ -177,15 +175,13 @@ def _said(edge: _Edge, tier: str) -> Text:
     size = "" if tier == "live" else f" {size_text(edge['bytes'])}"
     marks = [
         f"restored {edge['uses']}×" if edge.get("uses") else "",
-        edge.get("restore_point") or "",
+        (edge.get("restore_point") or "").replace("_", " "),
         "pinned" if edge.get("pinned") else "",
         "on disk too" if edge.get("disk_tokens", 0) >= edge["tokens"] else "",
     ]
-    told = ", ".join(mark.replace("_", " ") for mark in marks if mark)
-    words = clean(edge["preview"].replace("\n", " "))
-    return Text.assemble(
-        (f"{count(edge['tokens'])} {tier}{size}", STYLES[tier]), f"  {words}", (f"  ({told})" if told else "", "dim")
-    )
+    told = ", ".join(filter(None, marks))
+    about, words = f"{grouped(edge['tokens'])} {tier}{size}", clean(edge["preview"].replace("\n", " "))
+    return Text.assemble((about, STYLES[tier]), f"  {words}", (f"  ({told})" if told else "", "dim"))
 
 
 @_cache.command("tree")

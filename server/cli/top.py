@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import typer
-from rich.cells import cell_len, set_cell_size
+from rich.cells import set_cell_size
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from models.short_names import size_text
 from server.app.config import StartError
+from server.app.log_events import grouped, one_line
 from server.cli.ask import AskedServer, usual_url
 from server.cli.options import Key, Url, command_group
 
@@ -104,10 +105,10 @@ def _body(stats: Mapping[str, Any], screen: TopPage, height: int) -> list[Text]:
 def _totals(stats: Mapping[str, Any], *, is_narrow: bool) -> Iterator[Text]:
     totals = stats["totals"]
     share = f"{totals['cached_tokens'] / totals['prompt_tokens']:.0%}" if totals["prompt_tokens"] else "0%"
-    saved = f"{count(totals['cached_tokens'])} tokens ({share})"
+    saved = f"{grouped(totals['cached_tokens'])} tokens ({share})"
     yield Text.assemble("saved ", (saved, "bold"), f", {duration(totals['saved_seconds'])}")
-    ended = f"requests {count(totals['requests'])}, failed {totals['failed']}, left early {totals['cancelled']}"
-    yield Text(f"requests {count(totals['requests'])}" if is_narrow else f"{ended}, sessions {stats['sessions']}")
+    ended = f"requests {grouped(totals['requests'])}, failed {totals['failed']}, left early {totals['cancelled']}"
+    yield Text(f"requests {grouped(totals['requests'])}" if is_narrow else f"{ended}, sessions {stats['sessions']}")
 
 
 def _model(model: Mapping[str, Any], *, is_narrow: bool) -> Iterator[Text]:
@@ -145,26 +146,26 @@ def _request(one: Mapping[str, Any], speed: float | None, *, is_narrow: bool) ->
     done = one["cached_tokens"] + one["evaluated_tokens"]
     is_prefill = one["phase"] == "prefill"
     prompt = f"{done / max(1, one['prompt_tokens']):.0%} of " if is_prefill else ""
-    output = f"{count(one['completion_tokens'])}"
+    output = f"{grouped(one['completion_tokens'])}"
     if speed and not is_prefill:
         output += f" {speed:.0f}/s"
     slot, session = "-" if one["slot"] is None else str(one["slot"]), clean(one["session_id"] or "-")
-    told = f"{prompt}{count(one['prompt_tokens'])}"
+    told = f"{prompt}{grouped(one['prompt_tokens'])}"
     return _row((slot, session, one["phase"], told, output, duration(one["seconds"])), is_narrow=is_narrow)
 
 
 def _row(cells: Sequence[str], *, is_narrow: bool) -> str:
     slot, session, phase, prompt, output, time = cells
     if is_narrow:
-        return f"{slot:>3} {_fitted(session, 14)} {phase:<7} {prompt:>10}"
-    return f"{slot:>4} {_fitted(session, 24)} {phase:<8} {prompt:>14} {output:>14} {time:>8}"
+        return f"{slot:>3} {set_cell_size(one_line(session, 14), 14)} {phase:<7} {prompt:>10}"
+    return f"{slot:>4} {set_cell_size(one_line(session, 24), 24)} {phase:<8} {prompt:>14} {output:>14} {time:>8}"
 
 
 def _again(stats: Mapping[str, Any]) -> list[Text]:
     lost = [one for one in stats["totals"]["misses"] if one["tokens"]]
     if not lost:
         return []
-    said = ", ".join(f"{one['reason'].replace('_', ' ')} {count(one['tokens'])}" for one in lost)
+    said = ", ".join(f"{one['reason'].replace('_', ' ')} {grouped(one['tokens'])}" for one in lost)
     return [Text(""), Text(f"again  {said}")]
 
 
@@ -189,15 +190,6 @@ def duration(seconds: float) -> str:
     if seconds < 86400:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
     return f"{seconds / 86400:.1f} d"
-
-
-def count(number: float) -> str:
-    """Returns digits in groups: 12 345."""
-    return f"{number:,.0f}".replace(",", " ")
-
-
-def _fitted(text: str, width: int) -> str:
-    return set_cell_size(text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…", width)
 
 
 TIMEOUT_SECONDS = 5.0
