@@ -210,17 +210,12 @@ class ServerConfig:
             if names.count(name) > 1 or name in self.models:
                 raise ConfigError(f"adapters is wrong: {name!r} stands for something else already")
         for origin in self.cors:
-            if not is_origin(origin):
+            if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     f"cors is {origin!r}; it must be an origin such as https://chat.example.org, or '*'"
                 )
         if ANY_ORIGIN in self.cors and not self.needs_key:
             raise ConfigError("cors is '*', which lets every web page use this server; it must have --api-key then")
-
-
-def is_origin(text: str) -> bool:
-    """Whether a text is `scheme://host[:port]` or `*`."""
-    return text == ANY_ORIGIN or _ORIGIN.fullmatch(text) is not None
 
 
 def _check_setting(name: str, kind: Any, value: Any, metadata: Any) -> None:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from models import weights
 from models.adapter import parse_adapter
 from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError
-from models.formats import EmbeddingFormat, RerankFormat, read_embedding_format, read_rerank_format
+from models.formats import EmbeddingFormat, read_embedding_format, read_rerank_format
 from models.inference.grammar import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
@@ -280,7 +280,9 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
         opens_reasoning=_opens_reasoning(renderer, loaded.reasoning_format),
         grammars=GrammarCompiler(lambda: _describe_tokenizer(loaded), loaded.eos_token_ids),
         embedding=_embedding_format(loaded),
-        reranking=_rerank_format(loaded),
+        reranking=read_rerank_format(
+            loaded.name, loaded.config, facts.chat_template, loaded.tokenizer.get_vocab().get
+        ),
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
         facts=facts,
     )
@@ -308,11 +310,6 @@ def _embedding_format(loaded: LoadedModel) -> EmbeddingFormat | None:
     except EmbeddingUnsupported as error:
         logger.warning("%s makes no vectors: %s", loaded.name, error)
         return None
-
-
-def _rerank_format(loaded: LoadedModel) -> RerankFormat | None:
-    template = str(loaded.tokenizer.chat_template or "")
-    return read_rerank_format(loaded.name, loaded.config, template, loaded.tokenizer.get_vocab().get)
 
 
 def _describe_tokenizer(loaded: LoadedModel) -> str:

@@ -94,12 +94,6 @@ def fold(line: str, width: int) -> str:
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, replace_whitespace=False)
 
 
-def standard_screen(*, is_coloured: bool) -> Screen:
-    """Returns the screen of standard output, a terminal or not."""
-    columns = partial(num_columns, sys.stdout) if sys.stdout.isatty() else None
-    return Screen(partial(typer.echo, nl=False, color=True), columns, is_coloured=is_coloured)
-
-
 PROMPT = ">>> "
 CONTINUATION = "... "
 INTERRUPTED = 130
@@ -141,7 +135,9 @@ class Opening:
 def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
     """Talks, or answers once; returns the exit status. `about` says where the model is."""
     console = Console()
-    screen = standard_screen(is_coloured=console.is_terminal and not console.no_color)
+    columns = partial(num_columns, sys.stdout) if sys.stdout.isatty() else None
+    is_coloured = console.is_terminal and not console.no_color
+    screen = Screen(partial(typer.echo, nl=False, color=True), columns, is_coloured=is_coloured)
     if isinstance(sys.stdin, io.TextIOWrapper):
         # Invalid UTF-8 comes from the model and must not end the chat.
         sys.stdin.reconfigure(errors="replace")
@@ -250,17 +246,15 @@ class Chat:
     def _read_message(self) -> str:
         line = text = self.read_line(PROMPT)
         if line.lstrip().startswith(QUOTES):
-            return self._read_quoted(line.lstrip().removeprefix(QUOTES))
+            text = line.lstrip().removeprefix(QUOTES)
+            while not text.rstrip().endswith(QUOTES):
+                text += "\n" + self.read_line(CONTINUATION)
+            return text.rstrip().removesuffix(QUOTES)
         # A backslash at the end of pasted lines is part of them.
         while line.endswith("\\") and "\n" not in line:
             line = self.read_line(CONTINUATION)
             text = f"{text[:-1]}\n{line}"
         return text
-
-    def _read_quoted(self, text: str) -> str:
-        while not text.rstrip().endswith(QUOTES):
-            text += "\n" + self.read_line(CONTINUATION)
-        return text.rstrip().removesuffix(QUOTES)
 
 
 def _answer_once(talk: Chat, question: str) -> int:

@@ -126,10 +126,7 @@ def _launch(
         list[str] | None,
         typer.Argument(metavar="ARGUMENTS", help="For the agent; behind -- if they begin with -."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(**USUAL_MODEL),
-    ] = None,
+    model: Annotated[str | None, typer.Option(**USUAL_MODEL)] = None,
     show: Annotated[bool, typer.Option("--show", help="Show the command, and start nothing.")] = False,
     api_key: Key = None,
 ) -> None:

@@ -92,20 +92,18 @@ def _opencode_variables(target: LaunchTarget) -> Variables:
     return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
-def _aider_variables(target: LaunchTarget) -> Variables:
-    return {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key or NO_KEY}
-
-
-def _aider_arguments(target: LaunchTarget) -> Sequence[str]:
-    # aider warns about a model without a known price, and asks whether to open a page about it.
-    return ["--model", f"openai/{target.model}", "--no-show-model-warnings"]
-
-
 RECIPES: Mapping[str, Recipe] = {
     "claude": Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude_variables),
     "codex": Recipe("Codex", "codex", "npm install -g @openai/codex", _codex_variables, _codex_arguments),
     "opencode": Recipe("opencode", "opencode", "npm install -g opencode-ai", _opencode_variables),
-    "aider": Recipe("aider", "aider", "uv tool install aider-chat", _aider_variables, _aider_arguments),
+    "aider": Recipe(
+        "aider",
+        "aider",
+        "uv tool install aider-chat",
+        lambda target: {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key or NO_KEY},
+        # aider warns about a model without a known price, and asks whether to open a page about it.
+        lambda target: ["--model", f"openai/{target.model}", "--no-show-model-warnings"],
+    ),
 }
 
 

@@ -34,10 +34,7 @@ def serve(**given: Any) -> None:
 
 @app.command()
 def run(
-    model: Annotated[
-        str | None,
-        typer.Argument(**USUAL_MODEL),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(**USUAL_MODEL)] = None,
     question: Annotated[
         list[str] | None,
         typer.Argument(metavar="QUESTION", help="Answer this and end; what comes through a pipe is added to it."),

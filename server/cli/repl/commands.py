@@ -1,6 +1,5 @@
 """The slash commands of a chat, and their files: saved conversations, and images, which no model here sees."""
 
-import contextlib
 import os
 import re
 import tempfile
@@ -32,16 +31,14 @@ def save_text(path: Path, text: str) -> None:
     if path.exists() and not (path.is_file() and conversation.is_conversation(read_text(path))):
         raise FileRefused(f"{path} is there already and is no saved conversation; choose another name")
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            new.touch(0o600)
+            with new.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-                Path(file.name).replace(path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    Path(file.name).unlink()
-                raise
+            new.replace(path)
     except (OSError, UnicodeEncodeError) as error:
         raise FileRefused(f"{path} cannot be written: {reason(error)}") from error
 
@@ -164,8 +161,7 @@ class Commands:
         conversation.check_name(name)
         if value.strip() == "default":
             said.pop(name, None)
-            return f"{name} is as the model recommends."
-        if value.strip():
+        elif value.strip():
             said[name] = conversation.parse_parameter(name, value.strip())
         return conversation.describe({name: said[name]}) if name in said else f"{name} is as the model recommends."
 
