@@ -145,10 +145,10 @@ def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
         dialogue = Dialogue(opening.system)
         if opening.question or not sys.stdin.isatty():
             return _answer_once(Chat(models, screen, dialogue), opening.question)
-        from server.cli.repl.terminal import Keyboard
+        from server.cli.repl.terminal import line_reader
 
         screen.note(f"{models.current.name}{about} · /help for help, Ctrl-D to leave")
-        Chat(models, screen, dialogue, read_line=Keyboard(opening.history).read).run()
+        Chat(models, screen, dialogue, read_line=line_reader(opening.history)).run()
     except BrokenPipeError:
         # The reader of the answer has closed the pipe; buffered text must go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

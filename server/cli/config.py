@@ -122,7 +122,10 @@ def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
         records = [_record(name, told) for name, told in settings.items()]
         typer.echo(json.dumps({"file": str(file), "exists": file.is_file(), "settings": records}, indent=2))
     else:
-        typer.echo(_table(settings))
+        # Imports rich.
+        from server.cli.models import plain_table
+
+        typer.echo(plain_table([_row(*entry) for entry in settings.items()]))
         typer.echo(f"\nfile: {file}{'' if file.is_file() else ', which is not there'}")
 
 
@@ -164,15 +167,11 @@ def _record(name: str, told: ToldSetting) -> dict[str, Any]:
     }
 
 
-def _table(settings: Layer) -> str:
-    rows = []
-    for name, told in settings.items():
-        value = _shown(name, told)
-        shown = value if value == HIDDEN else config.toml_value(SETTINGS[name], value)
-        where = "default" if told.origin is SettingOrigin.DEFAULT else told.where
-        rows.append((config.key_of(SETTINGS[name]), shown or "-", where))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {where}" for key, value, where in rows)
+def _row(name: str, told: ToldSetting) -> tuple[str, ...]:
+    value = _shown(name, told)
+    shown = value if value == HIDDEN else config.toml_value(SETTINGS[name], value)
+    where = "default" if told.origin is SettingOrigin.DEFAULT else told.where
+    return config.key_of(SETTINGS[name]), shown or "-", where
 
 
 def _template_entry(setting: "Field[Any]") -> str:

@@ -143,7 +143,8 @@ class Commands:
     def _retry(self, _: str) -> str:
         if not self._dialogue.last_message:
             return "There is no message to ask again."
-        self._dialogue.take_back()
+        if self._dialogue.is_answered:
+            del self._dialogue.turns[-2:]
         self._ask(self._dialogue.last_message)
         return ""
 

@@ -202,11 +202,6 @@ class Dialogue:
         self.costs, self.last_message, self.is_answered = None, "", False
         self.number += 1
 
-    def take_back(self) -> None:
-        """Forgets the last message and its answer."""
-        if self.is_answered:
-            del self.turns[-2:]
-
     def dump(self, model: str) -> str:
         """Returns a file's text."""
         about = {"format": FORMAT, "model": model, "system": self.system}

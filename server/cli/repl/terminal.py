@@ -6,7 +6,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -34,7 +34,9 @@ def open_history(path: Path | None) -> History:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        _shorten(path)
+        if path.stat().st_size > MAX_BYTES:
+            kept = path.read_bytes()[-MAX_BYTES // 2 :]
+            path.write_bytes(kept[max(kept.find(_ENTRY), 0) :])
     except OSError as error:
         logger.debug("what is typed is not kept in %s: %s", path, error)
         return InMemoryHistory()
@@ -49,27 +51,14 @@ class _PatientHistory(FileHistory):
             super().store_string(string)
 
 
-def _shorten(path: Path) -> None:
-    if path.stat().st_size <= MAX_BYTES:
-        return
-    kept = path.read_bytes()[-MAX_BYTES // 2 :]
-    path.write_bytes(kept[max(kept.find(_ENTRY), 0) :])
-
-
-class Keyboard:
-    """The terminal's keys."""
-
-    def __init__(self, history: Path | None = None) -> None:
-        # Standard output may be a file; the prompt then goes to standard error.
-        output = create_output(always_prefer_tty=True)
-        if isinstance(output, Vt100_Output):
-            # The library would complain about a terminal that does not report its cursor.
-            output.enable_cpr = False
-        self._session: PromptSession[str] = PromptSession(
-            history=open_history(history), output=output, enable_suspend=True, reserve_space_for_menu=0
-        )
-
-    def read(self, prompt: str) -> str:
-        """Returns a line, or the pasted lines. Raises EOFError and KeyboardInterrupt."""
-        margin = "... ".rjust(len(prompt))
-        return self._session.prompt(prompt, prompt_continuation=margin)
+def line_reader(history: Path | None) -> Callable[[str], str]:
+    """Returns what reads a line, or the pasted lines, at a prompt, and raises EOFError and KeyboardInterrupt."""
+    # Standard output may be a file; the prompt then goes to standard error.
+    output = create_output(always_prefer_tty=True)
+    if isinstance(output, Vt100_Output):
+        # The library would complain about a terminal that does not report its cursor.
+        output.enable_cpr = False
+    session: PromptSession[str] = PromptSession(
+        history=open_history(history), output=output, enable_suspend=True, reserve_space_for_menu=0
+    )
+    return lambda prompt: session.prompt(prompt, prompt_continuation="... ".rjust(len(prompt)))
