@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -102,7 +102,7 @@ class ServiceManager:
     log: Command
     follow: str
     """The flag by which `log` goes on."""
-    run: Callable[[Command], Ended] = field(default=run_program)
+    run: Callable[[Command], Ended] = run_program
     """Raises OSError where there is no such program."""
 
     def install(self, spec: ServiceSpec) -> None:

@@ -8,6 +8,7 @@ import sys
 import termios
 import threading
 import time
+import tty
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,11 @@ def handling(handler: "Callable[[int, Any], object] | signal.Handlers", *numbers
     finally:
         for number, old in zip(numbers, before, strict=True):
             signal.signal(number, old)
+
+
+def leave(number: int, _: object) -> None:
+    """Handles a signal: ends the program in order, with a shell's exit status for it."""
+    sys.exit(128 + number)
 
 
 def interruptible() -> contextlib.AbstractContextManager[None]:
@@ -83,13 +89,9 @@ class Sigterm:
             time.sleep(LOOK_SECONDS)
 
 
-_LOCAL_MODES, _CONTROL_CHARACTERS = 3, 6
-"""In the result of `termios.tcgetattr`."""
-
-
 @contextlib.contextmanager
 def keys_unseen() -> Iterator[None]:
-    """Hides typed keys, `^C` too, during an answer; they are read afterwards.
+    """Hides typed keys, `^C` too, as during an answer; they can be read one by one, or afterwards.
 
     In line mode the terminal would take Ctrl-D for the end of a line and forget it.
     """
@@ -100,10 +102,7 @@ def keys_unseen() -> Iterator[None]:
         # Standard input is no terminal.
         yield
         return
-    quiet = [*settings[:_CONTROL_CHARACTERS], [*settings[_CONTROL_CHARACTERS]]]
-    quiet[_LOCAL_MODES] &= ~(termios.ECHO | termios.ICANON)
-    quiet[_CONTROL_CHARACTERS][termios.VMIN], quiet[_CONTROL_CHARACTERS][termios.VTIME] = 1, 0
-    termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
+    tty.setcbreak(terminal, termios.TCSADRAIN)
     try:
         yield
     finally:

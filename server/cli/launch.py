@@ -26,7 +26,7 @@ from server.cli import recipes
 from server.cli.ask import AskedServer, Served, find_served, known_urls
 from server.cli.at_login import own_program
 from server.cli.config import load_model_config
-from server.cli.keys import handling
+from server.cli.keys import handling, leave
 from server.cli.options import USUAL_MODEL, Key, command_group
 from server.cli.recipes import RECIPES, LaunchTarget, Recipe, SessionCounts
 
@@ -146,7 +146,8 @@ def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mappi
     model, key = config.models[0], asked.api_key or config.api_key
     if not asked.is_shown and shutil.which(recipe.program, path=environment.get("PATH")) is None:
         raise StartError(f"{recipe.title} is not installed: there is no {recipe.program}; {recipe.advice}")
-    with handling(_leave, signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
+    # A closed terminal, or SIGTERM, also ends the agent and its server.
+    with handling(leave, signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
         served = find_served(model, urls, key)
         if asked.is_shown:
             target = describe_target(served, key) if served else LaunchTarget(urls[-1], model, key=key or "")
@@ -172,11 +173,6 @@ def _run(recipe: Recipe, target: LaunchTarget, arguments: Sequence[str], environ
     _tell(recipes.savings_between(before, after, measure_speed(target, before, after)).describe())
     # The shell's exit status of a program ended by a signal.
     return status if status >= 0 else 128 - status
-
-
-def _leave(number: int, _: object) -> None:
-    """A closed terminal, or SIGTERM, also ends the agent and its server."""
-    sys.exit(128 + number)
 
 
 def _tell(text: str) -> None:

@@ -1,5 +1,6 @@
 """`mlx-serve show`, `cp`, `tag`, `rm`, `create` and `verify`: models of this machine, and names of one's own."""
 
+import contextlib
 import json
 import os
 import sys
@@ -207,11 +208,10 @@ def _context(model: InstalledModel, stored: StoredModel | None) -> int:
 def _template(folder: Path) -> str:
     if (folder / "chat_template.jinja").is_file():
         return "chat_template.jinja"
-    try:
-        has_one = b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes()
-    except OSError:
-        has_one = False
-    return "in tokenizer_config.json" if has_one else "none"
+    with contextlib.suppress(OSError):
+        if b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes():
+            return "in tokenizer_config.json"
+    return "none"
 
 
 def _read(file: str) -> tuple[str, Path]:

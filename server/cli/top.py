@@ -1,13 +1,12 @@
 """`mlx-serve top`: the object of a server's `/v1/stats`, drawn for a terminal of any size until the user leaves."""
 
-import contextlib
 import json
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from models.short_names import size_text
 from server.app.config import StartError
 from server.app.log_events import grouped, one_line
 from server.cli.ask import AskedServer, usual_url
+from server.cli.keys import handling, keys_unseen, leave
 from server.cli.options import Key, Url, command_group
 
 app = command_group()
@@ -64,7 +64,8 @@ def clean(text: str) -> str:
 
 def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
     """Returns as many lines as fit."""
-    found = [_head(stats, screen)]
+    up = "" if stats is None else f" {stats['version']}  up {duration(stats['uptime_seconds'])}  {stats['status']}"
+    found = [Text.assemble(("mlx-serve", "bold"), f"{up}  {screen.url}")]
     if screen.problem is not None:
         found.append(Text(f"{screen.problem}; trying again", "red"))
     if screen.shows_help:
@@ -79,13 +80,6 @@ def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
 def max_scroll(stats: Mapping[str, Any] | None) -> int:
     """How far requests can be scrolled."""
     return 0 if stats is None else max(0, len(stats["requests"]) - 1)
-
-
-def _head(stats: Mapping[str, Any] | None, screen: TopPage) -> Text:
-    if stats is None:
-        return Text.assemble(("mlx-serve", "bold"), f"  {screen.url}")
-    up = f"up {duration(stats['uptime_seconds'])}"
-    return Text.assemble(("mlx-serve", "bold"), f" {stats['version']}  {up}  {stats['status']}  {screen.url}")
 
 
 def _body(stats: Mapping[str, Any], screen: TopPage, height: int) -> list[Text]:
@@ -246,14 +240,16 @@ def top(
 
 
 def _watch(console: Console, watched: Watched, screen: TopPage, interval_seconds: float) -> None:
-    with _keys() as read_key, Live(console=console, screen=True, auto_refresh=False) as live:
+    # Ended from outside, the terminal must not stay without echo.
+    ended_in_order = handling(leave, signal.SIGTERM)
+    with ended_in_order, keys_unseen(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             screen = replace(screen, width=console.width, height=console.height, speeds=watched.speeds)
             stats = watched.found
             live.update(Group(*lines(stats, screen)), refresh=True)
             due = time.monotonic() + interval_seconds
             while (left := due - time.monotonic()) > 0:
-                key = read_key(left)
+                key = _read_key(left)
                 if key in ("q", "Q"):
                     return
                 first = screen.first + {"up": -1, "down": 1}.get(key, 0)
@@ -269,26 +265,10 @@ def _watch(console: Console, watched: Watched, screen: TopPage, interval_seconds
                 screen = replace(screen, problem=str(error))
 
 
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """The function returns a key, or nothing after some seconds. Restores the terminal."""
-    import termios
-    import tty
-
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    # Ended from outside, a terminal must not stay without echo.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-    def read(seconds: float) -> str:
-        ready, _, _ = select.select([descriptor], [], [], seconds)
-        if not ready:
-            return ""
-        typed = os.read(descriptor, 32).decode(errors="replace")
-        return {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "": "q"}.get(typed, typed[:1])
-
-    try:
-        tty.setcbreak(descriptor)
-        yield read
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+def _read_key(seconds: float) -> str:
+    """Returns a key, or nothing after some seconds."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    if not ready:
+        return ""
+    typed = os.read(sys.stdin.fileno(), 32).decode(errors="replace")
+    return {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "": "q"}.get(typed, typed[:1])
