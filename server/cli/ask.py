@@ -15,10 +15,10 @@ import typer
 
 from models.names import parse_repository
 from models.short_names import size_text
-from server.app.config import DEFAULT_URL, KEY_VARIABLE, ConfigError, StartError
+from server.app.config import DEFAULT_URL, ConfigError, StartError
 from server.app.memory_budget import running, runtime_folder
 from server.cli.models import plain_table
-from server.cli.options import Json, Key, Url, command_group
+from server.cli.options import Json, Key, Url, command_group, key_option
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +170,7 @@ def doctor(
     file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", envvar=KEY_VARIABLE, help="The key that the client sends: a key sees its own sessions."
-        ),
-    ] = None,
+    api_key: Annotated[str | None, key_option("The key that the client sends: a key sees its own sessions.")] = None,
     cache_salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
     ] = None,
@@ -219,14 +214,14 @@ class KeyNeeded(StartError):
 def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served | None:
     """Returns the first server's model of that name. Raises KeyNeeded."""
     locked = None
+    repository = parse_repository(name)
     for url in urls:
         try:
-            served = next((one for one in models_at(url, api_key) if _is_same(name, one)), None)
+            for served in models_at(url, api_key):
+                if name == served or (repository is not None and repository == parse_repository(served)):
+                    return Served(url, served)
         except KeyNeeded as error:
             locked = locked or error
-            continue
-        if served is not None:
-            return Served(url, served)
     if locked is not None:
         raise locked
     return None
@@ -243,8 +238,3 @@ def models_at(url: str, api_key: str | None) -> list[str]:
     except (httpx2.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.debug("no server at %s: %s", url, error)
         return []
-
-
-def _is_same(name: str, served: str) -> bool:
-    repository = parse_repository(name)
-    return name == served or (repository is not None and repository == parse_repository(served))

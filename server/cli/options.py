@@ -18,6 +18,11 @@ def command_group(**settings: Any) -> typer.Typer:
     return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
 
 
+def key_option(told: str) -> Any:
+    """Returns `--api-key` with its help."""
+    return typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help=told)
+
+
 def model_names() -> list[str]:
     """Returns the names of this machine's models, for a shell's completion."""
     from models.names import installed
@@ -32,10 +37,7 @@ USUAL_MODEL: dict[str, Any] = {
 }
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Force = Annotated[bool, typer.Option("--force", help="Without asking, and in place of what has the name.")]
-Key = Annotated[
-    str | None,
-    typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that asks for one."),
-]
+Key = Annotated[str | None, key_option("The key of a server that asks for one.")]
 Url = Annotated[
     str | None,
     typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from models.names import resolve, settle
-from server.app.config import KEY_VARIABLE
 from server.app.memory_budget import runtime_folder
 from server.cli.config import load_model_config, with_settings
 from server.cli.keys import keys_unseen, loading
-from server.cli.options import USUAL_MODEL, command_group
+from server.cli.options import USUAL_MODEL, command_group, key_option
 
 app = command_group()
 
@@ -47,10 +46,7 @@ def run(
     local: Annotated[
         bool, typer.Option("--local", help="Load the model here, even if a server on this machine has it loaded.")
     ] = False,
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that has the model."),
-    ] = None,
+    api_key: Annotated[str | None, key_option("The key of a server that has the model.")] = None,
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Do not keep what is typed for the arrow keys of the next time.")
     ] = False,
