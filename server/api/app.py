@@ -81,8 +81,8 @@ def create_pool_app(
     if config.otlp is not None:
         context.tracing = Tracing(config.otlp, name)
         context.subscribers.append(context.tracing.tell)
-    pool.tell_given_up(context.conversations.note_unloaded)
-    pool.tell_changes(context.activity.note_model)
+    pool.budgets.on_given_up = context.conversations.note_unloaded
+    pool.on_change = context.activity.note_model
     return app
 
 

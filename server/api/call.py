@@ -199,7 +199,7 @@ class Call:
                 raise ModelNotLoaded(self._context.pool.source_of(plan.model.base_id))
             self._stack.callback(hold.close)
             if plan.keep_alive_seconds is not None:
-                hold.set_keep_alive(plan.keep_alive_seconds)
+                hold.member.keep_alive_seconds = plan.keep_alive_seconds
         return plan
 
     async def _plan_loaded(self, source: ModelSource) -> Plan:
@@ -207,7 +207,7 @@ class Call:
         while True:
             self._loading = source
             with closing(await self._context.pool.load(source)) as loaded:
-                LOADED.set(loaded)
+                LOADED.set(loaded.member)
                 try:
                     return await self._plan()
                 except ModelNotLoaded as error:

@@ -310,7 +310,7 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
     )
     catalog = Catalog(sources, has_others=config.max_models != 1)
     pool = ModelPool(catalog, [service.opened], ServiceOpener(config, memory), settings)
-    budgets = pool.loader.budgets
+    budgets = pool.budgets
 
     def tell_claim() -> None:
         if claim is not None:
@@ -367,7 +367,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
 
 async def _serve(stopper: "_Stopper", config: ServerConfig, listener: socket.socket, sigterm: Sigterm) -> None:
     app = stopper.app
-    stopper.pool.loader.watch()
+    stopper.pool.watch()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopper.signalled)
     sigterm.on_signal = partial(loop.call_soon_threadsafe, stopper.signalled)

@@ -94,15 +94,16 @@ class Loading:
 
 
 class Loader:
-    """The loaded models by id, and who waits for one."""
+    """The loaded models, and who waits for one."""
 
     def __init__(self, opener: Opener | None, settings: PoolSettings, clock: Callable[[], float]) -> None:
         """Without an `opener` no other model is ever loaded."""
         self._opener = opener
         self._settings = settings
         self._clock = clock
-        self.members: dict[str, Member] = {}
-        self.budgets = Budgets(settings.memory, self.members, clock)
+        self.loaded: dict[str, Member] = {}
+        """By id."""
+        self.budgets = Budgets(settings.memory, self.loaded, clock)
         self.on_change: TellChange = lambda change: None
         self._loadings: dict[str, Loading] = {}
         self._changing = asyncio.Lock()
@@ -112,14 +113,13 @@ class Loader:
 
     # -------------------------------------------------------------------------------------------------- requests
 
-    def find(self, model_id: str) -> Member | None:
+    def find_loaded(self, model_id: str) -> Member | None:
         """Returns a loaded model that takes requests. For any thread."""
-        member = self.members.get(model_id)
+        member = self.loaded.get(model_id)
         return None if member is None or member.is_leaving else member
 
-    def try_hold(self, model_id: str) -> ModelHold | None:
+    def _try_hold(self, member: Member | None) -> ModelHold | None:
         """Returns a hold; None where the model is not loaded, or lacks its due budget."""
-        member = self.find(model_id)
         return self._hold(member) if member is not None and self.budgets.has_due(member) else None
 
     async def load(self, source: ModelSource) -> ModelHold:
@@ -127,7 +127,7 @@ class Loader:
 
         Raises PoolError, and EngineStopped while the server stops.
         """
-        hold = self.try_hold(source.id)
+        hold = self._try_hold(self.find_loaded(source.id))
         if hold is not None:
             return hold
         loading = self._loadings.get(source.id) or self._begin(source)
@@ -147,7 +147,7 @@ class Loader:
     async def unload(self, source: ModelSource) -> bool:
         """Returns whether the model was loaded. Raises ModelInUse."""
         async with self._changing:
-            member = self.members.get(source.id)
+            member = self.loaded.get(source.id)
             if member is None:
                 return False
             if member.is_busy:
@@ -171,7 +171,7 @@ class Loader:
         member.last_used = self._clock()
         self.watch()
         # Its conversations may need more memory than it is due.
-        if len(self.members) > 1 and not self.is_closed and not self._changing.locked():
+        if len(self.loaded) > 1 and not self.is_closed and not self._changing.locked():
             self._in_background(self._divide())
 
     async def _divide(self) -> None:
@@ -183,7 +183,7 @@ class Loader:
     def _begin(self, source: ModelSource) -> Loading:
         if self.is_closed:
             raise EngineStopped("the server is stopping")
-        if self._opener is None and source.id not in self.members:
+        if self._opener is None and source.id not in self.loaded:
             raise ModelUnknown(source.id, "it is not loaded, and this server loads no other")
         loading = self._loadings[source.id] = Loading(source)
         loading.task = self._in_background(self._run(loading))
@@ -239,9 +239,9 @@ class Loader:
 
     async def _ready(self, loading: Loading) -> Member:
         """Returns the loaded model with its due budget."""
-        is_loaded = loading.source.id in self.members
+        is_loaded = loading.source.id in self.loaded
         try:
-            member = self.members[loading.source.id] if is_loaded else await self._load(loading)
+            member = self.loaded[loading.source.id] if is_loaded else await self._load(loading)
             # In use from now on, however long it takes.
             with contextlib.closing(self._hold(member)):
                 if is_loaded:
@@ -258,9 +258,9 @@ class Loader:
         loading.step = "looking at its files"
         weights_bytes = await _checked(source, asyncio.to_thread(opener.measure, source))
         now, former = self._clock(), self.budgets.unloaded.get(source.id)
-        uses = [member.use(now) for member in self.members.values()]
+        uses = [member.use(now) for member in self.loaded.values()]
         ids = choose_to_unload(uses, source.id, weights_bytes, settings.memory, settings.max_models)
-        leaving = [self.members[model_id] for model_id in ids]
+        leaving = [self.loaded[model_id] for model_id in ids]
         used_bytes = 0 if former is None else former.state.num_bytes
         self.budgets.joining = ModelUse(source.id, now, weights_bytes, used_bytes, is_in_use=True)
         for member in leaving:
@@ -298,7 +298,7 @@ class Loader:
                 await self.budgets.shrink(plan, tell_wait)
                 return plan
         except TimeoutError:
-            busy = ", ".join(member.source.id for member in self.members.values() if member.is_busy)
+            busy = ", ".join(member.source.id for member in self.loaded.values() if member.is_busy)
             raise PoolBusy(
                 f"{loading.source.id} fits only once {busy or 'others'} have finished; try again"
             ) from None
@@ -308,7 +308,7 @@ class Loader:
         logger.info("loading %s", source.id)
         self.on_change(ModelChange(ChangeKind.LOADING, source.id))
         former = self.budgets.unloaded.pop(source.id, None)
-        weights = [member.opened.weights_bytes for member in self.members.values()]
+        weights = [member.opened.weights_bytes for member in self.loaded.values()]
         around = Around(weights, budget_bytes, None if former is None else former.state)
 
         def tell(step: str) -> None:
@@ -331,7 +331,7 @@ class Loader:
             raise
         if former is not None and not former.state.num_bytes:
             self.budgets.on_given_up(source.id)
-        member = self.members[source.id] = Member(source, opened, budget_bytes, self._clock())
+        member = self.loaded[source.id] = Member(source, opened, budget_bytes, self._clock())
         seconds = self._clock() - began
         logger.info("loaded %s in %.1f s", source.id, seconds)
         self.on_change(ModelChange(ChangeKind.LOADED, source.id, seconds))
@@ -342,7 +342,7 @@ class Loader:
     async def _unload(self, leaving: Sequence[Member]) -> None:
         for member in leaving:
             model_id = member.source.id
-            del self.members[model_id]
+            del self.loaded[model_id]
             state = await asyncio.to_thread(member.opened.unload)
             if state is not None:
                 self.budgets.unloaded[model_id] = UnloadedModel(model_id, state, member.last_used)
@@ -355,7 +355,7 @@ class Loader:
         if asked is None:
             asked = self._settings.keep_alive_seconds
         if asked is None:
-            weights = [one.opened.weights_bytes for one in self.members.values()]
+            weights = [one.opened.weights_bytes for one in self.loaded.values()]
             asked = WHEN_SHORT_SECONDS if self._settings.memory.is_short(weights) else FOREVER
         return member.last_used + asked
 
@@ -364,7 +364,7 @@ class Loader:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        next_at = min((self.expires(one) for one in self.members.values() if not one.is_busy), default=FOREVER)
+        next_at = min((self.expires(one) for one in self.loaded.values() if not one.is_busy), default=FOREVER)
         if next_at < FOREVER and self._opener is not None and not self.is_closed:
             seconds = max(next_at - self._clock(), 0.0)
             self._timer = asyncio.get_running_loop().call_later(
@@ -373,7 +373,7 @@ class Loader:
 
     def _expired(self) -> list[Member]:
         now = self._clock()
-        return [one for one in self.members.values() if not one.is_busy and self.expires(one) <= now]
+        return [one for one in self.loaded.values() if not one.is_busy and self.expires(one) <= now]
 
     async def _unload_expired(self) -> None:
         async with self._changing:

@@ -142,7 +142,7 @@ class ModelHold:
     """A request's use of a model, which stays loaded until `close`."""
 
     def __init__(self, member: Member, on_close: Callable[[Member], object]) -> None:
-        self._member = member
+        self.member = member
         self._on_close = on_close
         self._is_open = True
         member.num_holds += 1
@@ -150,29 +150,17 @@ class ModelHold:
 
     @property
     def model(self) -> ServedModel:
-        return self._member.opened.model
-
-    def member_of(self, model_id: str) -> Member | None:
-        """Returns the model if it has that id, also where it takes no more requests. For any thread."""
-        return self._member if self._member.source.id == model_id else None
-
-    def again(self, model: ServedModel) -> "ModelHold | None":
-        """Returns a second hold, also on a model that takes no more requests; None where it is not `model`."""
-        return ModelHold(self._member, self._on_close) if self._member.has(model) else None
-
-    def set_keep_alive(self, seconds: float) -> None:
-        """Sets how long the model stays loaded when idle."""
-        self._member.keep_alive_seconds = seconds
+        return self.member.opened.model
 
     def close(self) -> None:
         """Closing twice is harmless."""
         if not self._is_open:
             return
         self._is_open = False
-        self._member.num_holds -= 1
-        if not self._member.is_busy:
-            self._member.idle.set()
-        self._on_close(self._member)
+        self.member.num_holds -= 1
+        if not self.member.is_busy:
+            self.member.idle.set()
+        self._on_close(self.member)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +181,7 @@ class Budgets:
 
     def __init__(self, memory: PoolMemory, members: Mapping[str, Member], clock: Callable[[], float]) -> None:
         self._memory = memory
-        self._members = members
+        self.members = members
         self._clock = clock
         self.unloaded: dict[str, UnloadedModel] = {}
         self.joining: ModelUse | None = None
@@ -207,7 +195,7 @@ class Budgets:
     @property
     def taken_bytes(self) -> int:
         """Weights, and what state may take."""
-        return sum(member.opened.weights_bytes for member in self._members.values()) + self._taken_for_state()
+        return sum(member.opened.weights_bytes for member in self.members.values()) + self._taken_for_state()
 
     def has_due(self, member: Member) -> bool:
         """Whether a model has, and is to keep, its due budget."""
@@ -219,13 +207,13 @@ class Budgets:
         due, plan = due_bytes(self._for_state(uses), uses), divide(self._for_state(uses), uses)
         # The others grow once it is loaded, and go on until then.
         self._due_bytes = due if self.joining is None else min(due, self._due_bytes)
-        for member in self._members.values():
+        for member in self.members.values():
             member.planned_bytes = plan[member.source.id]
         return plan
 
     async def shrink(self, plan: Mapping[str, int], tell_wait: Callable[[Member], None] | None = None) -> None:
         """Cuts budgets to the plan. With `tell_wait` it waits for running requests that hold more."""
-        for member in [one for one in self._members.values() if not one.is_leaving]:
+        for member in [one for one in self.members.values() if not one.is_leaving]:
             budget_bytes = plan[member.source.id]
             while budget_bytes < member.budget_bytes and not await member.try_resize(budget_bytes):
                 if tell_wait is None:
@@ -242,7 +230,7 @@ class Budgets:
         """Divides the memory anew, as far as running requests allow."""
         plan, total_bytes = self.plan(), self._for_state(self._uses())
         await self.shrink(plan)
-        for member in [self._members[model_id] for model_id in plan if model_id in self._members]:
+        for member in [self.members[model_id] for model_id in plan if model_id in self.members]:
             left_bytes = total_bytes - self._taken_for_state() + member.budget_bytes
             budget_bytes = min(plan[member.source.id], left_bytes)
             if budget_bytes > member.budget_bytes:
@@ -259,13 +247,13 @@ class Budgets:
         return self._memory.for_state([one.weights_bytes for one in uses if one.is_loaded])
 
     def _taken_for_state(self) -> int:
-        budgets = sum(member.budget_bytes for member in self._members.values())
+        budgets = sum(member.budget_bytes for member in self.members.values())
         return budgets + sum(gone.state.num_bytes for gone in self.unloaded.values())
 
     def _uses(self) -> list[ModelUse]:
         now, joining = self._clock(), self.joining
         uses = {gone.id: gone.use() for gone in self.unloaded.values()}
-        uses |= {member.source.id: member.use(now) for member in self._members.values()}
+        uses |= {member.source.id: member.use(now) for member in self.members.values()}
         if joining is not None:
             uses[joining.id] = joining
         return list(uses.values())

@@ -12,21 +12,21 @@ from pathlib import Path
 
 from models.errors import ModelBroken
 from server.pool.catalog import Catalog
-from server.pool.errors import LoadFailed, ModelNameNeeded, ModelNotLoaded, ModelUnknown, TellChange
+from server.pool.errors import LoadFailed, ModelNameNeeded, ModelNotLoaded, ModelUnknown
 from server.pool.loader import Loader, Opener
 from server.pool.members import Member, ModelHold, OpenedModel
 from server.pool.memory import PoolSettings
 from server.pool.names import ModelSource, served_instead, spellings
 from server.pool.served import EnginePort, ListedModel, ModelFacts, Occupancy, ServedModel
 
-LOADED: ContextVar[ModelHold | None] = ContextVar("LOADED", default=None)
-"""The hold with which a request's model was loaded. The request keeps that model, although another one waits for the
-memory: else two requests that take long to plan could have two models loaded by turns for ever.
+LOADED: ContextVar[Member | None] = ContextVar("LOADED", default=None)
+"""The model that was loaded for a request, and is held meanwhile. The request keeps that model, although another one
+waits for the memory: else two requests that take long to plan could have two models loaded by turns for ever.
 """
 
 
-class ModelPool:
-    """Models that may be asked for, and engines of the loaded ones."""
+class ModelPool(Loader):
+    """Models that may be asked for, by their names, and engines of the loaded ones."""
 
     def __init__(
         self,
@@ -39,16 +39,13 @@ class ModelPool:
     ) -> None:
         """`opened` are loaded and in the catalog. Without an `opener` no other model is ever loaded."""
         settings = settings or PoolSettings()
+        super().__init__(opener, settings, clock)
         self._catalog = catalog
-        self._opener = opener
-        self._clock = clock
-        self._settings = settings
-        self.loader = Loader(opener, settings, clock)
         state_bytes = settings.memory.for_state([one.weights_bytes for one in opened]) // max(len(opened), 1)
         for one in opened:
             source = catalog.find(one.model.id) or ModelSource(one.model.id, Path())
-            self.loader.members[source.id] = Member(source, one, state_bytes, clock())
-        self.loader.budgets.plan()
+            self.loaded[source.id] = Member(source, one, state_bytes, clock())
+        self.budgets.plan()
 
     @classmethod
     def of(cls, *opened: OpenedModel) -> "ModelPool":
@@ -61,7 +58,7 @@ class ModelPool:
     @property
     def members(self) -> Sequence[Member]:
         """Loaded models, the one used last at the end."""
-        return sorted(self.loader.members.values(), key=lambda member: member.last_used)
+        return sorted(self.loaded.values(), key=lambda member: member.last_used)
 
     @property
     def models(self) -> Mapping[str, ServedModel]:
@@ -77,14 +74,10 @@ class ModelPool:
         return {member.source.id: member.opened.engine for member in self.members}
 
     @property
-    def loading(self) -> Mapping[str, str]:
-        return self.loader.loading
-
-    @property
     def occupancy(self) -> Sequence[Occupancy]:
         now = self._clock()
         return [
-            Occupancy(member.opened.model, member.num_holds, max(self.loader.expires(member) - now, 0.0))
+            Occupancy(member.opened.model, member.num_holds, max(self.expires(member) - now, 0.0))
             for member in self.members
         ]
 
@@ -97,7 +90,7 @@ class ModelPool:
         return self._described(self.source_of(name))
 
     def _described(self, source: ModelSource) -> ListedModel:
-        member = self.loader.find(source.id)
+        member = self.find_loaded(source.id)
         served = None if member is None else member.served(source)
         if served is not None:
             return ListedModel.of(served)
@@ -133,9 +126,10 @@ class ModelPool:
 
     def find(self, name: str | None) -> ServedModel:
         """Returns a loaded model. For any thread; raises as `source_of`, and ModelNotLoaded."""
-        source = self.source_of(name)
-        loaded = LOADED.get()
-        member = self.loader.find(source.id) or (None if loaded is None else loaded.member_of(source.id))
+        source, own = self.source_of(name), LOADED.get()
+        member = self.find_loaded(source.id)
+        if member is None and own is not None and own.source.id == source.id:
+            member = own
         if member is None:
             raise ModelNotLoaded(source)
         served = member.served(source)
@@ -146,39 +140,22 @@ class ModelPool:
 
     def try_hold(self, model: ServedModel) -> ModelHold | None:
         """Returns a hold on a model that `find` returned; None if it is to be loaded, or given its memory."""
-        loaded = LOADED.get()
-        again = None if loaded is None else loaded.again(model)
-        if again is not None:
-            return again
-        member = self.loader.find(model.base_id)
-        return self.loader.try_hold(model.base_id) if member is not None and member.has(model) else None
-
-    async def load(self, source: ModelSource) -> ModelHold:
-        """As `Loader.load`."""
-        return await self.loader.load(source)
-
-    async def unload(self, source: ModelSource) -> bool:
-        """As `Loader.unload`."""
-        return await self.loader.unload(source)
+        own = LOADED.get()
+        if own is not None and own.has(model):
+            return self._hold(own)
+        member = self.find_loaded(model.base_id)
+        return self._try_hold(member) if member is not None and member.has(model) else None
 
     def forget_unloaded(self, source: ModelSource, namespace: str) -> tuple[int, int]:
         """Drops a namespace of an unloaded model; returns its tokens and bytes."""
-        gone = self.loader.budgets.unloaded.get(source.id)
+        gone = self.budgets.unloaded.get(source.id)
         return (0, 0) if gone is None else gone.state.forget(namespace)
-
-    def tell_changes(self, tell: TellChange) -> None:
-        """Calls `tell` at each change of a model."""
-        self.loader.on_change = tell
-
-    def tell_given_up(self, tell: Callable[[str], None]) -> None:
-        """Calls `tell` with the id of an unloaded model whose last conversation is dropped."""
-        self.loader.budgets.on_given_up = tell
 
     # --------------------------------------------------------------------------------------------------- the end
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Returns whether running requests ended in time; new ones are refused."""
-        self.loader.close()
+        self.close()
         engines = [member.opened.engine for member in self.members]
         return all(await asyncio.gather(*(engine.drain(timeout_seconds) for engine in engines)))
 
@@ -188,6 +165,6 @@ class ModelPool:
 
     def stop(self) -> None:
         """Ends all engines. Blocks; for any thread, once the pool is otherwise quiet."""
-        self.loader.is_closed = True
+        self.is_closed = True
         for member in self.members:
             member.opened.engine.stop()

@@ -4,12 +4,12 @@ Protocols say what others use of engine and tokenizer; tests have fakes of them.
 which models are loaded.
 """
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from cache.journal import Tell
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
@@ -27,37 +27,6 @@ from models.store.stored_model import ModelDefaults
 from server.engine.embeddings import Vector
 from server.engine.messages import Generation
 from server.engine.request import EngineStats, GenerationRequest, TokenArray
-
-MAX_REMEMBERED = 16_384
-"""Most readers ask repeatedly for the same edges."""
-
-
-class Previews:
-    """Remembers texts of tokens, for the edges of a model's cache. For any thread."""
-
-    def __init__(self, text_of: Callable[[Sequence[int]], str], max_characters: int) -> None:
-        self._text_of = text_of
-        self._max_characters = max_characters
-        self._known: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def texts(self, beginnings: Iterable[TokenArray]) -> list[str]:
-        """Returns each text, cut short."""
-        return [self._text(tokens) for tokens in beginnings]
-
-    def _text(self, tokens: TokenArray) -> str:
-        key = tokens.tobytes()
-        with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-                return known
-        text = self._text_of(tokens.tolist())[: self._max_characters]
-        with self._lock:
-            self._known[key] = text
-            while len(self._known) > MAX_REMEMBERED:
-                self._known.popitem(last=False)
-        return text
 
 
 @dataclass(frozen=True)
@@ -88,19 +57,17 @@ def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
     bits = quantization.get("bits") if isinstance(quantization, dict) else None
     stored_type = str(inner.get("dtype") or inner.get("torch_dtype") or "")
     short = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}.get(stored_type, "")
+    sizes = {"num_layers": inner.get("num_hidden_layers"), "hidden_size": inner.get("hidden_size")}
     return {
         "architecture": str(config.get("model_type") or ""),
         "weight_format": f"{bits}-bit" if isinstance(bits, int) else short,
-        "num_layers": _whole(inner.get("num_hidden_layers")),
-        "hidden_size": _whole(inner.get("hidden_size")),
+        **{name: size for name, size in sizes.items() if isinstance(size, int)},
     }
 
 
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
-
-
 MAX_PREVIEW_CHARACTERS = 80
+MAX_PREVIEWS = 16_384
+"""Remembered: most readers ask repeatedly for the same edges."""
 
 
 class PromptRenderer(Protocol):
@@ -119,25 +86,20 @@ class PromptRenderer(Protocol):
         continues: bool = False,
     ) -> RenderedPrompt:
         """Returns a prompt, which ends with the last message if it `continues`. Raises ChatTemplateError."""
-        ...
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
         """Returns definitions of tools for the middle of a conversation; see `ToolDefinitions.block`."""
-        ...
 
     def encode(self, text: str) -> RenderedPrompt:
         """Returns a plain prompt's tokens."""
-        ...
 
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
         """As `models.prompt.chat_template.ChatRenderer.tokenize`."""
-        ...
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Remembers a reply's tokens, for later prompts that hold the reply."""
-        ...
 
 
 class TokenReader(Protocol):
@@ -145,11 +107,9 @@ class TokenReader(Protocol):
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes of one token."""
-        ...
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the tokens' text."""
-        ...
 
 
 class AnswerBinder(Protocol):
@@ -157,11 +117,9 @@ class AnswerBinder(Protocol):
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Returns a compiled grammar; raises InvalidGrammar."""
-        ...
 
     def spell(self, marker: str) -> str:
         """Returns a marker, which may be one token, as Lark grammars have it; raises InvalidGrammar."""
-        ...
 
 
 class EnginePort(Protocol):
@@ -172,29 +130,23 @@ class EnginePort(Protocol):
 
     def submit(self, request: GenerationRequest) -> Generation:
         """As `Engine.submit`."""
-        ...
 
     def watch(self, tell: Tell | None) -> None:
         """As `Engine.watch`."""
-        ...
 
     def stats(self) -> EngineStats:
         """As `Engine.stats`."""
-        ...
 
     async def execute(self, command: Callable[[Any], Any]) -> Any:
         """As `Engine.execute`."""
-        ...
 
     async def embed(
         self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER
     ) -> Sequence[Vector]:
         """As `Engine.embed`."""
-        ...
 
     def execute_later(self, command: Callable[[Any], Any]) -> None:
         """As `Engine.execute_later`."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,9 +217,13 @@ class ServedModel:
         return state_namespace(namespace, self.adapter)
 
     @cached_property
-    def previews(self) -> Previews:
-        """Texts of cache edges."""
-        return Previews(self.token_texts.text, MAX_PREVIEW_CHARACTERS)
+    def preview(self) -> Callable[[bytes], str]:
+        """Returns the beginning of a text from the bytes of its tokens. For any thread."""
+
+        def text(tokens: bytes) -> str:
+            return self.token_texts.text(np.frombuffer(tokens, np.int32).tolist())[:MAX_PREVIEW_CHARACTERS]
+
+        return lru_cache(MAX_PREVIEWS)(text)
 
     @cached_property
     def token_search(self) -> TokenSearch:

@@ -322,7 +322,7 @@ def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceB
 
 
 def _edges(model: ServedModel, edges: Sequence[View], write: Callable[[View, EdgeBody], Edge]) -> list[Edge]:
-    previews = model.previews.texts(edge.first_tokens for edge in edges)
+    previews = [model.preview(edge.first_tokens.tobytes()) for edge in edges]
     # Readings of the clock would reveal how many requests other clients made.
     ranks = {time: rank for rank, time in enumerate(sorted({edge.last_used for edge in edges}), 1)}
     return [

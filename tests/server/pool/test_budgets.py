@@ -121,8 +121,8 @@ class World:
         return hold or await self.pool.load(self.pool.source_of(name))
 
     async def settled(self) -> None:
-        while self.pool.loader._background:
-            await asyncio.gather(*self.pool.loader._background)
+        while self.pool._background:
+            await asyncio.gather(*self.pool._background)
 
 
 def test_a_model_that_is_short_grows_while_the_other_is_idle_which_gets_its_due_for_its_next_request() -> None:
@@ -342,7 +342,7 @@ def test_who_leaves_while_a_budget_is_cut_leaves_it_as_it_was() -> None:
         assert opener.ledgers.budgets["a"] < TOTAL
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await until(lambda: not pool.loader._changing.locked())
+        await until(lambda: not pool._changing.locked())
         assert list(pool.models) == ["a"]
         assert opener.ledgers.budgets["a"] == pool.members[0].budget_bytes == TOTAL
 

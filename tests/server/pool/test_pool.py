@@ -158,7 +158,7 @@ def test_who_leaves_at_the_moment_of_loading_holds_nothing() -> None:
             asyncio.get_running_loop().call_soon(waiting.cancel)
 
         # Called in the very step that lets go of who waits: the cancel comes in between.
-        pool.loader.budgets.on_change = cancel_soon
+        pool.budgets.on_change = cancel_soon
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled() and "a" in pool.models
         assert not pool.members[0].is_busy
@@ -252,7 +252,7 @@ def test_idle_models_are_unloaded_when_their_time_is_over() -> None:
 
     async def test() -> None:
         first, second = await held(pool, "a"), await held(pool, "b")
-        first.set_keep_alive(0)
+        first.member.keep_alive_seconds = 0
         await asyncio.sleep(0)
         assert set(pool.models) == {"a", "b"}, "a model was unloaded while it was held"
         first.close()
@@ -270,7 +270,7 @@ def test_idle_models_stay_half_an_hour_only_where_memory_is_short() -> None:
         async def test(pool: ModelPool = pool, seconds: float = seconds) -> None:
             (await held(pool, "a")).close()
             (member,) = pool.members
-            assert pool.loader.expires(member) == member.last_used + seconds
+            assert pool.expires(member) == member.last_used + seconds
 
         run(test)
 
@@ -285,7 +285,7 @@ def test_who_leaves_as_the_loading_ends_is_not_looked_for_among_those_who_wait()
         await until(opener.has_begun.is_set)
         waiting.cancel()
         # Before the one who leaves gets a turn.
-        pool.loader.close()
+        pool.close()
         (left,) = await asyncio.gather(waiting, return_exceptions=True)
         assert isinstance(left, asyncio.CancelledError)
         opener.may_finish.set()

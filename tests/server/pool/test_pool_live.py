@@ -163,7 +163,7 @@ def test_conversations_of_an_unloaded_model_can_be_forgotten(tmp_path: Path) -> 
     with Several(tmp_path) as server:
         num_tokens = server.ask("llama")["usage"]["prompt_tokens"]
         server.unload("llama")
-        until(lambda: "llama" in server.pool.loader.budgets.unloaded)
+        until(lambda: "llama" in server.pool.budgets.unloaded)
         elsewhere = server.client.post("/v1/cache/clear?model=llama&cache_salt=other").json()
         assert elsewhere["freed_tokens"] == 0
         freed = server.client.post("/v1/cache/clear?model=llama").json()
@@ -175,8 +175,8 @@ def test_conversations_given_up_with_their_model_are_told_so(tmp_path: Path) -> 
     with Several(tmp_path) as server:
         first = server.ask("llama", session_id="s")
         server.unload("llama")
-        until(lambda: "llama" in server.pool.loader.budgets.unloaded)
-        server.pool.loader.budgets.give_up("llama")
+        until(lambda: "llama" in server.pool.budgets.unloaded)
+        server.pool.budgets.give_up("llama")
         turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
         again = server.ask("llama", turn, session_id="s")
         assert cached(again) == 0
