@@ -42,34 +42,10 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Checkup:
-    """One session and its losses."""
-
-    name: str
-    num_turns: int
-    kept: float | None
-    """Average share of the prompt before that was reused, 0 to 1; None for a single turn."""
-    losses: tuple[Loss, ...]
-    num_seen: int | None = None
-    """Set where not all turns are kept."""
-    began: float | None = None
-    """Seconds since 1970, like `ended`."""
-    ended: float | None = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(loss.tokens for loss in self.losses)
-
-    @property
-    def seconds(self) -> float:
-        return sum(loss.seconds or 0.0 for loss in self.losses)
-
-
-@dataclass(frozen=True)
 class Finding:
     """One cause at one place, and its cost."""
 
-    losses: tuple[Loss, ...]
+    losses: Sequence[Loss]
 
     @property
     def cause(self) -> Cause:
@@ -104,32 +80,40 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Requests that a server answered with the same error."""
+class Checkup:
+    """One session and its losses."""
 
-    path: str
-    session_id: str | None
-    status: int
-    code: str
-    message: str
-    count: int
+    name: str
+    num_turns: int
+    kept: float | None
+    """Average share of the prompt before that was reused, 0 to 1; None for a single turn."""
+    losses: tuple[Loss, ...]
+    num_seen: int | None = None
+    """Set where not all turns are kept."""
+    began: float | None = None
+    """Seconds since 1970, like `ended`."""
+    ended: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(loss.tokens for loss in self.losses)
+
+    @property
+    def seconds(self) -> float:
+        return sum(loss.seconds or 0.0 for loss in self.losses)
 
 
 @dataclass(frozen=True)
 class Savings:
-    """What all cures together would save."""
+    """What all cures together would save. Seconds are None where no speed or no rate is known."""
 
     tokens: int
-    num_turns: int
-    """Turns considered, good ones too."""
+    turns: int
+    """Good ones too."""
     seconds: float | None
-    """None where no speed is known."""
+    seconds_per_turn: float | None
     seconds_per_day: float | None
-    """At the rate of the turns; None where no rate is known."""
-
-    @property
-    def seconds_per_turn(self) -> float | None:
-        return None if self.seconds is None else self.seconds / max(1, self.num_turns)
+    """At the rate of the turns."""
 
 
 def savings_of(checkups: Sequence[Checkup]) -> Savings:
@@ -141,7 +125,8 @@ def savings_of(checkups: Sequence[Checkup]) -> Savings:
     ended = [one.ended for one in checkups if one.ended is not None]
     took = max(ended) - min(began) if began and ended else 0.0
     per_day = seconds * SECONDS_PER_DAY / took if seconds is not None and took >= SHORTEST_SECONDS else None
-    return Savings(sum(one.tokens for one in checkups), num_turns, seconds, per_day)
+    per_turn = None if seconds is None else seconds / max(1, num_turns)
+    return Savings(sum(one.tokens for one in checkups), num_turns, seconds, per_turn, per_day)
 
 
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:
@@ -149,8 +134,7 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
     groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
         groups.setdefault((loss.cause, loss.place), []).append(loss)
-    findings = [Finding(tuple(group)) for group in groups.values()]
-    return sorted(findings, key=lambda finding: (finding.is_hidden, -finding.tokens))
+    return sorted(map(Finding, groups.values()), key=lambda finding: (finding.is_hidden, -finding.tokens))
 
 
 def losses_of(
@@ -256,11 +240,3 @@ def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:
     ]
     losses = losses_of(number, misses, lambda lost: min(lost, evaluated), seconds_per_token)
     return LinkedTurn(str(turn.get("id")), turn.get("previous"), losses, turn["kept"])
-
-
-def refused_of(refusal: Mapping[str, Any]) -> Refused:
-    """Reads a refused request. Raises KeyError, TypeError or ValueError for what is no refusal."""
-    session_id = refusal["session_id"]
-    path, code, message = (str(refusal[name]) for name in ("path", "code", "message"))
-    session_id = None if session_id is None else str(session_id)
-    return Refused(path, session_id, int(refusal["status"]), code, message, int(refusal["count"]))

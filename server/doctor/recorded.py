@@ -1,21 +1,29 @@
-"""Recorded requests, from JSON lines. Pure but for reading the file.
+"""Recorded requests, from JSON lines, and what they would evaluate again. Pure but for reading the file.
 
 A line is the body of a chat completion, or an object with the body as `body` or `request` and the answer as
 `response`. Sessions are named as for the server. Requests are in the order of `timestamp`, `time` or `created` where
-every line has one, else of the file.
+every line has one, else of the file. They are compared as by a server whose cache forgets nothing; a character stands
+for a token, and tokens are then estimated as characters / 4.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cache.types import TokenArray, common_prefix_length
 from models.prompt.hygiene import with_constant_header
+from models.prompt.shapes import NO_OUTLINE
 from server.api.sessions import SessionIdError, resolve_session_id
 from server.app.config import DoctorError
+from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
+from server.diagnosis.compare import Turn
 from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
+from server.doctor.findings import Checkup, LinkedTurn, checkup_from, losses_of
 
 TIME_FIELDS = ("timestamp", "time", "created")
 TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
@@ -134,3 +142,51 @@ def _time(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str | float | No
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return float(value)
     return None
+
+
+# -------------------------------------------------------------------------------------------------- what they lose
+
+CHARACTERS_PER_TOKEN = 4
+MAX_BYTES = 1 << 30
+"""For the last turns of all conversations."""
+
+
+def checkups_of(requests: Iterable[Recorded], tokens_per_second: float | None = None) -> list[Checkup]:
+    """Returns each conversation's losses; with a speed of prefill, also in seconds."""
+    seconds_per_token = 1 / tokens_per_second if tokens_per_second else None
+    visits: dict[Name, list[LinkedTurn]] = {}
+    conversations = Conversations(MAX_BYTES)
+    for number, request in enumerate(requests):
+        rendered = Rendered(request.prompt, characters_of(request.prompt), NO_OUTLINE)
+        name, previous = conversations.find(request.session_id, rendered, str(number))
+        turns = visits.setdefault(name, [])
+        hit = _restorable(previous, rendered)
+        reuse = explain(previous, rendered, match=hit, hit=hit)
+        losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // CHARACTERS_PER_TOKEN, seconds_per_token)
+        previous_id = previous.request_id if previous is not None else None
+        turns.append(LinkedTurn(str(number), previous_id, losses, reuse.kept))
+        turn, tokens = Turn(request.prompt, request.reply), characters_of(request.prompt, request.reply)
+        conversations.record(name, EvaluatedTurn(turn, tokens, len(rendered.tokens), request_id=str(number)))
+    return [checkup_from(label, turns) for label, turns in zip(_labels(visits), visits.values(), strict=True)]
+
+
+def _restorable(previous: EvaluatedTurn | None, request: Rendered) -> int:
+    if previous is None or not request.prompt.shares_state_with(previous.turn.prompt):
+        return 0
+    return min(common_prefix_length(previous.tokens, request.tokens), len(request.tokens) - 1)
+
+
+def characters_of(prompt: Prompt, reply: Part | None = None) -> TokenArray:
+    """Returns a prompt's characters as numbers: template arguments, tools, messages."""
+    parts = prompt.parts if reply is None else (*prompt.parts, reply)
+    messages = (f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in parts)
+    text = "".join([prompt.arguments, prompt.tools_text, *messages])
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
+
+
+def _labels(names: Iterable[Name]) -> list[str]:
+    labels, num_unnamed = list[str](), 0
+    for name in names:
+        num_unnamed += not name.is_named
+        labels.append(name.id if name.is_named else f"(unnamed {num_unnamed})")
+    return labels

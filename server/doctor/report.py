@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from rich.text import Text
 
 from models.texts import shared_length
 from server.app.config import DEFAULT_URL, DoctorError
-from server.doctor import findings as turns
-from server.doctor.findings import Checkup, Finding, Refused, Savings, findings_of, savings_of
-from server.doctor.recorded import read_requests
+from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
 
 TIMEOUT_SECONDS = 10.0
 
@@ -103,39 +101,42 @@ No conversations yet. A server that asks for no key shows all of them to its own
 else each key its own: give the key that the client sends with --api-key."""
 LEAD_CHARACTERS = 20
 """Shown before the changed words."""
+REFUSED: Mapping[str, Callable[[Any], object]] = {
+    "path": str,
+    "session_id": lambda value: None if value is None else str(value),
+    "status": int,
+    "code": str,
+    "message": str,
+    "count": int,
+}
+"""What is told of requests that a server answered with the same error."""
 
 
 def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_json: bool = False) -> None:
     """Prints a server's losses, for a person or as JSON."""
     sessions = Sessions(url, api_key, cache_salt)
     try:
-        read, refused = sessions.read()
-        checkups = [turns.checkup_of(session) for session in read]
-        refusals = [turns.refused_of(refusal) for refusal in refused]
+        read, told = sessions.read()
+        checkups = [checkup_of(session) for session in read]
+        refused = [{name: kind(refusal[name]) for name, kind in REFUSED.items()} for refusal in told]
     except (KeyError, TypeError, ValueError) as error:
         raise DoctorError(
             f"the sessions of {sessions.url} are told in a way that this version cannot read"
         ) from error
     if as_json:
-        _print_json(checkups, refusals)
+        _print_json(checkups, refused)
         return
-    console = _console()
-    if checkups:
-        console.print(_report(checkups))
-    elif not refusals:
-        console.print(NO_SESSIONS)
-    if checkups and refusals:
-        console.print()
-    if refusals:
-        console.print(_refused(refusals))
+    parts = [_report(checkups)] if checkups else [] if refused else [NO_SESSIONS]
+    parts += [""] if checkups and refused else []
+    parts += [_refused(refused)] if refused else []
+    _console().print(Group(*parts))
 
 
 def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool = False) -> None:
     """Prints what recorded requests would lose."""
-    requests = read_requests(path)
-    from server.doctor.compare import checkups_of  # needs NumPy, which takes its time
+    from server.doctor.recorded import checkups_of, read_requests  # need NumPy, which takes its time
 
-    checkups = checkups_of(requests, tokens_per_second)
+    checkups = checkups_of(read_requests(path), tokens_per_second)
     if as_json:
         _print_json(checkups)
         return
@@ -144,30 +145,18 @@ def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool =
     console.print("Tokens are estimated as characters / 4.", style="dim")
 
 
-def _print_json(checkups: Sequence[Checkup], refused: Sequence[Refused] = ()) -> None:
-    body = body_of(checkups, refused)
+def _print_json(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]] = ()) -> None:
+    conversations = [
+        {
+            "id": one.name,
+            "turns": one.num_turns,
+            "kept": one.kept,
+            "findings": list(map(_finding_body, findings_of(one.losses))),
+        }
+        for one in checkups
+    ]
+    body = {"conversations": conversations, "savings": asdict(savings_of(checkups)), "refused": refused}
     print(json.dumps(body, ensure_ascii=False, indent=2))  # noqa: T201 - data for another program
-
-
-def body_of(checkups: Sequence[Checkup], refused: Sequence[Refused] = ()) -> dict[str, Any]:
-    """Returns the report as JSON values."""
-    savings = savings_of(checkups)
-    return {
-        "conversations": [_checkup_body(one) for one in checkups],
-        "savings": {
-            "tokens": savings.tokens,
-            "turns": savings.num_turns,
-            "seconds": savings.seconds,
-            "seconds_per_turn": savings.seconds_per_turn,
-            "seconds_per_day": savings.seconds_per_day,
-        },
-        "refused": [asdict(one) for one in refused],
-    }
-
-
-def _checkup_body(checkup: Checkup) -> dict[str, Any]:
-    findings = [_finding_body(finding) for finding in findings_of(checkup.losses)]
-    return {"id": checkup.name, "turns": checkup.num_turns, "kept": checkup.kept, "findings": findings}
 
 
 def _finding_body(finding: Finding) -> dict[str, Any]:
@@ -206,14 +195,14 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
         yield Padding(_finding(finding), (0, 0, 1, 2), expand=False)
 
 
-def _refused(refused: Sequence[Refused]) -> RenderableType:
-    num_requests = sum(one.count for one in refused)
+def _refused(refused: Sequence[Mapping[str, Any]]) -> RenderableType:
+    num_requests = sum(one["count"] for one in refused)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(justify="right", no_wrap=True)
     rows.add_column(overflow="fold")
     for one in refused:
-        whose = f" ({one.session_id})" if one.session_id else ""
-        rows.add_row(f"{one.count} ×", printable(f"{one.path}{whose}: {one.status} {one.message}"))
+        whose = f" ({one['session_id']})" if one["session_id"] else ""
+        rows.add_row(f"{one['count']} ×", printable(f"{one['path']}{whose}: {one['status']} {one['message']}"))
     title = Text(f"{_plural(num_requests, 'request')} refused", "bold yellow")
     return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
 
@@ -269,14 +258,10 @@ def _summary(checkups: Sequence[Checkup], num_ailing: int) -> str:
     savings = savings_of(checkups)
     time = f" ({_seconds(savings.seconds)})" if savings.seconds else ""
     told = f"{sessions}, {num_ailing} with something to mend: {savings.tokens:,} tokens{time} evaluated again."
-    return f"{told}{_saved(savings)}"
-
-
-def _saved(savings: Savings) -> str:
     if not savings.seconds_per_turn:
-        return ""
+        return told
     per_day = "" if savings.seconds_per_day is None else f", {_seconds(savings.seconds_per_day)} per day at this rate"
-    return f"\nMended, that saves {_seconds(savings.seconds_per_turn)} per turn{per_day}."
+    return f"{told}\nMended, that saves {_seconds(savings.seconds_per_turn)} per turn{per_day}."
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,7 @@ from server.diagnosis.account import Conversations, EvaluatedTurn, Rendered, dec
 from server.diagnosis.advice import TOOLS, advice
 from server.diagnosis.compare import Turn
 from server.diagnosis.prompt import Part, Prompt
-from server.doctor.compare import characters_of
+from server.doctor.recorded import characters_of
 from server.engine.diagnosis import Cause, MissReason
 
 PARTS = st.builds(Part, st.sampled_from(["system", "user", "assistant", "tool"]), st.text("ab :1", max_size=12))

@@ -8,7 +8,7 @@ from server.diagnosis import account as conversations_module
 from server.diagnosis.account import MAX_TURNS, Conversations, EvaluatedTurn, Name, Rendered, explain
 from server.diagnosis.compare import Turn, find_changes, find_changes_between
 from server.diagnosis.prompt import Part, Prompt
-from server.doctor.compare import characters_of
+from server.doctor.recorded import characters_of
 from server.engine.diagnosis import Cause
 
 OPENING = "Please read this list of things that I would like to buy: {} and bread."

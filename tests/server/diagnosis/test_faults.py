@@ -19,9 +19,8 @@ from starlette.testclient import TestClient
 from server.api.app import create_app, create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
-from server.doctor.compare import checkups_of
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of
-from server.doctor.recorded import read_requests
+from server.doctor.recorded import checkups_of, read_requests
 from server.engine.commands import ClearCache
 from server.engine.diagnosis import UNBLAMED, Cause
 from server.engine.engine import Engine

@@ -11,9 +11,8 @@ from starlette.testclient import TestClient
 
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.doctor.compare import checkups_of
 from server.doctor.findings import Checkup, LinkedTurn, checkup_of, in_hindsight
-from server.doctor.recorded import read_requests
+from server.doctor.recorded import checkups_of, read_requests
 from server.engine.diagnosis import Cause
 from tests.support.fake_engine import FakeEngine, fake_model
 

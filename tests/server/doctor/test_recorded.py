@@ -8,9 +8,8 @@ import pytest
 
 from server.app.config import DoctorError
 from server.diagnosis.prompt import Part
-from server.doctor.compare import checkups_of
 from server.doctor.findings import NEGLIGIBLE_TOKENS, Checkup, findings_of
-from server.doctor.recorded import read_requests
+from server.doctor.recorded import checkups_of, read_requests
 from server.engine.diagnosis import Cause
 
 RULES = "You are a coding agent. Follow the rules with care. " * 40

@@ -58,7 +58,7 @@ def test_what_turns_lost_is_added_up_by_cause() -> None:
 def test_what_would_be_saved_is_told_per_turn_and_per_day() -> None:
     checkups = [checkup_of(session(FIRST, turn(miss(**CLOCK)))), checkup_of(session(FIRST, FINE))]
     savings = savings_of(checkups)
-    assert (savings.tokens, savings.num_turns) == (800, 4)
+    assert (savings.tokens, savings.turns) == (800, 4)
     assert savings.seconds_per_turn == pytest.approx(1.6 / 4)
     assert savings.seconds_per_day == pytest.approx(1.6 * 24 * 60)
     sudden = checkup_of({**session(FIRST, turn(miss(**CLOCK))), "last_used": 1.0})
