@@ -189,7 +189,7 @@ class PrefixCache:
             bytes_per_token=self.sizes.bytes_per_token,
             num_evictions=self.memory.num_evictions,
             moved=self.journal.moved,
-            keeps_on_disk=tier is not None and tier.is_open,
+            keeps_on_disk=tier is not None,
             disk_bytes=tier.space.used_bytes if tier is not None else 0,
             num_disk_files_gone=tier.space.num_gone if tier is not None else 0,
         )

@@ -24,6 +24,7 @@ import numpy as np
 
 from cache.budget import Ledger
 from cache.disk import connector
+from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
@@ -79,9 +80,8 @@ class Soak:
         caches = list(make_prompt_cache(self._model))
         self._evaluate(caches, np.ones(MAX_PROMPT, np.int32))
         one = sum(cache.nbytes for cache in caches)
-        tier = DiskTier.open(
-            self._folder, budget_bytes=DISK_PROMPTS * one, fingerprint="soak", max_in_flight_bytes=1 << 20
-        )
+        store = DiskStore(self._folder, "soak")
+        tier = DiskTier(store, budget_bytes=DISK_PROMPTS * one, max_in_flight_bytes=1 << 20)
         self._cache = PrefixCache(
             lambda: list(make_prompt_cache(self._model)),
             num_slots=self._rng.choice((1, 2)),

@@ -6,7 +6,6 @@ width] in a file: any token range is contiguous. Recurrent state is a tree of pl
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -85,7 +84,7 @@ def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
     if indices is None:
         raise DiskFault("the file holds no rows")
     packs = []
-    with _reading():
+    with mx.stream(mx.cpu):  # reading needs no GPU stream or time
         for number, group in enumerate(indices):
             rows = _array(file, f"rows.{number}", start - first, stop - first)
             packs.append((tuple(group), mx.transpose(rows, (1, 2, 0, 3))))
@@ -98,13 +97,8 @@ def read_recurrent(file: TensorFile) -> RecurrentState:
     tree = json.loads(file.metadata["state"])["points"]
     if tree is None:
         raise DiskFault("the file holds no recurrent state")
-    with _reading():
+    with mx.stream(mx.cpu):  # reading needs no GPU stream or time
         return RecurrentState([_value_of(cache, file) for cache in tree])
-
-
-def _reading() -> AbstractContextManager[Any]:
-    """On the CPU: reading needs no GPU stream or time."""
-    return mx.stream(mx.cpu)
 
 
 def _bits(array: mx.array) -> NumpyArray:
@@ -130,7 +124,12 @@ def _tree_of(value: Any, arrays: NamedArrays) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, mx.array):
-        return _leaf_of(value, arrays)
+        if value.dtype not in _TYPE_NAMES:
+            raise Unstorable(f"arrays of {value.dtype} cannot be stored")
+        if value.size == 0:
+            return {"empty": [list(value.shape), _TYPE_NAMES[value.dtype]]}
+        arrays.append((f"points.{len(arrays)}", value))
+        return {"array": [list(value.shape), arrays[-1][0]]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_tree_of(part, arrays) for part in value]}
     if type(value) is dict and all(type(key) is str for key in value):
@@ -138,16 +137,6 @@ def _tree_of(value: Any, arrays: NamedArrays) -> Any:
     if _mlx_lm_class(type(value).__name__) is type(value):
         return {type(value).__name__: {key: _tree_of(part, arrays) for key, part in vars(value).items()}}
     raise Unstorable(f"{type(value).__name__} is not a class whose state can be stored")
-
-
-def _leaf_of(array: mx.array, arrays: NamedArrays) -> Any:
-    if array.dtype not in _TYPE_NAMES:
-        raise Unstorable(f"arrays of {array.dtype} cannot be stored")
-    if array.size == 0:
-        return {"empty": [list(array.shape), _TYPE_NAMES[array.dtype]]}
-    name = f"points.{len(arrays)}"
-    arrays.append((name, array))
-    return {"array": [list(array.shape), name]}
 
 
 def _value_of(tree: Any, file: TensorFile) -> Any:

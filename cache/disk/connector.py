@@ -181,11 +181,8 @@ class DiskConnector:
         return isinstance(snapshot, Snapshot) and (snapshot.recurrent is not None or not self._layout.has_recurrent)
 
     def _save_span(self, disk_path: "_DiskPath", node: Node, segment: Segment, used_at: int | None = None) -> None:
-        if any(self.tier.tree.covered(disk_path.place, node.start, node.stop).missing()):
-            tokens = disk_path.tokens[: node.stop]
-            self.tier.write_span(disk_path.namespace, tokens, segment, near=disk_path.place, used_at=used_at)
-        else:
-            self.tier.space.touch(disk_path.place, node.stop, used_at)
+        tokens = disk_path.tokens[: node.stop]
+        self.tier.write_span(disk_path.namespace, tokens, segment, near=disk_path.place, used_at=used_at)
 
     def _save_snapshot(self, disk_path: "_DiskPath", node: Node, used_at: int | None = None) -> None:
         snapshot = cast(Snapshot, node.snapshot)

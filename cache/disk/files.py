@@ -177,11 +177,6 @@ class Tensor:
     rows: NumpyArray
     block_rows: int
 
-    def blocks(self) -> Iterator[NumpyArray]:
-        """Yields contiguous blocks of rows, in order."""
-        for start in range(0, len(self.rows), self.block_rows):
-            yield np.ascontiguousarray(self.rows[start : start + self.block_rows])
-
 
 @dataclass(frozen=True)
 class Receipt:
@@ -201,7 +196,8 @@ def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], meta
     with opened(files, files.create(path)) as descriptor:
         write_all(files, descriptor, header)
         for tensor in tensors:
-            for block in tensor.blocks():
+            for start in range(0, len(tensor.rows), tensor.block_rows):
+                block = np.ascontiguousarray(tensor.rows[start : start + tensor.block_rows])
                 write_all(files, descriptor, block.data)
                 checksums += _checksum(block.data)
                 num_bytes += block.nbytes

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.budget import DiskFault, DiskInUse, FolderUnsafe
+from cache.budget import DiskFault, DiskInUse, FolderUnsafe, FolderUnusable
 from cache.disk.codec import StateImage, read_recurrent, read_rows
 from cache.disk.files import FileSystem, Receipt, TensorFile, opened, read_exactly, write_all, write_tensors
 from cache.disk.index import DiskIndex, FileRow, WriteDay
 from cache.disk.spans import StoredFile
-from cache.disk.tree import PrefixHasher
+from cache.disk.tree import DiskTree, extended
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
@@ -40,7 +40,7 @@ _MACHINE_ERRORS = {
 }
 
 
-def is_damage(error: Exception) -> bool:
+def _is_damage(error: Exception) -> bool:
     """Whether the index is damaged; otherwise the machine is the cause."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError) and code & 0xFF not in _MACHINE_ERRORS
@@ -74,32 +74,33 @@ class WriteOrder:
 
 
 class DiskStore:
-    """An open, locked folder. Any thread may read, one at a time do the rest."""
+    """An open, locked folder, which is one model's. Any thread may read, one at a time do the rest.
 
-    def __init__(self, files: FileSystem, folder: Path, fingerprint: str, lock: int) -> None:
-        self._files = files
+    `fingerprint` covers what state depends on: weights, tokenizer, types, library versions. Other state is deleted,
+    and all if the index is damaged.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str, files: FileSystem | None = None) -> None:
+        """Creates what is missing, reads no state. Raises FolderUnsafe, DiskInUse and FolderUnusable."""
+        self._files = files or FileSystem()
         self._folder = folder
-        self._lock = lock
         self._fingerprint = fingerprint
-        self._secret = self._load_secret()
-        self._index: DiskIndex | None = None
         self.is_failing = False
         """None is tried until the write queue resets the flag."""
-
-    @classmethod
-    def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskStore":
-        """Locks a folder, creates what is missing. Raises FolderUnsafe, DiskInUse or OSError."""
-        files.make_folder(folder)
-        _check_owner(files, folder)
         try:
-            lock = files.lock(folder / "lock")
+            self._files.make_folder(folder)
+            _check_owner(self._files, folder)
+            self._lock = self._files.lock(folder / "lock")
         except BlockingIOError as error:
             raise DiskInUse(folder) from error
+        except OSError as error:
+            raise FolderUnusable(folder, error) from error
         try:
-            return cls(files, folder, fingerprint, lock)
-        except BaseException:
-            files.close(lock)
-            raise
+            self._secret = self._load_secret()
+            self.index, self.tree, self.day = self._recover()
+        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
+            self._unlock()
+            raise FolderUnusable(folder, error) from error
 
     def _load_secret(self) -> bytes:
         path = self._folder / "secret"
@@ -111,19 +112,14 @@ class DiskStore:
             self._files.sync(descriptor)
         return secret
 
-    @property
-    def index(self) -> DiskIndex:
-        assert self._index is not None, "the index is not open"
-        return self._index
-
     # ------------------------------------------------------------------------------------------------- keys
 
-    def hasher(self, namespace: str) -> PrefixHasher:
+    def hasher(self, namespace: str) -> "hashlib.blake2b":
         """The hasher of a namespace's empty prefix."""
         hasher = hashlib.blake2b(key=self._secret, digest_size=KEY_BYTES)
         for text in (self._fingerprint.encode(), namespace.encode("utf-8", "surrogatepass")):
             hasher.update(len(text).to_bytes(8, "little") + text)
-        return PrefixHasher(hasher)
+        return hasher
 
     def name_of(self, file: StoredFile, key: bytes) -> str:
         """The name of a file of the prefix with this `key`."""
@@ -132,40 +128,46 @@ class DiskStore:
 
     # ----------------------------------------------------------------------------------------------- opening
 
-    def rows(self) -> list[FileRow]:
-        """Opens the index; returns rows whose files exist, by name and size.
+    def _recover(self) -> tuple[DiskIndex, DiskTree, WriteDay | None]:
+        try:
+            return self._open_index()
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if not _is_damage(error):
+                raise
+            logger.warning("disk cache: starting afresh, the index is damaged: %s", error)
+            DiskIndex.remove(self._files, self._folder)
+            return self._open_index()
 
-        May raise sqlite3.Error, or UnicodeDecodeError from a message that quotes a damaged page.
-        """
-        self._index = DiskIndex.open(self._files, self._folder, self._fingerprint)
-        self.scrub()
-        if self._index.num_foreign:
-            logger.warning(
-                "disk cache: removed %d files of state of other weights or another version of mlx or mlx-lm",
-                self._index.num_foreign,
-            )
-        sizes = self._files.sizes(self._folder)
-        files = [(row, row.file) for row in self._index.rows()]
-        return [
-            row
-            for row, file in files
-            if sizes.get(file.name) == file.num_bytes and file.name == self.name_of(file, row.key)
-        ]
+    def _open_index(self) -> tuple[DiskIndex, DiskTree, WriteDay | None]:
+        """May raise sqlite3.Error, or UnicodeDecodeError from a message that quotes a damaged page."""
+        index = DiskIndex(self._files, self._folder, self._fingerprint)
+        try:
+            with self._logging_errors():
+                index.scrub()
+            if index.num_foreign:
+                logger.warning(
+                    "disk cache: removed %d files of state of other weights or another version of mlx or mlx-lm",
+                    index.num_foreign,
+                )
+            return index, self._find(index), index.write_day()
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                index.close()
+            raise
 
-    def start_afresh(self) -> None:
-        """Deletes the index: no file can be found."""
-        self._close_index()
-        DiskIndex.remove(self._files, self._folder)
-
-    def keep_only(self, names: set[str]) -> None:
-        """Deletes files and rows not in `names`; foreign files stay."""
-        rows = [row.file.name for row in self.index.rows() if row.file.name not in names]
-        if rows:
-            self.index.drop(rows)
-        for name in self._files.sizes(self._folder):
-            if _OURS.fullmatch(name) and name not in names:
+    def _find(self, index: DiskIndex) -> DiskTree:
+        """Finds files by index, name and size, and deletes all others and their rows; foreign files stay."""
+        sizes, rows, tree = self._files.sizes(self._folder), index.rows(), DiskTree()
+        found = [row for row in rows if sizes.get(row.file.name) == row.file.num_bytes]
+        tree.attach([row for row in found if row.file.name == self.name_of(row.file, row.key)], self.hasher)
+        kept = {file.name for file in tree.files()}
+        if lost := [row.file.name for row in rows if row.file.name not in kept]:
+            index.drop(lost)
+        for name in sizes:
+            if _OURS.fullmatch(name) and name not in kept:
                 with self._logging_errors():
                     self._files.remove(self._folder / name)
+        return tree
 
     # ----------------------------------------------------------------------------------------------- writing
 
@@ -192,8 +194,8 @@ class DiskStore:
         file, edge = order.file, order.tokens[order.file.start :]
         if file.is_snapshot:
             edge = edge[:0]
-        parent = self.hasher(file.namespace).extended(order.tokens[: len(order.tokens) - len(edge)])
-        key = parent.extended(edge).key()
+        parent = extended(self.hasher(file.namespace), order.tokens[: len(order.tokens) - len(edge)])
+        key = extended(parent, edge).digest()
         file.name = self.name_of(file, key)
         path, temporary = self._folder / file.name, self._folder / (file.name + _TEMPORARY)
         metadata = {**order.image.metadata(), "name": file.name}
@@ -201,7 +203,7 @@ class DiskStore:
         self._files.rename(temporary, path)
         with opened(self._files, self._files.open(self._folder)) as descriptor:
             self._files.sync(descriptor)
-        self.index.add(FileRow(file, parent.key(), key, edge), receipt, order.day)
+        self.index.add(FileRow(file, parent.digest(), key, edge), receipt, order.day)
         return receipt
 
     def delete(self, files: Iterable[StoredFile]) -> None:
@@ -233,15 +235,13 @@ class DiskStore:
 
     def close(self) -> None:
         """Closes the index and unlocks the folder."""
-        self._close_index()
+        with contextlib.suppress(sqlite3.Error):
+            self.index.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
         with contextlib.suppress(OSError):
             self._files.close(self._lock)
-
-    def _close_index(self) -> None:
-        if self._index is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._index.close()
-        self._index = None
 
     # ----------------------------------------------------------------------------------------------- reading
 

@@ -132,26 +132,19 @@ class FileRow:
 class DiskIndex:
     """An open database. Raises OSError, sqlite3.Error, or UnicodeDecodeError from SQLite's messages."""
 
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self._database = database
-        self.num_foreign = 0
-        """Rows removed at opening."""
-
-    @classmethod
-    def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskIndex":
+    def __init__(self, files: FileSystem, folder: Path, fingerprint: str) -> None:
         """Deletes another fingerprint's rows. Raises sqlite3.DatabaseError for another format."""
-        path = folder / _DATABASE
         if _DATABASE not in files.sizes(folder):
             # SQLite would make the file readable by others. Its further files copy the permissions of this one.
-            files.close(files.create(path))
-        database = files.connect(path)
+            files.close(files.create(folder / _DATABASE))
+        self._database = files.connect(folder / _DATABASE)
+        self.num_foreign = 0
+        """Rows removed at opening."""
         try:
-            index = cls(database)
-            index._prepare(fingerprint)
+            self._prepare(fingerprint)
         except BaseException:
-            database.close()
+            self._database.close()
             raise
-        return index
 
     @staticmethod
     def remove(files: FileSystem, folder: Path) -> None:

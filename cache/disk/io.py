@@ -60,18 +60,18 @@ class Prefetch:
 class FileReader:
     """Loads a folder's files, ahead or at once; drops and logs unreadable ones.
 
-    Loads nothing without a store or once closed.
+    Loads nothing once closed.
     """
 
     def __init__(
         self,
-        store: DiskStore | None,
+        store: DiskStore,
         *,
         max_ahead_bytes: int,
         drop: Callable[[Iterable[StoredFile]], None],
         log: ProblemLog,
     ) -> None:
-        self._store = store
+        self._store: DiskStore | None = store
         self._max_bytes = max_ahead_bytes
         self._drop = drop
         self._log = log
@@ -175,18 +175,13 @@ class _Write:
 
 
 class WriteQueue:
-    """A folder's writer thread. Accepts nothing without a store, and once closed."""
+    """A folder's writer thread. Accepts nothing once closed."""
 
     def __init__(
-        self,
-        store: DiskStore | None,
-        *,
-        max_waiting_bytes: int,
-        elapsed: Callable[[], float],
-        log: ProblemLog,
+        self, store: DiskStore, *, max_waiting_bytes: int, elapsed: Callable[[], float], log: ProblemLog
     ) -> None:
         self.waiting_bytes = 0
-        self._store = store
+        self._store: DiskStore | None = store
         self._max_waiting_bytes = max_waiting_bytes
         self._elapsed = elapsed
         self._log = log

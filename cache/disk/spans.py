@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cache.budget import DiskFault
 
 if TYPE_CHECKING:
     from cache.disk.files import Receipt
+    from cache.disk.io import FileReader
     from cache.layers.state import RecurrentState, Segment
 
 
@@ -25,18 +26,6 @@ class FileState(Enum):
     """Complete, synced, indexed."""
     GONE = "gone"
     """Or never written."""
-
-
-class RowReader(Protocol):
-    """Reads files for spans, which know no folder: `cache.disk.io.FileReader`. Both raise DiskFault."""
-
-    def load_rows(self, file: "StoredFile", start: int, stop: int) -> "Segment":
-        """Returns the rows of the tokens `[start, stop)`."""
-        ...
-
-    def load_recurrent(self, file: "StoredFile") -> "RecurrentState":
-        """Returns the recurrent state at the file's end."""
-        ...
 
 
 @dataclass(eq=False)
@@ -58,7 +47,7 @@ class StoredFile:
     receipt: "Receipt | None" = None
     state: FileState = FileState.PENDING
     last_used: int = 0
-    reader: "RowReader | None" = None
+    reader: "FileReader | None" = None
 
     @property
     def is_gone(self) -> bool:
@@ -99,14 +88,14 @@ class FilePart:
         return self.file.reader.load_rows(self.file, self.start, self.stop)
 
 
+@dataclass(frozen=True, eq=False)
 class FileSpan:
-    """Rows of the tokens `[start, stop)` in files. Immutable."""
+    """Rows of the tokens `[start, stop)` in files."""
 
-    def __init__(self, start: int, stop: int, parts: tuple[FilePart, ...] = ()) -> None:
-        self.start = start
-        self.stop = stop
-        self.parts = parts
-        """Ascending, disjoint."""
+    start: int
+    stop: int
+    parts: tuple[FilePart, ...] = ()
+    """Ascending, disjoint."""
 
     @property
     def files(self) -> list[StoredFile]:

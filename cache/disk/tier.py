@@ -9,18 +9,15 @@ names reveal no tokens.
 
 import itertools
 import logging
-import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 
-from cache.budget import FolderUnusable
 from cache.disk.codec import StateImage, Unstorable
-from cache.disk.files import FileSystem, ProblemLog, Receipt
-from cache.disk.folder import DiskStore, WriteOrder, is_damage
+from cache.disk.files import ProblemLog, Receipt
+from cache.disk.folder import DiskStore, WriteOrder
 from cache.disk.index import WriteBudget
 from cache.disk.io import FileReader, WriteQueue
 from cache.disk.spans import FileSpan, FileState, StoredFile
@@ -191,87 +188,32 @@ class DiskTier:
 
     def __init__(
         self,
-        store: DiskStore | None,
+        store: DiskStore,
         *,
         budget_bytes: int,
-        write_budget_bytes_per_day: int | None,
-        max_in_flight_bytes: int,
-        now: Callable[[], float],
+        write_budget_bytes_per_day: int | None = None,
+        max_in_flight_bytes: int = 1 << 30,
+        now: Callable[[], float] = time.time,
         elapsed: Callable[[], float] = elapsed_seconds,
         make_image: Callable[[Segment | None, RecurrentState | None], StateImage] = StateImage,
     ) -> None:
-        """Without a store the tier stays empty; `make_image` is for a simulation."""
+        """At most `max_in_flight_bytes`, or one file, wait to be written, and as many are read ahead.
+
+        `now` is the wall clock, `elapsed` never goes back; `make_image` is for a simulation.
+        """
         log = ProblemLog()
         self.journal = Journal()
         self.write_budget = WriteBudget(write_budget_bytes_per_day, now, elapsed)
-        self.tree = DiskTree()
-        self._store = store
+        self.write_budget.resume(store.day)
+        self.tree = store.tree
+        self._store: DiskStore | None = store
         self._make_image = make_image
         self.queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, log=log)
         self.space = DiskSpace(self.tree, self.queue, budget_bytes, self.journal)
         self.reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, drop=self.space.drop, log=log)
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path,
-        *,
-        budget_bytes: int,
-        fingerprint: str,
-        write_budget_bytes_per_day: int | None = None,
-        max_in_flight_bytes: int = 1 << 30,
-        files: FileSystem | None = None,
-        now: Callable[[], float] = time.time,
-        elapsed: Callable[[], float] = elapsed_seconds,
-    ) -> "DiskTier":
-        """Opens or creates one model's folder; reads no state.
-
-        `fingerprint` covers what state depends on: weights, tokenizer, types, library versions. Other state is
-        deleted, and all if the index is damaged. At most `max_in_flight_bytes`, or one file, wait to be written, and
-        as many are read ahead. `now` is the wall clock, `elapsed` never goes back. Raises DiskInUse, FolderUnsafe and
-        FolderUnusable.
-        """
-
-        def attached(store: DiskStore) -> DiskTier:
-            tier = cls(
-                store,
-                budget_bytes=budget_bytes,
-                write_budget_bytes_per_day=write_budget_bytes_per_day,
-                max_in_flight_bytes=max_in_flight_bytes,
-                now=now,
-                elapsed=elapsed,
-            )
-            tier._attach(store)
-            return tier
-
-        store = None
-        try:
-            store = DiskStore.open(files or FileSystem(), folder, fingerprint)
-            try:
-                return attached(store)
-            except (sqlite3.Error, UnicodeDecodeError) as error:
-                if not is_damage(error):
-                    raise
-                logger.warning("disk cache: starting afresh, the index is damaged: %s", error)
-                store.start_afresh()
-                return attached(store)
-        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
-            if store is not None:
-                store.close()
-            raise FolderUnusable(folder, error) from error
-
-    def _attach(self, store: DiskStore) -> None:
-        self.tree.attach(store.rows(), store.hasher)
-        files = self.tree.files()
-        for file in files:
+        self.space.adopt(self.tree.files())
+        for file in self.tree.files():
             file.reader = self.reader
-        store.keep_only({file.name for file in files})
-        self.space.adopt(files)
-        self.write_budget.resume(store.index.write_day())
-
-    @property
-    def is_open(self) -> bool:
-        return self._store is not None
 
     @property
     def is_busy(self) -> bool:

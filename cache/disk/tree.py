@@ -64,21 +64,11 @@ MAX_SPARE_FILES = 16
 """Evicted at once, unless more are needed: the worker waits."""
 
 
-class PrefixHasher:
-    """Keys of one namespace's growing prefix. Immutable."""
-
-    def __init__(self, hasher: hashlib.blake2b) -> None:
-        self._hasher = hasher
-
-    def extended(self, tokens: TokenArray) -> "PrefixHasher":
-        """The hasher of the prefix extended by `tokens`."""
-        hasher = self._hasher.copy()
-        hasher.update(np.ascontiguousarray(tokens, np.int32).data)
-        return PrefixHasher(hasher)
-
-    def key(self) -> bytes:
-        """The prefix's key."""
-        return self._hasher.digest()
+def extended(hasher: "hashlib.blake2b", tokens: TokenArray) -> "hashlib.blake2b":
+    """The hasher of a namespace's prefix extended by `tokens`; its digest is the prefix's key."""
+    hasher = hasher.copy()
+    hasher.update(np.ascontiguousarray(tokens, np.int32).data)
+    return hasher
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -287,7 +277,7 @@ class DiskTree:
 
     # ------------------------------------------------------------------------------------------------ opening
 
-    def attach(self, rows: Sequence[FileRow], hasher_of: Callable[[str], PrefixHasher]) -> None:
+    def attach(self, rows: Sequence[FileRow], hasher_of: Callable[[str], "hashlib.blake2b"]) -> None:
         """Adds an index's files, from the root down.
 
         Keys are computed again: a changed row is left out, with all that depend on it.
@@ -300,7 +290,7 @@ class DiskTree:
         todo = [(trie, trie.root, hasher_of(trie.namespace)) for trie in map(self._trie, namespaces)]
         while todo:
             trie, node, hasher = todo.pop()
-            for row in waiting.pop(hasher.key(), ()):
+            for row in waiting.pop(hasher.digest(), ()):
                 points = _child_offsets(row, hasher, cuts, waiting) if _parent_offset(row) == node.stop else []
                 if points:
                     self._add(trie, node, row.tokens, row.file)
@@ -313,19 +303,19 @@ def _parent_offset(row: FileRow) -> int:
 
 
 def _child_offsets(
-    row: FileRow, hasher: PrefixHasher, cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
-) -> list[tuple[int, PrefixHasher]]:
+    row: FileRow, hasher: "hashlib.blake2b", cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
+) -> list[tuple[int, "hashlib.blake2b"]]:
     """Where other rows start on a row's tokens, and its end; nothing for a wrong key."""
     start, stop = row.file.start, row.file.stop
     if row.file.is_snapshot:
-        return [(start, hasher)] if hasher.key() == row.key else []
-    found, done = list[tuple[int, PrefixHasher]](), start
+        return [(start, hasher)] if hasher.digest() == row.key else []
+    found, done = list[tuple[int, "hashlib.blake2b"]](), start
     for cut in [*cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]:
-        hasher = hasher.extended(row.tokens[done - start : cut - start])
+        hasher = extended(hasher, row.tokens[done - start : cut - start])
         done = cut
-        if cut == stop or hasher.key() in waiting:
+        if cut == stop or hasher.digest() in waiting:
             found.append((cut, hasher))
-    return found if hasher.key() == row.key else []
+    return found if hasher.digest() == row.key else []
 
 
 def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from cache.disk import connector
+from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
@@ -178,7 +179,7 @@ def _sanitized(subject: Subject) -> Any:
 
 
 def _open_disk(folder: str) -> DiskTier:
-    return DiskTier.open(Path(folder), budget_bytes=1 << 30, fingerprint="tiny", max_in_flight_bytes=1 << 26)
+    return DiskTier(DiskStore(Path(folder), "tiny"), budget_bytes=1 << 30, max_in_flight_bytes=1 << 26)
 
 
 def _require_hit(sink: Collected) -> None:

@@ -11,6 +11,7 @@ from cache.disk.files import Receipt
 from cache.disk.folder import WriteOrder
 from cache.disk.spans import StoredFile
 from cache.disk.tier import DiskTier
+from cache.disk.tree import DiskTree
 from scripts.replay.layout import SizedRecurrent, SizedSegment
 
 
@@ -32,6 +33,7 @@ class SizedStore:
 
     def __init__(self, bytes_per_token: int, snapshot_bytes: int) -> None:
         self.is_failing = False
+        self.tree, self.day = DiskTree(), None
         self.written_bytes_total = 0
         self.read_bytes_total = 0
         self._bytes_per_token = bytes_per_token
@@ -74,7 +76,6 @@ def sized_tier(store: Any, budget_bytes: int) -> DiskTier:
     return DiskTier(
         store,
         budget_bytes=budget_bytes,
-        write_budget_bytes_per_day=None,
         max_in_flight_bytes=1 << 60,
         now=lambda: 0.0,
         make_image=make_image,

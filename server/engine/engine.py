@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from cache.disk import model_folders
+from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
 from cache.journal import CacheEvent, Journal, Tell
 from cache.layers.layout import CHUNK_TOKENS
@@ -350,12 +351,12 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
             loaded.name,
             former.name,
         )
-    return DiskTier.open(
-        # One folder for each model: state of older library versions is found there, and removed.
-        model_folders.place(config.disk_folder, loaded.name, loaded.fingerprint),
+    # One folder for each model: state of older library versions is found there, and removed.
+    folder = model_folders.place(config.disk_folder, loaded.name, loaded.fingerprint)
+    return DiskTier(
+        DiskStore(folder, loaded.state_fingerprint),
         budget_bytes=config.disk_bytes,
         write_budget_bytes_per_day=config.disk_write_bytes_per_day,
-        fingerprint=loaded.state_fingerprint,
         max_in_flight_bytes=_in_flight_bytes(config),
     )
 

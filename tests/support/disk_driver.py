@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from cache.disk.files import FileSystem
+from cache.disk.folder import DiskStore
 from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START
@@ -148,7 +149,8 @@ def find_snapshot(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> St
 def open_tier(folder: Path, **options: Any) -> DiskTier:
     """Opens a tier that does not wait for the disk, which would take most of a test's time."""
     options = {"budget_bytes": BUDGET_BYTES, "fingerprint": "model", "files": CountingFiles(), **options}
-    return DiskTier.open(folder, **options)
+    store = DiskStore(folder, options.pop("fingerprint"), options.pop("files"))
+    return DiskTier(store, **options)
 
 
 def restorable(
