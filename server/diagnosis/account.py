@@ -8,13 +8,12 @@ with; of each the last turns are kept, since an agent and its sub-agents may sha
 import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
-from models.texts import shared_length
-from server.diagnosis.compare import Turn, find_changes_between, find_volatile_head, is_version
+from server.diagnosis.compare import Turn, find_changes_between, find_volatile_head, is_version, shared_ends
 from server.diagnosis.prompt import Prompt, with_parts_of
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
@@ -202,6 +201,8 @@ class Conversations:
     def record(self, name: Name, turn: EvaluatedTurn) -> None:
         """Keeps a turn, in place of the turn that it continues unchanged."""
         turns = self._take(name)
+        if turn.tokens.base is not None:
+            turn = replace(turn, tokens=turn.tokens.copy())  # a view keeps a longer array alive
         request = Rendered(turn.turn.prompt, turn.tokens, NO_OUTLINE)
         previous = self._closest(turns, request)
         if previous is not None:
@@ -210,7 +211,7 @@ class Conversations:
             )
             if _goes_on(previous.turn, turn.turn.prompt):
                 turns = [one for one in turns if one is not previous]
-        self._put(name, [*turns, _owned(turn)][-MAX_TURNS:])
+        self._put(name, [*turns, turn][-MAX_TURNS:])
         while len(self._turns) > MAX_CONVERSATIONS or self.num_bytes > self._max_bytes:
             self._drop_one()
 
@@ -248,22 +249,13 @@ class Conversations:
             self._put(name, turns[1:])
 
     def _find_unnamed(self, request: Rendered) -> Name | None:
-        best: tuple[tuple[int, int], Name] | None = None
-        for name in self._latest_unnamed(request.prompt.namespace):
-            closest = self._closest(self._turns[name], request)
-            if closest is not None and _belongs(closest, request):
-                score = _score(closest, request)
-                best = (score, name) if best is None or score > best[0] else best
-        return best[1] if best is not None else None
-
-    def _latest_unnamed(self, namespace: str) -> Iterator[Name]:
-        num_found = 0
-        for name in reversed(self._turns):
-            if name.namespace == namespace and not name.is_named:
-                num_found += 1
-                yield name
-            if num_found >= MAX_UNNAMED_LOOKED_AT:
-                return
+        namespace = request.prompt.namespace
+        names = (name for name in reversed(self._turns) if name.namespace == namespace and not name.is_named)
+        looked_at = itertools.islice(names, MAX_UNNAMED_LOOKED_AT)
+        closest = [(self._closest(self._turns[name], request), name) for name in looked_at]
+        fitting = [(turn, name) for turn, name in closest if turn is not None and _belongs(turn, request)]
+        best = max(fitting, key=lambda pair: _score(pair[0], request), default=None)
+        return None if best is None else best[1]
 
     def _find_elsewhere(self, session_id: str | None, request: Rendered) -> EvaluatedTurn | None:
         """Looks under other keys and salts, if the request contains the turn's reply.
@@ -285,17 +277,16 @@ class Conversations:
         """
         head = request.prompt.parts[: request.prompt.num_head]
         found: EvaluatedTurn | None = None
-        for turn in self._latest_turns(request.prompt.namespace):
+        ours = (
+            turns[-1] for name, turns in reversed(self._turns.items()) if name.namespace == request.prompt.namespace
+        )
+        for turn in itertools.islice(ours, MAX_NEIGHBOURS):
             earlier = turn.turn.prompt
             if earlier.parts[: earlier.num_head] == head:
                 return None
             if found is None and find_volatile_head(earlier, request.prompt):
                 found = replace(turn, is_neighbour=True)
         return found
-
-    def _latest_turns(self, namespace: str) -> Iterator[EvaluatedTurn]:
-        turns = (turns[-1] for name, turns in reversed(self._turns.items()) if name.namespace == namespace and turns)
-        return itertools.islice(turns, MAX_NEIGHBOURS)
 
     @staticmethod
     def _closest(turns: list[EvaluatedTurn], request: Rendered) -> EvaluatedTurn | None:
@@ -346,9 +337,7 @@ def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
     if not is_later:
         return False
     ours, theirs = (next((part.shown for part in one.parts if not part.is_system), "") for one in (earlier, later))
-    head = shared_length(ours, theirs)
-    tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
-    return 2 * (head + tail) > max(len(ours), len(theirs), 40)
+    return 2 * sum(shared_ends(ours, theirs)) > max(len(ours), len(theirs), 40)
 
 
 def _goes_on(earlier: Turn, later: Prompt) -> bool:
@@ -359,8 +348,3 @@ def _goes_on(earlier: Turn, later: Prompt) -> bool:
     is_same = (before.tools, before.arguments) == (later.tools, later.arguments)
     is_same = is_same and later.parts[: len(before.parts)] == before.parts
     return is_same and earlier.num_shared(later) > 0 and len(later.parts) > len(before.parts)
-
-
-def _owned(turn: EvaluatedTurn) -> EvaluatedTurn:
-    """Copies the tokens: a view keeps a longer array alive."""
-    return turn if turn.tokens.base is None else replace(turn, tokens=turn.tokens.copy())

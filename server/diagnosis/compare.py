@@ -85,17 +85,23 @@ def find_changes(before: str, after: str) -> list[WordChange]:
     return list(changes.values())
 
 
+def shared_ends(one: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
+    """Returns how much of both is the same at the beginning, and behind that at the end."""
+    head = shared_length(one, other)
+    return head, shared_length(one[head:][::-1], other[head:][::-1])
+
+
 def classify_text(before: str, after: str) -> Cause:
     """Returns the kind of the first change."""
-    start = shared_length(before, after)
+    start, tail = shared_ends(before, after)
     for cause, words_at in _KINDS:
-        if _changes_between(words_at(before, start), words_at(after, start)):
+        word, other_word = words_at(before, start), words_at(after, start)
+        if word is not None and other_word is not None and word != other_word:
             return cause
-    return _cause_of_addition(before, after, start)
+    return _cause_of_addition(before, after, start, tail)
 
 
-def _cause_of_addition(before: str, after: str, start: int) -> Cause:
-    tail = shared_length(before[start:][::-1], after[start:][::-1])
+def _cause_of_addition(before: str, after: str, start: int, tail: int) -> Cause:
     inner, other = before[start : len(before) - tail], after[start : len(after) - tail]
     added = inner or other
     if (inner and other) or len(added.split()) > MAX_ADDED_WORDS:
@@ -121,10 +127,6 @@ def _cause_of_whole(before: str, after: str) -> Cause | None:
 def _decoded(text: str) -> str:
     """Undoes encoding, quotes and spaces."""
     return "".join(normalize("NFKC", unescape(text)).translate(_QUOTES).split())
-
-
-def _changes_between(before: str | None, after: str | None) -> bool:
-    return before is not None and after is not None and before != after
 
 
 def _words_of(pattern: re.Pattern[str]) -> "Callable[[str, int], str | None]":
@@ -181,8 +183,7 @@ def _is_same_words(before: str, after: str) -> bool:
 def _places(before: str, after: str) -> Iterator[tuple[int, str, str]]:
     """Yields changed stretches with context: the offset in `before`, and both texts."""
     ours, theirs = (re.findall(r"\S+|\s+", text) for text in (before, after))
-    head = shared_length(ours, theirs)
-    tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
+    head, tail = shared_ends(ours, theirs)
     inner, other_inner = ours[head : len(ours) - tail], theirs[head : len(theirs) - tail]
     if len(inner) + len(other_inner) > MAX_WORDS:
         yield 0, before, after
@@ -507,9 +508,7 @@ def is_version(one: Part, other: Part) -> bool:
     if "".join(ours.split()) == "".join(theirs.split()) or _without_thoughts(one) == other.text.strip() != "":
         return True
     longest = max(len(ours), len(theirs))
-    head = shared_length(ours, theirs)
-    tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
-    if head + tail >= SIMILAR * longest:
+    if sum(shared_ends(ours, theirs)) >= SIMILAR * longest:
         return True
     if longest > MAX_COMPARED_CHARACTERS:
         return False

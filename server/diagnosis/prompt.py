@@ -85,7 +85,7 @@ def prompt_of(
     """Returns a conversation's parts."""
     return Prompt(
         tuple(part_of(message) for message in messages),
-        tuple(json.dumps(tool, ensure_ascii=False) for tool in map(_without_cache_control, tools)),
+        tuple(map(_tool_text, tools)),
         json.dumps(arguments, sort_keys=True, default=str) if arguments else "",
         model,
         namespace,
@@ -147,5 +147,5 @@ def _piece_text(piece: Any) -> str:
     return json.dumps(piece, ensure_ascii=False, default=str)
 
 
-def _without_cache_control(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in tool.items() if name != "cache_control"}
+def _tool_text(tool: Mapping[str, Any]) -> str:
+    return json.dumps({name: value for name, value in tool.items() if name != "cache_control"}, ensure_ascii=False)
