@@ -64,12 +64,7 @@ class FileReader:
     """
 
     def __init__(
-        self,
-        store: DiskStore,
-        *,
-        max_ahead_bytes: int,
-        drop: Callable[[Iterable[StoredFile]], None],
-        log: ProblemLog,
+        self, store: DiskStore, *, max_ahead_bytes: int, drop: Callable[[Iterable[StoredFile]], None], log: ProblemLog
     ) -> None:
         self._store: DiskStore | None = store
         self._max_bytes = max_ahead_bytes
@@ -111,8 +106,11 @@ class FileReader:
             raise DiskFault("the cache folder is closed")
         read = self._find(file, rows)
         try:
-            found = self._take(read) if read is not None else None
-            return found if found is not None else _fetch(self._store, file, rows)
+            result = read.result if read is not None else _CANCELLED
+            if read is not None:
+                self._remove(read)
+            # What has not begun to be read is faster read here.
+            return _fetch(self._store, file, rows) if result.cancelled() else result.result()
         except DiskFault as fault:
             self._log.report(f"a file cannot be read, what it held is evaluated again: {fault}")
             self._drop([file])
@@ -120,12 +118,6 @@ class FileReader:
 
     def _find(self, file: StoredFile, rows: FilePart | None) -> _Read | None:
         return next((read for read in self._reads if read.holds(file, rows)), None)
-
-    def _take(self, read: _Read) -> Any:
-        """Waits for a read; None if not started: the caller is then faster."""
-        result = read.result
-        self._remove(read)
-        return None if result.cancelled() else result.result()
 
     def _release(self, read: _Read) -> None:
         read.num_waiting -= 1
@@ -167,13 +159,6 @@ def _parts_of(item: FileSpan | StoredFile) -> Iterator[tuple[StoredFile, FilePar
 RETRY_SECONDS = 60.0
 
 
-@dataclass
-class _Write:
-    file: StoredFile
-    num_bytes: int
-    receipt: "Future[Receipt | None]"
-
-
 class WriteQueue:
     """A folder's writer thread. Accepts nothing once closed."""
 
@@ -185,7 +170,8 @@ class WriteQueue:
         self._max_waiting_bytes = max_waiting_bytes
         self._elapsed = elapsed
         self._log = log
-        self._writes: deque[_Write] = deque()
+        self._writes: deque[tuple[StoredFile, int, Future[Receipt | None]]] = deque()
+        """Each with the bytes that wait for it."""
         self._paused_until = -math.inf
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-writer")
 
@@ -205,25 +191,19 @@ class WriteQueue:
     def add(self, order: WriteOrder, num_bytes: int) -> None:
         """Queues a file, which holds `num_bytes` until written. Requires `accepts`."""
         assert self._store is not None
-        self._writes.append(_Write(order.file, num_bytes, self._thread.submit(self._store.write, order)))
+        self._writes.append((order.file, num_bytes, self._thread.submit(self._store.write, order)))
         self.waiting_bytes += num_bytes
 
     def ended(self) -> Iterator[tuple[StoredFile, Receipt | None]]:
         """Yields files whose writes ended, with receipts if written."""
-        while self._writes and self._writes[0].receipt.done():
-            write = self._writes.popleft()
-            self.waiting_bytes -= write.num_bytes
-            yield write.file, self._receipt(write.receipt)
-
-    def _receipt(self, future: "Future[Receipt | None]") -> Receipt | None:
-        if future.cancelled():
-            return None
-        error = future.exception()
-        if error is None:
-            return future.result()
-        self._paused_until = self._elapsed() + RETRY_SECONDS
-        self._log.report(f"writing failed, further state stays in memory for now: {error}")
-        return None
+        while self._writes and self._writes[0][2].done():
+            file, num_bytes, receipt = self._writes.popleft()
+            self.waiting_bytes -= num_bytes
+            error = None if receipt.cancelled() else receipt.exception()
+            if error is not None:
+                self._paused_until = self._elapsed() + RETRY_SECONDS
+                self._log.report(f"writing failed, further state stays in memory for now: {error}")
+            yield file, None if receipt.cancelled() or error is not None else receipt.result()
 
     def change(self, action: Callable[[DiskStore], None]) -> None:
         """Queues another change of the folder, after earlier writes."""
@@ -240,8 +220,8 @@ class WriteQueue:
 
     def close(self) -> None:
         """Finishes the current file, drops waiting ones, ends the thread."""
-        for write in self._writes:
-            write.receipt.cancel()
+        for _, _, receipt in self._writes:
+            receipt.cancel()
         if self._store is not None:
             self._thread.submit(mx.clear_streams)  # MLX's streams of this thread would outlive it
         self._thread.shutdown()
@@ -249,5 +229,5 @@ class WriteQueue:
 
     def check(self) -> None:
         """Asserts the count of waiting bytes."""
-        waiting = sum(write.num_bytes for write in self._writes)
+        waiting = sum(num_bytes for _, num_bytes, _ in self._writes)
         assert waiting == self.waiting_bytes, f"{waiting} bytes are waiting, {self.waiting_bytes} counted"

@@ -58,19 +58,15 @@ class DiskSpace:
     def adopt(self, files: Collection[StoredFile]) -> None:
         """Counts files found at opening; evicts beyond a smaller budget."""
         for file in files:
-            self.add(file)
+            self.count(file, file.num_bytes)
         self._now = max((file.last_used for file in files), default=0) + 1
         self.evict_for(0, self._now)
-
-    def add(self, file: StoredFile) -> None:
-        """Counts a file added to the tree."""
-        self._count(file, file.num_bytes)
 
     def complete(self, file: StoredFile, receipt: Receipt) -> None:
         """Records that a file is written, unless GONE."""
         if file.state is FileState.PENDING:
             file.state, file.receipt = FileState.WRITTEN, receipt
-            self._count(file, receipt.num_bytes - file.num_bytes)
+            self.count(file, receipt.num_bytes - file.num_bytes)
             file.num_bytes = receipt.num_bytes
 
     def drop(self, files: Iterable[StoredFile]) -> None:
@@ -78,7 +74,7 @@ class DiskSpace:
         gone = [file for file in files if not file.is_gone]
         for file in gone:
             file.state = FileState.GONE
-            self._count(file, -file.num_bytes)
+            self.count(file, -file.num_bytes)
             self._touched.discard(file)
         self.num_gone += len(gone)
         if gone:
@@ -103,7 +99,8 @@ class DiskSpace:
         self.drop(victims)
         return True
 
-    def _count(self, file: StoredFile, num_bytes: int) -> None:
+    def count(self, file: StoredFile, num_bytes: int) -> None:
+        """Counts bytes of a file that came to the tree, or changed."""
         self.used_bytes += num_bytes
         self._namespace_bytes[file.namespace] += num_bytes
         if not self._namespace_bytes[file.namespace]:
@@ -318,7 +315,7 @@ class DiskTier:
         tokens = tokens.copy()
         for file in new:
             self.tree.add(tokens[: file.stop], file, place)
-            self.space.add(file)
+            self.space.count(file, file.num_bytes)
             # All files borrow the same arrays, so the memory is charged to the last one.
             waiting_bytes = image.num_bytes if file is new[-1] else 0
             self.queue.add(WriteOrder(file, image, tokens[: file.stop], day), waiting_bytes)

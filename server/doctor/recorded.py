@@ -82,7 +82,9 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
     arguments = dict(given) if isinstance(given, dict) else {}
     arguments |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
     tools = _tools(body.get("tools"), place)
-    _check_messages(body["messages"], place)
+    for index, message in enumerate(body["messages"]):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DoctorError(f"{place}: messages[{index}] is no object with a role")
     model, namespace = str(body.get("model") or ""), _namespace(outer, body)
     prompt = prompt_of(body["messages"], tools, arguments, model=model, namespace=namespace)
     # The server replaces these values by constants too, so they cost nothing.
@@ -118,12 +120,6 @@ def _tools(tools: Any, place: str) -> Sequence[Mapping[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DoctorError(f"{place}: tools is no list of objects")
     return tools
-
-
-def _check_messages(messages: Sequence[Any], place: str) -> None:
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DoctorError(f"{place}: messages[{index}] is no object with a role")
 
 
 def _session_id(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> str | None:

@@ -74,8 +74,9 @@ class Catalog:
             if is_old or seen != self._seen:
                 self._listed = _installed_sources()
                 self._listed_at, self._seen = time.monotonic(), seen
-            others = map(self._identified, self._listed)
-        return [*self._named, *(one for one in others if not self._is_named(one))]
+            others = [(one, self._known(one.name)) for one in map(self._identified, self._listed)]
+        # A model that the command line names under a label also keeps its own name.
+        return [*self._named, *(one for one, known in others if not any(known is named for named in self._named))]
 
     def _known(self, name: str) -> ModelSource | None:
         """Returns the command line's model of this name, or of this repository."""
@@ -87,11 +88,6 @@ class Catalog:
             if source.adapter is None and repository is not None and parse_repository(source.id) == repository:
                 return source if source.label is None else source.plain
         return next((source.plain for source in self._named if source.id == name), None)
-
-    def _is_named(self, source: ModelSource) -> bool:
-        """Whether the command line names this model; a labelled model also keeps its own name."""
-        known = self._known(source.name)
-        return any(known is named for named in self._named)
 
     def _identified(self, source: ModelSource) -> ModelSource:
         """The id is that of the command line's first model with the same folder."""
@@ -137,7 +133,7 @@ def _all_stored() -> Sequence[StoredModel]:
 
 def _installed_sources() -> Sequence[ModelSource]:
     built_in = [ModelSource(name, path) for name, path in BUILT_IN.items()]
-    return _read(lambda: [_source(one) for one in installed()], built_in)
+    return _read(lambda: list(map(_source, installed())), built_in)
 
 
 def _source(model: InstalledModel) -> ModelSource:
