@@ -93,7 +93,8 @@ class ModelPool(Loader):
         member = self.find_loaded(source.id)
         served = None if member is None else member.served(source)
         if served is not None:
-            return ListedModel.of(served)
+            known = (served.id, served.created, served.context_tokens, served.facts)
+            return ListedModel(*known, served=served, parent_id=served.parent_id)
         if self._opener is None:
             return ListedModel(source.name, 0, None, ModelFacts())
         return self._opener.describe(source)

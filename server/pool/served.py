@@ -273,11 +273,6 @@ class ListedModel:
     served: ServedModel | None = None
     parent_id: str | None = None
 
-    @classmethod
-    def of(cls, served: ServedModel) -> "ListedModel":
-        """Returns the entry of a loaded model."""
-        return cls(served.id, served.created, served.context_tokens, served.facts, served, served.parent_id)
-
 
 @dataclass(frozen=True)
 class Occupancy:
