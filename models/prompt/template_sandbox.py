@@ -6,6 +6,7 @@ a list, since transformers copies all that it can reach. Each turn of a loop, ca
 through at once is weighed first: the operation cannot be stopped.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ _LIGHT_CHARACTERS: Final = 4096
 _LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
 _COMPARISONS: Final = {"gteq": "ge", "lteq": "le"}
 _PLAIN: Final = frozenset({str, int, list, dict})
-_GIVES_BYTES: Final = frozenset({"encode", "to_bytes"})
+_NEEDLESS_METHODS: Final = frozenset({"encode", "expandtabs", "to_bytes", "translate"})
+"""Of texts and numbers: they make bytes, or texts far longer."""
 _DICT_METHODS: Final = frozenset(dir(dict))
 _LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
 _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
@@ -63,7 +65,7 @@ _CHANGES: Final[Mapping[type, frozenset[str]]] = {
 
 
 class _Steps:
-    def __init__(self, num_left: int) -> None:
+    def __init__(self, num_left: float) -> None:
         self._num_left = num_left
         self._next_look = num_left - _STEPS_PER_LOOK
 
@@ -76,7 +78,7 @@ class _Steps:
             stop_if_abandoned()
 
 
-_steps: ContextVar[_Steps | None] = ContextVar("template_steps", default=None)
+_steps: ContextVar[_Steps] = ContextVar("template_steps", default=_Steps(math.inf))  # noqa: B039  # this one never runs out
 
 
 @contextmanager
@@ -89,34 +91,24 @@ def bounded_steps(max_steps: int) -> Iterator[None]:
         _steps.reset(token)
 
 
-def _spender() -> Callable[[int], None]:
-    steps = _steps.get()
-    return (lambda count: None) if steps is None else steps.spend
-
-
 def _spend(count: int = 1) -> None:
-    _spender()(count)
+    _steps.get().spend(count)
 
 
 def _spend_on(result: Any) -> Any:
-    steps = _steps.get()
-    if steps is None:
-        return result
+    count = 1
     if type(result) is str:
-        steps.spend(1 + len(result) // _CHARACTERS_PER_STEP)
+        count += len(result) // _CHARACTERS_PER_STEP
     elif isinstance(result, (list, tuple, dict)):  # this is the quickest way to ask
-        steps.spend(1 + len(result))
+        count += len(result)
     elif type(result) is int:
         template_sizes.bound(result.bit_length(), template_sizes.MAX_INTEGER_BITS)
-        steps.spend(1)
-    else:
-        steps.spend(1)
+    _spend(count)
     return result
 
 
 def _spend_for(weight: template_sizes.Weight) -> None:
-    if weight.num_items >= _ITEMS_PER_STEP or weight.num_characters >= _CHARACTERS_PER_STEP:
-        _spend(weight.num_items // _ITEMS_PER_STEP + weight.num_characters // _CHARACTERS_PER_STEP)
+    _spend(weight.num_items // _ITEMS_PER_STEP + weight.num_characters // _CHARACTERS_PER_STEP)
 
 
 def _are_light(values: Iterable[Any]) -> bool:
@@ -233,7 +225,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if attr in _CHANGES.get(type(obj), ()):
             return len(obj) < MAX_OWN_ITEMS
         if type(obj) in _PLAIN:
-            return not attr.startswith("_") and attr not in _GIVES_BYTES
+            return not attr.startswith("_") and attr not in _NEEDLESS_METHODS
         return super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -311,12 +303,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Text of an output, a macro or a block."""
-        return str(_spend_on(template_sizes.joined(parts, _spender())))
+        return str(_spend_on(template_sizes.joined(parts, _spend)))
 
     @classmethod
     def concat_texts(cls, *parts: Any) -> str:
         """Values joined by `~`."""
-        return str(_spend_on(template_sizes.joined(map(cls.shown, parts), _spender())))
+        return str(_spend_on(template_sizes.joined(map(cls.shown, parts), _spend)))
 
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False

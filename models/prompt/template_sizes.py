@@ -5,15 +5,7 @@ take long. All raise jinja2's SecurityError.
 """
 
 import re
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    Sized,
-)
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, Final, NamedTuple
 
 from jinja2.exceptions import SecurityError
@@ -29,9 +21,8 @@ MAX_INTEGER_BITS: Final = 4096
 MAX_WIDTH: Final = 100_000
 """Of a padded text."""
 
-_FORMAT_SPEC = re.compile(r":([^{}:]*)([{}])")
-_PERCENT_FIELD = re.compile(r"[%)][-+ #0]*(\d*)(?:\.(\d*))?")
-_TOLD_WIDTH = re.compile(r"%[-+ #0]*\d*\.?\*")
+_FORMAT_FIELD = re.compile(r":[^{}:]*[{}]")
+_PERCENT_FIELD = re.compile(r"%[-+ #\d.]*\*?|\)[-+ #\d.]*")
 _MAX_FIELDS: Final = 100_000
 _SHORT_CHARACTERS: Final = 1300
 """Of the longest printed number."""
@@ -43,28 +34,11 @@ _SLOW_KEY_ITEMS: Final = 100
 """A template can find many tuples or large numbers with one hash."""
 _KEY_BITS: Final = 60
 _TAKES_LONG_TEXTS = frozenset(
-    [
-        "count",
-        "endswith",
-        "find",
-        "index",
-        "lstrip",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rfind",
-        "rindex",
-        "rpartition",
-        "rsplit",
-        "rstrip",
-        "split",
-        "startswith",
-        "string",
-        "strip",
+    {
+        *("count", "endswith", "find", "index", "join", "lstrip", "partition", "removeprefix", "removesuffix"),
+        *("replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "string", "strip"),
         "trim",
-        "join",
-    ]
+    }
 )
 """Methods of texts, and filters, no dearer than a copy."""
 _LOOKS_AT = {
@@ -79,9 +53,10 @@ SHALLOW_FILTERS = frozenset(
     }
 )
 _ITEMS_COPIED_AT_ONCE: Final = 8
-_MAX_STRFTIME_GROWTH: Final = 1 << 12
-_WIDTHS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
-_FILTER_NUMBERS = frozenset({"batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap"})
+_MAX_STRFTIME_CHARACTERS: Final = 1 << 14
+_TAKES_WIDTHS = frozenset(
+    {"batch", "center", "indent", "ljust", "rjust", "round", "slice", "tojson", "truncate", "zfill"}
+)
 
 
 class Weight(NamedTuple):
@@ -142,17 +117,17 @@ def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Refuses `left operator right` if too long."""
-    if operator == "**":
-        if isinstance(left, int) and isinstance(right, int):
-            bound(left.bit_length() * max(right, 0), MAX_INTEGER_BITS)
-    elif operator == "*":
-        _check_product(left, right)
-    elif operator == "+":
-        if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-            bound(len(left) + len(right), MAX_ITEMS)
-    elif isinstance(left, str):
+    """Refuses `left operator right` if too long; a product of numbers is bounded by what made them."""
+    if operator == "%" and isinstance(left, str):
         check_percent(left, right)
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        bound(left.bit_length() * max(right, 0), MAX_INTEGER_BITS)
+    elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        bound(len(left) + len(right), MAX_ITEMS)
+    elif operator == "*":
+        for many, count in ((left, right), (right, left)):
+            if isinstance(count, int) and isinstance(many, str | list | tuple):
+                bound(len(many) * count, MAX_CHARACTERS if isinstance(many, str) else MAX_ITEMS)
 
 
 def check_contains(container: Any, item: Any) -> Weight:
@@ -173,31 +148,14 @@ def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weig
         return weigh_key(owner, *args[: _LOOKS_AT[name]])
     values = [*args, *named]
     weight = weigh(owner, *values)
-    if not isinstance(owner, str) or name not in _TAKES_LONG_TEXTS:
-        bound(weight.num_characters, MAX_WORKED_CHARACTERS)
-    if isinstance(owner, str):
-        _check_text_method(owner, name, args, values)
-    elif isinstance(owner, int):
-        _check_widths(values)
-    elif name == "strftime_now":
-        bound(weight.num_characters * _MAX_STRFTIME_GROWTH, MAX_CHARACTERS)
-    return weight
-
-
-def _check_text_method(text: str, name: str, args: Sequence[Any], values: Sequence[Any]) -> None:
-    if name in _WIDTHS:
-        _check_widths(values)
-        if name == "expandtabs":
-            bound(len(text) + text.count("\t") * max(map(int, args), default=8), MAX_CHARACTERS)
+    if not isinstance(owner, str):
+        is_short = name == "strftime_now"
+        bound(weight.num_characters, _MAX_STRFTIME_CHARACTERS if is_short else MAX_WORKED_CHARACTERS)
     elif name == "join" and args:
-        _check_join(text, args[0])
-    elif name == "replace" and len(args) >= 2:
-        _check_replace(text, args[0], args[1])
-    elif name == "translate" and args and isinstance(args[0], Mapping):
-        bound(len(text) * max((len(to) for to in args[0].values() if isinstance(to, str)), default=1), MAX_CHARACTERS)
-    elif name in ("split", "rsplit"):
-        separator = next((value for value in values if isinstance(value, str) and value), None)
-        bound(text.count(separator) if separator else len(text) // 2, MAX_ITEMS)
+        _check_result(name, args[0], [owner], weight)
+    else:
+        _check_result(name, owner, values, weight)
+    return weight
 
 
 def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
@@ -205,30 +163,40 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
     if not args:
         return Weight()
     value, rest = args[0], [*args[1:], *kwargs.values()]
-    num_items = len(value) if isinstance(value, Sized) else 0
-    if name in _FILTER_NUMBERS:
-        _check_widths(rest)
     if name in SHALLOW_FILTERS:
+        num_items = len(value) if isinstance(value, Sized) else 0
         bound(num_items if name == "list" else 0, MAX_ITEMS)
+        _check_result(name, "", rest, Weight())
         return Weight(num_items if isinstance(value, list | tuple | range) else 0)
     weight = weigh(*args, *kwargs.values())
+    _check_result(name, value, rest, weight)
+    if name == "format":
+        check_percent(str(value), *rest)
+    return weight
+
+
+def _check_result(name: str, value: Any, rest: Sequence[Any], weight: Weight) -> None:
+    """For a filter or a method of texts on `value` with arguments `rest`, together of `weight`."""
     if name not in _TAKES_LONG_TEXTS:
         bound(weight.num_characters, MAX_WORKED_CHARACTERS)
-    if name == "indent":
-        width = rest[0] if rest else 4
-        bound((str(value).count("\n") + 1) * (len(width) if isinstance(width, str) else int(width)), MAX_CHARACTERS)
-    elif name == "tojson":
-        widths = [len(text) if isinstance(text, str) else int(text or 0) for text in _flat(rest)]
-        bound(weight.num_items * weight.depth * max(widths, default=0), MAX_CHARACTERS)
-    elif name == "replace" and len(rest) >= 2:
-        _check_replace(str(value), rest[0], rest[1])
-    elif name == "join":
-        _check_join(str(rest[0]) if rest else "", value)
-    elif name == "format":
-        check_percent(str(value), *rest)
-    elif name == "sum" and any(isinstance(start, list | tuple) for start in rest):
-        bound(num_items * weight.num_items // _ITEMS_COPIED_AT_ONCE, MAX_ITEMS)
-    return weight
+    widest = max((number for number in rest if isinstance(number, int)), default=0)
+    if name in _TAKES_WIDTHS:
+        bound(widest, MAX_WIDTH)
+    text = value if isinstance(value, str) else ""
+    match name, rest:
+        case "replace", [str() as old, str() as new, *_]:
+            bound(len(text) + text.count(old) * len(new), MAX_CHARACTERS)
+        case "split" | "rsplit", _:
+            separator = next((one for one in rest if isinstance(one, str) and one), None)
+            bound(text.count(separator) if separator else len(text) // 2, MAX_ITEMS)
+        case "join", [separator, *_] if isinstance(value, Sized):
+            bound(weight.num_characters + len(value) * len(str(separator)), MAX_CHARACTERS)
+        case "indent", _:
+            bound((str(value).count("\n") + 1) * (max(widest, 4) + weigh(*rest).num_characters), MAX_CHARACTERS)
+        case "tojson", _:
+            bound(weight.num_items * weight.depth * (widest + weigh(*rest).num_characters), MAX_CHARACTERS)
+        case "sum", _ if any(isinstance(start, list | tuple) for start in rest):
+            bound(len(value) * weight.num_items // _ITEMS_COPIED_AT_ONCE, MAX_ITEMS)
 
 
 def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
@@ -242,63 +210,26 @@ def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wei
 
 def check_format(text: str, *values: Any) -> None:
     """Refuses a text for `str.format` with a long result or a width from a value."""
-    _check_fields(text.count("{"), 0, values)
-    specs = _FORMAT_SPEC.findall(text)
-    bound(sum(brace == "{" for _, brace in specs), 0)
-    _check_fields(text.count("{"), _widest(spec for spec, _ in specs), values)
+    _check_fields(text, "{", _FORMAT_FIELD, values)
 
 
 def check_percent(text: str, *values: Any) -> None:
     """Like `check_format`, for `%`."""
-    _check_fields(text.count("%"), 0, values)
-    bound(len(_TOLD_WIDTH.findall(text)), 0)
-    _check_fields(text.count("%"), _widest(map(" ".join, _PERCENT_FIELD.findall(text))), values)
+    _check_fields(text, "%", _PERCENT_FIELD, values)
 
 
-def _widest(texts: Iterable[str]) -> int:
-    digits = "0 " + " ".join(texts)
-    return max(int(number) if len(number) < 7 else MAX_CHARACTERS for number in re.findall(r"\d+", digits))
-
-
-def _check_fields(num_fields: int, width: int, values: Sequence[Any]) -> None:
-    """Each could hold all of `values`."""
-    weight = weigh(*values)
-    bound(num_fields * (MAX_ITEMS // _MAX_FIELDS), MAX_ITEMS)
-    longest = _SHORT_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters
+def _check_fields(text: str, opener: str, field: re.Pattern[str], values: Sequence[Any]) -> None:
+    """Each field could hold all of `values`."""
+    num_fields = text.count(opener)
+    bound(num_fields, _MAX_FIELDS)
+    fields = field.findall(text)
+    bound(sum(one[-1] in "{*" for one in fields), 0)
+    widths = re.findall(r"\d+", " ".join(fields))
+    width = max((int(digits) if len(digits) < 7 else MAX_CHARACTERS for digits in widths), default=0)
     bound(width, MAX_WIDTH)
+    weight = weigh(*values)
+    longest = _SHORT_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters
     bound(num_fields * (width + longest), MAX_CHARACTERS)
-
-
-def _check_product(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        bound(left.bit_length() + right.bit_length(), MAX_INTEGER_BITS)
-    for many, count in ((left, right), (right, left)):
-        if isinstance(count, int) and isinstance(many, str):
-            bound(len(many) * count, MAX_CHARACTERS)
-        elif isinstance(count, int) and isinstance(many, list | tuple):
-            bound(len(many) * count, MAX_ITEMS)
-
-
-def _check_join(separator: str, parts: Any) -> None:
-    if isinstance(parts, Collection) and not isinstance(parts, str):
-        lengths = (len(part) for part in parts if isinstance(part, str))
-        bound(sum(lengths) + len(separator) * len(parts), MAX_CHARACTERS)
-    elif isinstance(parts, str):
-        bound(len(parts) * (1 + len(separator)), MAX_CHARACTERS)
-
-
-def _check_replace(text: str, old: Any, new: Any) -> None:
-    if isinstance(old, str) and isinstance(new, str):
-        bound(len(text) + text.count(old) * len(new), MAX_CHARACTERS)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        yield from value if isinstance(value, list | tuple) else (value,)
-
-
-def _check_widths(values: Iterable[Any]) -> None:
-    bound(max((value for value in values if isinstance(value, int)), default=0), MAX_WIDTH)
 
 
 def bound(count: int, most: int) -> None:
