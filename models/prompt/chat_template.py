@@ -31,31 +31,12 @@ message asks for a restore point at its end.
 """
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
-    [
-        "add_generation_prompt",
-        "additional_special_tokens",
-        "bos_token",
-        "chat_template",
-        "cls_token",
-        "continue_final_message",
-        "conversation",
-        "eos_token",
-        "mask_token",
-        "max_length",
-        "messages",
-        "pad_token",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "sep_token",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-        "unk_token",
-    ]
+    {
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "tools"),
+        *("max_length", "padding", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "truncation"),
+        *("return_assistant_tokens_mask", "return_dict", "return_tensors", "additional_special_tokens"),
+        *(f"{token}_token" for token in ("bos", "cls", "eos", "mask", "pad", "sep", "unk")),
+    }
 )
 
 MAX_EDGE_DISTANCE = 16
@@ -136,9 +117,9 @@ class ChatRenderer:
         )
         text = conversation.prompt()
         ids, tail, before = self._tokenized(text, namespace)
-        edges = _Edges(np.isin(ids, self._added_ids), before)
+        is_added = np.isin(ids, self._added_ids)
         boundaries = list(conversation.boundaries(text))
-        points = {RestorePoint(edges.offset_of(boundary, kind), kind) for boundary, kind in boundaries}
+        points = {RestorePoint(_edge(boundary, kind, before, is_added), kind) for boundary, kind in boundaries}
         # First messages usually differ only after their common header, but a text may merge with the header's last
         # token. So there is a second point before it.
         points |= {
@@ -378,29 +359,17 @@ def _try_apply(
         return None
 
 
-class _Edges:
-    def __init__(self, is_added: NDArray[np.bool_], before: Callable[[int], int]) -> None:
-        self.before = before
-        self._is_added = is_added
+def _edge(boundary: int, kind: RestorePointKind, before: Callable[[int], int], is_added: NDArray[np.bool_]) -> int:
+    """The token offset at or before a boundary, never after; the nearest that later text leaves an edge."""
+    offset = before(boundary)
 
-    def offset_of(self, boundary: int, kind: RestorePointKind) -> int:
-        """The token offset at or before a boundary, never after."""
-        offset = self.before(boundary)
-        if kind is RestorePointKind.EXPLICIT:
-            return offset
-        if kind is RestorePointKind.PROMPT_END and self._is_edge(offset):
-            return offset
-        return self._stable_edge(offset)
+    def is_beside_added(edge: int) -> bool:
+        return bool(is_added[max(edge - 1, 0) : edge + 1].any())
 
-    def _stable_edge(self, offset: int) -> int:
-        """The nearest edge independent of what follows `offset`."""
-        if offset > 0 and self._is_added[offset - 1]:
-            return offset
-        edges = range(offset - 1, max(offset - MAX_EDGE_DISTANCE, 0), -1)
-        return next(filter(self._is_edge, edges), offset)
-
-    def _is_edge(self, offset: int) -> bool:
-        return bool(self._is_added[max(offset - 1, 0) : offset + 1].any())
+    is_final = kind is RestorePointKind.PROMPT_END and is_beside_added(offset)
+    if kind is RestorePointKind.EXPLICIT or is_final or (offset > 0 and is_added[offset - 1]):
+        return offset
+    return next(filter(is_beside_added, range(offset - 1, max(offset - MAX_EDGE_DISTANCE, 0), -1)), offset)
 
 
 def _parts_of(backend: Any, added: Mapping[int, Any], template: str) -> PromptParts | None:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+from models.prompt.shapes import num_leading_system
+
 Message: TypeAlias = Mapping[str, Any]
 """`role`, and `content` as a text or text parts."""
 
@@ -26,7 +28,7 @@ _CHANGING_VALUES = (
 
 def with_constant_headers(messages: Sequence[Message]) -> list[Message]:
     """Messages with constants in leading system messages; changed ones are copies."""
-    num_system = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    num_system = num_leading_system(messages)
     return [*map(_cleaned, messages[:num_system]), *messages[num_system:]]
 
 

@@ -259,7 +259,7 @@ class Adaptation:
 
 def adaptation_for(apply: Apply, *, with_tools: bool) -> Adaptation:
     """The changes for a template, with or without tools."""
-    tools = [_TOOL] if with_tools else None
+    tools = [SAMPLE_TOOL] if with_tools else None
     return Adaptation(tuple(shape for shape in SHAPES if shape.must_change(apply, tools)))
 
 
@@ -290,7 +290,7 @@ def _without(message: Message, *names: str) -> Message:
 
 
 _ASKS = _says("user", "qask")
-_TOOL = {
+SAMPLE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
         "name": "qfirst",
@@ -309,32 +309,32 @@ SHAPES: tuple[Shape, ...] = (
         # A template that does not write JSON shows the object as Python does.
         lambda text: _in_order("qkey", "qvalue")(text) and "'qkey'" not in text,
         arguments_as_text,
-        tools=[_TOOL],
+        tools=[SAMPLE_TOOL],
     ),
     Shape(
         [_ASKS, _calls("qfirst", arguments="qtext"), _result(0, "qresult")],
         _has("qtext"),
         arguments_as_object,
-        tools=[_TOOL],
+        tools=[SAMPLE_TOOL],
     ),
     Shape(
         [_ASKS, _calls("qfirst", has_ids=False), _without(_result(0, "qresult"), "tool_call_id")],
         _has("qfirst", "qresult"),
         all_named,
-        tools=[_TOOL],
+        tools=[SAMPLE_TOOL],
     ),
-    Shape([_ASKS, *_LONG_IDS], _has("qfirst", "qresult"), short_ids, tools=[_TOOL]),
+    Shape([_ASKS, *_LONG_IDS], _has("qfirst", "qresult"), short_ids, tools=[SAMPLE_TOOL]),
     Shape(
         [_ASKS, _calls("qfirst"), _without(_result(0, "qresult"), "name")],
         _has("qfirst", "qresult"),
         results_named,
-        tools=[_TOOL],
+        tools=[SAMPLE_TOOL],
     ),
     Shape(
         [_ASKS, _calls("qfirst", "qsecond"), _result(0, "qresult"), _result(1, "qother")],
         _has("qfirst", "qsecond", "qresult", "qother"),
         one_call_each,
-        tools=[_TOOL],
+        tools=[SAMPLE_TOOL],
     ),
     Shape([_ASKS], _has("qbare"), change_tool=described, tools=[{"type": "function", "function": {"name": "qbare"}}]),
     Shape([_says("system", "qrule"), _says("system", "qother"), _ASKS], _has("qrule", "qother"), one_leading_system),

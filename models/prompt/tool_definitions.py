@@ -10,20 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+from models.prompt.shapes import SAMPLE_TOOL
+
 Tool: TypeAlias = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
 Render: TypeAlias = Callable[[Sequence[Tool]], str | None]
 """A short prompt with some tools; None if the template refuses it."""
 
 MAX_KEPT_CHARACTERS: Final = 16 << 20
-_SAMPLE: Final[Tool] = {
-    "type": "function",
-    "function": {
-        "name": "qsample",
-        "description": "qdescription",
-        "parameters": {"type": "object", "properties": {"qkey": {"type": "string", "description": "d"}}},
-    },
-}
 _SEPARATORS: Final = ", \t\r\n"
 _BRACKETS: Final = ("<>", "{}", "[]", "()")
 
@@ -53,9 +47,9 @@ class ToolDefinitions:
         return self._keep(key, text) if len(found) == len(names) else text
 
     def _definition(self, tool: Tool) -> str:
-        alone, both = self._render([_SAMPLE]), self._render([_SAMPLE, tool])
+        alone, both = self._render([SAMPLE_TOOL]), self._render([SAMPLE_TOOL, tool])
         written = _inserted(alone, both) if alone is not None and both is not None else ""
-        name, sample = tool["function"]["name"], _SAMPLE["function"]["name"]
+        name, sample = tool["function"]["name"], SAMPLE_TOOL["function"]["name"]
         if name in written and sample not in written:
             return written
         # The template writes tools in another way than one after another, or not at all.

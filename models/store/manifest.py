@@ -70,12 +70,10 @@ class Manifest:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         with self._lock:
-            try:
+            with _used(self._folder):
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
                 descriptor = os.open(self._folder / f"{FILE_NAME}.lock", flags, 0o600)
-            except OSError as error:
-                raise _unusable(self._folder, error) from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 yield
@@ -83,13 +81,10 @@ class Manifest:
                 os.close(descriptor)
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        try:
+        with _used(self.path), contextlib.suppress(FileNotFoundError):
             found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise _unusable(self.path, error) from error
-        return found.st_ino, found.st_mtime_ns, found.st_size
+            return found.st_ino, found.st_mtime_ns, found.st_size
+        return None
 
     def _current(self) -> Mapping[str, StoredModel]:
         """Reads the file only if changed; raises _Damaged and StoreError."""
@@ -114,11 +109,8 @@ class Manifest:
 
     def _read(self) -> Mapping[str, StoredModel]:
         try:
-            return _parse(self.path.read_bytes())
-        except OSError as error:
-            raise _unusable(self.path, error) from error
-        except _Newer as error:
-            raise StoreError(f"{self.path} was written by a newer mlx-serve; use that, or move the file") from error
+            with _used(self.path):
+                return _parse(self.path.read_bytes(), self.path)
         except (ValueError, RecursionError) as error:
             raise _Damaged(reason(error)) from error
 
@@ -126,17 +118,15 @@ class Manifest:
         number = 1
         while (aside := self.path.with_name(f"{FILE_NAME}.damaged-{number}")).exists():
             number += 1
-        try:
+        with _used(self.path):
             self.path.rename(aside)
-        except OSError as error:
-            raise _unusable(self.path, error) from error
         return aside
 
     def _write(self, models: Mapping[str, StoredModel]) -> None:
         found = _adapter().dump_python([models[name] for name in sorted(models)], mode="json")
         text = json.dumps({"version": VERSION, "models": found}, indent=2, ensure_ascii=False).encode() + b"\n"
         beside = self.path.with_name(f"{FILE_NAME}.new")
-        try:
+        with _used(self.path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
             with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
                 file.write(text)
@@ -144,20 +134,14 @@ class Manifest:
                 os.fsync(file.fileno())
             beside.replace(self.path)
             _sync_folder(self._folder)
-        except OSError as error:
-            raise _unusable(self.path, error) from error
 
 
 class _Damaged(Exception):
     """The file is malformed."""
 
 
-class _Newer(Exception):
-    """The file has an unknown version."""
-
-
-def _parse(text: bytes) -> Mapping[str, StoredModel]:
-    """Raises ValueError, RecursionError or _Newer."""
+def _parse(text: bytes, path: Path) -> Mapping[str, StoredModel]:
+    """Raises ValueError or RecursionError, and StoreError for a newer version's file."""
     from pydantic import ValidationError
 
     found = json.loads(text)
@@ -165,7 +149,7 @@ def _parse(text: bytes) -> Mapping[str, StoredModel]:
     if not isinstance(version, int) or version < VERSION:
         raise ValueError("it says no version")
     if version > VERSION:
-        raise _Newer
+        raise StoreError(f"{path} was written by a newer mlx-serve; use that, or move the file")
     try:
         models = _adapter().validate_python(found.get("models"))
     except ValidationError as error:
@@ -200,8 +184,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _unusable(path: Path, error: OSError) -> StoreError:
-    return StoreError(f"{path} cannot be used: {reason(error)}")
+@contextlib.contextmanager
+def _used(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path} cannot be used: {reason(error)}") from error
 
 
 _manifests: dict[Path, Manifest] = {}

@@ -11,19 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.errors import InvalidParameter, ModelfileError
-from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel
+from models.store.stored_model import SAMPLING_DEFAULTS, ExampleMessage, ModelDefaults, StoredModel
 
 _SAMPLING = {
-    "temperature": ("temperature", float),
-    "top_k": ("top_k", int),
-    "top_p": ("top_p", float),
-    "min_p": ("min_p", float),
-    "typical_p": ("typical_p", float),
-    "seed": ("seed", int),
-    "repeat_penalty": ("repetition_penalty", float),
-    "presence_penalty": ("presence_penalty", float),
-    "frequency_penalty": ("frequency_penalty", float),
-    "repeat_last_n": ("repeat_last_n", int),
+    "repeat_penalty" if name == "repetition_penalty" else name: (name, kind)
+    for name, kind in SAMPLING_DEFAULTS.items()
 }
 """Ollama's names, and those of `SamplingParams` with their kind."""
 _LIMITS = {"num_ctx": "context_tokens", "num_predict": "max_tokens"}

@@ -9,19 +9,19 @@ from typing import Any, Literal
 from models.errors import InvalidParameter, StoreError
 from models.inference.sampling_params import SamplingParams, check
 
-SAMPLING_DEFAULTS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "repeat_last_n",
-)
-"""Fields of `SamplingParams` that a stored model may set."""
+SAMPLING_DEFAULTS: Mapping[str, type] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "typical_p": float,
+    "seed": int,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repeat_last_n": int,
+}
+"""Fields of `SamplingParams` that a stored model may set, and their kinds."""
 MIN_CONTEXT_TOKENS = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024

@@ -43,7 +43,7 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": f"{name} it.", "parameters": parameters}}
 
 
-TOOLS = {name: tool(name) for name in ("find_it", "keep_it", "qsample_it")}
+TOOLS = {name: tool(name) for name in ("find_it", "keep_it", "qfirst_it")}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
