@@ -32,7 +32,7 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api.context import context_of
 from server.api.conversation import Conversation
 from server.api.dialect import BodyModel, Rules, Whole, dialect_of, no_effect, read_by
-from server.api.errors import ApiError, Code, context_exceeded
+from server.api.errors import ApiError, Code, context_exceeded, wrong
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import ServedModel
 
@@ -216,6 +216,27 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
     markers = _markers(model, syntax)
     lines = [f"start: {_calls(is_single=forced.is_single)}", _CALL.format(markers[0]), *_call_rules(markers, allowed)]
     return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, "\n".join(lines)), forces_calls=True)
+
+
+def answer_grammar(
+    model: ServedModel, conversation: Conversation, wanted: AnswerGrammar | None, forced: ForcedCalls | None = None
+) -> AnswerGrammar | None:
+    """Returns what binds an answer: `forced` calls; else `wanted` or calls; else the rest. Raises ApiError (400)."""
+    tools = conversation.callable_tools
+    if forced is not None:
+        return forced_calls(model, tools, forced)
+    if wanted is None:
+        return calls_in_text(model, conversation)
+    return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
+
+
+def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_calls: bool) -> bool:
+    """Whether the prompt has the request's tools, if any; raises ApiError (400) for a model that takes none."""
+    if not tools or (forbids_calls and not can_forbid_calls(model)):
+        return False
+    if not model.renderer.reads_tools:
+        raise wrong("tools", f"the model {model.id!r} takes none", Code.UNSUPPORTED_PARAMETER)
+    return True
 
 
 def calls_in_text(model: ServedModel, conversation: Conversation) -> AnswerGrammar | None:

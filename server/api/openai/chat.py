@@ -1,11 +1,12 @@
 """`POST /v1/chat/completions`: OpenAI's chat dialect, streamed or whole."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import ClassVar, NotRequired
 
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from models.output.pieces import (
     Piece,
@@ -23,41 +24,121 @@ from server.api.answer import Question
 from server.api.call import generate
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, check_continuable, check_template_arguments
-from server.api.dialect import parse_body, refuse_fields
-from server.api.errors import ApiError, Code
+from server.api.dialect import Payload, parse_body, refuse_fields
+from server.api.errors import wrong
 from server.api.guard import namespace_of
-from server.api.openai.choices import ChoiceExchange, num_choices, request_of_choice
+from server.api.openai.choices import (
+    AnswerHead,
+    ChatLogprobs,
+    ChoiceEnd,
+    ChoiceExchange,
+    PromptIds,
+    Usage,
+    chat_logprobs,
+    num_choices,
+    request_of_choice,
+)
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE
 from server.api.openai.params import read_params, refuse_going_on, refuse_lone_stream_options
-from server.api.openai.types import (
-    ChatAnswer,
-    ChatBody,
-    ChatChoice,
-    ChatChunk,
-    ChatMessage,
-    ChunkChoice,
-    DeltaBody,
-    FunctionDelta,
-    MessageBody,
-    ToolCallBody,
-    template_messages,
-)
-from server.api.openai.usage import ChatLogprobs, chat_logprobs, finish_reason
-from server.api.params import (
-    AnswerGrammar,
-    ForcedCalls,
-    Incoming,
-    answer_or_calls,
-    build_request,
-    calls_in_text,
-    can_forbid_calls,
-    forced_calls,
-)
+from server.api.openai.types import ChatBody, ChatMessage, template_messages
+from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, shows_tools
+from server.api.record import CacheBody, TimingsBody
 from server.app.config import ServerConfig
-from server.engine.request import Finished
+from server.engine.request import Failed, Finished
 from server.pool.served import ServedModel
 
 MAX_EXPLICIT_POINTS = 16
+
+
+class FunctionBody(TypedDict):
+    """A call's name and arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(TypedDict):
+    """A complete tool call."""
+
+    id: str
+    type: str
+    function: FunctionBody
+
+
+class FunctionDelta(TypedDict):
+    """The name comes first, then the arguments in parts."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What a chunk adds to a call; `id` and `type` come first."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: FunctionDelta
+
+
+class DeltaBody(TypedDict, total=False):
+    """What a chunk adds to the message."""
+
+    role: str
+    content: str
+    reasoning_content: str
+    reasoning: str
+    """Same as `reasoning_content`."""
+    refusal: str | None
+    tool_calls: list[ToolCallDelta]
+
+
+class MessageBody(TypedDict):
+    """The assistant's message."""
+
+    role: str
+    content: str | None
+    refusal: str | None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    """Same as `reasoning_content`."""
+    tool_calls: NotRequired[list[ToolCallBody]]
+
+
+class ChunkChoice(ChoiceEnd):
+    """What a chunk adds to one choice."""
+
+    index: int
+    delta: DeltaBody
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChoice(ChoiceEnd):
+    """One choice of an answer."""
+
+    index: int
+    message: MessageBody
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatChunk(AnswerHead, PromptIds):
+    """One `data:` line of a stream."""
+
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+    timings: NotRequired[TimingsBody]
+    cache: NotRequired[CacheBody | None]
+
+
+class ChatCompletion(AnswerHead, PromptIds):
+    """The body of a whole answer."""
+
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: TimingsBody
+    cache: CacheBody | None
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -77,7 +158,7 @@ def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
     params = replace(
         params,
         max_thinking_tokens=body.thinking_wish().max_tokens,
-        is_single_call=body.parallel_tool_calls is False and bool(conversation.callable_tools),
+        is_single_call=body.wants_one_call and bool(conversation.callable_tools),
         grammar=_grammar(body, params.grammar, conversation, model),
     )
     request = build_request(incoming, model, prompt, params, namespace)
@@ -95,57 +176,42 @@ def read_conversation(
     continues = body.continues()
     if continues:
         check_continuable(model)
+    shows = shows_tools(model, body.tools, forbids_calls=body.forbids_calls)
+    for index, message in enumerate(body.messages):
+        refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
+    messages = template_messages(body.messages)
+    if body.num_explicit_points() > MAX_EXPLICIT_POINTS:
+        raise wrong("messages", f"at most {MAX_EXPLICIT_POINTS} may carry cache_control")
+    arguments = body.chat_template_kwargs or {}
+    check_template_arguments(arguments, "chat_template_kwargs")
     return Conversation(
         model.renderer,
-        tools=_offered_tools(body, incoming, model),
+        tools=list(incoming.fields["tools"]) if shows else [],
         forbids_calls=body.forbids_calls,
-        messages=_messages(body),
-        template_arguments=_template_arguments(body),
+        messages=messages,
+        template_arguments={**arguments, **body.thinking_wish().template_arguments()},
         namespace=namespace,
         continues=continues,
     ).prepared_for(model, hygiene=config.prompt_hygiene)
 
 
-def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> list[Mapping[str, Any]]:
-    if not body.tools or (body.forbids_calls and not can_forbid_calls(model)):
-        return []
-    if not model.renderer.reads_tools:
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: the model {model.id!r} takes none", "tools")
-    return list(incoming.fields["tools"])
-
-
 def _grammar(
     body: ChatBody, wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel
 ) -> AnswerGrammar | None:
-    choice, tools = body.tool_choice, conversation.callable_tools
-    if choice is not None and choice.mode == "required":
+    forced = body.forced_calls()
+    if forced is not None:
         refuse_going_on(body, "an answer ends with the calls that are forced")
-        is_single = choice.is_named or body.parallel_tool_calls is False
-        return forced_calls(model, tools, ForcedCalls(choice.names, is_single))
-    if wanted is None:
-        # A request that only measures continues after the end of turn, where no grammar applies.
-        return None if body.ignore_eos else calls_in_text(model, conversation)
-    return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
-
-
-def _messages(body: ChatBody) -> list[Message]:
-    for index, message in enumerate(body.messages):
-        refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
-    messages = template_messages(body.messages)
-    if body.num_explicit_points() > MAX_EXPLICIT_POINTS:
-        reason = f"messages: at most {MAX_EXPLICIT_POINTS} may carry cache_control"
-        raise ApiError(Code.INVALID_VALUE, reason, "messages")
-    return messages
-
-
-def _template_arguments(body: ChatBody) -> dict[str, Any]:
-    arguments = dict(body.chat_template_kwargs or {})
-    check_template_arguments(arguments, "chat_template_kwargs")
-    return {**arguments, **body.thinking_wish().template_arguments()}
+    elif wanted is None and body.ignore_eos:
+        return None  # a request that only measures continues after the end of turn, where no grammar applies
+    return answer_grammar(model, conversation, wanted, forced)
 
 
 class ChatExchange(ChoiceExchange):
     """Writes the answer to one request for chat."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    nothing: ClassVar[Payload] = {"delta": {}}
 
     def __init__(self, body: ChatBody, question: Question, index: int = 0) -> None:
         super().__init__(body, question, index)
@@ -155,92 +221,52 @@ class ChatExchange(ChoiceExchange):
         self._num_streamed = 0
         """Failed calls included."""
 
-    def opening(self) -> list[ChatChunk]:
+    def opening(self) -> list[Payload]:
         """Returns the chunk with the role."""
-        return [{**self._chunk({"role": "assistant", "content": "", "refusal": None}), **self.prompt_ids()}]
+        return [{**self.chunk({"delta": {"role": "assistant", "content": "", "refusal": None}}), **self.prompt_ids()}]
 
-    def take(self, piece: Piece) -> list[ChatChunk]:
-        """Keeps a piece; returns its chunk, if any."""
-        self._keep(piece)
+    def take(self, piece: Piece) -> Payload | None:
+        """Keeps a piece; returns its delta, if any."""
         delta = self._delta(piece)
-        return [] if delta is None else [self._chunk(delta)]
+        return None if delta is None else {"delta": delta}
 
-    def reason(self, finished: Finished) -> str:
-        """Returns why the choice ended."""
-        return finish_reason(finished, made_calls=self.parser.made_calls)
+    def whole(self, end: Finished | Failed) -> Payload:
+        """Returns the message."""
+        told = self.untold()
+        return {"message": self._message, "logprobs": self.logprobs(told) if told else None}
 
-    def end_chunk(self, reason: str) -> ChatChunk:
-        """Returns the choice's last chunk."""
-        return self._chunk({}, reason)
-
-    def empty_chunk(self) -> ChatChunk:
-        """Returns a chunk without choices."""
-        return self._chunk(None)
-
-    def choice(self, reason: str) -> ChatChoice:
-        """Returns a whole answer's choice."""
-        choice: ChatChoice = {
-            "index": self.index,
-            "message": self._message,
-            "logprobs": self._logprobs(self.told),
-            "finish_reason": reason,
-        }
-        return cast(ChatChoice, {**choice, **self.whole_ids()})
+    def logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs:
+        """Returns the next tokens' log-probabilities."""
+        return chat_logprobs(told, self.names)
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
         (said,) = template_messages([ChatMessage.model_validate(self._message)])
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    def _keep(self, piece: Piece) -> None:
+    def _delta(self, piece: Piece) -> DeltaBody | None:
         match piece:
             case Text(text):
                 self._said += text
-            case Reasoning(text):
-                self._thought += text
-            case ToolCallStarted(call_id, name):
-                self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
-            case ToolArguments(text):
-                self._calls[-1]["function"]["arguments"] += text
+                return {"content": text}
             case ToolCallFailed(text):
                 self._calls.pop()
                 self._said += text
-            case ToolCallEnded() | ToolCallCut():
-                pass
-
-    def _delta(self, piece: Piece) -> DeltaBody | None:
-        match piece:
-            case Text(text) | ToolCallFailed(text):
                 return {"content": text}
             case Reasoning(text):
+                self._thought += text
                 return {"reasoning_content": text, "reasoning": text}
             case ToolCallStarted(call_id, name):
+                self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
                 self._num_streamed += 1
                 first: FunctionDelta = {"name": name, "arguments": ""}
                 index = self._num_streamed - 1
                 return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": first}]}
             case ToolArguments(text):
+                self._calls[-1]["function"]["arguments"] += text
                 return {"tool_calls": [{"index": self._num_streamed - 1, "function": {"arguments": text}}]}
             case ToolCallEnded() | ToolCallCut():
                 return None
-
-    def _chunk(self, delta: DeltaBody | None, reason: str | None = None) -> ChatChunk:
-        choices: list[ChunkChoice] = []
-        if delta is not None:
-            choice: ChunkChoice = {
-                "index": self.index,
-                "delta": delta,
-                "logprobs": self._logprobs(self.untold()),
-                "finish_reason": reason,
-            }
-            choices = [cast(ChunkChoice, {**choice, **self.untold_ids()})]
-        chunk = cast(ChatChunk, {**self.head("chat.completion.chunk"), "choices": choices})
-        if self.wants_usage:
-            chunk["usage"] = self.usage_so_far()
-        return chunk
-
-    def _logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        return chat_logprobs(told, self.names) if told else None
 
     @property
     def _message(self) -> MessageBody:
@@ -254,7 +280,3 @@ class ChatExchange(ChoiceExchange):
         if self._calls:
             message["tool_calls"] = self._calls
         return message
-
-    def answer(self, choices: list[ChatChoice]) -> ChatAnswer:
-        """Returns a whole answer, without costs."""
-        return {**self.head("chat.completion"), **self.prompt_ids(), "choices": choices}

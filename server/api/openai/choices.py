@@ -1,41 +1,195 @@
-"""Writes OpenAI's answers of one choice or several, streamed or whole."""
+"""OpenAI's answers of one choice or several, streamed or whole: the parts that chat and completions share."""
 
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NotRequired, Self
+
+from typing_extensions import TypedDict
 
 from models.output.pieces import Piece, TokenLogprob
 from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
 from server.api.dialect import Payload
-from server.api.errors import ApiError, Code, explain
+from server.api.errors import explain, wrong
 from server.api.openai.dialect import DONE, ErrorObject, error_body
 from server.api.openai.params import BACKGROUND_TIER, DEFAULT_TIER
 from server.api.openai.types import GenerationBody
-from server.api.openai.usage import (
-    AnswerHead,
-    PromptIds,
-    TokenIds,
-    TokenNames,
-    Usage,
-    stop_found,
-    usage_of,
-    usage_so_far,
-)
 from server.api.record import costs_of
 from server.api.wire import sse_event
 from server.app.config import ServerConfig
-from server.engine.request import Delta, Failed, Finished, GenerationRequest, Priority, Started
+from server.engine.request import Delta, Failed, Finished, FinishReason, GenerationRequest, Priority, Started
+from server.pool.served import TokenReader
 
 FAILED = "error"
 """Of a failed choice where others succeeded."""
 MAX_SEED = 2**63
+LEAST = -9999.0
+"""Stands for a log-probability of minus infinity."""
+
+
+class AnswerHead(TypedDict):
+    """The head of answers and chunks."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    service_tier: NotRequired[str]
+    """Only if the request names one."""
+
+
+class PromptTokensDetails(TypedDict):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict):
+    """What the answer's tokens were spent on."""
+
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """OpenAI's token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    """Only if the model's thoughts are told apart."""
+
+
+class PromptIds(TypedDict, total=False):
+    """The prompt's tokens, if requested."""
+
+    prompt_token_ids: list[int]
+
+
+class ChoiceEnd(TypedDict, total=False):
+    """The tokens of a choice if requested, and what ended it, in vLLM's and SGLang's words: a stop or an error."""
+
+    token_ids: list[int]
+    stop_reason: str | int | None
+    """None for an end of turn or a limit."""
+    matched_stop: str | int | None
+    """The same, or the end of turn's token."""
+    error: ErrorObject
+
+
+class LikelyToken(TypedDict):
+    """A token that was, or might have been, put out."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(LikelyToken):
+    """A token, and the likeliest in its place."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of a chat's answer or chunk."""
+
+    content: list[TokenLogprobs]
+    refusal: None
+
+
+class TextLogprobs(TypedDict):
+    """Log-probabilities of a completion or chunk, in lists by token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+@dataclass(frozen=True)
+class TokenNames:
+    """Names the tokens of one answer."""
+
+    texts: TokenReader
+    are_ids: bool = False
+    """`token_id:42` instead of texts."""
+
+    def name(self, token: int) -> str:
+        """Returns a token's text, or the bytes of a part of a character."""
+        if self.are_ids:
+            return f"token_id:{token}"
+        piece = self.texts.piece(token)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+    def likely(self, token: int, logprob: float) -> LikelyToken:
+        """Returns a token's entry in chat."""
+        return {"token": self.name(token), "logprob": max(logprob, LEAST), "bytes": list(self.texts.piece(token))}
+
+
+def chat_logprobs(told: Sequence[TokenLogprob], names: TokenNames) -> ChatLogprobs:
+    """Returns log-probabilities for chat."""
+    content: list[TokenLogprobs] = []
+    for one in told:
+        top = [names.likely(token, logprob) for token, logprob in one.top]
+        content.append({**names.likely(one.token_id, one.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+class TextLogprobsWriter:
+    """Writes one completion's log-probabilities in order."""
+
+    def __init__(self, names: TokenNames, num_top: int) -> None:
+        self._names = names
+        self._num_top = num_top
+        self._before = b""
+        """Offsets count characters of this."""
+
+    def write(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
+        """Returns the log-probabilities of the next tokens."""
+        top: list[dict[str, float] | None]
+        top = [{self._names.name(token): max(logprob, LEAST) for token, logprob in one.top} for one in told]
+        return {
+            "tokens": [self._names.name(one.token_id) for one in told],
+            "token_logprobs": [max(one.logprob, LEAST) for one in told],
+            "top_logprobs": top if self._num_top else None,
+            "text_offset": [self._pass(one.token_id) for one in told],
+        }
+
+    def write_all(self, prompt: Sequence[int], scored: Sequence[TokenLogprob], num_characters: int) -> TextLogprobs:
+        """Returns those of an echoed prompt of `num_characters` and its answer.
+
+        The first token has none, and the tokenizer's prefix is not echoed.
+        """
+        told = self.write([TokenLogprob(prompt[0], 0.0), *scored])
+        told["token_logprobs"][0] = None
+        if told["top_logprobs"] is not None:
+            told["top_logprobs"][0] = None
+        num_hidden = len(self._names.texts.text(prompt)) - num_characters
+        told["text_offset"] = [max(0, offset - num_hidden) for offset in told["text_offset"]]
+        return told
+
+    def _pass(self, token: int) -> int:
+        offset = len(self._before.decode(errors="ignore"))
+        self._before += self._names.texts.piece(token)
+        return offset
 
 
 class ChoiceExchange(Exchange):
     """Writes one choice; the first writes the answer of all."""
+
+    kind: ClassVar[str]
+    """The answer's `object`."""
+    chunk_kind: ClassVar[str]
+    nothing: ClassVar[Payload]
+    """What a choice's last chunk adds."""
 
     def __init__(self, body: GenerationBody, question: Question, index: int = 0) -> None:
         super().__init__(question, is_streamed=body.stream is True)
@@ -44,72 +198,59 @@ class ChoiceExchange(Exchange):
         """The same for all choices."""
         self._others: Sequence[ChoiceExchange] = ()
         self.names = TokenNames(self.model.token_texts, body.return_tokens_as_token_ids is True)
-        self.told: list[TokenLogprob] = []
-        """Only if requested."""
-        self._num_streamed_logprobs = 0
+        self._logprobs: list[TokenLogprob] = []
+        """Not yet written, only if requested."""
         self._token_ids: list[int] = []
-        self._num_streamed_ids = 0
+        """Not yet written."""
+        self._num_tokens = 0
         self._tells_ids = body.return_token_ids is True
-        self.wants_usage = body.wants_usage()
+        self._prompt_ids: PromptIds = {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
+        self._wants_usage = body.wants_usage()
         self._wants_usage_always = body.wants_usage_always()
         self._says_tier = body.service_tier is not None
         self._created = int(time.time())
         self._started: Started | None = None
-
-    def take_tokens(self, delta: Delta) -> None:
-        """Keeps the tokens for the next chunk, or the answer.
-
-        Tokens without text send log-probabilities only beside token ids: both lists have the same length.
-        """
-        self._token_ids.extend(delta.token_ids)
-        if delta.text or self._tells_ids:
-            self.told.extend(delta.logprobs)
-
-    def untold(self) -> Sequence[TokenLogprob]:
-        """Returns the log-probabilities since the last call."""
-        since, self._num_streamed_logprobs = self._num_streamed_logprobs, len(self.told)
-        return self.told[since:]
-
-    def whole_ids(self) -> TokenIds:
-        """Returns the choice's tokens, if requested."""
-        return {"token_ids": self._token_ids} if self._tells_ids else {}
-
-    def untold_ids(self) -> TokenIds:
-        """Returns the tokens since the last call, if requested."""
-        since, self._num_streamed_ids = self._num_streamed_ids, len(self._token_ids)
-        return {"token_ids": self._token_ids[since:]} if self._tells_ids else {}
-
-    def prompt_ids(self) -> PromptIds:
-        """Returns the prompt's tokens, if requested."""
-        return {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
 
     @abstractmethod
     def opening(self) -> Sequence[Payload]:
         """Returns the stream's first chunks."""
 
     @abstractmethod
-    def take(self, piece: Piece) -> Sequence[Payload]:
-        """Keeps a piece; returns its chunks."""
+    def take(self, piece: Piece) -> Payload | None:
+        """Keeps a piece; returns what it adds to the choice of a chunk, if anything."""
 
     @abstractmethod
-    def reason(self, finished: Finished) -> str:
-        """Returns OpenAI's finish reason."""
+    def whole(self, end: Finished | Failed) -> Payload:
+        """Returns what a whole answer's choice holds."""
 
     @abstractmethod
-    def end_chunk(self, reason: str) -> Any:
-        """Returns the choice's last chunk."""
+    def logprobs(self, told: Sequence[TokenLogprob]) -> Any:
+        """Returns the next tokens' log-probabilities, if requested."""
 
-    @abstractmethod
-    def empty_chunk(self) -> Any:
-        """Returns a chunk without choices."""
+    def take_tokens(self, delta: Delta) -> None:
+        """Keeps the tokens for the next chunk, or the answer.
 
-    @abstractmethod
-    def choice(self, reason: str) -> Any:
-        """Returns a whole answer's choice."""
+        Tokens without text send log-probabilities only beside token ids: both lists have the same length.
+        """
+        self._num_tokens += len(delta.token_ids)
+        self._token_ids.extend(delta.token_ids)
+        if delta.text or self._tells_ids:
+            self._logprobs.extend(delta.logprobs)
 
-    @abstractmethod
-    def answer(self, choices: Any) -> Payload:
-        """Returns a whole answer, without costs."""
+    def untold(self) -> Sequence[TokenLogprob]:
+        """Returns the log-probabilities not yet written."""
+        told, self._logprobs = self._logprobs, []
+        return told
+
+    def prompt_ids(self) -> PromptIds:
+        """Returns the prompt's tokens, once, if requested."""
+        told, self._prompt_ids = self._prompt_ids, {}
+        return told
+
+    def ids(self) -> Payload:
+        """Returns the tokens not yet written, if requested."""
+        told, self._token_ids = self._token_ids, []
+        return {"token_ids": told} if self._tells_ids else {}
 
     @property
     def choices(self) -> "Sequence[ChoiceExchange]":
@@ -134,60 +275,66 @@ class ChoiceExchange(Exchange):
                 # The costs of all stand in the last choice's end.
                 if end is not None:
                     yield sse_event(end)
-                end = choice.ended_chunk(event)
+                reason, told = choice._end(event)
+                end = choice.chunk(choice.nothing, reason)
+                end["choices"][0].update(told)
             elif isinstance(event, Started):
-                choice.note_start(event)
-            else:
-                for chunk in choice.take(event):
-                    yield sse_event(chunk)
-        for chunk in self._last_chunks(end, answer.finished):
-            yield sse_event(chunk)
+                choice._started = event
+            elif (added := choice.take(event)) is not None:
+                yield sse_event(choice.chunk(added))
+        assert end is not None, "an answer ends"
+        if self._wants_usage:
+            yield sse_event(end)
+            end = {**self.chunk(None), "usage": usage_of(answer.finished)}
+        yield sse_event({**end, **costs_of(answer.finished, self.request.session_id)})
         yield DONE
 
     async def body(self, answer: Answer) -> Payload:
         """Returns a whole answer, its choices in order."""
-        choices, ended = self.choices, dict[int, Any]()
+        choices, ended = self.choices, dict[int, Payload]()
         async for index, event in answer.choice_events():
+            choice = choices[index]
             if isinstance(event, Finished | Failed):
-                ended[index] = choices[index].ended_choice(event)
+                reason, told = choice._end(event)
+                held = {**choice.whole(event), "finish_reason": reason, **choice.ids()}
+                ended[index] = {"index": choice.index, **held, **told}
             elif not isinstance(event, Started):
-                choices[index].take(event)
+                choice.take(event)
         return {
-            **self.answer([ended[index] for index in sorted(ended)]),
+            **self._head(self.kind),
+            **self.prompt_ids(),
+            "choices": [ended[index] for index in sorted(ended)],
             "usage": usage_of(answer.finished),
             **costs_of(answer.finished, self.request.session_id),
         }
 
-    def ended_chunk(self, end: Finished | Failed) -> Any:
-        """Returns the choice's last chunk."""
-        if isinstance(end, Finished):
-            chunk, told = self.end_chunk(self.reason(end)), dict[str, Any](stop_found(end, self.request))
-        else:
-            chunk, told = self.end_chunk(FAILED), {"error": self._error(end)}
-        chunk["choices"][0].update(told)
+    def chunk(self, added: Payload | None, reason: str | None = None) -> dict[str, Any]:
+        """Returns a chunk with what is added to the choice; without choices if that is None."""
+        choices: list[Payload] = []
+        if added is not None:
+            told = self.untold()
+            held = {**added, "logprobs": self.logprobs(told) if told else None, "finish_reason": reason}
+            choices = [{"index": self.index, **held, **self.ids()}]
+        chunk = {**self._head(self.chunk_kind), "choices": choices}
+        if self._wants_usage:
+            chunk["usage"] = self._usage_so_far() if self._wants_usage_always else None
         return chunk
 
-    def ended_choice(self, end: Finished | Failed) -> Any:
-        """Returns a whole answer's choice."""
-        if isinstance(end, Finished):
-            return {**self.choice(self.reason(end)), **stop_found(end, self.request)}
-        return {**self.choice(FAILED), "error": self._error(end)}
+    def _usage_so_far(self) -> Usage:
+        num_cached = self._started.hit_tokens if self._started is not None else 0
+        return token_counts(len(self.request.tokens), num_cached, self._num_tokens)
 
-    def _error(self, failed: Failed) -> ErrorObject:
-        return error_body(explain(failed.error, self.request.request_id))["error"]
+    def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
+        """Returns the finish reason, and what else is told of the end."""
+        if isinstance(end, Failed):
+            return FAILED, {"error": error_body(explain(end.error, self.request.request_id))["error"]}
+        token, text = end.stop_token, end.stop_text
+        asked = token if token in self.request.stop_token_ids else None
+        is_calls = self.parser.made_calls and end.reason is FinishReason.STOP
+        told = {"stop_reason": asked if text is None else text, "matched_stop": token if text is None else text}
+        return "tool_calls" if is_calls else end.reason.value, told
 
-    def note_start(self, started: Started) -> None:
-        """Keeps the reuse, for the usage so far."""
-        self._started = started
-
-    def usage_so_far(self) -> Usage | None:
-        """Returns each chunk's usage; None if only the end counts."""
-        if not self._wants_usage_always:
-            return None
-        return usage_so_far(len(self.request.tokens), self._started, len(self._token_ids))
-
-    def head(self, kind: str) -> AnswerHead:
-        """Returns the head; `kind` is its `object`."""
+    def _head(self, kind: str) -> AnswerHead:
         head: AnswerHead = {
             "id": self.answer_id,
             "object": kind,
@@ -199,13 +346,24 @@ class ChoiceExchange(Exchange):
             head["service_tier"] = BACKGROUND_TIER if self.request.priority is Priority.BACKGROUND else DEFAULT_TIER
         return head
 
-    def _last_chunks(self, end: Any, finished: Finished) -> list[Payload]:
-        last = end
-        if self.wants_usage:
-            last = self.empty_chunk()
-            last["usage"] = usage_of(finished)
-        last.update(costs_of(finished, self.request.session_id))
-        return [end] if last is end else [end, last]
+
+def token_counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
+    """Returns the counts of a request, which may not have ended."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_predicted,
+        "total_tokens": num_prompt + num_predicted,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def usage_of(finished: Finished) -> Usage:
+    """Returns a finished request's token counts."""
+    timings = finished.timings
+    usage = token_counts(finished.prompt_tokens, timings.cache_tokens, timings.predicted_tokens)
+    if finished.reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": finished.reasoning_tokens}
+    return usage
 
 
 def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) -> int:
@@ -214,8 +372,7 @@ def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) ->
     if count * num_prompts > limit:
         asked = f"{count} answers" if num_prompts == 1 else f"{num_prompts} prompts with {count} answers each"
         message = f"{asked} are more than the {limit} that may run (--slots) and wait (--max-waiting) here at once"
-        param = "n" if count > 1 else "prompt"
-        raise ApiError(Code.INVALID_VALUE, f"{param}: {message}", param)
+        raise wrong("n" if count > 1 else "prompt", message)
     return count
 
 

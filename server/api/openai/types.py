@@ -1,16 +1,15 @@
-"""Bodies and answers of OpenAI's generation endpoints, with fields that similar servers add.
+"""Bodies of OpenAI's generation endpoints, with fields that similar servers add.
 
 All fields that the endpoints share are optional, and null means absent. At most one field binds the answer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
-from typing_extensions import TypedDict
 
 from models.inference.sampling_params import MAX_REPEATED, MAX_TOP_LOGPROBS
 from models.output.grammar import Grammar, GrammarKind
@@ -19,13 +18,13 @@ from models.texts import read_object
 from server.api.conversation import ThinkingWish
 from server.api.dialect import BodyModel, Whole, as_whole
 from server.api.errors import Code, wrong
-from server.api.openai.usage import AnswerHead, ChatLogprobs, ChoiceEnd, PromptIds, Usage
 from server.api.params import (
     ANY_OBJECT,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     AnswerGrammar,
     CacheSalt,
+    ForcedCalls,
     Options,
     RepetitionPenalty,
     SampledBody,
@@ -34,7 +33,6 @@ from server.api.params import (
     choice_grammar,
     json_grammar,
 )
-from server.api.record import CacheBody, TimingsBody
 from server.pool.served import ServedModel
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
@@ -81,8 +79,6 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 class SchemaFormat(BodyModel):
     """`json_schema` of a `response_format`."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", populate_by_name=True)
-
     name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any], BeforeValidator(_required_schema), Field(alias="schema")]
@@ -92,8 +88,6 @@ class SchemaFormat(BodyModel):
 
 class ResponseFormat(BodyModel):
     """`response_format`."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", populate_by_name=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
@@ -365,6 +359,28 @@ class ToolChoice(BodyModel):
     is_named: bool = False
 
 
+class CallingBody(BodyModel):
+    """Which calls are wanted, and how many."""
+
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def forbids_calls(self) -> bool:
+        return self.tool_choice is not None and self.tool_choice.mode == "none"
+
+    @property
+    def wants_one_call(self) -> bool:
+        return self.parallel_tool_calls is False
+
+    def forced_calls(self) -> ForcedCalls | None:
+        """Returns the calls that are forced, if any."""
+        choice = self.tool_choice
+        if choice is None or choice.mode != "required":
+            return None
+        return ForcedCalls(choice.names, choice.is_named or self.wants_one_call)
+
+
 def read_tool_choice(value: Any, allowed: Any, name_of: Callable[[Any], str], **kinds: str) -> ToolChoice | None:
     """Returns the choice from a mode, one tool, or the tools of `allowed`.
 
@@ -503,13 +519,12 @@ class ThinkingOptions(BodyModel):
     budget_tokens: _Budget = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, CallingBody):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolSpec] | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
-    parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`."""
@@ -531,10 +546,6 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Likeliest tokens to send with each."""
-
-    @property
-    def forbids_calls(self) -> bool:
-        return self.tool_choice is not None and self.tool_choice.mode == "none"
 
     def num_top_logprobs(self) -> int | None:
         """As in the base class; raises ApiError without `logprobs`."""
@@ -578,10 +589,7 @@ class ChatBody(GenerationBody):
 
     def num_explicit_points(self) -> int:
         """Returns the number of restore points requested."""
-        marked = sum(message.cache_control is not None for message in self.messages)
-        return marked + sum(
-            part.cache_control is not None for message in self.messages for part in message.content or ()
-        )
+        return sum(one.cache_control is not None for said in self.messages for one in (said, *(said.content or ())))
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[Message]:
@@ -601,99 +609,3 @@ def _template_message(message: ChatMessage) -> Message:
     if message.content is None and message.refusal:
         parts = [{"text": message.refusal}]
     return {"role": role, "content": parts, **fields}
-
-
-class FunctionBody(TypedDict):
-    """A call's name and arguments."""
-
-    name: str
-    arguments: str
-
-
-class ToolCallBody(TypedDict):
-    """A complete tool call."""
-
-    id: str
-    type: str
-    function: FunctionBody
-
-
-class FunctionDelta(TypedDict):
-    """The name comes first, then the arguments in parts."""
-
-    name: NotRequired[str]
-    arguments: str
-
-
-class ToolCallDelta(TypedDict):
-    """What a chunk adds to a call; `id` and `type` come first."""
-
-    index: int
-    id: NotRequired[str]
-    type: NotRequired[str]
-    function: FunctionDelta
-
-
-class DeltaBody(TypedDict, total=False):
-    """What a chunk adds to the message."""
-
-    role: str
-    content: str
-    reasoning_content: str
-    reasoning: str
-    """Same as `reasoning_content`."""
-    refusal: str | None
-    tool_calls: list[ToolCallDelta]
-
-
-class MessageBody(TypedDict):
-    """The assistant's message."""
-
-    role: str
-    content: str | None
-    refusal: str | None
-    reasoning_content: NotRequired[str]
-    reasoning: NotRequired[str]
-    """Same as `reasoning_content`."""
-    tool_calls: NotRequired[list[ToolCallBody]]
-
-
-class ChunkChoice(ChoiceEnd):
-    """What a chunk adds to one choice."""
-
-    index: int
-    delta: DeltaBody
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-
-
-class ChatChoice(ChoiceEnd):
-    """One choice of an answer."""
-
-    index: int
-    message: MessageBody
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-
-
-class ChatChunk(AnswerHead, PromptIds):
-    """One `data:` line of a stream."""
-
-    choices: list[ChunkChoice]
-    usage: NotRequired[Usage | None]
-    timings: NotRequired[TimingsBody]
-    cache: NotRequired[CacheBody | None]
-
-
-class ChatAnswer(AnswerHead, PromptIds):
-    """What the model answered."""
-
-    choices: list[ChatChoice]
-
-
-class ChatCompletion(ChatAnswer):
-    """The body of a whole answer."""
-
-    usage: Usage
-    timings: TimingsBody
-    cache: CacheBody | None

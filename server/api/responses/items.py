@@ -14,7 +14,7 @@ from models.prompt.chat_template import Message
 from server.api.dialect import BodyModel, validated
 from server.api.errors import Code, wrong
 from server.api.openai.types import ChatMessage, template_messages
-from server.api.responses.output import SEARCH, input_arguments, joined_name, thought_of
+from server.api.responses.output import INPUT, SEARCH, joined_name, thought_of
 
 Item: TypeAlias = dict[str, Any]
 """Items that were read have a `type`."""
@@ -206,7 +206,7 @@ def _assistant_part(item: Item) -> dict[str, Any] | None:
             return _call(item, name, item["arguments"])
         case "custom_tool_call":
             name = joined_name(item.get("namespace"), item["name"])
-            return _call(item, name, json.dumps(input_arguments(item["input"]), ensure_ascii=False))
+            return _call(item, name, json.dumps({INPUT: item["input"]}, ensure_ascii=False))
         case "tool_search_call":
             return _call(item, SEARCH, json.dumps(item.get("arguments") or {}, ensure_ascii=False))
         case "local_shell_call":

@@ -6,9 +6,8 @@ encrypted content, for clients that send nothing else of them back; it is no sec
 
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from models.output.pieces import (
@@ -34,8 +33,8 @@ class ClientTool:
 
     name: str
     namespace: str | None = None
-    is_custom: bool = False
-    is_search: bool = False
+    kind: Literal["function_call", "custom_tool_call", "tool_search_call"] = "function_call"
+    """The type of its calls' items."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class ToolSet:
     shown: Sequence[Mapping[str, Any]] = ()
     """Functions at the head of the prompt."""
     loaded: Sequence[Mapping[str, Any]] = ()
-    by_name: Mapping[str, ClientTool] | None = None
+    by_name: Mapping[str, ClientTool] = field(default_factory=dict)
     """The model's name."""
 
     @property
@@ -56,12 +55,12 @@ class ToolSet:
         """Adds found tools; a known one stays unchanged."""
         known = {tool["function"]["name"] for tool in self.callable_tools}
         new = [tool for tool in found.shown if tool["function"]["name"] not in known]
-        by_name = {**(found.by_name or {}), **(self.by_name or {})}
-        return ToolSet(self.shown, [*self.loaded, *new], by_name)
+        return ToolSet(self.shown, [*self.loaded, *new], {**found.by_name, **self.by_name})
 
-    def find(self, name: str) -> ClientTool:
-        """Returns a called tool; an unknown name is a function's."""
-        return (self.by_name or {}).get(name) or ClientTool(name)
+    def shown_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns the model's names for the client's."""
+        shown = {tool.name: name for name, tool in self.by_name.items()}
+        return tuple(shown.get(name, name) for name in names)
 
 
 def joined_name(namespace: str | None, name: str) -> str:
@@ -69,11 +68,6 @@ def joined_name(namespace: str | None, name: str) -> str:
     if not namespace:
         return name
     return namespace + name if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
-
-
-def input_arguments(text: str) -> dict[str, Any]:
-    """Returns the arguments that hold a custom tool's input."""
-    return {INPUT: text}
 
 
 _HEAD: Final = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
@@ -90,7 +84,8 @@ class CustomInput:
         self._arguments = ""
         self._read_to: int | None = None
         """None before the input begins."""
-        self._told = ""
+        self.told = ""
+        """What `feed` has returned."""
 
     def feed(self, arguments: str) -> str:
         """Takes more arguments; returns the input's new part."""
@@ -104,7 +99,7 @@ class CustomInput:
         assert found is not None, "the pattern takes the empty text"
         self._read_to = found.end()
         added: str = json.loads(f'"{found.group()}"', strict=False)
-        self._told += added
+        self.told += added
         return added
 
     def finish(self) -> tuple[str, str]:
@@ -113,18 +108,11 @@ class CustomInput:
         Other arguments are the input themselves, but for a single text under another name. If they were cut off, the
         input is what was returned.
         """
-        values = read_object(self._arguments)
-        whole = self._told if values is None else _input_of(values, self._arguments)
-        return whole, whole.removeprefix(self._told) if whole.startswith(self._told) else ""
-
-    @property
-    def so_far(self) -> str:
-        return self._told
-
-
-def _input_of(values: Mapping[str, Any], arguments: str) -> str:
-    value = values.get(INPUT, next(iter(values.values())) if len(values) == 1 else None)
-    return value if isinstance(value, str) else arguments
+        values, whole = read_object(self._arguments), self.told
+        if values is not None:
+            value = values.get(INPUT, next(iter(values.values())) if len(values) == 1 else None)
+            whole = value if isinstance(value, str) else self._arguments
+        return whole, whole.removeprefix(self.told) if whole.startswith(self.told) else ""
 
 
 def thought_of(enclosed: str | None, content: str | None, summary: str) -> str:
@@ -137,36 +125,26 @@ ItemBody: TypeAlias = dict[str, Any]
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
-@dataclass(frozen=True)
-class ThoughtStyle:
-    """The form in which thoughts are returned."""
+class _OpenItem:
+    """An item as it grows, with a number and an id from its beginning on."""
 
-    is_summary: bool = False
-    """As their own summary, which some clients show."""
-    is_enclosed: bool = False
-    """Repeated as encrypted content."""
+    kind: str
+    prefix: str
+    """Of ids."""
+    id = ""
+    index = 0
+    text = ""
 
-
-class _OpenItem(ABC):
-    def __init__(self, item_id: str, index: int) -> None:
-        self.id = item_id
-        self._index = index
-        self._texts: list[str] = []
-
-    @property
-    def _text(self) -> str:
-        return "".join(self._texts)
-
-    @abstractmethod
     def body(self, status: Status) -> ItemBody:
         """Returns the item as it is now."""
+        return {"id": self.id, "type": self.kind, "status": status}
 
     def begin(self) -> list[Event]:
         return []
 
     def grow(self, text: str) -> list[Event]:
         """Takes more text; returns its events."""
-        self._texts.append(text)
+        self.text += text
         return []
 
     def end(self) -> list[Event]:
@@ -174,160 +152,182 @@ class _OpenItem(ABC):
         return []
 
     def event(self, kind: str, **fields: Any) -> Event:
-        return {"type": f"response.{kind}", "item_id": self.id, "output_index": self._index, **fields}
+        return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.index, **fields}
 
 
-class _OpenMessage(_OpenItem):
+@dataclass(frozen=True)
+class _Form:
+    """What an item of text is called, and its only part."""
+
+    kind: str
+    prefix: str
+    fields: Mapping[str, Any]
+    """Besides the part."""
+    place: Literal["content", "summary"]
+    """The item's field with the part."""
+    part: str
+    event: str
+    """What the names of the text's events begin with."""
+    part_event: str
+    part_fields: Mapping[str, Any] = field(default_factory=dict)
+    event_fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+_MESSAGE: Final = _Form(
+    "message",
+    "msg",
+    {"role": "assistant", "content": []},
+    "content",
+    "output_text",
+    "output_text",
+    "content_part",
+    part_fields={"annotations": [], "logprobs": []},
+    event_fields={"logprobs": []},
+)
+_THOUGHT: Final = _Form(
+    "reasoning", "rs", {"summary": []}, "content", "reasoning_text", "reasoning_text", "content_part"
+)
+_SUMMARY: Final = replace(
+    _THOUGHT,
+    place="summary",
+    part="summary_text",
+    event="reasoning_summary_text",
+    part_event="reasoning_summary_part",
+)
+
+
+class _OpenText(_OpenItem):
+    def __init__(self, form: _Form, *, is_enclosed: bool = False) -> None:
+        """`is_enclosed`: the text is repeated as encrypted content."""
+        self.form = form
+        self.kind, self.prefix = form.kind, form.prefix
+        self._is_enclosed = is_enclosed
+
     def body(self, status: Status) -> ItemBody:
-        content = [self._part()] if self._texts else []
-        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
-
-    def begin(self) -> list[Event]:
-        return [self.event("content_part.added", content_index=0, part=self._part())]
-
-    def grow(self, text: str) -> list[Event]:
-        return [*super().grow(text), self.event("output_text.delta", content_index=0, delta=text, logprobs=[])]
-
-    def end(self) -> list[Event]:
-        return [
-            self.event("output_text.done", content_index=0, text=self._text, logprobs=[]),
-            self.event("content_part.done", content_index=0, part=self._part()),
-        ]
-
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
-
-
-class _OpenThought(_OpenItem):
-    def __init__(self, item_id: str, index: int, style: ThoughtStyle) -> None:
-        super().__init__(item_id, index)
-        self._style = style
-        of_content = ("reasoning_text", "content_part", "content_index")
-        of_summary = ("reasoning_summary_text", "reasoning_summary_part", "summary_index")
-        self._kind, self._part_kind, self._place = of_summary if style.is_summary else of_content
-
-    def body(self, status: Status) -> ItemBody:
-        item: ItemBody = {"id": self.id, "type": "reasoning", "status": status, "summary": []}
-        if self._texts:
-            item["summary" if self._style.is_summary else "content"] = [self._part()]
-            if self._style.is_enclosed and status != "in_progress":
-                item["encrypted_content"] = enclose(self._text)
+        item = {**super().body(status), **self.form.fields}
+        if self.text:
+            item[self.form.place] = [self._part]
+            if self._is_enclosed and status != "in_progress":
+                item["encrypted_content"] = enclose(self.text)
         return item
 
     def begin(self) -> list[Event]:
-        return [self._event(f"{self._part_kind}.added", part=self._part())]
+        return [self._event(f"{self.form.part_event}.added", part=self._part)]
 
     def grow(self, text: str) -> list[Event]:
-        return [*super().grow(text), self._event(f"{self._kind}.delta", delta=text)]
+        self.text += text
+        return [self._event(f"{self.form.event}.delta", delta=text, **self.form.event_fields)]
 
     def end(self) -> list[Event]:
         return [
-            self._event(f"{self._kind}.done", text=self._text),
-            self._event(f"{self._part_kind}.done", part=self._part()),
+            self._event(f"{self.form.event}.done", text=self.text, **self.form.event_fields),
+            self._event(f"{self.form.part_event}.done", part=self._part),
         ]
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        return self.event(kind, **{self._place: 0}, **fields)
+        return self.event(kind, **{f"{self.form.place}_index": 0}, **fields)
 
+    @property
     def _part(self) -> dict[str, Any]:
-        return {"type": "summary_text" if self._style.is_summary else "reasoning_text", "text": self._text}
+        return {"type": self.form.part, "text": self.text, **self.form.part_fields}
 
 
 class _OpenCall(_OpenItem):
-    kind = "function_call"
+    kind, prefix = "function_call", "fc"
 
-    def __init__(self, item_id: str, index: int, call_id: str, tool: ClientTool) -> None:
-        super().__init__(item_id, index)
+    def __init__(self, call_id: str, tool: ClientTool) -> None:
         self._call_id = call_id
         self._tool = tool
 
     def body(self, status: Status) -> ItemBody:
-        head = {"id": self.id, "type": self.kind, "status": status, "call_id": self._call_id}
-        return {**head, **self.called()}
+        return {**super().body(status), "call_id": self._call_id, **self.called()}
 
     def called(self) -> dict[str, Any]:
         """Returns what is called, and with what."""
-        return {**_name_of(self._tool), "arguments": self._text}
+        return {**self._named, "arguments": self.text}
+
+    @property
+    def _named(self) -> dict[str, str]:
+        namespace = self._tool.namespace
+        return {"name": self._tool.name, **({} if namespace is None else {"namespace": namespace})}
 
     def grow(self, text: str) -> list[Event]:
-        return [*super().grow(text), self.event("function_call_arguments.delta", delta=text)]
+        self.text += text
+        return [self.event("function_call_arguments.delta", delta=text)]
 
     def end(self) -> list[Event]:
-        return [self.event("function_call_arguments.done", name=self._tool.name, arguments=self._text)]
+        return [self.event("function_call_arguments.done", name=self._tool.name, arguments=self.text)]
 
 
 class _OpenCustomCall(_OpenCall):
-    kind = "custom_tool_call"
+    kind, prefix = "custom_tool_call", "ctc"
 
-    def __init__(self, item_id: str, index: int, call_id: str, tool: ClientTool) -> None:
-        super().__init__(item_id, index, call_id, tool)
+    def __init__(self, call_id: str, tool: ClientTool) -> None:
+        super().__init__(call_id, tool)
         self._input = CustomInput()
-        self._whole: str | None = None
 
     def called(self) -> dict[str, Any]:
-        return {**_name_of(self._tool), "input": self._input.so_far if self._whole is None else self._whole}
+        return {**self._named, "input": self.text}
 
     def grow(self, text: str) -> list[Event]:
         return self._delta(self._input.feed(text))
 
     def end(self) -> list[Event]:
-        self._whole, rest = self._input.finish()
-        return [*self._delta(rest), self.event("custom_tool_call_input.done", input=self._whole)]
+        whole, rest = self._input.finish()
+        events = self._delta(rest)
+        self.text = whole
+        return [*events, self.event("custom_tool_call_input.done", input=whole)]
 
     def _delta(self, text: str) -> list[Event]:
+        self.text += text
         return [self.event("custom_tool_call_input.delta", delta=text)] if text else []
 
 
 class _OpenSearchCall(_OpenCall):
     """Sent whole: the API has no events for its arguments."""
 
-    kind = "tool_search_call"
+    kind, prefix = "tool_search_call", "tsc"
+    grow, end = _OpenItem.grow, _OpenItem.end
 
     def called(self) -> dict[str, Any]:
-        return {"execution": "client", "arguments": read_object(self._text) or {}}
-
-    def grow(self, text: str) -> list[Event]:
-        self._texts.append(text)
-        return []
-
-    def end(self) -> list[Event]:
-        return []
+        return {"execution": "client", "arguments": read_object(self.text) or {}}
 
 
-_Make: TypeAlias = Callable[[str, int], _OpenItem]
-
-
-def _name_of(tool: ClientTool) -> dict[str, str]:
-    named = {"name": tool.name}
-    return named if tool.namespace is None else {**named, "namespace": tool.namespace}
+_CALLS: Final[Mapping[str, type[_OpenCall]]] = {
+    kind.kind: kind for kind in (_OpenCall, _OpenCustomCall, _OpenSearchCall)
+}
 
 
 class AnswerOutput:
     """The output of one answer."""
 
-    def __init__(self, name: str, tools: ToolSet, thoughts: ThoughtStyle) -> None:
-        """Nothing but `name` is random in item ids."""
+    def __init__(self, name: str, tools: ToolSet, *, is_summary: bool = False, is_enclosed: bool = False) -> None:
+        """Nothing but `name` is random in item ids.
+
+        `is_summary`: thoughts are their own summary, which some clients show. `is_enclosed`: they are repeated as
+        encrypted content.
+        """
+        self.items: list[ItemBody] = []
+        """Those that have ended."""
         self._name = name
         self._tools = tools
-        self._thoughts = thoughts
-        self._done: list[ItemBody] = []
+        self._thought = _SUMMARY if is_summary else _THOUGHT
+        self._is_enclosed = is_enclosed
         self._open: _OpenItem | None = None
         self._num_begun = 0
         """Failed calls included."""
-
-    @property
-    def items(self) -> list[ItemBody]:
-        return list(self._done)
 
     def add(self, piece: Piece) -> list[Event]:
         """Takes a piece; returns its events."""
         match piece:
             case Text(text):
-                return [*self._ready(_OpenMessage, "msg", _OpenMessage), *self._grow(text)]
+                return [*self._ready(_MESSAGE), *self._grow(text)]
             case Reasoning(text):
-                return [*self._ready(_OpenThought, "rs", self._thought), *self._grow(text)]
+                return [*self._ready(self._thought, is_enclosed=self._is_enclosed), *self._grow(text)]
             case ToolCallStarted(call_id, name):
-                return self._begin_call(call_id, self._tools.find(name))
+                # An unknown name is a function's.
+                tool = self._tools.by_name.get(name) or ClientTool(name)
+                return self._begin(_CALLS[tool.kind](call_id, tool))
             case ToolArguments(text):
                 return self._grow(text)
             case ToolCallEnded():
@@ -344,40 +344,30 @@ class AnswerOutput:
         if self._open is None:
             return []
         ended, self._open = self._open, None
-        events = ended.end()
-        item = ended.body(status)
-        self._keep(item)
-        index = self._num_begun - 1
-        return [*events, {"type": "response.output_item.done", "output_index": index, "item": item}]
+        events, item = ended.end(), ended.body(status)
+        last = self.items[-1] if self.items else None
+        done = {"type": "response.output_item.done", "output_index": ended.index, "item": item}
+        if last is not None and last["type"] == item["type"] == "message":
+            # Texts around a failed call are joined.
+            text = last["content"][0]["text"] + item["content"][0]["text"]
+            self.items[-1] = {**item, "id": last["id"], "content": [{**item["content"][0], "text": text}]}
+        else:
+            self.items.append(item)
+        return [*events, done]
 
-    def _thought(self, item_id: str, index: int) -> _OpenThought:
-        return _OpenThought(item_id, index, self._thoughts)
+    def _ready(self, form: _Form, *, is_enclosed: bool = False) -> list[Event]:
+        """Begins an item of text, unless it is open."""
+        is_open = isinstance(self._open, _OpenText) and self._open.form is form
+        return [] if is_open else self._begin(_OpenText(form, is_enclosed=is_enclosed))
 
-    def _begin_call(self, call_id: str, tool: ClientTool) -> list[Event]:
-        kind, prefix = _OpenCall, "fc"
-        if tool.is_custom or tool.is_search:
-            kind, prefix = (_OpenCustomCall, "ctc") if tool.is_custom else (_OpenSearchCall, "tsc")
-        return self._begin(prefix, lambda item_id, index: kind(item_id, index, call_id, tool))
-
-    def _ready(self, kind: type[_OpenItem], prefix: str, make: _Make) -> list[Event]:
-        return [] if isinstance(self._open, kind) else self._begin(prefix, make)
-
-    def _begin(self, prefix: str, make: _Make) -> list[Event]:
+    def _begin(self, item: _OpenItem) -> list[Event]:
         events, index = self.close(), self._num_begun
+        item.id, item.index = f"{item.prefix}_{self._name}_{index}", index
         self._num_begun += 1
-        self._open = make(f"{prefix}_{self._name}_{index}", index)
-        added = {"type": "response.output_item.added", "output_index": index, "item": self._open.body("in_progress")}
-        return [*events, added, *self._open.begin()]
+        self._open = item
+        added = {"type": "response.output_item.added", "output_index": index, "item": item.body("in_progress")}
+        return [*events, added, *item.begin()]
 
     def _grow(self, text: str) -> list[Event]:
         assert self._open is not None, "a part belongs to an item"
         return self._open.grow(text)
-
-    def _keep(self, item: ItemBody) -> None:
-        """Texts around a failed call are joined."""
-        last = self._done[-1] if self._done else None
-        if last is not None and last["type"] == item["type"] == "message":
-            text = last["content"][0]["text"] + item["content"][0]["text"]
-            self._done[-1] = {**item, "id": last["id"], "content": [{**item["content"][0], "text": text}]}
-        else:
-            self._done.append(item)

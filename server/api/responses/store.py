@@ -74,6 +74,10 @@ class StoredResponse:
     session: str
     """The name of the chain."""
 
+    @property
+    def items(self) -> list[Item]:
+        return [*self.input, *self.body["output"]]
+
 
 @dataclass(frozen=True)
 class StoredConversation:
@@ -171,7 +175,7 @@ class ResponseStore:
         used = (namespace, response.session, time.time_ns())
         database.execute("INSERT OR REPLACE INTO chains VALUES (?, ?, ?)", used)
         if conversation is not None:
-            self._add(database, namespace, conversation, [*response.input, *response.body["output"]])
+            self._add(database, namespace, conversation, response.items)
         self._evict(database)
 
     def _put_conversation(

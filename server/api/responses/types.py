@@ -4,16 +4,16 @@ A custom tool gets one argument `input`, a namespace is a prefix, a tool search 
 Tools that OpenAI runs are left out or refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from server.api.conversation import ThinkingWish
 from server.api.dialect import BodyModel, Rules, Whole, no_effect, read_by, refused, validated
-from server.api.errors import ApiError, Code, wrong
-from server.api.openai.types import Schema, SharedBody, ToolChoice, read_tool_choice
+from server.api.errors import Code, wrong
+from server.api.openai.types import CallingBody, Schema, SharedBody, ToolChoice, read_tool_choice
 from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar
 from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 
@@ -47,8 +47,6 @@ def _named(tool: Any) -> str:
 
 class TextFormat(BodyModel):
     """`text.format`."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", populate_by_name=True)
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -84,7 +82,7 @@ Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max
 Items = Annotated[list[Any], BeforeValidator(_as_items)]
 
 
-class InputBody(BodyModel):
+class InputBody(CallingBody):
     """What a prompt is made of."""
 
     model: str | None = None
@@ -95,14 +93,9 @@ class InputBody(BodyModel):
     conversation: Annotated[str | None, BeforeValidator(_conversation)] = None
     tools: list[Any] | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
-    parallel_tool_calls: bool | None = None
     reasoning: ReasoningWish | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-
-    @property
-    def forbids_calls(self) -> bool:
-        return self.tool_choice is not None and self.tool_choice.mode == "none"
 
     def thinking_wish(self) -> ThinkingWish:
         """Returns the wishes for thoughts."""
@@ -155,11 +148,16 @@ _QUERY: Final = {
 """Default arguments of a tool search."""
 
 
-class FunctionTool(BodyModel):
-    """A function of the client."""
+class NamedTool(BodyModel):
+    """What all tools have that the client names."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
+
+
+class FunctionTool(NamedTool):
+    """A function of the client."""
+
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -172,19 +170,15 @@ class InputFormat(BodyModel):
     definition: str | None = None
 
 
-class CustomTool(BodyModel):
+class CustomTool(NamedTool):
     """A tool that takes a text."""
 
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    description: str | None = None
     format: InputFormat | None = None
 
 
-class NamespaceTool(BodyModel):
+class NamespaceTool(NamedTool):
     """Tools under one name."""
 
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    description: str | None = None
     tools: list[dict[str, Any]]
 
 
@@ -214,18 +208,17 @@ def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = Tru
     return ToolSet(shown, by_name=by_name)
 
 
-def _flattened(tools: Sequence[Any], param: str) -> list[tuple[str, Mapping[str, Any], NamespaceTool | None]]:
-    """Returns each tool, but those left out, with place and namespace."""
-    found: list[tuple[str, Mapping[str, Any], NamespaceTool | None]] = []
+def _flattened(tools: Sequence[Any], param: str) -> Iterator[tuple[str, Mapping[str, Any], NamespaceTool | None]]:
+    """Yields each tool, but those left out, with place and namespace."""
     for index, tool in enumerate(tools):
-        place, kind = f"{param}[{index}]", _type_of(tool)
-        if kind == "namespace":
+        place = f"{param}[{index}]"
+        if _type_of(tool) == "namespace":
             namespace = validated(NamespaceTool, tool, param, index)
-            inner = enumerate(namespace.tools)
-            found += [(f"{place}.tools[{number}]", one, namespace) for number, one in inner if not _is_left_out(one)]
+            for number, inner in enumerate(namespace.tools):
+                if not _is_left_out(inner):
+                    yield f"{place}.tools[{number}]", inner, namespace
         elif not _is_left_out(tool):
-            found.append((place, tool, None))
-    return found
+            yield place, tool, None
 
 
 def _is_client_search(tool: Any) -> bool:
@@ -248,33 +241,28 @@ def _read(tool: Mapping[str, Any], place: str, namespace: NamespaceTool | None) 
     own_name = namespace.name if namespace is not None else None
     match _type_of(tool):
         case "function":
-            given_function = validated(FunctionTool, tool, place)
-            shown = given_function.model_dump(include=set(FunctionTool.model_fields), exclude_none=True)
-            is_custom = False
+            shown = _dumped(validated(FunctionTool, tool, place))
+            called = ClientTool(shown["name"], own_name)
         case "custom":
             custom = validated(CustomTool, tool, place)
-            shown, is_custom = _as_function(custom), True
+            parameters = {"type": "object", "properties": {INPUT: _input_schema(custom.format)}, "required": [INPUT]}
+            shown = {**_dumped(custom), "parameters": {**parameters, "additionalProperties": False}}
+            called = ClientTool(custom.name, own_name, "custom_tool_call")
         case "tool_search":
             given = {name: value for name, value in tool.items() if value is not None}
-            search = validated(SearchTool, given, place)
-            function = {"name": SEARCH, "description": search.description, "parameters": search.parameters}
-            return function, ClientTool(SEARCH, is_search=True)
+            shown = _dumped(validated(SearchTool, given, place))
+            return {"name": SEARCH, **shown}, ClientTool(SEARCH, kind="tool_search_call")
         case kind:
-            message = (
-                f"{place}.type: {str(kind)[:40]!r} is no tool that is offered here: functions, custom tools and "
+            why = (
+                f"{str(kind)[:40]!r} is no tool that is offered here: functions, custom tools and "
                 "namespaces of them run where the client runs, and none on the server"
             )
-            raise ApiError(Code.UNSUPPORTED_PARAMETER, message, f"{place}.type")
-    name = shown["name"]
-    return {**shown, "name": joined_name(own_name, name)}, ClientTool(name, own_name, is_custom)
+            raise wrong(f"{place}.type", why, Code.UNSUPPORTED_PARAMETER)
+    return {**shown, "name": joined_name(own_name, called.name)}, called
 
 
-def _as_function(tool: CustomTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    parameters = {"type": "object", "properties": {INPUT: _input_schema(tool.format)}, "required": [INPUT]}
-    return {**function, "parameters": {**parameters, "additionalProperties": False}}
+def _dumped(tool: BodyModel) -> dict[str, Any]:
+    return tool.model_dump(include=type(tool).model_fields.keys() - {"format"}, exclude_none=True)
 
 
 def _input_schema(wanted: InputFormat | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS},
     TEXT: {"prompt": "Hi"},
 }
-DIALECTS: dict[str, tuple[Any, str]] = {CHAT: (ChatExchange, "_chunk"), TEXT: (CompletionExchange, "_body")}
+DIALECTS: dict[str, tuple[Any, str]] = {CHAT: (ChatExchange, "chunk"), TEXT: (CompletionExchange, "chunk")}
 MOST_EVENTS = 40
 
 
