@@ -6,8 +6,10 @@ A conversation keeps items under one name, with or without responses that contin
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,10 +32,13 @@ from server.api.responses.create import (
     with_ids,
 )
 from server.api.responses.items import Item, check_items
-from server.api.responses.store import ResponseStore, StoredConversation, StoredResponse, store_of
+from server.api.responses.store import ResponseStore, StoredConversation, store_of
 from server.api.responses.types import InputBody, Metadata, ResponsesBody
 from server.api.wire import JsonBody, sse_event
 
+Found = TypeVar("Found")
+Ask: TypeAlias = Callable[[ResponseStore, str, str], "Future[Any]"]
+"""Asks a store for what a namespace has under a name."""
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
 _NAMED = {
@@ -60,83 +65,6 @@ class ItemList(TypedDict):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-async def get_response(request: Request) -> Response:
-    """Returns a stored response."""
-    if request.query_params.get("stream") == "true":
-        message = "stream: a response that is kept is not streamed again; leave it out"
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "stream")
-    return JsonBody((await _found_response(request)).body)
-
-
-async def delete_response(request: Request) -> Response:
-    """Forgets a response."""
-    name = request.path_params["response_id"]
-    if not await asyncio.wrap_future(store_for(request).delete(namespace_of_query(request), name)):
-        raise _unknown("response_id", name)
-    deleted: Deletion = {"id": name, "object": "response", "deleted": True}
-    return JsonBody(deleted)
-
-
-async def cancel_response(request: Request) -> Response:
-    """Says that nothing can be cancelled: a response is made while its client waits."""
-    await _found_response(request)
-    message = "the response has ended; one that is being made is cancelled by closing its connection"
-    raise ApiError(Code.INVALID_VALUE, message, "response_id")
-
-
-async def list_input_items(request: Request) -> Response:
-    """Returns the items before a response, newest first."""
-    response = await _found_response(request)
-    chain = await asyncio.wrap_future(store_for(request).chain(namespace_of_query(request), response.id))
-    before = [item for one in chain[:-1] for item in (*one.input, *one.body["output"])]
-    return JsonBody(page_of([*before, *response.input], request))
-
-
-def store_for(request: Request) -> ResponseStore:
-    """Returns the store of the request's server."""
-    return context_of(request).kept(store_of)
-
-
-def page_of(items: Sequence[Item], request: Request) -> ItemList:
-    """Returns the items of `limit`, `order` and `after`; raises ApiError (400)."""
-    ordered = list(items) if _order_of(request) == "asc" else list(reversed(items))
-    after = request.query_params.get("after")
-    if after:
-        ids = [item["id"] for item in ordered]
-        if after not in ids:
-            raise wrong("after", f"there is no item {after[:200]!r} here")
-        ordered = ordered[ids.index(after) + 1 :]
-    limit = _limit_of(request)
-    return _page(ordered[:limit], has_more=len(ordered) > limit)
-
-
-def _page(items: Sequence[Item], *, has_more: bool = False) -> ItemList:
-    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}
-
-
-async def _found_response(request: Request) -> StoredResponse:
-    name = request.path_params["response_id"]
-    found = await asyncio.wrap_future(store_for(request).find(namespace_of_query(request), name))
-    if found is None:
-        raise _unknown("response_id", name)
-    return found
-
-
-def _order_of(request: Request) -> str:
-    order = request.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise wrong("order", "Input should be asc or desc")
-    return order
-
-
-def _limit_of(request: Request) -> int:
-    text = request.query_params.get("limit", str(DEFAULT_LIMIT))
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_LIMIT:
-        raise wrong("limit", f"Input should be a number from 1 to {MAX_LIMIT}")
-    return int(text)
 
 
 class NewConversation(BodyModel):
@@ -167,6 +95,32 @@ class ConversationBody(TypedDict):
     metadata: Mapping[str, str]
 
 
+async def get_response(request: Request) -> Response:
+    """Returns a stored response."""
+    if request.query_params.get("stream") == "true":
+        why = "a response that is kept is not streamed again; leave it out"
+        raise wrong("stream", why, Code.UNSUPPORTED_PARAMETER)
+    return JsonBody((await _found(request, "response_id", ResponseStore.find)).body)
+
+
+async def delete_response(request: Request) -> Response:
+    """Forgets a response."""
+    return await _deleted(request, "response_id", ResponseStore.delete, "response")
+
+
+async def cancel_response(request: Request) -> Response:
+    """Says that nothing can be cancelled: a response is made while its client waits."""
+    await _found(request, "response_id", ResponseStore.find)
+    message = "the response has ended; one that is being made is cancelled by closing its connection"
+    raise ApiError(Code.INVALID_VALUE, message, "response_id")
+
+
+async def list_input_items(request: Request) -> Response:
+    """Returns the items before a response, newest first."""
+    chain = await _found(request, "response_id", ResponseStore.chain)
+    return JsonBody(page_of([*(item for one in chain[:-1] for item in one.items), *chain[-1].input], request))
+
+
 async def create_conversation(request: Request) -> Response:
     """Begins a conversation."""
     return await inspect(request, _create)
@@ -184,11 +138,7 @@ async def update_conversation(request: Request) -> Response:
 
 async def delete_conversation(request: Request) -> Response:
     """Forgets a conversation and its items."""
-    name = request.path_params["conversation_id"]
-    if not await asyncio.wrap_future(store_for(request).delete_conversation(namespace_of_query(request), name)):
-        raise _unknown("conversation_id", name)
-    deleted: Deletion = {"id": name, "object": "conversation.deleted", "deleted": True}
-    return JsonBody(deleted)
+    return await _deleted(request, "conversation_id", ResponseStore.delete_conversation, "conversation.deleted")
 
 
 async def list_items(request: Request) -> Response:
@@ -204,18 +154,18 @@ async def create_items(request: Request) -> Response:
 async def get_item(request: Request) -> Response:
     """Returns one item of a conversation."""
     wanted = request.path_params["item_id"]
-    for item in await _items(request):
-        if item["id"] == wanted:
-            return JsonBody(item)
-    raise _unknown("item_id", wanted)
+    found = next((item for item in await _items(request) if item["id"] == wanted), None)
+    return JsonBody(_known(found, request, "item_id"))
 
 
 async def delete_item(request: Request) -> Response:
     """Removes an item; returns the conversation."""
-    conversation, wanted = await _found_conversation(request), request.path_params["item_id"]
-    deleted = store_for(request).delete_item(namespace_of_query(request), conversation.id, wanted)
-    if not await asyncio.wrap_future(deleted):
-        raise _unknown("item_id", wanted)
+    conversation = await _found_conversation(request)
+
+    def delete(store: ResponseStore, namespace: str, name: str) -> "Future[bool]":
+        return store.delete_item(namespace, conversation.id, name)
+
+    await _found(request, "item_id", delete)
     return JsonBody(_body(conversation))
 
 
@@ -234,11 +184,8 @@ def _create(context: ApiContext, incoming: Incoming) -> Payload:
 def _update(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_known(ConversationUpdate, incoming.fields, {})
     store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
-    name = incoming.http.path_params["conversation_id"]
-    found = store.find_conversation(namespace, name).result()
-    if found is None:
-        raise _unknown("conversation_id", name)
-    changed = StoredConversation(found.id, found.created, body.metadata or {})
+    found = store.find_conversation(namespace, incoming.http.path_params["conversation_id"]).result()
+    changed = replace(_known(found, incoming.http, "conversation_id"), metadata=body.metadata or {})
     store.put_conversation(namespace, changed).result()
     return _body(changed)
 
@@ -247,9 +194,8 @@ def _add_items(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_known(NewItems, incoming.fields, {})
     items = with_ids(_whole_items(body.items), uuid.uuid4().hex)
     name = incoming.http.path_params["conversation_id"]
-    added = context.kept(store_of).add_items(namespace_of_query(incoming.http), name, items)
-    if not added.result():
-        raise _unknown("conversation_id", name)
+    added = context.kept(store_of).add_items(namespace_of_query(incoming.http), name, items).result()
+    _known(added, incoming.http, "conversation_id")
     return _page(items)
 
 
@@ -258,22 +204,61 @@ def _whole_items(items: list[Any]) -> list[Item]:
     checked = check_items(items, "items")
     for index, item in enumerate(checked):
         if item["type"] == "item_reference":
-            place = f"items[{index}].type"
-            raise wrong(place, "a conversation holds items, not references")
+            raise wrong(f"items[{index}].type", "a conversation holds items, not references")
     return checked
 
 
+async def _found(request: Request, param: str, ask: Ask) -> Any:
+    """Returns what the store has of a name in the path; raises ApiError (404)."""
+    answered = ask(context_of(request).kept(store_of), namespace_of_query(request), request.path_params[param])
+    return _known(await asyncio.wrap_future(answered), request, param)
+
+
+def _known(found: Found | None, request: Request, param: str) -> Found:
+    if not found:
+        name = request.path_params[param][:200]
+        raise ApiError(Code.RESPONSE_NOT_FOUND, f"there is no {_NAMED[param].format(repr(name))}", param)
+    return found
+
+
 async def _found_conversation(request: Request) -> StoredConversation:
-    name = request.path_params["conversation_id"]
-    found = await asyncio.wrap_future(store_for(request).find_conversation(namespace_of_query(request), name))
-    if found is None:
-        raise _unknown("conversation_id", name)
+    found: StoredConversation = await _found(request, "conversation_id", ResponseStore.find_conversation)
     return found
 
 
 async def _items(request: Request) -> list[Item]:
-    conversation = await _found_conversation(request)
-    return await asyncio.wrap_future(store_for(request).items(namespace_of_query(request), conversation.id))
+    name = (await _found_conversation(request)).id
+    return await asyncio.wrap_future(context_of(request).kept(store_of).items(namespace_of_query(request), name))
+
+
+async def _deleted(
+    request: Request, param: str, delete: Ask, kind: Literal["response", "conversation.deleted"]
+) -> Response:
+    await _found(request, param, delete)
+    deleted: Deletion = {"id": request.path_params[param], "object": kind, "deleted": True}
+    return JsonBody(deleted)
+
+
+def page_of(items: Sequence[Item], request: Request) -> ItemList:
+    """Returns the items of `limit`, `order` and `after`; raises ApiError (400)."""
+    asked = request.query_params
+    order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", str(DEFAULT_LIMIT))
+    if order not in ("asc", "desc"):
+        raise wrong("order", "Input should be asc or desc")
+    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
+        raise wrong("limit", f"Input should be a number from 1 to {MAX_LIMIT}")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    if after:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise wrong("after", f"there is no item {after[:200]!r} here")
+        ordered = ordered[ids.index(after) + 1 :]
+    return _page(ordered[: int(limit)], has_more=len(ordered) > int(limit))
+
+
+def _page(items: Sequence[Item], *, has_more: bool = False) -> ItemList:
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}
 
 
 def _body(conversation: StoredConversation) -> ConversationBody:
@@ -283,10 +268,6 @@ def _body(conversation: StoredConversation) -> ConversationBody:
         "created_at": conversation.created,
         "metadata": conversation.metadata,
     }
-
-
-def _unknown(param: str, name: str) -> ApiError:
-    return ApiError(Code.RESPONSE_NOT_FOUND, f"there is no {_NAMED[param].format(repr(name[:200]))}", param)
 
 
 class ResponsesDialect(OpenAiDialect):
