@@ -7,7 +7,7 @@ signature holds its text.
 import base64
 import hashlib
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from typing_extensions import TypedDict
@@ -86,37 +86,23 @@ BlockBody: TypeAlias = TextBlockBody | ThinkingBlockBody | ToolUseBlockBody | Se
 
 
 @dataclass
-class _OpenText:
-    parts: list[str] = field(default_factory=list)
+class _Open:
+    """A block as it grows."""
 
-    def body(self) -> TextBlockBody:
-        return {"type": "text", "text": "".join(self.parts)}
+    head: dict[str, Any]
+    """Its type; of a call, id and name too."""
+    is_hidden: bool = False
+    """A thought that only its signature holds."""
+    text: str = ""
 
-
-@dataclass
-class _OpenThought:
-    is_shown: bool
-    parts: list[str] = field(default_factory=list)
-
-    def body(self) -> ThinkingBlockBody:
-        thought = "".join(self.parts)
-        if not self.is_shown:
-            return {"type": "thinking", "thinking": "", "signature": enclose(thought) if thought else ""}
-        return {"type": "thinking", "thinking": thought, "signature": sign(thought) if thought else ""}
-
-
-@dataclass
-class _OpenCall:
-    id: str
-    name: str
-    is_search: bool = False
-    parts: list[str] = field(default_factory=list)
-
-    def body(self) -> ToolUseBlockBody | ServerToolUseBody:
-        given = read_object("".join(self.parts)) or {}
-        if self.is_search:
-            return {"type": "server_tool_use", "id": self.id, "name": self.name, "input": given}
-        return {"type": "tool_use", "id": self.id, "name": self.name, "input": given}
+    def body(self) -> Any:
+        match self.head["type"]:
+            case "text":
+                return {**self.head, "text": self.text}
+            case "thinking":
+                signature = (enclose if self.is_hidden else sign)(self.text) if self.text else ""
+                return {**self.head, "thinking": "" if self.is_hidden else self.text, "signature": signature}
+        return {**self.head, "input": read_object(self.text) or {}}
 
 
 class AnswerContent:
@@ -127,7 +113,7 @@ class AnswerContent:
         self._shows_thoughts = shows_thoughts
         self._searches = searches
         self._ended: list[BlockBody] = []
-        self._open: _OpenText | _OpenThought | _OpenCall | None = None
+        self._open: _Open | None = None
         self._num_streamed = 0
         """Failed calls included."""
 
@@ -143,17 +129,16 @@ class AnswerContent:
         """Takes a piece; returns its events."""
         match piece:
             case Text(text):
-                events = [] if isinstance(self._open, _OpenText) else self._begin(_OpenText())
-                return [*events, self._grow(text, {"type": "text_delta", "text": text})]
+                return [*self._ready("text"), self._grow(text, {"type": "text_delta", "text": text})]
             case Reasoning(text):
-                is_open = isinstance(self._open, _OpenThought)
-                events = [] if is_open else self._begin(_OpenThought(self._shows_thoughts))
+                events = self._ready("thinking", is_hidden=not self._shows_thoughts)
                 delta = self._grow(text, {"type": "thinking_delta", "thinking": text})
                 return [*events, delta] if self._shows_thoughts else events
             case ToolCallStarted(call_id, name):
-                is_search = name in self._searches
-                prefix = "srvtoolu_" if is_search else "toolu_"
-                return self._begin(_OpenCall(_own_id(call_id, prefix), name, is_search))
+                kind, prefix = ("server_tool_use", "srvtoolu_") if name in self._searches else ("tool_use", "toolu_")
+                # The model's own id stays.
+                own_id = f"{prefix}{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
+                return self._begin(_Open({"type": kind, "id": own_id, "name": name}))
             case ToolArguments(text):
                 return [self._grow(text, {"type": "input_json_delta", "partial_json": text})]
             case ToolCallEnded() | ToolCallCut():
@@ -182,7 +167,12 @@ class AnswerContent:
             events += [start, self._stop()]
         return events
 
-    def _begin(self, block: _OpenText | _OpenThought | _OpenCall) -> list[BlockEvent]:
+    def _ready(self, kind: str, *, is_hidden: bool = False) -> list[BlockEvent]:
+        """Begins a block of text or thought, unless it is open."""
+        is_open = self._open is not None and self._open.head["type"] == kind
+        return [] if is_open else self._begin(_Open({"type": kind}, is_hidden))
+
+    def _begin(self, block: _Open) -> list[BlockEvent]:
         events = self.close()
         self._open = block
         self._num_streamed += 1
@@ -192,7 +182,7 @@ class AnswerContent:
 
     def _grow(self, text: str, delta: dict[str, str]) -> BlockEvent:
         assert self._open is not None, "a part belongs to a block"
-        self._open.parts.append(text)
+        self._open.text += text
         return self._delta(delta)
 
     def _delta(self, delta: dict[str, str]) -> BlockEvent:
@@ -212,8 +202,3 @@ def _append(blocks: list[BlockBody], block: BlockBody) -> None:
         blocks[-1] = {"type": "text", "text": last["text"] + block["text"]}
     else:
         blocks.append(block)
-
-
-def _own_id(call_id: str, prefix: str) -> str:
-    """Returns a call's id in Anthropic's form; the model's own stays."""
-    return f"{prefix}{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -30,11 +29,9 @@ from server.api.params import (
     AnswerGrammar,
     ForcedCalls,
     GenerationParams,
-    answer_or_calls,
-    calls_in_text,
+    answer_grammar,
     can_forbid_calls,
     changed_sampling,
-    forced_calls,
     json_grammar,
 )
 from server.app.config import ServerConfig
@@ -58,14 +55,19 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
         _check_begun(body, model)
     num_points = body.num_cache_points()
     if num_points > MAX_CACHE_POINTS:
-        found = f"at most {MAX_CACHE_POINTS} blocks may hold cache_control, and {num_points} do"
-        raise wrong("messages", found)
+        raise wrong("messages", f"at most {MAX_CACHE_POINTS} blocks may hold cache_control, and {num_points} do")
     # Forms of clients send an empty text for no system prompt.
     has_system = any(block.text for block in body.system or ())
     system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
     if body.tools and not body.forbids_calls and not model.renderer.reads_tools:
         raise wrong("tools", f"the model {model.id!r} takes none", Code.UNSUPPORTED_PARAMETER)
-    reader = _Reader(body.tools or (), _definer(body, model, namespace))
+    texts = [block.text for block in body.messages[0].content if isinstance(block, TextBlock)]
+    first = hashlib.sha256(repr(texts).encode()).digest()
+
+    def define(names: Sequence[str], tools: Mapping[str, Tool], place: str) -> str:
+        return model.renderer.tool_definitions(names, tools, (namespace, first, place))
+
+    reader = _Reader(body.tools or (), define)
     messages = [*system, *reader.read(body.messages)]
     is_hidden = body.forbids_calls and not can_forbid_calls(model)
     return Conversation(
@@ -142,25 +144,20 @@ class _Reader:
 
     def _loaded(self, names: Sequence[str], place: str) -> str:
         """Makes tools callable; returns their definitions."""
-        self._callable.update(name for name in names if name in self._tools)
-        return self._define(
-            names, {name: as_function(self._tools[name]) for name in names if name in self._tools}, place
-        )
+        tools = {name: as_function(self._tools[name]) for name in names if name in self._tools}
+        self._callable.update(tools)
+        return self._define(names, tools, place)
 
     def _result(self, block: ToolResultBlock | ToolSearchResultBlock) -> Message:
         if isinstance(block, ToolResultBlock):
             parts = self._result_parts(block)
             parts = _as_error(parts) if block.is_error else parts
         else:
-            names = [reference.tool_name for reference in block.content.tool_references]
-            failed = (
-                f"{_ERROR_PREFIX}{block.content.error_code}" if block.content.error_code else "No tool was found."
-            )
+            names, error = [one.tool_name for one in block.content.tool_references], block.content.error_code
+            failed = f"{_ERROR_PREFIX}{error}" if error else "No tool was found."
             parts = [{"text": self._loaded(names, block.tool_use_id) if names else failed}]
         message: dict[str, Any] = {"role": "tool", "content": parts, "tool_call_id": block.tool_use_id}
-        return (
-            message if block.cache_control is None else {**message, "cache_control": block.cache_control.model_dump()}
-        )
+        return _marked(message, [block])
 
     def _result_parts(self, block: ToolResultBlock) -> list[dict[str, Any]]:
         """Returns texts, and neighbouring references as one block of definitions."""
@@ -170,9 +167,8 @@ class _Reader:
             if kind is TextBlock:
                 parts += _parts(found)
                 continue
-            marks = [mark.model_dump() for one in found if (mark := one.cache_control) is not None]
             text = self._loaded([one.tool_name for one in found], f"{block.tool_use_id}.{len(parts)}")
-            parts.append({"text": text, **({"cache_control": marks[-1]} if marks else {})})
+            parts.append(_marked({"text": text}, found))
         return parts
 
 
@@ -200,8 +196,13 @@ def _assistant_message(blocks: Sequence[Any]) -> Message:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
+    return _marked(message, blocks)
+
+
+def _marked(made: dict[str, Any], blocks: Sequence[Any]) -> dict[str, Any]:
+    """Adds the last mark of the blocks that something is made of."""
     marks = [mark for one in blocks if (mark := getattr(one, "cache_control", None)) is not None]
-    return {**message, "cache_control": marks[-1].model_dump()} if marks else message
+    return {**made, "cache_control": marks[-1].model_dump()} if marks else made
 
 
 def _as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -217,23 +218,13 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
 
 def as_function(tool: ToolDefinition) -> dict[str, Any]:
     """Returns a tool for chat templates."""
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    function["parameters"] = tool.input_schema
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
-
-
-def _definer(body: PromptBody, model: ServedModel, namespace: str) -> Define:
-
-    def define(names: Sequence[str], tools: Mapping[str, Tool], place: str) -> str:
-        texts = [block.text for block in body.messages[0].content if isinstance(block, TextBlock)]
-        first = hashlib.sha256(repr(texts).encode()).digest()
-        return model.renderer.tool_definitions(names, tools, (namespace, first, place))
-
-    return define
+    named = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": {name: value for name, value in named.items() if value is not None}}
 
 
 _OWN_NAMES = "claude-"
@@ -269,22 +260,17 @@ def read_params(body: MessagesBody, conversation: Conversation, model: ServedMod
 
 
 def _grammar(body: MessagesBody, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
-    choice, tools = body.tool_choice, conversation.callable_tools
+    choice, forced = body.tool_choice, None
     if choice is not None and choice.type in ("any", "tool"):
-        name = choice.name if choice.type == "tool" else None
-        return forced_calls(model, tools, ForcedCalls(None if name is None else (name,), choice.is_single))
-    wanted = _output_format(body)
-    if wanted is None:
-        return calls_in_text(model, conversation)
-    return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
+        names = (choice.name,) if choice.type == "tool" and choice.name is not None else None
+        forced = ForcedCalls(names, choice.is_single)
+    wanted = _output_format(body) if forced is None else None
+    return answer_grammar(model, conversation, wanted, forced)
 
 
 def _output_format(body: MessagesBody) -> AnswerGrammar | None:
     newer = body.output_config.format if body.output_config is not None else None
+    wanted, param = newer or body.output_format, "output_format" if newer is None else "output_config.format"
     if newer is not None and body.output_format is not None:
         raise wrong("output_format", "it is another name of output_config.format, which is given too")
-    if newer is not None:
-        return AnswerGrammar("output_config.format.schema", json_grammar(newer.schema_))
-    if body.output_format is not None:
-        return AnswerGrammar("output_format.schema", json_grammar(body.output_format.schema_))
-    return None
+    return None if wanted is None else AnswerGrammar(f"{param}.schema", json_grammar(wanted.schema_))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, NotRequired
+from typing import Any, Final, Literal, NotRequired, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -37,7 +37,7 @@ from server.api.guard import namespace_of
 from server.api.params import Incoming, build_request
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.wire import sse_event
-from server.engine.diagnosis import Miss, MissReason
+from server.engine.diagnosis import MissReason
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ServedModel
 
@@ -115,32 +115,19 @@ def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> Messages
 
 def diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
     """Returns the reuse; for a finished request also the times."""
+    miss, reason = started.reuse.miss, None
+    if miss is not None:
+        kind = _MISS_TYPES.get(miss.reason)
+        reason = CacheMissReason(type=kind or "unavailable")
+        if kind is not None:
+            reason["cache_missed_input_tokens"] = miss.lost_tokens
     body: DiagnosticsBody = {
-        "cache_miss_reason": _miss_reason(started.reuse.miss),
+        "cache_miss_reason": reason,
         "cache": cache_of(started, session_id),
     }
     if finished is not None:
         body["timings"] = timings_of(finished.timings)
     return body
-
-
-def _miss_reason(miss: Miss | None) -> CacheMissReason | None:
-    if miss is None:
-        return None
-    kind = _MISS_TYPES.get(miss.reason)
-    if kind is None:
-        return {"type": "unavailable"}
-    return {"type": kind, "cache_missed_input_tokens": miss.lost_tokens}
-
-
-def stop_reason(finished: Finished, *, made_calls: bool, max_tokens: int) -> str:
-    """Returns Anthropic's stop reason; `max_tokens` is the limit."""
-    if finished.reason is FinishReason.LENGTH:
-        is_cut_by_context = finished.timings.predicted_tokens < max_tokens
-        return "model_context_window_exceeded" if is_cut_by_context else "max_tokens"
-    if finished.stop_text is not None:
-        return "stop_sequence"
-    return "tool_use" if made_calls else "end_turn"
 
 
 MAX_PARTS = 8
@@ -219,7 +206,9 @@ class MessageExchange(Exchange):
         async for _ in self._events(answer):
             pass
         assert self._started is not None, "a request starts before it finishes"
-        return self._whole(self._started, self._finished[-1])
+        end = self._finished[-1]
+        ended = {**self._stop(end), **self._costs(self._started, end)}
+        return {**self._message(self._started), "content": self._content.blocks, **ended}
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
@@ -248,7 +237,8 @@ class MessageExchange(Exchange):
                         part = following
                         continue
                     assert self._started is not None, "a request starts before it finishes"
-                    yield self._last_delta(self._started, event)
+                    costs = {**self._costs(self._started, event), **self._edits}
+                    yield {"type": "message_delta", "delta": self._stop(event), **costs}
                     yield {"type": "message_stop"}
                 case _:
                     if part is not self:
@@ -257,28 +247,21 @@ class MessageExchange(Exchange):
                         yield told
 
     async def _run_searches(self, part: "MessageExchange") -> list[BlockEvent]:
-        searches = part._searches
+        searches = [block for block in part._content.blocks if block["type"] == "server_tool_use"]
         found = await asyncio.to_thread(lambda: [self._run(search) for search in searches]) if searches else []
         return self._content.add_results(found)
 
     async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
         """Goes on with the results of searches, if any."""
-        finished, num_calls = self._finished[-1], len(part._searches)
+        finished, kinds = self._finished[-1], {block["type"] for block in part._content.blocks}
         is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
-        if not num_calls or is_over or part._calls_client or len(self._finished) >= MAX_PARTS:
+        is_for_client = "server_tool_use" not in kinds or "tool_use" in kinds
+        if is_over or is_for_client or len(self._finished) >= MAX_PARTS:
             return None
         try:
             return await asyncio.to_thread(self._open_part, self._longer(), len(self._finished) + 1)
         except (ApiError, ModelError):  # no space is left: the client may continue the answer
             return None
-
-    @property
-    def _searches(self) -> list[ServerToolUseBody]:
-        return [block for block in self._content.blocks if block["type"] == "server_tool_use"]
-
-    @property
-    def _calls_client(self) -> bool:
-        return any(block["type"] == "tool_use" for block in self._content.blocks)
 
     @property
     def _num_left(self) -> int:
@@ -318,38 +301,32 @@ class MessageExchange(Exchange):
             "usage": self._usage(started),
             "diagnostics": diagnostics_of(started, self.request.session_id),
         }
-        if self._body.context_management is not None:
-            message["context_management"] = {"applied_edits": []}
-        return message
+        return cast(MessageAnswer, {**message, **self._edits})
 
-    def _whole(self, started: Started, finished: Finished) -> MessageAnswer:
+    @property
+    def _edits(self) -> dict[str, ContextManagementBody]:
+        return {} if self._body.context_management is None else {"context_management": {"applied_edits": []}}
+
+    def _stop(self, finished: Finished) -> dict[str, Any]:
+        return {"stop_reason": self._stop_reason(finished), "stop_sequence": finished.stop_text}
+
+    def _costs(self, started: Started, finished: Finished) -> dict[str, Any]:
         return {
-            **self._message(started),
-            "content": self._content.blocks,
-            "stop_reason": self._stop_reason(finished),
-            "stop_sequence": finished.stop_text,
             "usage": usage_at_end(self._usage(started), self._finished),
             "diagnostics": diagnostics_of(started, self.request.session_id, finished),
         }
-
-    def _last_delta(self, started: Started, finished: Finished) -> dict[str, Any]:
-        delta: dict[str, Any] = {
-            "type": "message_delta",
-            "delta": {"stop_reason": self._stop_reason(finished), "stop_sequence": finished.stop_text},
-            "usage": usage_at_end(self._usage(started), self._finished),
-            "diagnostics": diagnostics_of(started, self.request.session_id, finished),
-        }
-        if self._body.context_management is not None:
-            delta["context_management"] = {"applied_edits": []}
-        return delta
 
     def _usage(self, started: Started) -> MessagesUsage:
         return usage_at_start(self.request, started, caches_all=self._body.cache_control is not None)
 
     def _stop_reason(self, finished: Finished) -> str:
-        spent = sum(part.timings.predicted_tokens for part in self._finished[:-1])
+        if finished.reason is FinishReason.LENGTH:
+            spent = sum(part.timings.predicted_tokens for part in self._finished)
+            return "model_context_window_exceeded" if spent < self._body.max_tokens else "max_tokens"
+        if finished.stop_text is not None:
+            return "stop_sequence"
         kinds = [block["type"] for block in self._content.blocks]
-        is_by_itself = finished.reason is FinishReason.STOP and finished.stop_text is None
-        if is_by_itself and kinds and kinds[-1] == "tool_search_tool_result" and "tool_use" not in kinds:
-            return "pause_turn"
-        return stop_reason(finished, made_calls="tool_use" in kinds, max_tokens=self._body.max_tokens - spent)
+        if "tool_use" in kinds:
+            return "tool_use"
+        is_paused = finished.reason is FinishReason.STOP and kinds and kinds[-1] == "tool_search_tool_result"
+        return "pause_turn" if is_paused else "end_turn"
