@@ -66,9 +66,7 @@ def _schema(value: Any) -> Any:
 
 
 def _required_schema(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise PydanticCustomError("schema_type", "Input should be a JSON schema, an object")
-    return value
+    return _schema(value if isinstance(value, dict) else False)
 
 
 Schema = Annotated[dict[str, Any] | None, BeforeValidator(_schema)]

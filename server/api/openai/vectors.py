@@ -23,7 +23,6 @@ from server.api.openapi import Operation
 from server.api.params import Incoming
 from server.api.wire import json_text
 from server.engine.embeddings import Vector
-from server.pool.served import ServedModel
 
 _OF_VECTORS: Rules = {
     **no_effect("it only says who asks", "user"),
@@ -174,50 +173,33 @@ def open_rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Returns the checked texts; raises ApiError."""
     body = parse_body(RerankBody, incoming.fields, IN_RERANK)
     model = context.find_model(body.model)
-    name = f"rerank-{incoming.request_id}"
-    return _judging(body, model, name) if model.reranking is not None else _comparing(body, model, name)
-
-
-def _judging(body: RerankBody, model: ServedModel, name: str) -> EmbeddingWork:
-    reader, how = TextReader(model, judges=True), model.reranking
-    assert how is not None, "a model was to judge that does not"
-    texts = [
-        reader.read_pair(how, how.text(body.query, document, body.instruction), f"documents[{place}]")
-        for place, document in enumerate(body.documents)
-    ]
-
-    def write(judgements: Sequence[Vector]) -> str:
-        return _written_ranking(body, name, model.id, reader.num_tokens, [float(one[0]) for one in judgements])
-
-    return EmbeddingWork(model, texts, write, reading=how.judgement)
-
-
-def _comparing(body: RerankBody, model: ServedModel, name: str) -> EmbeddingWork:
-    if body.instruction is not None:
+    how, documents = model.reranking, [(text, f"documents[{place}]") for place, text in enumerate(body.documents)]
+    if how is None and body.instruction is not None:
         raise wrong("instruction", f"{model.id} compares vectors of texts and takes no instruction")
-    reader = TextReader(model)
-    texts = [reader.read(body.query, "query")]
-    texts += [reader.read(text, f"documents[{place}]") for place, text in enumerate(body.documents)]
+    reader = TextReader(model, judges=how is not None)
+    if how is not None:
+        asked = [(how.text(body.query, document, body.instruction), place) for document, place in documents]
+        texts = [reader.read_pair(how, text, place) for text, place in asked]
+    else:
+        texts = [reader.read(text, place) for text, place in [(body.query, "query"), *documents]]
 
     def write(vectors: Sequence[Vector]) -> str:
-        query, *documents = vectors
-        return _written_ranking(
-            body, name, model.id, reader.num_tokens, [float(query @ document) for document in documents]
-        )
+        if how is not None:
+            scores = [float(judgement[0]) for judgement in vectors]
+        else:
+            query, *others = vectors
+            scores = [float(query @ other) for other in others]
+        # Documents with equal scores keep their order.
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
+        answer: RankedList = {
+            "id": f"rerank-{incoming.request_id}",
+            "model": model.id,
+            "usage": {"prompt_tokens": reader.num_tokens, "total_tokens": reader.num_tokens},
+            "results": [_ranked(body, place, scores[place]) for place in order],
+        }
+        return json_text(answer)
 
-    return EmbeddingWork(model, texts, write)
-
-
-def _written_ranking(body: RerankBody, name: str, model_id: str, num_tokens: int, scores: Sequence[float]) -> str:
-    # Documents with equal scores keep their order.
-    order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
-    answer: RankedList = {
-        "id": name,
-        "model": model_id,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        "results": [_ranked(body, place, scores[place]) for place in order],
-    }
-    return json_text(answer)
+    return EmbeddingWork(model, texts, write, reading=None if how is None else how.judgement)
 
 
 def _ranked(body: RerankBody, place: int, score: float) -> RankedDocument:
