@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -55,9 +55,9 @@ class ApiContext:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(lambda: self.engines, self.config.slots)
+        self.metrics = Metrics(lambda: self.pool.engines, self.config.slots)
         log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
-        self.activity = Activity(log, lambda: self.engines)
+        self.activity = Activity(log, lambda: self.pool.engines)
         self.subscribers = [self._keep_turn, self.activity.tell, RequestLog().tell, self.metrics.tell]
 
     def tell(self, told: Told) -> None:
@@ -83,21 +83,13 @@ class ApiContext:
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 
-    @property
-    def models(self) -> Mapping[str, ServedModel]:
-        return self.pool.models
-
-    @property
-    def engines(self) -> Mapping[str, EnginePort]:
-        return self.pool.engines
-
     def find_model(self, name: str | None) -> ServedModel:
         """Returns a loaded model; without a name the default. For any thread; raises PoolError."""
         return self.pool.find(name)
 
     def running_engine(self, model: ServedModel) -> EnginePort:
         """Returns a model's engine; raises ApiError (503) if it accepts no requests."""
-        engine = self.engines.get(model.base_id)
+        engine = self.pool.engines.get(model.base_id)
         if self.is_draining or engine is None or not engine.is_running:
             raise stopped()
         return engine

@@ -21,86 +21,54 @@ RETRY_WHEN_STOPPED_SECONDS = 10
 
 
 class Code(StrEnum):
-    """Error codes for programs; `STATUS` has each one's status."""
+    """Error codes for programs, each with its HTTP status."""
 
-    INVALID_HTTP = "invalid_http"
-    INVALID_JSON = "invalid_json"
-    INVALID_TYPE = "invalid_type"
-    INVALID_VALUE = "invalid_value"
-    MISSING_PARAMETER = "missing_required_parameter"
-    UNSUPPORTED_PARAMETER = "unsupported_parameter"
-    TEMPLATE_ERROR = "template_error"
-    EMPTY_PROMPT = "empty_prompt"
-    CONTEXT_EXCEEDED = "context_length_exceeded"
-    INVALID_API_KEY = "invalid_api_key"
-    HOST_NOT_ALLOWED = "host_not_allowed"
-    ORIGIN_NOT_ALLOWED = "origin_not_allowed"
-    OPERATOR_ONLY = "operator_only"
-    MODEL_NOT_FOUND = "model_not_found"
-    MODEL_NOT_LOADED = "model_not_loaded"
-    MODEL_IN_USE = "model_in_use"
-    MODEL_UNUSABLE = "model_unusable"
-    MODELS_BUSY = "models_busy"
-    SESSION_NOT_FOUND = "session_not_found"
-    EDGE_NOT_FOUND = "edge_not_found"
-    RESPONSE_NOT_FOUND = "response_not_found"
-    UNKNOWN_PATH = "unknown_path"
-    METHOD_NOT_ALLOWED = "method_not_allowed"
-    REQUEST_TIMEOUT = "request_timeout"
-    PIN_LIMIT = "pin_limit"
-    BODY_TOO_LARGE = "body_too_large"
-    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
-    UNSUPPORTED_ENCODING = "unsupported_encoding"
-    QUEUE_FULL = "queue_full"
-    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
-    GENERATION_FAILED = "generation_failed"
-    INTERNAL_ERROR = "internal_error"
-    OUT_OF_MEMORY = "out_of_memory"
-    NO_FREE_SLOT = "no_free_slot"
-    SERVER_STOPPING = "server_stopping"
-    TOO_MANY_CONNECTIONS = "too_many_connections"
-    TOO_MANY_LISTENERS = "too_many_listeners"
+    _value_: str
+    status: int
 
+    def __new__(cls, value: str, status: int) -> "Code":
+        """Makes a code of its text and its status."""
+        code = str.__new__(cls, value)
+        code._value_, code.status = value, status
+        return code
 
-STATUS: Mapping[Code, int] = {
-    Code.INVALID_HTTP: 400,
-    Code.INVALID_JSON: 400,
-    Code.INVALID_TYPE: 400,
-    Code.INVALID_VALUE: 400,
-    Code.MISSING_PARAMETER: 400,
-    Code.UNSUPPORTED_PARAMETER: 400,
-    Code.TEMPLATE_ERROR: 400,
-    Code.EMPTY_PROMPT: 400,
-    Code.CONTEXT_EXCEEDED: 400,
-    Code.INVALID_API_KEY: 401,
-    Code.HOST_NOT_ALLOWED: 403,
-    Code.ORIGIN_NOT_ALLOWED: 403,
-    Code.OPERATOR_ONLY: 403,
-    Code.MODEL_NOT_FOUND: 404,
-    Code.MODEL_NOT_LOADED: 409,
-    Code.MODEL_IN_USE: 409,
-    Code.SESSION_NOT_FOUND: 404,
-    Code.EDGE_NOT_FOUND: 404,
-    Code.RESPONSE_NOT_FOUND: 404,
-    Code.UNKNOWN_PATH: 404,
-    Code.METHOD_NOT_ALLOWED: 405,
-    Code.REQUEST_TIMEOUT: 408,
-    Code.PIN_LIMIT: 409,
-    Code.BODY_TOO_LARGE: 413,
-    Code.UNSUPPORTED_MEDIA_TYPE: 415,
-    Code.UNSUPPORTED_ENCODING: 415,
-    Code.QUEUE_FULL: 429,
-    Code.RATE_LIMIT_EXCEEDED: 429,
-    Code.GENERATION_FAILED: 500,
-    Code.INTERNAL_ERROR: 500,
-    Code.MODEL_UNUSABLE: 503,
-    Code.MODELS_BUSY: 503,
-    Code.OUT_OF_MEMORY: 503,
-    Code.NO_FREE_SLOT: 503,
-    Code.SERVER_STOPPING: 503,
-    Code.TOO_MANY_CONNECTIONS: 503,
-    Code.TOO_MANY_LISTENERS: 503,
-}
+    INVALID_HTTP = "invalid_http", 400
+    INVALID_JSON = "invalid_json", 400
+    INVALID_TYPE = "invalid_type", 400
+    INVALID_VALUE = "invalid_value", 400
+    MISSING_PARAMETER = "missing_required_parameter", 400
+    UNSUPPORTED_PARAMETER = "unsupported_parameter", 400
+    TEMPLATE_ERROR = "template_error", 400
+    EMPTY_PROMPT = "empty_prompt", 400
+    CONTEXT_EXCEEDED = "context_length_exceeded", 400
+    INVALID_API_KEY = "invalid_api_key", 401
+    HOST_NOT_ALLOWED = "host_not_allowed", 403
+    ORIGIN_NOT_ALLOWED = "origin_not_allowed", 403
+    OPERATOR_ONLY = "operator_only", 403
+    MODEL_NOT_FOUND = "model_not_found", 404
+    MODEL_NOT_LOADED = "model_not_loaded", 409
+    MODEL_IN_USE = "model_in_use", 409
+    MODEL_UNUSABLE = "model_unusable", 503
+    MODELS_BUSY = "models_busy", 503
+    SESSION_NOT_FOUND = "session_not_found", 404
+    EDGE_NOT_FOUND = "edge_not_found", 404
+    RESPONSE_NOT_FOUND = "response_not_found", 404
+    UNKNOWN_PATH = "unknown_path", 404
+    METHOD_NOT_ALLOWED = "method_not_allowed", 405
+    REQUEST_TIMEOUT = "request_timeout", 408
+    PIN_LIMIT = "pin_limit", 409
+    BODY_TOO_LARGE = "body_too_large", 413
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type", 415
+    UNSUPPORTED_ENCODING = "unsupported_encoding", 415
+    QUEUE_FULL = "queue_full", 429
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded", 429
+    GENERATION_FAILED = "generation_failed", 500
+    INTERNAL_ERROR = "internal_error", 500
+    OUT_OF_MEMORY = "out_of_memory", 503
+    NO_FREE_SLOT = "no_free_slot", 503
+    SERVER_STOPPING = "server_stopping", 503
+    TOO_MANY_CONNECTIONS = "too_many_connections", 503
+    TOO_MANY_LISTENERS = "too_many_listeners", 503
 
 
 @dataclass(eq=False)
@@ -114,7 +82,7 @@ class ApiError(Exception):
 
     @property
     def status(self) -> int:
-        return STATUS[self.code]
+        return self.code.status
 
 
 @dataclass(eq=False)
@@ -148,6 +116,18 @@ def stopped() -> ApiError:
     return retry_later(Code.SERVER_STOPPING, "the server is stopping", RETRY_WHEN_STOPPED_SECONDS)
 
 
+_CODES: Mapping[type[Exception], Code] = {
+    QueueFull: Code.QUEUE_FULL,
+    OverLimit: Code.RATE_LIMIT_EXCEEDED,
+    PoolBusy: Code.MODELS_BUSY,
+    OutOfMemory: Code.OUT_OF_MEMORY,
+    ModelUnknown: Code.MODEL_NOT_FOUND,
+    ModelNameNeeded: Code.MISSING_PARAMETER,
+    ModelNotLoaded: Code.MODEL_NOT_LOADED,
+    ModelInUse: Code.MODEL_IN_USE,
+}
+
+
 def as_api_error(error: Exception) -> ApiError | None:
     """Returns the client's error; None for a fault of the server."""
     match error:
@@ -158,40 +138,20 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(Code.TEMPLATE_ERROR, message, "messages")
         case InvalidParameter() | SessionIdError() | EmbeddingUnsupported() | AnswerUnbound():
             return ApiError(Code.INVALID_VALUE, str(error), error.param)
-        case QueueFull():
-            return retry_later(Code.QUEUE_FULL, str(error), error.retry_after_seconds)
-        case OverLimit():
-            return retry_later(Code.RATE_LIMIT_EXCEEDED, str(error), error.retry_after_seconds)
+        case QueueFull() | OverLimit() | PoolBusy() | OutOfMemory():
+            return retry_later(_CODES[type(error)], str(error) or "not enough memory", error.retry_after_seconds)
         case EngineStopped():
             return stopped()
         case PoolError():
-            return _of_the_pool(error)
+            return ApiError(_CODES.get(type(error), Code.MODEL_UNUSABLE), str(error), "model")
         case PromptTooLong():
             return context_exceeded(error.num_tokens, error.max_tokens, error.param, is_exact=False)
         case PromptTooLarge():
             return ApiError(Code.CONTEXT_EXCEEDED, str(error))
-        case OutOfMemory():
-            return retry_later(Code.OUT_OF_MEMORY, str(error) or "not enough memory", error.retry_after_seconds)
         case EngineError():
             # The exception's message speaks of arrays and layers: it is for the log.
             return ApiError(Code.GENERATION_FAILED, "the model failed on this request")
     return None
-
-
-def _of_the_pool(error: PoolError) -> ApiError:
-    match error:
-        case ModelUnknown():
-            return ApiError(Code.MODEL_NOT_FOUND, str(error), "model")
-        case ModelNameNeeded():
-            return ApiError(Code.MISSING_PARAMETER, str(error), "model")
-        case PoolBusy():
-            return retry_later(Code.MODELS_BUSY, str(error), error.retry_after_seconds)
-        case ModelNotLoaded():
-            return ApiError(Code.MODEL_NOT_LOADED, str(error), "model")
-        case ModelInUse():
-            return ApiError(Code.MODEL_IN_USE, str(error), "model")
-        case _:
-            return ApiError(Code.MODEL_UNUSABLE, str(error), "model")
 
 
 def explain(error: Exception, request_id: str) -> ApiError:

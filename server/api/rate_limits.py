@@ -55,13 +55,21 @@ class KeyUsage:
     """One key's use."""
 
     num_running: int = 0
-    requests: Bucket | None = None
-    tokens: Bucket | None = None
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+    """Of `requests` and `tokens`, if the key has such a limit."""
 
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {} if self.requests is None else self.requests.headers("requests")
-        return headers if self.tokens is None else headers | self.tokens.headers("tokens")
+    def fill(self, key: ApiKey, now: float) -> None:
+        """Adds what came in since, by the limits that the key has now."""
+        for what, per_minute in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
+            if per_minute is None:
+                self.buckets.pop(what, None)
+            else:
+                self.buckets.setdefault(what, Bucket(per_minute, per_minute, now)).fill(per_minute, now)
+
+    def use(self, what: str, amount: int) -> None:
+        """Takes an amount, also one that is not there yet."""
+        if what in self.buckets:
+            self.buckets[what].amount -= amount
 
 
 @dataclass
@@ -77,8 +85,7 @@ class Permit:
             return
         self.is_closed = True
         self.usage.num_running -= 1
-        if self.usage.tokens is not None:
-            self.usage.tokens.amount -= num_tokens
+        self.usage.use("tokens", num_tokens)
 
 
 @dataclass
@@ -91,21 +98,16 @@ class RateLimits:
 
     def admit(self, key: ApiKey, headers: dict[str, str]) -> Permit:
         """Admits a request, or raises OverLimit; adds the limits to `headers` either way."""
-        usage = self._filled(key)
+        usage = self.usages.setdefault(key.digest, KeyUsage())
+        usage.fill(key, self.clock())
         try:
             _check(key, usage)
-            if usage.requests is not None:
-                usage.requests.amount -= 1
+            usage.use("requests", 1)
         finally:
-            headers.update(usage.headers)
+            for what, bucket in usage.buckets.items():
+                headers.update(bucket.headers(what))
         usage.num_running += 1
         return Permit(usage)
-
-    def _filled(self, key: ApiKey) -> KeyUsage:
-        usage, now = self.usages.setdefault(key.digest, KeyUsage()), self.clock()
-        usage.requests = _filled(usage.requests, key.requests_per_minute, now)
-        usage.tokens = _filled(usage.tokens, key.tokens_per_minute, now)
-        return usage
 
 
 def duration_text(seconds: float) -> str:
@@ -117,18 +119,10 @@ def duration_text(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
-def _filled(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
-    if per_minute is None:
-        return None
-    bucket = bucket or Bucket(per_minute, per_minute, now)
-    bucket.fill(per_minute, now)
-    return bucket
-
-
 def _check(key: ApiKey, usage: KeyUsage) -> None:
     if key.concurrent_requests is not None and usage.num_running >= key.concurrent_requests:
         raise OverLimit(f"{key.concurrent_requests} at once", BUSY_RETRY_SECONDS)
-    if usage.requests is not None and usage.requests.amount < 1:
-        raise OverLimit(f"{key.requests_per_minute} a minute", usage.requests.seconds_until(1))
-    if usage.tokens is not None and usage.tokens.amount < 1:
-        raise OverLimit(f"as take {key.tokens_per_minute} tokens a minute", usage.tokens.seconds_until(1))
+    for what, bucket in usage.buckets.items():
+        if bucket.amount < 1:
+            limit = f"as take {bucket.per_minute} tokens" if what == "tokens" else str(bucket.per_minute)
+            raise OverLimit(f"{limit} a minute", bucket.seconds_until(1))

@@ -273,7 +273,7 @@ async def unpin_session(request: Request) -> Response:
 def _model_and_engine(request: Request) -> tuple[ServedModel, EnginePort]:
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
-    return model, context.engines[model.base_id]
+    return model, context.pool.engines[model.base_id]
 
 
 def _namespace(request: Request) -> str:

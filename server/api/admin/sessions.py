@@ -142,7 +142,7 @@ async def delete_session(request: Request) -> Response:
     if context.sessions.find(namespace, session_id) is None:
         raise _not_found(session_id)
     for model in context.pool.served:
-        engine = context.engines.get(model.base_id)
+        engine = context.pool.engines.get(model.base_id)
         if engine is None:
             continue
         # A stopped engine holds no state.

@@ -95,9 +95,11 @@ async def health(request: Request) -> Response:
     """Answers 200 while requests are taken, else 503. Needs no key."""
     context = context_of(request)
     status = status_of(context)
-    body: HealthBody = {"status": status, "models": list(context.models), "loading": list(context.pool.loading)}
+    body: HealthBody = {"status": status, "models": list(context.pool.models), "loading": list(context.pool.loading)}
     if is_authorised(request):
-        body["engines"] = {model_id: _engine_body(engine.stats()) for model_id, engine in context.engines.items()}
+        body["engines"] = {
+            model_id: _engine_body(engine.stats()) for model_id, engine in context.pool.engines.items()
+        }
     return JsonBody(body, status_code=200 if status == "ok" else 503)
 
 
@@ -106,7 +108,7 @@ async def ready(request: Request) -> Response:
     context = context_of(request)
     status = status_of(context)
     max_open = context.config.slots + context.config.max_waiting
-    if status == "ok" and any(engine.stats().num_open >= max_open for engine in context.engines.values()):
+    if status == "ok" and any(engine.stats().num_open >= max_open for engine in context.pool.engines.values()):
         status = "full"
     body: ReadyBody = {"status": status}
     return JsonBody(body, status_code=200 if status == "ok" else 503)
@@ -116,7 +118,7 @@ def status_of(context: ApiContext) -> str:
     """Returns `ok`, `draining` or `stopped`."""
     if context.is_draining:
         return "draining"
-    is_running = all(engine.is_running for engine in context.engines.values())
+    is_running = all(engine.is_running for engine in context.pool.engines.values())
     return "ok" if is_running else "stopped"
 
 
@@ -262,7 +264,7 @@ async def get_stats(request: Request) -> Response:
         "version": metadata.version("mlx-serve"),
         "uptime_seconds": round(now - context.started, 1),
         "scope": "all" if namespace is None else "namespace",
-        "models": [_model_body(context, model_id, one.stats()) for model_id, one in context.engines.items()],
+        "models": [_model_body(context, model_id, one.stats()) for model_id, one in context.pool.engines.items()],
         "loading": [{"id": model_id, "step": step} for model_id, step in context.pool.loading.items()],
         "requests": [_request_body(one, now) for one in context.activity.open_requests(namespace)],
         "totals": _totals_body(context.activity.totals.of(namespace)),
@@ -393,7 +395,7 @@ class ModelStateBody(TypedDict):
 async def load_model(request: Request) -> Response:
     """Loads a model; raises ApiError (403, 404, 503)."""
     context, source = await _asked(request)
-    was_loaded = source.id in context.models
+    was_loaded = source.id in context.pool.models
     (await context.pool.load(source)).close()
     return _state(source, is_loaded=True, has_changed=not was_loaded)
 

@@ -71,7 +71,7 @@ def test_who_lacks_the_key_leaves_no_trace() -> None:
 
 
 def test_what_there_is_no_memory_for_is_listed_and_no_body_is_needed(client: TestClient) -> None:
-    engine = client.app.state.api.engines["tiny"]  # type: ignore[attr-defined]
+    engine = client.app.state.api.pool.engines["tiny"]  # type: ignore[attr-defined]
     engine.script = Script(error=OutOfMemory("no memory"))
     ask(client)
     client.post(CHAT, content=b"{", headers={"Authorization": "Bearer k", "Content-Type": "application/json"})

@@ -14,7 +14,7 @@ from server.api.anthropic.messages import (
 )
 from server.api.anthropic.types import IN_MESSAGES, MessagesBody, PromptBody
 from server.api.dialect import Treatment
-from server.api.errors import STATUS
+from server.api.errors import Code
 from tests.server.api.test_docs import reasons, rows, table
 from tests.support.docs import Page
 
@@ -55,4 +55,4 @@ def test_every_field_of_an_answer_is_documented() -> None:
 def test_every_status_of_an_error_is_documented_with_its_type() -> None:
     found = re.findall(r"^\| ([0-9, ]+) \| `([a-z_]+)` \|$", section("Errors"), re.MULTILINE)
     documented = {int(status): kind for statuses, kind in found for status in statuses.split(",")}
-    assert documented == {status: error_type(status) for status in STATUS.values()}
+    assert documented == {code.status: error_type(code.status) for code in Code}

@@ -5,7 +5,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from server.api.dialect import Treatment
-from server.api.errors import STATUS
+from server.api.errors import Code
 from server.api.llama_cpp.api import (
     ERROR_TYPES,
     IN_COMPLETION,
@@ -57,4 +57,4 @@ def test_every_other_field_and_type_of_error_is_named() -> None:
     assert all(f"`{name}`" in PAGE for name in names)
     assert all(f'"{name}"' in PAGE for name in get_type_hints(LlamaCppError))
     types = {*ERROR_TYPES.values(), "server_error", "invalid_request_error"}
-    assert all(f"`{name}`" in PAGE for name in types) and ERROR_TYPES.keys() <= set(STATUS.values())
+    assert all(f"`{name}`" in PAGE for name in types) and ERROR_TYPES.keys() <= {code.status for code in Code}
