@@ -10,14 +10,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
-from cache.journal import CacheEvent, Happening, Tell
+from cache.journal import CacheEvent, Happening
 from models.adapter import client_namespace
 from server.api.record import Moment, OpenRequest, RequestRecord, Told, miss_of
 from server.api.wire import json_text
 from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.errors import ModelChange
+from server.pool.served import EnginePort
 
 CAPACITY = 1024
 KEEP_SECONDS = 60.0
@@ -235,16 +236,15 @@ class Sums:
         self.succeeded += first.has_ended
         self.failed += first.error is not None
         self.cancelled += not first.has_ended and first.error is None
-        self.completion_tokens += counts.predicted
+        self.completion_tokens += counts.predicted_tokens
         if record.turn is None:
             return
-        self.prompt_tokens += counts.prompt
-        self.cached_tokens += counts.cached
-        self.evaluated_tokens += counts.evaluated
+        self.prompt_tokens += counts.prompt_tokens
+        self.cached_tokens += counts.cached_tokens
+        self.evaluated_tokens += counts.evaluated_tokens
         self.saved_seconds += record.saved_seconds
         if first.tier is not None:
-            tier = str(first.tier)
-            self.restored[tier] = self.restored.get(tier, 0) + counts.cached
+            self.restored[first.tier] = self.restored.get(first.tier, 0) + counts.cached_tokens
         for miss in record.turn.misses:
             lost = self.lost.setdefault(miss.reason.value, LostTokens())
             lost.count += 1
@@ -294,18 +294,10 @@ class Pace:
         return None if each is None else num_tokens * each
 
 
-class WatchedEngine(Protocol):
-    """An engine that reports what happens to its state."""
-
-    def watch(self, tell: Tell | None) -> None:
-        """Calls `tell` on the event loop for each event; None ends that."""
-        ...
-
-
 class Activity:
     """The open requests of one server, the log of events, and the sums."""
 
-    def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, WatchedEngine]]) -> None:
+    def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, EnginePort]]) -> None:
         self.log = log
         self.pace = Pace()
         self.totals = Totals()
@@ -354,64 +346,42 @@ class Activity:
         """Publishes that a model comes or goes, and listens to its engine."""
         if not self.log.is_wanted:
             return
-        fields: dict[str, Any] = {"model": change.model_id}
-        if change.seconds is not None:
-            fields["seconds"] = round(change.seconds, 1)
-        if change.message is not None:
-            fields["message"] = change.message
-        self.log.publish(f"model.{change.kind.value}", None, **fields)
+        seconds = None if change.seconds is None else round(change.seconds, 1)
+        fields = {"model": change.model_id, "seconds": seconds, "message": change.message}
+        told = {name: value for name, value in fields.items() if value is not None}
+        self.log.publish(f"model.{change.kind.value}", None, **told)
         engine = self._engines().get(change.model_id)
         if engine is not None:
-            self._watch(change.model_id, engine)
+            engine.watch(partial(self._note_state, change.model_id))
 
     def _watch_all(self, is_wanted: bool) -> None:
         for model_id, engine in self._engines().items():
-            if is_wanted:
-                self._watch(model_id, engine)
-            else:
-                engine.watch(None)
-
-    def _watch(self, model_id: str, engine: WatchedEngine) -> None:
-        engine.watch(partial(self._note_state, model_id))
+            engine.watch(partial(self._note_state, model_id) if is_wanted else None)
 
     def _note_state(self, model_id: str, event: CacheEvent) -> None:
         namespace, _ = client_namespace(event.namespace)
-        self.log.publish(
-            event.what.value, namespace, model=model_id, namespace=namespace, **_STATE_FIELDS[event.what](event)
-        )
+        part = "edge" if event.what is Happening.EVICTED else "rows"
+        values = {
+            "slot": event.slot,
+            "kind": "snapshot" if event.is_snapshot else part,
+            "tokens": event.num_tokens,
+            "files": event.num_files,
+            "bytes": event.num_bytes,
+            "reason": event.reason,
+        }
+        fields = {name: values[name] for name in _STATE_FIELDS[event.what].split()}
+        self.log.publish(event.what.value, namespace, model=model_id, namespace=namespace, **fields)
 
 
-def _paged(event: CacheEvent) -> dict[str, Any]:
-    return {"slot": event.slot, "tokens": event.num_tokens}
-
-
-def _evicted(event: CacheEvent) -> dict[str, Any]:
-    kind = "snapshot" if event.is_snapshot else "edge"
-    reason = event.reason.value if event.reason is not None else None
-    return {"kind": kind, "tokens": event.num_tokens, "bytes": event.num_bytes, "reason": reason}
-
-
-def _written(event: CacheEvent) -> dict[str, Any]:
-    kind = "snapshot" if event.is_snapshot else "rows"
-    return {"kind": kind, "tokens": event.num_tokens, "bytes": event.num_bytes}
-
-
-def _read(event: CacheEvent) -> dict[str, Any]:
-    return {"tokens": event.num_tokens, "bytes": event.num_bytes}
-
-
-def _deleted(event: CacheEvent) -> dict[str, Any]:
-    return {"files": event.num_files, "bytes": event.num_bytes}
-
-
-_STATE_FIELDS: Mapping[Happening, Callable[[CacheEvent], dict[str, Any]]] = {
-    Happening.PAGED_IN: _paged,
-    Happening.PAGED_OUT: _paged,
-    Happening.EVICTED: _evicted,
-    Happening.WRITTEN: _written,
-    Happening.READ: _read,
-    Happening.DELETED: _deleted,
+_STATE_FIELDS: Mapping[Happening, str] = {
+    Happening.PAGED_IN: "slot tokens",
+    Happening.PAGED_OUT: "slot tokens",
+    Happening.EVICTED: "kind tokens bytes reason",
+    Happening.WRITTEN: "kind tokens bytes",
+    Happening.READ: "tokens bytes",
+    Happening.DELETED: "files bytes",
 }
+_TOLD_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
@@ -419,16 +389,12 @@ def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
     one, event = moment.of, moment.event
     match event:
         case None:
-            request, sampling = one.request, one.request.sampling
+            sampling = {name: getattr(one.request.sampling, name) for name in _TOLD_SAMPLING}
             return "request.queued", {
                 "endpoint": one.arrival.endpoint,
-                "prompt_tokens": len(request.tokens),
-                "max_tokens": request.max_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "seed": sampling.seed,
+                "prompt_tokens": len(one.request.tokens),
+                "max_tokens": one.request.max_tokens,
+                **sampling,
             }
         case Started():
             queue_ms = _ms(one.started_at - one.arrival.received) - event.restore_ms
@@ -456,9 +422,9 @@ def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
     return {
         "finish": one.outcome or "cancelled",
         "prompt_tokens": len(one.request.tokens),
-        "cached_tokens": one.num_cached,
-        "evaluated_tokens": one.num_evaluated,
-        "completion_tokens": one.num_predicted,
+        "cached_tokens": one.cached_tokens,
+        "evaluated_tokens": one.evaluated_tokens,
+        "completion_tokens": one.predicted_tokens,
         "prompt_ms": None if timings is None else round(timings.prompt_ms, 1),
         "predicted_ms": None if timings is None else round(timings.predicted_ms, 1),
         "total_ms": _ms(record.total_seconds),

@@ -242,7 +242,7 @@ class Run:
         is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
         ids = self.token_ids[:-1] if is_cut else self.token_ids
         reply = "".join(self._texts) if finished is not None else None
-        self.account.record(self.open.num_cached + self.open.num_evaluated, ids, reply)
+        self.account.record(self.open.cached_tokens + self.open.evaluated_tokens, ids, reply)
 
     def _remember_reply(self) -> None:
         """Only for a whole reply: one that was cut off may end within a token."""
@@ -334,15 +334,17 @@ class Answer:
         counts = self._counts
         timings = replace(
             well[0].timings,
-            cache_tokens=counts.cached,
-            evaluated_tokens=counts.evaluated,
-            predicted_tokens=counts.predicted,
+            cache_tokens=counts.cached_tokens,
+            evaluated_tokens=counts.evaluated_tokens,
+            predicted_tokens=counts.predicted_tokens,
             prompt_ms=max(end.timings.prompt_ms for end in well),
             predicted_ms=max(end.timings.predicted_ms for end in well),
         )
         thoughts = [end.reasoning_tokens for end in well if end.reasoning_tokens is not None]
         reasoning_tokens = sum(thoughts) if thoughts else None
-        return replace(well[0], prompt_tokens=counts.prompt, timings=timings, reasoning_tokens=reasoning_tokens)
+        return replace(
+            well[0], prompt_tokens=counts.prompt_tokens, timings=timings, reasoning_tokens=reasoning_tokens
+        )
 
     @property
     def has_started(self) -> bool:
@@ -355,7 +357,7 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         """Of prompts and output so far; a shared prompt counts once."""
-        return self._counts.prompt + sum(len(run.token_ids) for run in self.runs)
+        return self._counts.prompt_tokens + sum(len(run.token_ids) for run in self.runs)
 
     @property
     def _counts(self) -> TokenCounts:
@@ -393,7 +395,7 @@ class Answer:
         if first.timings is not None and first.has_ended:
             pace.note(first.model_id, first.timings)
         if first.started is not None:
-            cached = TokenCounts.of([run.open for run in runs]).cached
+            cached = TokenCounts.of([run.open for run in runs]).cached_tokens
             saved_seconds = pace.seconds(first.model_id, cached) or 0.0
             number = None if account.name is None else self.context.sessions.num_turns(account.name) + 1
         record = RequestRecord(

@@ -34,7 +34,6 @@ from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Origin, Refusal, ascii_text
 from server.api.wire import parse_object, read_body
-from server.app.config import ServerConfig
 from server.app.keys import ApiKey, namespace_of_key
 from server.app.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
 
@@ -231,13 +230,13 @@ def namespace_of_query(request: Request) -> str:
     return namespace_of(request, request.query_params.get("cache_salt"))
 
 
-def is_owner(request: Request, config: ServerConfig) -> bool:
+def is_owner(request: Request) -> bool:
     """Whether a request may see all data: by an operator's key, or by hand on the server's machine.
 
     The latter counts only if the server requires no key and the request has none: one with a key asks for its own
     state.
     """
-    if config.needs_key:
+    if context_of(request).config.needs_key:
         key = key_of(request)
         return key is not None and key.is_operator
     if dialect_of(request).api_key(request.headers):
@@ -247,11 +246,10 @@ def is_owner(request: Request, config: ServerConfig) -> bool:
 
 async def read_owners_body(request: Request, kind: type[Body], rules: Rules, what: str) -> Body:
     """Returns the checked body of a request that only the owner of the server may send; raises ApiError."""
-    config = context_of(request).config
-    if not is_owner(request, config):
+    if not is_owner(request):
         message = f"only who runs the server {what}: on its own machine, or by an operator's key"
         raise ApiError(Code.OPERATOR_ONLY, message)
-    fields, _ = parse_object(await read_body(request, config.max_body_bytes))
+    fields, _ = parse_object(await read_body(request, context_of(request).config.max_body_bytes))
     return parse_body(kind, fields, rules)
 
 
@@ -275,15 +273,15 @@ def _is_own_name(host: str) -> bool:
         return False
 
 
-def visible_namespace(request: Request, config: ServerConfig) -> str:
+def visible_namespace(request: Request) -> str:
     """Returns a bodiless request's namespace, or the one that the owner names."""
     named = request.query_params.get("namespace")
-    return named if named is not None and is_owner(request, config) else namespace_of_query(request)
+    return named if named is not None and is_owner(request) else namespace_of_query(request)
 
 
-def listed_namespace(request: Request, config: ServerConfig) -> str | None:
+def listed_namespace(request: Request) -> str | None:
     """Returns the namespace that a list is limited to; None for all."""
-    if "cache_salt" in request.query_params or not is_owner(request, config):
+    if "cache_salt" in request.query_params or not is_owner(request):
         return namespace_of_query(request)
     return request.query_params.get("namespace")
 

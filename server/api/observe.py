@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from server.api.record import OpenRequest, RequestRecord, Told
 from server.app.config import StartError
 from server.engine.request import EngineStats
+from server.pool.served import EnginePort
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -35,18 +36,10 @@ _TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262
 _REQUEST = ("model", "endpoint")
 
 
-class StatsPort(Protocol):
-    """An engine whose counters are read."""
-
-    def stats(self) -> EngineStats:
-        """Returns counters and gauges at once."""
-        ...
-
-
 class Metrics:
     """One server's counters."""
 
-    def __init__(self, engines: Callable[[], Mapping[str, StatsPort]], num_slots: int) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, EnginePort]], num_slots: int) -> None:
         """`engines` returns the loaded models' engines by id, each with `num_slots` slots."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engines, num_slots))
@@ -98,14 +91,14 @@ class Metrics:
 
     def _note_tokens(self, labels: dict[str, str], record: RequestRecord) -> None:
         counts, tier = record.counts, record.first.tier
-        self._prompt.labels(**labels).inc(counts.prompt)
-        self._queries.labels(**labels).inc(counts.prompt)
-        self._hits.labels(**labels).inc(counts.cached)
-        self._generated.labels(**labels).inc(counts.predicted)
-        self._prompt_sizes.labels(**labels).observe(counts.prompt)
-        self._answer_sizes.labels(**labels).observe(counts.predicted)
+        self._prompt.labels(**labels).inc(counts.prompt_tokens)
+        self._queries.labels(**labels).inc(counts.prompt_tokens)
+        self._hits.labels(**labels).inc(counts.cached_tokens)
+        self._generated.labels(**labels).inc(counts.predicted_tokens)
+        self._prompt_sizes.labels(**labels).observe(counts.prompt_tokens)
+        self._answer_sizes.labels(**labels).observe(counts.predicted_tokens)
         if tier is not None:
-            self._restored.labels(**labels, tier=tier).inc(counts.cached)
+            self._restored.labels(**labels, tier=tier).inc(counts.cached_tokens)
 
     def _note_times(self, labels: dict[str, str], first: OpenRequest) -> None:
         timings = first.timings
@@ -129,7 +122,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """A reloaded model's counters restart at 0."""
 
-    def __init__(self, engines: Callable[[], Mapping[str, StatsPort]], num_slots: int) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, EnginePort]], num_slots: int) -> None:
         self._engines = engines
         self._num_slots = num_slots
 
@@ -280,11 +273,11 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
         "gen_ai.request.max_tokens": request.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.usage.input_tokens": counts.prompt,
-        "gen_ai.usage.output_tokens": counts.predicted,
+        "gen_ai.usage.input_tokens": counts.prompt_tokens,
+        "gen_ai.usage.output_tokens": counts.predicted_tokens,
         "url.path": first.arrival.endpoint,
-        "mlx_serve.cached_tokens": counts.cached,
-        "mlx_serve.evaluated_tokens": counts.evaluated,
+        "mlx_serve.cached_tokens": counts.cached_tokens,
+        "mlx_serve.evaluated_tokens": counts.evaluated_tokens,
     }
     if request.session_id is not None:
         found["gen_ai.conversation.id"] = request.session_id

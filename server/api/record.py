@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from server.api.errors import as_api_error
 from server.api.sessions import TurnRecord
+from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
 from server.diagnosis.advice import TOOLS, advice
@@ -63,9 +64,9 @@ class OpenRequest:
     started_at: float = 0.0
     """`time.monotonic()` at its slot."""
     first_text_at: float | None = None
-    num_evaluated: int = 0
+    evaluated_tokens: int = 0
     """Without restored tokens."""
-    num_predicted: int = 0
+    predicted_tokens: int = 0
     timings: Timings | None = None
     """None until the last event."""
     outcome: str | None = None
@@ -73,7 +74,7 @@ class OpenRequest:
     error: Exception | None = None
 
     @property
-    def num_cached(self) -> int:
+    def cached_tokens(self) -> int:
         return 0 if self.started is None else self.started.hit_tokens
 
     @property
@@ -91,6 +92,11 @@ class OpenRequest:
         return self.outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
     @property
+    def failure(self) -> str | None:
+        """The name of its error."""
+        return None if self.error is None else type(self.error).__name__
+
+    @property
     def phase(self) -> str:
         """`waiting`, `prefill` or `decode`."""
         if self.started is None:
@@ -103,45 +109,46 @@ class OpenRequest:
             return "waiting"
         if self.first_text_at is not None:
             return "generating"
-        return f"prefill {self.num_cached + self.num_evaluated} of {self.started.prompt_tokens}"
+        return f"prefill {self.cached_tokens + self.evaluated_tokens} of {self.started.prompt_tokens}"
 
     def observe(self, event: Event) -> None:
         """Counts an event."""
         match event:
             case Delta():
-                self.num_predicted += len(event.token_ids)
+                self.predicted_tokens += len(event.token_ids)
                 self.first_text_at = self.first_text_at or time.monotonic()
             case Started():
                 self.started, self.started_at = event, time.monotonic()
             case Progress():
-                self.num_evaluated = event.evaluated - self.num_cached
+                self.evaluated_tokens = event.evaluated - self.cached_tokens
             case Finished():
                 if event.reason is not FinishReason.CANCELLED:
-                    self.num_evaluated = event.timings.evaluated_tokens
-                self.num_predicted = event.timings.predicted_tokens
+                    self.evaluated_tokens = event.timings.evaluated_tokens
+                self.predicted_tokens = event.timings.predicted_tokens
                 self.outcome, self.timings = event.reason.value, event.timings
             case Failed():
-                self.outcome, self.error = f"failed ({type(event.error).__name__})", event.error
+                self.error = event.error
+                self.outcome = f"failed ({self.failure})"
 
 
 @dataclass(frozen=True)
 class TokenCounts:
     """Tokens of all choices; a shared prompt counts once."""
 
-    prompt: int
-    cached: int
-    evaluated: int
-    predicted: int
+    prompt_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    predicted_tokens: int
 
     @classmethod
     def of(cls, choices: Sequence[OpenRequest]) -> "TokenCounts":
         """Returns the tokens so far."""
         prompts = [one for one in choices if not one.repeats_prompt]
         return cls(
-            prompt=sum(len(one.request.tokens) for one in prompts),
-            cached=sum(one.num_cached for one in prompts),
-            evaluated=sum(one.num_evaluated for one in prompts),
-            predicted=sum(one.num_predicted for one in choices),
+            prompt_tokens=sum(len(one.request.tokens) for one in prompts),
+            cached_tokens=sum(one.cached_tokens for one in prompts),
+            evaluated_tokens=sum(one.evaluated_tokens for one in prompts),
+            predicted_tokens=sum(one.predicted_tokens for one in choices),
         )
 
 
@@ -179,40 +186,30 @@ class RequestRecord:
     @property
     def failure(self) -> str | None:
         """For programs; None for an answer that reached its end or limit."""
-        if self.first.has_ended:
-            return None
-        return type(self.first.error).__name__ if self.first.error is not None else "cancelled"
+        return None if self.first.has_ended else self.first.failure or "cancelled"
 
     @cached_property
     def turn(self) -> TurnRecord | None:
         """None for a request that never held a slot."""
-        first, counts = self.first, self.counts
+        first = self.first
         if first.started is None:
             return None
+        # Of an answer that was cut off, the time so far.
+        prompt_ms = 1000 * ((first.first_text_at or self.ended) - first.started_at)
         reuse = first.started.reuse
         return TurnRecord(
             request_id=first.request.request_id,
             model_id=first.model_id,
             ended=self.ended_at,
             finish=first.outcome or "cancelled",
-            prompt_tokens=counts.prompt,
-            cached_tokens=counts.cached,
-            evaluated_tokens=counts.evaluated,
-            predicted_tokens=counts.predicted,
-            prompt_ms=self._prompt_ms(),
+            **vars(self.counts),
+            prompt_ms=first.timings.prompt_ms if first.timings is not None and first.has_ended else prompt_ms,
             tier=first.tier,
             kept=reuse.kept,
-            lost_tokens=min(reuse.lost_tokens, first.num_evaluated),
+            lost_tokens=min(reuse.lost_tokens, first.evaluated_tokens),
             previous_id=self.previous_id,
             misses=reuse.misses or (() if reuse.miss is None else (reuse.miss,)),
         )
-
-    def _prompt_ms(self) -> float:
-        """For an answer that was cut off, the time so far."""
-        first = self.first
-        if first.timings is not None and first.has_ended:
-            return first.timings.prompt_ms
-        return 1000 * ((first.first_text_at or self.ended) - first.started_at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +257,7 @@ class RequestLog:
             session_id=one.session_id,
             evaluated_tokens=progress.evaluated,
             prompt_tokens=progress.total,
-            tokens_per_second=one.num_evaluated / (now - one.started_at),
+            tokens_per_second=one.evaluated_tokens / (now - one.started_at),
             number=number,
         )
         logger.info(entry)
@@ -268,22 +265,20 @@ class RequestLog:
 
 def ended_entry(record: RequestRecord) -> RequestEnded:
     """Returns the log entry of a request."""
-    first, counts, turn = record.first, record.counts, record.turn
+    first, turn = record.first, record.turn
     received, first_text_at = first.arrival.received, first.first_text_at
+    known = as_api_error(first.error) if first.error is not None else None
     return RequestEnded(
         request_id=first.request.request_id,
         session_id=first.session_id,
         model=first.model_id,
         turn=record.turn_number,
-        prompt_tokens=counts.prompt,
-        cached_tokens=counts.cached,
-        evaluated_tokens=counts.evaluated,
-        predicted_tokens=counts.predicted,
+        **vars(record.counts),
         first_token_ms=None if first_text_at is None else round(1000 * (first_text_at - received), 1),
         total_ms=round(1000 * record.total_seconds, 1),
         tokens_per_second=_speed_of(first.timings) if first.timings else None,
         finish=first.outcome or "cancelled",
-        error=_reason_of(first.error) if first.error else None,
+        error=known.message if known else first.failure,
         kept=turn.kept if turn else None,
         tier=turn.tier if turn else None,
         miss=_miss_of(turn) if turn else None,
@@ -295,11 +290,6 @@ def _speed_of(timings: Timings) -> float | None:
     """Tokens per second, from the first token to the last."""
     seconds, num_later = timings.predicted_ms / 1000, timings.predicted_tokens - 1
     return round(num_later / seconds, 2) if seconds > 0 and num_later > 0 else None
-
-
-def _reason_of(error: Exception) -> str:
-    known = as_api_error(error)
-    return known.message if known else type(error).__name__
 
 
 def _miss_of(turn: TurnRecord) -> MissFigures | None:
@@ -370,16 +360,8 @@ def cache_of(started: Started | None, session_id: str | None) -> CacheBody | Non
     """Returns a prompt's reuse; None if it never held a slot."""
     if started is None:
         return None
-    return {
-        "session_id": session_id,
-        "slot": started.slot,
-        "match_tokens": started.match_tokens,
-        "hit_tokens": started.hit_tokens,
-        "tier": started.tier,
-        "restore_ms": started.restore_ms,
-        "kept": started.reuse.kept,
-        "miss": miss_of(started.reuse.miss),
-    }
+    reuse = started.reuse
+    return body_of(CacheBody, started, session_id=session_id, kept=reuse.kept, miss=miss_of(reuse.miss))
 
 
 def miss_of(miss: Miss | None) -> MissBody | None:
@@ -389,37 +371,25 @@ def miss_of(miss: Miss | None) -> MissBody | None:
 
 def miss_body(miss: Miss) -> MissBody:
     """Returns a miss in the form of answers."""
-    return {
-        "reason": miss.reason.value,
-        "cause": miss.cause.value,
-        "message_index": miss.message_index,
-        "role": miss.role,
-        "token": miss.token,
-        "before": miss.before,
-        "after": miss.after,
-        "lost_tokens": miss.lost_tokens,
-        "cure": advice(miss.cause, TOOLS if miss.reason is MissReason.TOOLS_CHANGED else miss.role),
-    }
+    place = TOOLS if miss.reason is MissReason.TOOLS_CHANGED else miss.role
+    return body_of(MissBody, miss, cure=advice(miss.cause, place))
 
 
 def timings_of(timings: Timings) -> TimingsBody:
     """Returns a finished request's costs in milliseconds and tokens per second."""
-    prompt_per_token, prompt_rate = _rates(timings.evaluated_tokens, timings.prompt_ms)
-    predicted_per_token, predicted_rate = _rates(timings.predicted_tokens, timings.predicted_ms)
-    return {
-        "cache_n": timings.cache_tokens,
-        "prompt_n": timings.evaluated_tokens,
-        "prompt_ms": timings.prompt_ms,
-        "prompt_per_token_ms": prompt_per_token,
-        "prompt_per_second": prompt_rate,
-        "predicted_n": timings.predicted_tokens,
-        "predicted_ms": timings.predicted_ms,
-        "predicted_per_token_ms": predicted_per_token,
-        "predicted_per_second": predicted_rate,
-    }
+    num_prompt, num_predicted = timings.evaluated_tokens, timings.predicted_tokens
+    return body_of(
+        TimingsBody,
+        timings,
+        cache_n=timings.cache_tokens,
+        prompt_n=num_prompt,
+        prompt_per_token_ms=_ratio(timings.prompt_ms, num_prompt),
+        prompt_per_second=_ratio(1000 * num_prompt, timings.prompt_ms),
+        predicted_n=num_predicted,
+        predicted_per_token_ms=_ratio(timings.predicted_ms, num_predicted),
+        predicted_per_second=_ratio(1000 * num_predicted, timings.predicted_ms),
+    )
 
 
-def _rates(num_tokens: int, milliseconds: float) -> tuple[float | None, float | None]:
-    per_token = milliseconds / num_tokens if num_tokens else None
-    per_second = 1000 * num_tokens / milliseconds if milliseconds > 0 else None
-    return per_token, per_second
+def _ratio(amount: float, of: float) -> float | None:
+    return amount / of if of > 0 else None

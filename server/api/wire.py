@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from models.texts import well_formed
-from server.api.errors import ApiError, Code
+from server.api.errors import ApiError, Code, wrong
 from server.api.sessions import header_text
 
 Answer = TypeVar("Answer")
@@ -28,6 +28,16 @@ def bearer_key(headers: Mapping[str, str]) -> str:
     """Returns a request's bearer token, or an empty text."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return header_text(given) if scheme.lower() == "bearer" else ""
+
+
+def number_asked(request: Request, name: str, most: int) -> int | None:
+    """Returns a number of the query, None if it holds none; raises ApiError (400)."""
+    given = request.query_params.get(name)
+    if given is None:
+        return None
+    if not given.isascii() or not given.isdecimal() or len(given) > 9 or int(given) > most:
+        raise wrong(name, f"must be a whole number from 0 to {most}")
+    return int(given)
 
 
 _GZIP: Final = 16 + zlib.MAX_WBITS
@@ -221,10 +231,18 @@ class JsonBody(JSONResponse):
 
 
 def body_of(kind: type[Answer], source: object, **others: Any) -> Answer:
-    """Returns a TypedDict of `others`, and for its other fields the attributes of `source` that have their names."""
+    """Returns a TypedDict of `others`, and for its other fields the attributes of `source` that have their names.
+
+    A count and a flag go by their names without `num_` and `is_`.
+    """
     fields = getattr(kind, "__annotations__", {})
     assert others.keys() <= fields.keys(), "every value is of a field"
-    return cast(Answer, {name: others[name] if name in others else getattr(source, name) for name in fields})
+    return cast(Answer, {name: others[name] if name in others else _read(source, name) for name in fields})
+
+
+def _read(source: object, name: str) -> Any:
+    spelled = (prefix + name for prefix in ("num_", "is_") if hasattr(source, prefix + name))
+    return getattr(source, name if hasattr(source, name) else next(spelled, name))
 
 
 SEPARATOR = "\n"

@@ -34,7 +34,7 @@ from server.api.openai.params import read_params
 from server.api.openai.types import ChatBody
 from server.api.openapi import Operation
 from server.api.params import Incoming, build_request
-from server.api.wire import JsonBody, body_of
+from server.api.wire import JsonBody, body_of, number_asked
 from server.engine.commands import (
     ClearCache,
     DescribeCache,
@@ -177,24 +177,24 @@ class PinnedBody(TypedDict):
 
 async def get_cache(request: Request) -> Response:
     """Describes a namespace's state; `?limit=` bounds the edges."""
-    model, engine = _model_and_engine(request)
-    namespace = _namespace(request)
-    view: CacheView = await engine.execute(DescribeCache(model.state_namespace(namespace), _limit(request)))
-    is_of_all = is_owner(request, context_of(request).config) and "cache_salt" not in request.query_params
-    every: list[NamespaceView] | None = await engine.execute(ListNamespaces()) if is_of_all else None
-    names = {one.adapter.digest: one.id for one in context_of(request).pool.served if one.adapter is not None}
-    bodies = None if every is None else [_namespace_body(one, names) for one in every]
+    model, engine, states = _asked(request)
+    namespace = visible_namespace(request)
+    limit = number_asked(request, "limit", MAX_NODES_LIMIT)
+    view: CacheView = await engine.execute(DescribeCache(states, MAX_NODES if limit is None else limit))
+    bodies = None
+    if is_owner(request) and "cache_salt" not in request.query_params:
+        names = {one.adapter.digest: one.id for one in context_of(request).pool.served if one.adapter is not None}
+        bodies = [_namespace_body(one, names) for one in await engine.execute(ListNamespaces())]
     # Writing a large tree takes a while, which must not block the event loop.
     return await asyncio.to_thread(lambda: JsonBody(_state_body(model, namespace, view, bodies)))
 
 
 async def get_edge(request: Request) -> Response:
     """Describes one edge in memory; raises ApiError (404)."""
-    model, engine = _model_and_engine(request)
+    model, engine, states = _asked(request)
     given = request.path_params["edge_id"]
     number = int(given) if given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS else -1
-    namespace = model.state_namespace(_namespace(request))
-    edge: EdgeDetail | None = await engine.execute(DescribeEdge(namespace, number, MAX_EDGE_TOKENS))
+    edge: EdgeDetail | None = await engine.execute(DescribeEdge(states, number, MAX_EDGE_TOKENS))
     if edge is None:
         raise ApiError(Code.EDGE_NOT_FOUND, f"there is no edge {given[:32]!r}; it may have been joined or evicted")
     num_tokens = edge.stop - edge.start
@@ -207,7 +207,6 @@ async def get_edge(request: Request) -> Response:
         tokens=num_tokens,
         text=await asyncio.to_thread(model.token_texts.text, edge.first_tokens.tolist()),
         truncated=num_tokens > len(edge.first_tokens),
-        uses=edge.num_uses,
         seconds=context_of(request).activity.pace.seconds(model.id, num_tokens),
     )
     return JsonBody(body)
@@ -215,12 +214,12 @@ async def get_edge(request: Request) -> Response:
 
 async def clear_cache(request: Request) -> Response:
     """Forgets a namespace's state, but for what running requests use."""
-    namespace = _namespace(request)
+    namespace = visible_namespace(request)
     try:
-        model, engine = _model_and_engine(request)
+        model, engine, states = _asked(request)
     except ModelNotLoaded as error:
         return _clear_unloaded(request, error.source, namespace)
-    freed: Freed = await engine.execute(ClearCache(model.state_namespace(namespace)))
+    freed: Freed = await engine.execute(ClearCache(states))
     context_of(request).conversations.note_cleared(namespace)
     return _cleared(model.id, freed)
 
@@ -237,22 +236,19 @@ def _clear_unloaded(request: Request, source: ModelSource, namespace: str) -> Re
 
 
 def _cleared(model_id: str, freed: Freed) -> Response:
-    body: ClearedBody = {
-        "object": "cache.cleared",
-        "model": model_id,
-        "freed_tokens": freed.num_tokens,
-        "freed_bytes": freed.memory_bytes,
-        "freed_disk_bytes": freed.disk_bytes,
-    }
-    return JsonBody(body)
+    tokens, memory, disk = freed.num_tokens, freed.memory_bytes, freed.disk_bytes
+    return JsonBody(
+        ClearedBody(
+            object="cache.cleared", model=model_id, freed_tokens=tokens, freed_bytes=memory, freed_disk_bytes=disk
+        )
+    )
 
 
 async def pin_session(request: Request) -> Response:
     """Pins a session's state; raises ApiError (404, 409)."""
-    model, engine = _model_and_engine(request)
-    session_id = request.path_params["session_id"]
+    (_, engine, states), session_id = _asked(request), request.path_params["session_id"]
     try:
-        num_tokens: int = await engine.execute(PinSession(model.state_namespace(_namespace(request)), session_id))
+        num_tokens: int = await engine.execute(PinSession(states, session_id))
     except PinLimit as error:
         raise ApiError(Code.PIN_LIMIT, str(error)) from error
     if not num_tokens:
@@ -263,28 +259,17 @@ async def pin_session(request: Request) -> Response:
 
 async def unpin_session(request: Request) -> Response:
     """Ends a session's pin; raises ApiError (404)."""
-    model, engine = _model_and_engine(request)
-    session_id = request.path_params["session_id"]
-    if not await engine.execute(UnpinSession(model.state_namespace(_namespace(request)), session_id)):
+    (_, engine, states), session_id = _asked(request), request.path_params["session_id"]
+    if not await engine.execute(UnpinSession(states, session_id)):
         raise ApiError(Code.SESSION_NOT_FOUND, f"no session {session_id[:256]!r} is pinned", "session_id")
     return _pinned(session_id, 0)
 
 
-def _model_and_engine(request: Request) -> tuple[ServedModel, EnginePort]:
+def _asked(request: Request) -> tuple[ServedModel, EnginePort, str]:
+    """Returns the model, its engine, and under which name the namespace's states are kept there."""
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
-    return model, context.pool.engines[model.base_id]
-
-
-def _namespace(request: Request) -> str:
-    return visible_namespace(request, context_of(request).config)
-
-
-def _limit(request: Request) -> int:
-    given = request.query_params.get("limit", str(MAX_NODES))
-    if not given.isascii() or not given.isdecimal() or len(given) > 9 or int(given) > MAX_NODES_LIMIT:
-        raise wrong("limit", f"must be a number from 0 to {MAX_NODES_LIMIT}")
-    return int(given)
+    return model, context.pool.engines[model.base_id], model.state_namespace(visible_namespace(request))
 
 
 def _state_body(
@@ -299,7 +284,6 @@ def _state_body(
         namespaces=every,
         bytes=body_of(CacheBytesBody, view.state, point=view.state.recurrent),
         disk_writes=None if view.disk_writes is None else body_of(DiskWritesBody, view.disk_writes),
-        evictions=view.num_evictions,
         pinned_sessions=list(view.pinned),
         truncated=len(view.nodes) < view.num_nodes or view.is_disk_truncated,
         nodes=_edges(model, view.nodes, _node_body),
@@ -334,7 +318,6 @@ def _edges(model: ServedModel, edges: Sequence[View], write: Callable[[View, Edg
                 id=edge.number,
                 tokens=edge.stop - edge.start,
                 last_used=ranks[edge.last_used],
-                bytes=edge.num_bytes,
                 preview=preview,
             ),
         )
@@ -349,9 +332,6 @@ def _node_body(node: NodeView, edge: EdgeBody) -> NodeBody:
         **edge,
         tier="live" if node.is_live else "memory",
         restore_point=node.kind.value if node.kind is not None else None,
-        explicit=node.is_explicit,
-        pinned=node.is_pinned,
-        uses=node.num_uses,
     )
 
 
@@ -360,13 +340,7 @@ def _disk_node_body(node: DiskNodeView, edge: EdgeBody) -> DiskNodeBody:
 
 
 def _pinned(session_id: str, num_tokens: int) -> Response:
-    body: PinnedBody = {
-        "id": session_id,
-        "object": "session.pin",
-        "pinned": num_tokens > 0,
-        "pinned_tokens": num_tokens,
-    }
-    return JsonBody(body)
+    return JsonBody(PinnedBody(id=session_id, object="session.pin", pinned=num_tokens > 0, pinned_tokens=num_tokens))
 
 
 class PrimedBody(TypedDict):

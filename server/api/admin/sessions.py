@@ -105,18 +105,13 @@ class DeletedBody(TypedDict):
 async def list_sessions(request: Request) -> Response:
     """Lists the namespace's sessions, for the owner all."""
     context = context_of(request)
-    namespace = listed_namespace(request, context.config)
+    namespace = listed_namespace(request)
     sessions = context.sessions.all_sessions() if namespace is None else context.sessions.sessions(namespace)
     refused = context.refusals.all() if namespace is None else context.refusals.of(namespace)
     body: SessionList = {
         "object": "list",
         "data": [_session_body(session, context.keys) for session in sessions],
-        "refused": [
-            body_of(
-                RefusalBody, one, id=one.request_id, namespace=one.origin.namespace, session_id=one.origin.session_id
-            )
-            for one in refused
-        ],
+        "refused": [body_of(RefusalBody, one, id=one.request_id, **vars(one.origin)) for one in refused],
     }
     return JsonBody(body)
 
@@ -125,20 +120,17 @@ async def get_session(request: Request) -> Response:
     """Describes one session with its last turns; raises ApiError (404)."""
     session_id = request.path_params["session_id"]
     context = context_of(request)
-    session = context.sessions.find(visible_namespace(request, context.config), session_id)
+    session = context.sessions.find(visible_namespace(request), session_id)
     if session is None:
         raise _not_found(session_id)
-    body: SessionDetail = {
-        **_session_body(session, context.keys),
-        "turns": [_turn_body(turn) for turn in session.turns],
-    }
-    return JsonBody(body)
+    turns = [_turn_body(turn) for turn in session.turns]
+    return JsonBody(SessionDetail(**_session_body(session, context.keys), turns=turns))
 
 
 async def delete_session(request: Request) -> Response:
     """Forgets one session; raises ApiError (404)."""
     context, session_id = context_of(request), request.path_params["session_id"]
-    namespace = visible_namespace(request, context.config)
+    namespace = visible_namespace(request)
     if context.sessions.find(namespace, session_id) is None:
         raise _not_found(session_id)
     for model in context.pool.served:
@@ -151,8 +143,7 @@ async def delete_session(request: Request) -> Response:
     context.sessions.forget(namespace, session_id)
     context.conversations.forget(namespace, session_id)
     context.refusals.forget(namespace, session_id)
-    body: DeletedBody = {"id": session_id, "object": "session.deleted", "deleted": True}
-    return JsonBody(body)
+    return JsonBody(DeletedBody(id=session_id, object="session.deleted", deleted=True))
 
 
 def _not_found(session_id: str) -> ApiError:

@@ -17,16 +17,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from cache.journal import CacheStats
 from server.api.activity import EventLog, Listener, LiveEvent, Lost, Sums, frame_of
 from server.api.call import AnswerStream
 from server.api.context import ApiContext, context_of
 from server.api.dialect import BodyModel, Endpoint
-from server.api.errors import ApiError, Code, stopped, wrong
+from server.api.errors import ApiError, Code, stopped
 from server.api.guard import is_authorised, is_owner, listed_namespace, read_owners_body
 from server.api.openapi import Operation
 from server.api.record import OpenRequest
-from server.api.wire import JsonBody, body_of, sse_comment
+from server.api.wire import JsonBody, body_of, number_asked, sse_comment
 from server.engine.request import EngineStats
 from server.pool.names import ModelSource
 
@@ -87,8 +86,7 @@ class ServerVersionBody(TypedDict):
 
 async def version(request: Request) -> Response:
     """Names the release of this server."""
-    body: ServerVersionBody = {"version": metadata.version("mlx-serve")}
-    return JsonBody(body)
+    return JsonBody(ServerVersionBody(version=metadata.version("mlx-serve")))
 
 
 async def health(request: Request) -> Response:
@@ -110,8 +108,7 @@ async def ready(request: Request) -> Response:
     max_open = context.config.slots + context.config.max_waiting
     if status == "ok" and any(engine.stats().num_open >= max_open for engine in context.pool.engines.values()):
         status = "full"
-    body: ReadyBody = {"status": status}
-    return JsonBody(body, status_code=200 if status == "ok" else 503)
+    return JsonBody(ReadyBody(status=status), status_code=200 if status == "ok" else 503)
 
 
 def status_of(context: ApiContext) -> str:
@@ -123,22 +120,8 @@ def status_of(context: ApiContext) -> str:
 
 
 def _engine_body(stats: EngineStats) -> EngineBody:
-    return {
-        "requests": body_of(RequestCountsBody, stats.requests),
-        "preemptions": stats.num_preempted,
-        "cache": _cache_counts(stats.cache),
-        "open_requests": stats.num_open,
-    }
-
-
-def _cache_counts(cache: CacheStats) -> CacheCountsBody:
-    return body_of(
-        CacheCountsBody,
-        cache,
-        nodes=cache.num_nodes,
-        evictions=cache.num_evictions,
-        disk_files_gone=cache.num_disk_files_gone,
-    )
+    requests, cache = body_of(RequestCountsBody, stats.requests), body_of(CacheCountsBody, stats.cache)
+    return EngineBody(requests=requests, preemptions=stats.num_preempted, cache=cache, open_requests=stats.num_open)
 
 
 class SlotCountsBody(TypedDict):
@@ -254,7 +237,7 @@ class StatsBody(TypedDict):
 async def get_stats(request: Request) -> Response:
     """Tells what the server is doing."""
     context = context_of(request)
-    namespace = listed_namespace(request, context.config)
+    namespace = listed_namespace(request)
     now = time.monotonic()
     sessions = context.sessions.all_sessions() if namespace is None else context.sessions.sessions(namespace)
     body: StatsBody = {
@@ -274,7 +257,7 @@ async def get_stats(request: Request) -> Response:
 
 
 def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> ModelStatsBody:
-    requests, moved, total = stats.requests, stats.cache.moved, context.config.slots
+    requests, total = stats.requests, context.config.slots
     busy = requests.prefilling + requests.decoding
     return {
         "id": model_id,
@@ -282,30 +265,27 @@ def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> Model
         "open_requests": stats.num_open,
         "preemptions": stats.num_preempted,
         "slots": body_of(SlotCountsBody, requests, total=total, idle=max(total - busy, 0)),
-        "cache": _cache_counts(stats.cache),
-        "moved": body_of(MovedBody, moved, page_ins=moved.num_page_ins, page_outs=moved.num_page_outs),
+        "cache": body_of(CacheCountsBody, stats.cache),
+        "moved": body_of(MovedBody, stats.cache.moved),
         "disk_budget_bytes": context.config.cache_disk_bytes if stats.cache.keeps_on_disk else None,
     }
 
 
 def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
-    return {
-        "id": one.request.request_id,
-        "model": one.model_id,
-        "endpoint": one.arrival.endpoint,
-        "namespace": one.request.namespace,
-        "key": one.arrival.key_name,
-        "session_id": one.session_id,
-        "phase": one.phase,
-        "slot": None if one.started is None else one.started.slot,
-        "received": round(one.received_at, 3),
-        "seconds": round(now - one.arrival.received, 3),
-        "prompt_tokens": len(one.request.tokens),
-        "cached_tokens": one.num_cached,
-        "evaluated_tokens": one.num_evaluated,
-        "completion_tokens": one.num_predicted,
-        "tier": one.tier,
-    }
+    return body_of(
+        OpenRequestBody,
+        one,
+        id=one.request.request_id,
+        model=one.model_id,
+        endpoint=one.arrival.endpoint,
+        namespace=one.request.namespace,
+        key=one.arrival.key_name,
+        slot=None if one.started is None else one.started.slot,
+        received=round(one.received_at, 3),
+        seconds=round(now - one.arrival.received, 3),
+        prompt_tokens=len(one.request.tokens),
+        completion_tokens=one.predicted_tokens,
+    )
 
 
 def _totals_body(sums: Sums) -> TotalsBody:
@@ -324,13 +304,14 @@ async def metrics(request: Request) -> Response:
     """Tells Prometheus; raises ApiError (403) for a key that is no operator's."""
     context = context_of(request)
     # A key shared by all clients does not tell who asks.
-    if context.config.api_keys_file is not None and not is_owner(request, context.config):
+    if context.config.api_keys_file is not None and not is_owner(request):
         raise ApiError(Code.OPERATOR_ONLY, "metrics are of all keys together; send the key of an operator")
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(context.metrics.registry), media_type=content_type)
 
 
 MAX_LISTENERS = 64
+MAX_SECONDS = 9999
 RETRY_MS = 2000
 
 
@@ -341,23 +322,14 @@ async def get_events(request: Request) -> Response:
     if log.num_listeners >= MAX_LISTENERS:
         message = f"{MAX_LISTENERS} clients listen to events already; close one of them, or read GET /v1/stats"
         raise ApiError(Code.TOO_MANY_LISTENERS, message)
-    seconds = _seconds(request)
-    listener = log.listen(listed_namespace(request, context.config), request.headers.get("last-event-id"))
+    seconds = number_asked(request, "seconds", MAX_SECONDS)
+    listener = log.listen(listed_namespace(request), request.headers.get("last-event-id"))
     frames, heartbeat = _frames(log, listener, seconds), partial(sse_comment, "listening")
     return AnswerStream(request, frames, heartbeat, drain_seconds=0.0, on_close=listener.close)
 
 
-def _seconds(request: Request) -> float | None:
-    """Returns how long the stream lasts; None for ever."""
-    given = request.query_params.get("seconds")
-    if given is None:
-        return None
-    if not given.isascii() or not given.isdecimal() or len(given) > 4:
-        raise wrong("seconds", "must be a whole number from 0 to 9999")
-    return float(given)
-
-
-async def _frames(log: EventLog, listener: Listener, seconds: float | None) -> AsyncIterator[bytes]:
+async def _frames(log: EventLog, listener: Listener, seconds: int | None) -> AsyncIterator[bytes]:
+    """Lasts `seconds`; None: for ever."""
     yield f"id: {listener.place_id}\nretry: {RETRY_MS}\n: listening\n\n".encode()
     end = None if seconds is None else time.monotonic() + seconds
     while not log.is_closed:
@@ -416,8 +388,7 @@ async def _asked(request: Request) -> tuple[ApiContext, ModelSource]:
 
 
 def _state(source: ModelSource, *, is_loaded: bool, has_changed: bool) -> Response:
-    body: ModelStateBody = {"id": source.id, "object": "model.state", "loaded": is_loaded, "changed": has_changed}
-    return JsonBody(body)
+    return JsonBody(ModelStateBody(id=source.id, object="model.state", loaded=is_loaded, changed=has_changed))
 
 
 _QUERY = ("cache_salt", "namespace")
