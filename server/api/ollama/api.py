@@ -20,22 +20,8 @@ from server.api.call import inspect
 from server.api.context import ApiContext, context_of
 from server.api.dialect import Api, BodyModel, Endpoint, Payload, parse_body
 from server.api.errors import ApiError, Code
-from server.api.ollama import manage
+from server.api.ollama import generate, manage
 from server.api.ollama.dialect import ErrorText, OllamaDialect, find_model, thinks
-from server.api.ollama.generate import (
-    EmbedAnswer,
-    EmbedBody,
-    EmbeddingAnswer,
-    EmbeddingPromptBody,
-    OllamaChatAnswer,
-    OllamaChatBody,
-    OllamaGenerateAnswer,
-    OllamaGenerateBody,
-    chat,
-    embed,
-    embed_prompt,
-    generate_text,
-)
 from server.api.openapi import Operation, explain_unknown_path
 from server.api.params import Incoming
 from server.api.wire import JsonBody
@@ -137,25 +123,19 @@ async def root(request: Request) -> Response:
 async def version(request: Request) -> Response:
     """Names Ollama's release, and as its build this server."""
     # After `-0+`: some clients cut at a dash, others read the rest as a package version or as SemVer.
-    body: VersionBody = {"version": f"{OLLAMA_VERSION}-0+{PRODUCT.replace('/', '.')}"}
-    return JsonBody(body)
+    return JsonBody(VersionBody(version=f"{OLLAMA_VERSION}-0+{PRODUCT.replace('/', '.')}"))
 
 
 async def tags(request: Request) -> Response:
     """Lists the models that requests may name."""
     listed = await asyncio.to_thread(context_of(request).pool.listed)
-    body: TagsBody = {
-        "models": [
-            {**_head(one), "modified_at": _time(one.created), "size": one.facts.stored_bytes} for one in listed
-        ]
-    }
-    return JsonBody(body)
+    models = [TagBody(**_head(one), modified_at=_time(one.created), size=one.facts.stored_bytes) for one in listed]
+    return JsonBody(TagsBody(models=models))
 
 
 async def ps(request: Request) -> Response:
     """Lists the models that are loaded."""
-    body: RunningList = {"models": [_running(one) for one in context_of(request).pool.occupancy]}
-    return JsonBody(body)
+    return JsonBody(RunningList(models=[_running(one) for one in context_of(request).pool.occupancy]))
 
 
 async def show(request: Request) -> Response:
@@ -254,16 +234,10 @@ def _model_info(model: ServedModel | ListedModel) -> Mapping[str, Any]:
 
 
 def _parameters(model: ServedModel) -> Iterator[tuple[str, str]]:
-    sampling = model.sampling
     yield "num_ctx", str(model.context_tokens)
-    for name, value in (
-        ("temperature", sampling.temperature),
-        ("top_k", sampling.top_k),
-        ("top_p", sampling.top_p),
-        ("min_p", sampling.min_p),
-        ("repeat_penalty", sampling.repetition_penalty),
-    ):
-        yield name, f"{value:g}"
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        yield name, f"{getattr(model.sampling, name):g}"
+    yield "repeat_penalty", f"{model.sampling.repetition_penalty:g}"
     for text in model.defaults.stop:
         yield "stop", json.dumps(text, ensure_ascii=False)
 
@@ -292,8 +266,6 @@ def _count_text(count: int) -> str:
     return f"{count / 10**6:.2f}M" if count >= 10**6 else f"{count / 10**3:.2f}K"
 
 
-NDJSON = OllamaDialect.stream_media_type
-
 _ROUTES = (
     Endpoint("/api/tags", tags, Operation(answer=TagsBody)),
     Endpoint("/api/show", show, Operation(ShowBody, ShownBody)),
@@ -301,13 +273,6 @@ _ROUTES = (
     Endpoint("/api/version", version, Operation(answer=VersionBody)),
     Endpoint("/", root, Operation(answer=str, answer_type="text/plain")),
     *manage.ROUTES,
-    Endpoint("/api/chat", chat, Operation(OllamaChatBody, OllamaChatAnswer, OllamaChatAnswer, NDJSON)),
-    Endpoint(
-        "/api/generate",
-        generate_text,
-        Operation(OllamaGenerateBody, OllamaGenerateAnswer, OllamaGenerateAnswer, NDJSON),
-    ),
-    Endpoint("/api/embed", embed, Operation(EmbedBody, EmbedAnswer)),
-    Endpoint("/api/embeddings", embed_prompt, Operation(EmbeddingPromptBody, EmbeddingAnswer)),
+    *generate.ROUTES,
 )
 OLLAMA = Api(OllamaDialect(), _ROUTES, ErrorText, own_paths=("/api",))

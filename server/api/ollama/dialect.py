@@ -20,7 +20,7 @@ from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, ThinkingWish
-from server.api.dialect import BodyModel, Dialect, ModelReady, Payload, Rules, honoured, no_effect, read_by, refused
+from server.api.dialect import BodyModel, Dialect, Rules, honoured, no_effect, read_by, refused
 from server.api.errors import ApiError, Code, wrong
 from server.api.params import (
     ANY_OBJECT,
@@ -32,7 +32,7 @@ from server.api.params import (
     options_sampling,
 )
 from server.api.wire import json_text
-from server.pool.errors import ModelNotLoaded, ModelUnknown
+from server.pool.errors import ModelUnknown
 from server.pool.names import parse_keep_alive
 from server.pool.served import ServedModel
 
@@ -71,7 +71,6 @@ def line(payload: Mapping[str, Any]) -> bytes:
 
 HIGHEST_EFFORT = "max"
 EFFORTS = ("high", "medium", "low", HIGHEST_EFFORT)
-HIGHEST_OF_HARMONY = "high"
 
 
 def _format(value: Any) -> Any:
@@ -92,20 +91,13 @@ def _think(value: Any) -> Any:
 
 def _keep_alive(value: Any) -> Any:
     try:
-        if value is not None:
-            parse_keep_alive(value)
+        return None if value is None else parse_keep_alive(value)
     except ValueError as error:
         raise PydanticCustomError("keep_alive", "{reason}", {"reason": str(error)}) from error
-    return value
 
 
-KeepAlive = Annotated[str | float | None, BeforeValidator(_keep_alive)]
-"""In any form that clients write."""
-
-
-def keep_alive_seconds(keep_alive: str | float | None) -> float | None:
-    """Returns a checked `keep_alive` in seconds, infinite for "for ever"."""
-    return None if keep_alive is None else parse_keep_alive(keep_alive)
+KeepAlive = Annotated[float | None, BeforeValidator(_keep_alive)]
+"""Seconds, infinite for "for ever", in any form that clients write; None if the request does not say."""
 
 
 class OllamaBody(BodyModel):
@@ -120,19 +112,6 @@ class OllamaBody(BodyModel):
     options: Options | None = None
     keep_alive: KeepAlive = None
 
-    @property
-    def is_streamed(self) -> bool:
-        return self.stream is not False
-
-    @property
-    def keep_alive_seconds(self) -> float | None:
-        """Seconds; None if the request does not say."""
-        return keep_alive_seconds(self.keep_alive)
-
-    def answer_grammar(self) -> AnswerGrammar | None:
-        """Returns the answer's grammar."""
-        return None if self.format is None else AnswerGrammar("format", json_grammar(self.format))
-
 
 def find_model(context: ApiContext, name: str | None) -> ServedModel:
     """Returns the named model; raises ApiError (400, 404) in words that clients look for."""
@@ -144,19 +123,6 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
         raise ApiError(Code.MODEL_NOT_FOUND, f"model {name[:200]!r} not found: {error.instead}", "model") from error
 
 
-def answer_loading(context: ApiContext, body: OllamaBody, answer: Payload) -> ModelReady:
-    """Returns the answer to a request that only loads or unloads a model; raises as `find_model` does.
-
-    A model is not loaded in order to be unloaded.
-    """
-    try:
-        return ModelReady(find_model(context, body.model), answer, body.keep_alive_seconds)
-    except ModelNotLoaded:
-        if body.keep_alive_seconds != 0:
-            raise
-        return ModelReady(None, answer)
-
-
 def thinks(model: ServedModel) -> bool:
     """Whether thoughts are told apart."""
     return model.reasoning_format is not None or isinstance(model.tool_syntax, HarmonyFormat)
@@ -166,11 +132,11 @@ def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any
     """Returns the template's arguments; raises ApiError (400) for a model without thoughts."""
     if body.think and not thinks(model):
         raise wrong("think", f"{model.id!r} does not support thinking", Code.UNSUPPORTED_PARAMETER)
-    if not isinstance(body.think, str):
-        return ThinkingWish(is_enabled=body.think).template_arguments()
-    is_beyond = body.think == HIGHEST_EFFORT and isinstance(model.tool_syntax, HarmonyFormat)
-    effort = HIGHEST_OF_HARMONY if is_beyond else body.think
-    return ThinkingWish(is_enabled=True, effort=effort).template_arguments()
+    effort = body.think if isinstance(body.think, str) else None
+    if effort == HIGHEST_EFFORT and isinstance(model.tool_syntax, HarmonyFormat):
+        effort = EFFORTS[0]
+    is_enabled = None if body.think is None else bool(body.think)
+    return ThinkingWish(is_enabled, effort).template_arguments()
 
 
 def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
@@ -178,7 +144,8 @@ def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
     options = body.options or Options()
     sampling = options_sampling(options, model)
     check(sampling, model.vocab_size)
-    return GenerationParams(sampling, options.limit, stop=options.stops, grammar=body.answer_grammar())
+    grammar = None if body.format is None else AnswerGrammar("format", json_grammar(body.format))
+    return GenerationParams(sampling, options.limit, stop=options.stops, grammar=grammar)
 
 
 def offered_tools(tools: Sequence[Mapping[str, Any]] | None, model: ServedModel) -> Sequence[Mapping[str, Any]]:

@@ -20,7 +20,7 @@ from server.api.answer import Answer, Exchange, OutputEvent, Question
 from server.api.call import compute, generate
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, can_continue
-from server.api.dialect import BodyModel, ModelReady, Payload, Whole, parse_body, refuse_fields
+from server.api.dialect import BodyModel, Endpoint, ModelReady, Payload, Whole, parse_body, refuse_fields
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
@@ -32,22 +32,21 @@ from server.api.ollama.dialect import (
     IN_MESSAGE,
     KeepAlive,
     OllamaBody,
-    answer_loading,
+    OllamaDialect,
     find_model,
     follow_up,
-    keep_alive_seconds,
     line,
     offered_tools,
     read_params,
     template_arguments,
 )
+from server.api.openapi import Operation
 from server.api.params import AnswerGrammar, Incoming, answer_or_calls, build_request
-from server.api.record import CacheBody, costs_of
+from server.api.record import CacheBody, cache_of
 from server.engine.embeddings import Vector
 from server.engine.request import Finished
+from server.pool.errors import ModelNotLoaded
 from server.pool.served import ServedModel
-
-_NANOSECONDS_PER_MILLISECOND = 1_000_000
 
 
 class OllamaHead(TypedDict):
@@ -78,30 +77,119 @@ def head_of(name: str) -> OllamaHead:
     return {"model": name, "created_at": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")}
 
 
-def end_of(finished: Finished, began: float, session_id: str | None) -> OllamaEnd:
-    """Returns an answer's end; `began` is `time.monotonic()` at its opening."""
-    timings = finished.timings
-    return {
-        "done": True,
-        "done_reason": finished.reason.value,
-        "total_duration": _whole_nanoseconds(1000 * (time.monotonic() - began)),
-        "load_duration": 0,
-        "prompt_eval_count": finished.prompt_tokens,
-        "prompt_eval_duration": _whole_nanoseconds(timings.prompt_ms),
-        "eval_count": timings.predicted_tokens,
-        "eval_duration": _whole_nanoseconds(timings.predicted_ms),
-        "cache": costs_of(finished, session_id)["cache"],
-    }
+def answer_loading(context: ApiContext, body: OllamaBody, said: Mapping[str, Any]) -> ModelReady:
+    """Returns the answer to a request that only loads or unloads a model; raises as `find_model` does.
 
-
-def loaded(keep_alive_seconds: float | None) -> OllamaEnd:
-    """Returns the end of an answer to a request without a prompt."""
-    return {"done": True, "done_reason": "unload" if keep_alive_seconds == 0 else "load"}
+    A model is not loaded in order to be unloaded.
+    """
+    is_unloading = body.keep_alive == 0
+    end: OllamaEnd = {"done": True, "done_reason": "unload" if is_unloading else "load"}
+    answer = {**head_of(body.model or ""), **said, **end}
+    try:
+        return ModelReady(find_model(context, body.model), answer, body.keep_alive)
+    except ModelNotLoaded:
+        if not is_unloading:
+            raise
+        return ModelReady(None, answer)
 
 
 def _whole_nanoseconds(milliseconds: float) -> int:
     """At least 1, since clients divide by it."""
-    return max(1, round(milliseconds * _NANOSECONDS_PER_MILLISECOND))
+    return max(1, round(milliseconds * 1_000_000))
+
+
+class FunctionResult(TypedDict):
+    """A call's function."""
+
+    index: int
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class CallResult(TypedDict):
+    """A complete tool call."""
+
+    id: str
+    function: FunctionResult
+
+
+class SaidMessage(TypedDict):
+    """The assistant's message, or a part of it."""
+
+    role: str
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[CallResult]]
+
+
+class OllamaExchange(Exchange):
+    """Writes the answer to one request for text."""
+
+    def __init__(self, body: OllamaBody, question: Question, began: float) -> None:
+        super().__init__(question, is_streamed=body.stream is not False)
+        self.keep_alive_seconds = body.keep_alive
+        self._name = body.model or self.model.id
+        self._began = began
+        self._said = ""
+        self._thought = ""
+
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yields text, thoughts and complete calls, then the end."""
+        async for event in answer.events():
+            if isinstance(event, Finished):
+                yield line(self.written({"role": "assistant", "content": ""}, event))
+            elif (said := self.keep(event)) is not None:
+                yield line(self.written(said, None))
+
+    async def body(self, answer: Answer) -> Payload:
+        """Returns the whole answer."""
+        async for event in answer.events():
+            if isinstance(event, Finished):
+                return self.written(self.message, event)
+            self.keep(event)
+        raise AssertionError("the events of a request end with Finished")
+
+    def keep(self, event: OutputEvent) -> SaidMessage | None:
+        """Adds an event to the message; returns what a stream tells of it."""
+        match event:
+            case Text(text):
+                self._said += text
+                return {"role": "assistant", "content": text}
+            case Reasoning(text):
+                self._thought += text
+                return {"role": "assistant", "content": "", "thinking": text}
+        return None
+
+    @property
+    def message(self) -> SaidMessage:
+        message: SaidMessage = {"role": "assistant", "content": self._said}
+        if self._thought:
+            message["thinking"] = self._thought
+        return message
+
+    def written(self, said: SaidMessage, finished: Finished | None) -> Payload:
+        """Returns the object that tells what was `said`, the last one if the answer has `finished`."""
+        return {**head_of(self._name), **self.content(said, finished), **self._end(finished)}
+
+    def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
+        """Returns the fields that hold what was said."""
+        return {"message": said}
+
+    def _end(self, finished: Finished | None) -> OllamaEnd:
+        if finished is None:
+            return {"done": False}
+        timings = finished.timings
+        return {
+            "done": True,
+            "done_reason": finished.reason.value,
+            "total_duration": _whole_nanoseconds(1000 * (time.monotonic() - self._began)),
+            "load_duration": 0,
+            "prompt_eval_count": finished.prompt_tokens,
+            "prompt_eval_duration": _whole_nanoseconds(timings.prompt_ms),
+            "eval_count": timings.predicted_tokens,
+            "eval_duration": _whole_nanoseconds(timings.predicted_ms),
+            "cache": cache_of(finished.started, self.request.session_id),
+        }
 
 
 class OllamaGenerateBody(OllamaBody):
@@ -122,12 +210,6 @@ class OllamaGenerateAnswer(OllamaHead, OllamaEnd):
     context: NotRequired[list[int]]
 
 
-class _Said(TypedDict):
-    response: str
-    thinking: NotRequired[str]
-    context: NotRequired[list[int]]
-
-
 async def generate_text(request: Request) -> Response:
     """Answers one prompt."""
     return await generate(request, "ollama-", open_generate)
@@ -138,8 +220,7 @@ def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelRe
     began = time.monotonic()
     body = parse_body(OllamaGenerateBody, dict(incoming.fields), IN_GENERATE)
     if not body.prompt:
-        answer = _generate_answer(body.model or "", {"response": ""}, loaded(body.keep_alive_seconds))
-        return answer_loading(context, body, answer)
+        return answer_loading(context, body, {"response": ""})
     model = find_model(context, body.model)
     namespace = namespace_of(incoming.http, None)
     conversation = None if body.raw else _conversation(body, model, namespace)
@@ -168,54 +249,21 @@ def _prompt(body: OllamaGenerateBody, model: ServedModel, conversation: Conversa
     return model.renderer.encode(body.prompt or "")
 
 
-class OllamaGenerateExchange(Exchange):
+class OllamaGenerateExchange(OllamaExchange):
     """Writes the answer to one prompt."""
 
     def __init__(self, body: OllamaGenerateBody, question: Question, began: float) -> None:
-        super().__init__(question, is_streamed=body.is_streamed)
-        if not body.raw:
-            self.parser = self.model.output_parser((), self.prompt.text)
-        self.keep_alive_seconds = body.keep_alive_seconds
-        self._name = body.model or self.model.id
-        self._began = began
+        super().__init__(body, question, began)
         self._is_raw = body.raw is True
-        self._said = ""
-        self._thought = ""
-
-    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields text and thoughts, then the end."""
-        async for event in answer.events():
-            match event:
-                case Text(text):
-                    yield line(_generate_answer(self._name, {"response": text}, {"done": False}))
-                case Reasoning(text):
-                    yield line(_generate_answer(self._name, {"response": "", "thinking": text}, {"done": False}))
-                case Finished():
-                    yield line(self._last(event, {"response": ""}))
-
-    async def body(self, answer: Answer) -> Payload:
-        """Returns the whole answer."""
-        async for event in answer.events():
-            match event:
-                case Text(text):
-                    self._said += text
-                case Reasoning(text):
-                    self._thought += text
-                case Finished():
-                    said: _Said = {"response": self._said}
-                    if self._thought:
-                        said["thinking"] = self._thought
-                    return self._last(event, said)
-        raise AssertionError("the events of a request end with Finished")
-
-    def _last(self, finished: Finished, said: _Said) -> OllamaGenerateAnswer:
         if not self._is_raw:
-            said["context"] = [*self.request.tokens.tolist(), *finished.token_ids]
-        return _generate_answer(self._name, said, end_of(finished, self._began, self.request.session_id))
+            self.parser = self.model.output_parser((), self.prompt.text)
 
-
-def _generate_answer(name: str, said: _Said, end: OllamaEnd) -> OllamaGenerateAnswer:
-    return {**head_of(name), **said, **end}
+    def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
+        """Returns the fields of text and thought, and the tokens that a next prompt may continue."""
+        fields: dict[str, Any] = {"response": said["content"], "thinking": said.get("thinking")}
+        if finished is not None and not self._is_raw:
+            fields["context"] = [*self.request.tokens.tolist(), *finished.token_ids]
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class CalledFunction(BodyModel):
@@ -265,30 +313,6 @@ class OllamaChatBody(OllamaBody):
     tools: list[OfferedTool] | None = None
 
 
-class FunctionResult(TypedDict):
-    """A call's function."""
-
-    index: int
-    name: str
-    arguments: Mapping[str, Any]
-
-
-class CallResult(TypedDict):
-    """A complete tool call."""
-
-    id: str
-    function: FunctionResult
-
-
-class SaidMessage(TypedDict):
-    """The assistant's message, or a part of it."""
-
-    role: str
-    content: str
-    thinking: NotRequired[str]
-    tool_calls: NotRequired[list[CallResult]]
-
-
 class OllamaChatAnswer(OllamaHead, OllamaEnd):
     """The answer, and each line of a stream."""
 
@@ -305,8 +329,7 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     began = time.monotonic()
     body = parse_body(OllamaChatBody, dict(incoming.fields), IN_CHAT)
     if not body.messages:
-        answer = _chat_answer(body.model or "", {"role": "assistant", "content": ""}, loaded(body.keep_alive_seconds))
-        return answer_loading(context, body, answer)
+        return answer_loading(context, body, {"message": {"role": "assistant", "content": ""}})
     model = find_model(context, body.model)
     namespace = namespace_of(incoming.http, None)
     tools = offered_tools(incoming.fields.get("tools"), model)
@@ -362,59 +385,33 @@ def _template_call(call: CallEntry) -> Mapping[str, Any]:
     return {**named, "type": "function", "function": function}
 
 
-class OllamaChatExchange(Exchange):
+class OllamaChatExchange(OllamaExchange):
     """Writes the answer to one request for chat."""
 
     def __init__(self, body: OllamaChatBody, question: Question, began: float) -> None:
-        super().__init__(question, is_streamed=body.is_streamed)
-        self.keep_alive_seconds = body.keep_alive_seconds
-        self._name = body.model or self.model.id
-        self._began = began
-        self._said = ""
-        self._thought = ""
+        super().__init__(body, question, began)
         self._calls: list[CallResult] = []
         self._open_call: ToolCallStarted | None = None
         self._arguments = ""
 
-    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields text, complete calls, then the end."""
-        async for event in answer.events():
-            if isinstance(event, Finished):
-                yield line(_chat_answer(self._name, {"role": "assistant", "content": ""}, self._end(event)))
-                continue
-            said = self._keep(event)
-            if said is not None:
-                yield line(_chat_answer(self._name, said, {"done": False}))
-
-    async def body(self, answer: Answer) -> Payload:
-        """Returns the whole answer."""
-        async for event in answer.events():
-            if isinstance(event, Finished):
-                return _chat_answer(self._name, self._message, self._end(event))
-            self._keep(event)
-        raise AssertionError("the events of a request end with Finished")
-
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back: without ids of calls."""
         calls = [{"function": call["function"]} for call in self._calls]
-        said = _template_message(OllamaMessage.model_validate({**self._message, "tool_calls": calls}))
+        said = _template_message(OllamaMessage.model_validate({**self.message, "tool_calls": calls}))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    def _keep(self, event: OutputEvent) -> SaidMessage | None:
+    def keep(self, event: OutputEvent) -> SaidMessage | None:
+        """Tells a call once it is complete; one that fails is text."""
         match event:
-            case Text(text) | ToolCallFailed(text):
-                self._said += text
-                return {"role": "assistant", "content": text}
-            case Reasoning(text):
-                self._thought += text
-                return {"role": "assistant", "content": "", "thinking": text}
+            case ToolCallFailed(text):
+                return super().keep(Text(text))
             case ToolCallStarted():
                 self._open_call, self._arguments = event, ""
             case ToolArguments(text):
                 self._arguments += text
             case ToolCallEnded():
                 return {"role": "assistant", "content": "", "tool_calls": [self._close_call()]}
-        return None
+        return super().keep(event)
 
     def _close_call(self) -> CallResult:
         assert self._open_call is not None
@@ -424,24 +421,12 @@ class OllamaChatExchange(Exchange):
         self._calls.append(call)
         return call
 
-    def _end(self, finished: Finished) -> OllamaEnd:
-        return end_of(finished, self._began, self.request.session_id)
-
     @property
-    def _message(self) -> SaidMessage:
-        message: SaidMessage = {"role": "assistant", "content": self._said}
-        if self._thought:
-            message["thinking"] = self._thought
+    def message(self) -> SaidMessage:
+        message = super().message
         if self._calls:
             message["tool_calls"] = self._calls
         return message
-
-
-def _chat_answer(name: str, message: SaidMessage, end: OllamaEnd) -> OllamaChatAnswer:
-    return {**head_of(name), "message": message, **end}
-
-
-_NANOSECONDS_PER_SECOND = 1_000_000_000
 
 
 def _as_list(value: Any) -> Any:
@@ -505,7 +490,7 @@ def open_embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     reader = TextReader(find_model(context, body.model), cuts=body.truncate is not False)
     texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
     write = partial(_written, body, reader.num_tokens, began)
-    return EmbeddingWork(reader.model, texts, write, keep_alive_seconds(body.keep_alive))
+    return EmbeddingWork(reader.model, texts, write, body.keep_alive)
 
 
 def open_embedding(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
@@ -513,14 +498,14 @@ def open_embedding(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     body = parse_body(EmbeddingPromptBody, dict(incoming.fields), IN_EMBEDDING)
     reader = TextReader(find_model(context, body.model), cuts=True)
     texts = [reader.read(body.prompt, "prompt")] if body.prompt else []
-    return EmbeddingWork(reader.model, texts, _written_alone, keep_alive_seconds(body.keep_alive))
+    return EmbeddingWork(reader.model, texts, _written_alone, body.keep_alive)
 
 
 def _written(body: EmbedBody, num_tokens: int, began: float, vectors: Sequence[Vector]) -> str:
     rows = [vector_json(vector) for vector in shortened(vectors, body.dimensions)]
     head = {
         "model": body.model,
-        "total_duration": int((time.monotonic() - began) * _NANOSECONDS_PER_SECOND),
+        "total_duration": int((time.monotonic() - began) * 1_000_000_000),
         "load_duration": 0,
         "prompt_eval_count": num_tokens,
     }
@@ -529,3 +514,16 @@ def _written(body: EmbedBody, num_tokens: int, began: float, vectors: Sequence[V
 
 def _written_alone(vectors: Sequence[Vector]) -> str:
     return f'{{"embedding":{vector_json(vectors[0]) if vectors else "[]"}}}'
+
+
+NDJSON = OllamaDialect.stream_media_type
+ROUTES = (
+    Endpoint("/api/chat", chat, Operation(OllamaChatBody, OllamaChatAnswer, OllamaChatAnswer, NDJSON)),
+    Endpoint(
+        "/api/generate",
+        generate_text,
+        Operation(OllamaGenerateBody, OllamaGenerateAnswer, OllamaGenerateAnswer, NDJSON),
+    ),
+    Endpoint("/api/embed", embed, Operation(EmbedBody, EmbedAnswer)),
+    Endpoint("/api/embeddings", embed_prompt, Operation(EmbeddingPromptBody, EmbeddingAnswer)),
+)
