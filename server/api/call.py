@@ -191,7 +191,9 @@ class Call:
 
     async def _plan(self) -> Plan:
         """Returns what the body asks for, its model held. Raises ModelNotLoaded and the dialect's errors."""
-        plan = await self._context.planning.run(self._client, len(self._raw), self._read)
+        host = self._http.client.host if self._http.client else ""
+        client = f"{host} {self._dialect.api_key(self._http.headers)}"
+        plan = await self._context.planning.run(client, len(self._raw), self._read)
         if plan.model is not None:
             hold = self._context.pool.try_hold(plan.model)
             if hold is None:
@@ -235,11 +237,6 @@ class Call:
         except SessionIdError:
             session_id = None
         return Origin(namespace_of(self._http, salt if isinstance(salt, str) else None), session_id)
-
-    @property
-    def _client(self) -> str:
-        host = self._http.client.host if self._http.client else ""
-        return f"{host} {self._dialect.api_key(self._http.headers)}"
 
     # ------------------------------------------------------------------------------------------------- answering
 
@@ -312,7 +309,7 @@ class Call:
             request_id=self._http.state.request_id,
             path=self._http.url.path,
             model=work.model.id,
-            num_texts=work.num_texts,
+            num_texts=len(work.texts),
             prompt_tokens=work.num_tokens,
             total_ms=round(1000 * (time.monotonic() - self._received), 1),
             key=key_name_of(self._http.scope),

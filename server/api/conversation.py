@@ -15,7 +15,7 @@ from cache.types import common_prefix_length
 from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt, plain_text
 from models.prompt.hygiene import with_constant_headers
-from server.api.errors import ApiError, Code
+from server.api.errors import ApiError, Code, wrong
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import PromptRenderer, ServedModel
 
@@ -171,8 +171,8 @@ def can_continue(model: ServedModel) -> bool:
 def check_continuable(model: ServedModel) -> None:
     """Raises ApiError (400) if answers of `model` cannot be continued."""
     if not can_continue(model):
-        message = f"messages: the answers of the model {model.id!r}, which writes in channels, cannot be continued"
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "messages")
+        why = f"the answers of the model {model.id!r}, which writes in channels, cannot be continued"
+        raise wrong("messages", why, Code.UNSUPPORTED_PARAMETER)
 
 
 def check_template_arguments(arguments: Mapping[str, Any], param: str) -> None:

@@ -15,14 +15,13 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from server.api.errors import ApiError, Code
+from server.api.errors import ApiError, Code, wrong
 from server.api.openapi import Operation
 from server.api.sessions import resolve_session_id
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
@@ -235,17 +234,9 @@ def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> N
     for name, value in fields.items():
         rule = rules.get(name)
         if rule is not None and not rule.allows(value):
-            raise _refusal(place + name, rule)
-
-
-def _refusal(name: str, rule: Rule) -> ApiError:
-    taken = " or ".join(_json_text(value) for value in rule.neutral)
-    accepted = f"; only {taken} is taken" if taken else ""
-    return ApiError(Code.UNSUPPORTED_PARAMETER, f"{name} is not supported: {rule.why}{accepted}", name)
-
-
-def _json_text(value: Any) -> str:
-    return json.dumps(value, separators=(", ", ": "))
+            taken = " or ".join(json.dumps(value) for value in rule.neutral)
+            message = f"{place}{name} is not supported: {rule.why}{f'; only {taken} is taken' if taken else ''}"
+            raise ApiError(Code.UNSUPPORTED_PARAMETER, message, place + name)
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -280,25 +271,14 @@ def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise _as_api_error(error.errors(include_url=False)[0], place) from error
-
-
-def _as_api_error(problem: ErrorDetails, place: tuple[int | str, ...]) -> ApiError:
-    param = param_name((*place, *problem["loc"]))
-    return ApiError(_code_of(problem["type"]), f"{param}: {problem['msg']}", param)
-
-
-def _code_of(kind: str) -> Code:
-    if kind == "missing":
-        return Code.MISSING_PARAMETER
-    return Code.INVALID_TYPE if kind.endswith("_type") else Code.INVALID_VALUE
+        problem = error.errors(include_url=False)[0]
+        code = Code.INVALID_TYPE if problem["type"].endswith("_type") else Code.INVALID_VALUE
+        if problem["type"] == "missing":
+            code = Code.MISSING_PARAMETER
+        raise wrong(param_name((*place, *problem["loc"])), problem["msg"], code) from error
 
 
 def param_name(location: tuple[int | str, ...]) -> str:
     """Returns a place in a body as clients write it, bounded: `messages[0].content`."""
-    text = ""
-    for step in location:
-        if step == "[key]":
-            continue
-        text += f"[{step}]" if isinstance(step, int) else f".{step}"
-    return text.lstrip(".")[:200]
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location if step != "[key]")
+    return "".join(steps).lstrip(".")[:200]

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from models.errors import PromptTooLong
 from models.formats import Reading, RerankFormat
-from server.api.errors import ApiError, Code, context_exceeded
+from server.api.errors import ApiError, Code, context_exceeded, wrong
 from server.api.params import check_token_ids
 from server.api.wire import json_text
 from server.engine.embeddings import Vector
@@ -38,21 +38,14 @@ class EmbeddingWork:
     def num_tokens(self) -> int:
         return sum(len(text) for text in self.texts)
 
-    @property
-    def num_texts(self) -> int:
-        return len(self.texts)
-
     async def run(self, engine: EnginePort) -> Response:
         """Returns the answer; raises ApiError and what the engine raises."""
-        vectors = await engine.embed(self.texts, self._reading(), self.model.adapter_index) if self.texts else []
-        body = await asyncio.to_thread(self.write, vectors)
-        return Response(body, media_type="application/json")
-
-    def _reading(self) -> Reading:
-        if self.reading is not None:
-            return self.reading
-        assert self.model.embedding is not None, "texts were read for a model that makes no vectors"
-        return self.model.embedding.pooling
+        reading, own = self.reading, self.model.embedding
+        if reading is None:
+            assert own is not None, "texts were read for a model that makes no vectors"
+            reading = own.pooling
+        vectors = await engine.embed(self.texts, reading, self.model.adapter_index) if self.texts else []
+        return Response(await asyncio.to_thread(self.write, vectors), media_type="application/json")
 
 
 class TextReader:
@@ -76,7 +69,7 @@ class TextReader:
             check_token_ids(text, self.model.vocab_size, place)
             tokens = list(text)
         if not tokens:
-            raise ApiError(Code.INVALID_VALUE, f"{place}: it is empty", place)
+            raise wrong(place, "it is empty")
         return self._taken(tokens, place)
 
     def read_pair(self, how: RerankFormat, text: str, place: str) -> TokenArray:
@@ -100,7 +93,7 @@ class TextReader:
             tokens = self._format.cut(tokens, limit)
         self.num_tokens += len(tokens)
         if self.num_tokens > MAX_TOKENS:
-            raise ApiError(Code.INVALID_VALUE, f"{place}: all texts of a request may have {MAX_TOKENS} tokens", place)
+            raise wrong(place, f"all texts of a request may have {MAX_TOKENS} tokens")
         return np.array(tokens, np.int32)
 
 
@@ -109,9 +102,9 @@ def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]
     if dimensions is None:
         return list(vectors)
     if vectors and dimensions > len(vectors[0]):
-        reason = f"dimensions: the vectors of this model have {len(vectors[0])}"
-        raise ApiError(Code.INVALID_VALUE, reason, "dimensions")
-    return [_of_length_one(vector[:dimensions]) for vector in vectors]
+        raise wrong("dimensions", f"the vectors of this model have {len(vectors[0])}")
+    short = [vector[:dimensions] for vector in vectors]
+    return [vector / (float(np.linalg.norm(vector)) or 1.0) for vector in short]
 
 
 def vector_json(vector: Vector) -> str:
@@ -122,8 +115,3 @@ def vector_json(vector: Vector) -> str:
 def object_json(fields: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
     """Returns a JSON object of `fields`, at least one, and a list `name` of JSON texts."""
     return f'{json_text(fields)[:-1]},"{name}":[{",".join(values)}]}}'
-
-
-def _of_length_one(vector: Vector) -> Vector:
-    length = float(np.linalg.norm(vector))
-    return vector / length if length > 0 else vector

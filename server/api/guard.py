@@ -86,12 +86,15 @@ class WebAccess:
         host, origin = headers.get("host"), headers.get("origin")
         if not self.takes_host(host):
             return _wrong_host(host or "")
-        is_foreign = origin is None and _is_cross_site(headers) and not _follows_link(method, headers)
+        is_cross_site = headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
+        is_foreign = origin is None and is_cross_site and not _follows_link(method, headers)
         if is_foreign or not self.takes_origin(origin, host):
             return _wrong_origin(origin or "another page")
-        may_be_any = takes_any_type and not _is_from_browser(headers)
-        if _has_body(headers) and not may_be_any and not _is_json(headers.get("content-type", "")):
-            return _wrong_type(headers.get("content-type", ""))
+        is_from_browser = origin is not None or any(name.startswith("sec-fetch-") for name in headers)
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        kind = headers.get("content-type", "")
+        if has_body and (is_from_browser or not takes_any_type) and not _is_json(kind):
+            return _wrong_type(kind)
         return None
 
 
@@ -143,21 +146,9 @@ def is_same_server(origin: str, host: str) -> bool:
         return False
 
 
-def _is_cross_site(headers: Headers) -> bool:
-    return headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
-
-
 def _follows_link(method: str, headers: Headers) -> bool:
     """Whether a browser follows a link, so that no other page can read the answer."""
     return method in _READING and headers.get("sec-fetch-mode", "").lower() == "navigate"
-
-
-def _is_from_browser(headers: Headers) -> bool:
-    return "origin" in headers or any(name.startswith("sec-fetch-") for name in headers)
-
-
-def _has_body(headers: Headers) -> bool:
-    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 def _is_json(content_type: str) -> bool:

@@ -128,36 +128,31 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = {model_id: engine.stats() for model_id, engine in self._engines().items()}
-        for name, text, read in _GAUGES:
-            gauge = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=("model",))
-            for model_id, found in stats.items():
-                gauge.add_metric((model_id,), read(found))
-            yield gauge
-        for name, text, read in _COUNTERS:
-            counter = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=("model",))
-            for model_id, found in stats.items():
-                counter.add_metric((model_id,), read(found))
-            yield counter
-        yield self._slots(stats)
-        yield _tiers(stats)
-
-    def _slots(self, stats: Mapping[str, EngineStats]) -> Metric:
+        for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text, read in table:
+                metric: GaugeMetricFamily | CounterMetricFamily = family(f"{PREFIX}_{name}", text, labels=("model",))
+                for model_id, found in stats.items():
+                    metric.add_metric((model_id,), read(found))
+                yield metric
         slots = GaugeMetricFamily(f"{PREFIX}_slots", "Slots by what they do.", labels=("model", "state"))
+        held = GaugeMetricFamily(f"{PREFIX}_state_bytes", "State of past tokens by tier.", labels=("model", "tier"))
         for model_id, found in stats.items():
-            busy = found.requests.prefilling + found.requests.decoding
-            slots.add_metric((model_id, "prefilling"), found.requests.prefilling)
-            slots.add_metric((model_id, "decoding"), found.requests.decoding)
-            slots.add_metric((model_id, "idle"), max(self._num_slots - busy, 0))
-        return slots
-
-
-def _tiers(stats: Mapping[str, EngineStats]) -> Metric:
-    held = GaugeMetricFamily(f"{PREFIX}_state_bytes", "State of past tokens by tier.", labels=("model", "tier"))
-    for model_id, found in stats.items():
-        held.add_metric((model_id, "live"), found.cache.live_bytes)
-        held.add_metric((model_id, "memory"), found.cache.stored_bytes)
-        held.add_metric((model_id, "disk"), found.cache.disk_bytes)
-    return held
+            requests, cache = found.requests, found.cache
+            idle = max(self._num_slots - requests.prefilling - requests.decoding, 0)
+            for state, number in (
+                ("prefilling", requests.prefilling),
+                ("decoding", requests.decoding),
+                ("idle", idle),
+            ):
+                slots.add_metric((model_id, state), number)
+            for tier, size in (
+                ("live", cache.live_bytes),
+                ("memory", cache.stored_bytes),
+                ("disk", cache.disk_bytes),
+            ):
+                held.add_metric((model_id, tier), size)
+        yield slots
+        yield held
 
 
 def _used_share(stats: EngineStats) -> float:

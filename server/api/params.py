@@ -19,7 +19,6 @@ from models.errors import GrammarFailed, InvalidGrammar
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams
 from models.output.grammar import (
     JSON_STYLE,
-    CompiledGrammar,
     Grammar,
     GrammarKind,
     OutputGrammar,
@@ -67,25 +66,21 @@ def choice_grammar(texts: Sequence[str]) -> Grammar:
 def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar:
     """Returns the compiled grammar of an answer; raises ApiError (400)."""
     if model.grammars is None or isinstance(model.tool_syntax, HarmonyFormat):
-        message = f"{wanted.param}: the answers of the model {model.id!r} cannot be bound to a grammar"
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, wanted.param)
+        why = f"the answers of the model {model.id!r} cannot be bound to a grammar"
+        raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
     try:
         compiled = model.grammars.compile(wanted.grammar)
     except InvalidGrammar as error:
-        raise ApiError(Code.INVALID_VALUE, f"{wanted.param}: {error}", wanted.param) from error
+        raise wrong(wanted.param, str(error)) from error
     if wanted.begun:
-        _check_beginning(compiled, wanted)
+        matcher = compiled.begin()
+        matcher.accept_text(wanted.begun)
+        try:
+            matcher.mask()
+        except GrammarFailed as error:
+            why = "no answer that is allowed begins with the text that is to be continued"
+            raise wrong(wanted.param, why) from error
     return OutputGrammar(compiled, _reasoning_start(model, prompt), wanted.begun, wanted.forces_calls)
-
-
-def _check_beginning(compiled: CompiledGrammar, wanted: AnswerGrammar) -> None:
-    matcher = compiled.begin()
-    matcher.accept_text(wanted.begun)
-    try:
-        matcher.mask()
-    except GrammarFailed as error:
-        message = f"{wanted.param}: no answer that is allowed begins with the text that is to be continued"
-        raise ApiError(Code.INVALID_VALUE, message, wanted.param) from error
 
 
 def _reasoning_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
@@ -135,9 +130,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     """Raises ApiError (400) for a number that is no token; `param` is their field."""
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
-            place = f"{param}[{index}]"
-            message = f"{place}: {str(token)[:40]} is no token id from 0 to {vocab_size - 1}"
-            raise ApiError(Code.INVALID_VALUE, message, place)
+            raise wrong(f"{param}[{index}]", f"{str(token)[:40]} is no token id from 0 to {vocab_size - 1}")
 
 
 def build_request(
@@ -177,7 +170,7 @@ def _call_markers(model: ServedModel) -> CallMarkers | None:
 def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: ServedModel, http: Request) -> int:
     """Raises ApiError for a prompt that leaves no space."""
     if num_prompt == 0:
-        raise ApiError(Code.EMPTY_PROMPT, f"{params.prompt_param}: the prompt is empty", params.prompt_param)
+        raise wrong(params.prompt_param, "the prompt is empty", Code.EMPTY_PROMPT)
     num_left = model.context_tokens - num_prompt
     if num_left < 1:
         raise context_exceeded(num_prompt, model.context_tokens - 1, params.prompt_param)
@@ -192,6 +185,7 @@ _ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalPropert
 _TEXT: Final = "TEXT: /(?s:.*)/"
 _TAIL: Final = "}\n"
 _CALL: Final = "call: {} body"
+_CALLS: Final = r'call ("\n" call)*'
 _JSON_KINDS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 
 
@@ -210,11 +204,15 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
     missing = [name for name in forced.names or () if name not in names]
     if not tools or missing:
         reason = f"there is no tool {missing[0]!r}" if missing else "there are no tools to be called"
-        raise ApiError(Code.INVALID_VALUE, f"tool_choice: {reason}", "tool_choice")
+        raise wrong("tool_choice", reason)
     syntax = _json_format(model, "tool_choice", "calls cannot be forced with")
     allowed = [tool["function"] for tool in tools if forced.names is None or tool["function"]["name"] in forced.names]
     markers = _markers(model, syntax)
-    lines = [f"start: {_calls(is_single=forced.is_single)}", _CALL.format(markers[0]), *_call_rules(markers, allowed)]
+    lines = [
+        f"start: {'call' if forced.is_single else _CALLS}",
+        _CALL.format(markers[0]),
+        *_call_rules(markers, allowed),
+    ]
     return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, "\n".join(lines)), forces_calls=True)
 
 
@@ -267,15 +265,15 @@ def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
 def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], wanted: AnswerGrammar) -> AnswerGrammar:
     """Returns the grammar of calls or an answer as `wanted`; raises ApiError (400)."""
     if wanted.grammar.kind not in _JSON_KINDS:
-        message = f"{wanted.param}: beside tools only JSON can be asked for; else set tool_choice to none"
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, wanted.param)
+        why = "beside tools only JSON can be asked for; else set tool_choice to none"
+        raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
     syntax = _json_format(model, wanted.param, "an answer cannot be bound beside tools with")
     is_lenient = wanted.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
     answer = f"answer: %json {_schema(json.loads(wanted.grammar.text), is_lenient=is_lenient)}"
     functions = [tool["function"] for tool in tools]
     markers = _markers(model, syntax)
     call = _CALL.format(markers[0])
-    lines = [f"start: answer | {_calls(is_single=False)}", answer, call, *_call_rules(markers, functions)]
+    lines = [f"start: answer | {_CALLS}", answer, call, *_call_rules(markers, functions)]
     return AnswerGrammar(wanted.param, Grammar(GrammarKind.LARK, "\n".join(lines)))
 
 
@@ -301,8 +299,8 @@ def _json_format(model: ServedModel, param: str, what: str) -> ToolFormat:
     syntax = _bindable_format(model)
     if syntax is not None:
         return syntax
-    message = f"{param}: {what} the model {model.id!r}, whose calls are not written as JSON between markers"
-    raise ApiError(Code.UNSUPPORTED_PARAMETER, message, param)
+    why = f"{what} the model {model.id!r}, whose calls are not written as JSON between markers"
+    raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
 
 
 def _bindable_format(model: ServedModel) -> ToolFormat | None:
@@ -316,17 +314,14 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
     return function.get("strict") is True
 
 
-def _calls(*, is_single: bool) -> str:
-    return "call" if is_single else r'call ("\n" call)*'
-
-
 def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the rule `body`, behind a call's start marker, and one for each function."""
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
-        head = _literal(f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": ')
+        begun = f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        head = json.dumps(begun, ensure_ascii=False)
         arguments = _schema(_parameters(function), is_lenient=not _is_strict(function))
-        rules.append(f"call_{number}: {head} %json {arguments} {_literal(_TAIL)} {markers[1]}")
+        rules.append(f"call_{number}: {head} %json {arguments} {json.dumps(_TAIL)} {markers[1]}")
     return rules
 
 
@@ -340,7 +335,7 @@ def _markers(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
     try:
         return _spelled(model, syntax)
     except InvalidGrammar as error:
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tool_choice: {error}", "tool_choice") from error
+        raise wrong("tool_choice", str(error), Code.UNSUPPORTED_PARAMETER) from error
 
 
 def _spelled(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
@@ -350,10 +345,6 @@ def _spelled(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
 
 def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
     return json.dumps({**close_objects(schema), "x-guidance": {**JSON_STYLE, "lenient": is_lenient}})
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 MAX_STOP_STRINGS = 16

@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 import zlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeVar, cast
 
 import pydantic_core
@@ -121,11 +121,14 @@ async def _read_as_sent(request: Request, max_bytes: int) -> bytes:
         raise _too_large(max_bytes)
     parts: list[bytes] = []
     num_bytes = 0
-    async for part in _arriving(request):
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise _too_large(max_bytes)
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ApiError(Code.INVALID_JSON, "the client left before its body was complete") from error
     return b"".join(parts)
 
 
@@ -137,7 +140,10 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
     try:
         value, is_finite = pydantic_core.from_json(raw, allow_inf_nan=False), True
     except ValueError:
-        value, is_finite = _parse_leniently(raw), False
+        try:
+            value, is_finite = pydantic_core.from_json(raw, allow_inf_nan=True), False
+        except ValueError as error:
+            raise ApiError(Code.INVALID_JSON, f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ApiError(Code.INVALID_JSON, "the body must be a JSON object")
     return value, is_finite
@@ -160,10 +166,8 @@ def check_messages(fields: Mapping[str, Any]) -> None:
     """Raises ApiError (400) for too many messages."""
     messages = fields.get("messages")
     if isinstance(messages, list) and sum(map(_num_entries, messages)) > MAX_MESSAGES:
-        message = (
-            f"messages: at most {MAX_MESSAGES} messages are taken, several parts or calls in one counting as such"
-        )
-        raise ApiError(Code.INVALID_VALUE, message, "messages")
+        why = f"at most {MAX_MESSAGES} messages are taken, several parts or calls in one counting as such"
+        raise wrong("messages", why)
 
 
 def _num_entries(message: Any) -> int:
@@ -192,25 +196,10 @@ def not_finite() -> ApiError:
     return ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
 
 
-def _parse_leniently(raw: bytes) -> Any:
-    try:
-        return pydantic_core.from_json(raw, allow_inf_nan=True)
-    except ValueError as error:
-        raise ApiError(Code.INVALID_JSON, f"the body is not valid JSON: {error}") from error
-
-
 def _too_large(max_bytes: int) -> ApiError:
     # The connection stays open: a client that sends everything before it reads would lose the answer. The rest of the
     # body is dropped for as long as a request may take to arrive.
     return ApiError(Code.BODY_TOO_LARGE, f"the body is larger than the {max_bytes} bytes that this server accepts")
-
-
-async def _arriving(request: Request) -> AsyncIterator[bytes]:
-    try:
-        async for part in request.stream():
-            yield part
-    except ClientDisconnect as error:
-        raise ApiError(Code.INVALID_JSON, "the client left before its body was complete") from error
 
 
 # One encoder for all: building one per chunk of a stream costs more than encoding the chunk.
