@@ -151,7 +151,10 @@ async def slots(request: Request) -> Response:
     found: tuple[SlotState, ...] = await context.running_engine(model).execute(DescribeSlots())
     if request.query_params.get("fail_on_no_slot") == "1" and all(slot.is_leased for slot in found):
         raise retry_later(Code.NO_FREE_SLOT, "no slot is free", RETRY_SECONDS)
-    return JsonBody([_slot(slot, model) for slot in found])
+    size = model.context_tokens
+    return JsonBody(
+        [SlotBody(id=one.index, n_ctx=size, speculative=False, is_processing=one.is_leased) for one in found]
+    )
 
 
 async def props(request: Request) -> Response:
@@ -170,15 +173,6 @@ async def props(request: Request) -> Response:
         "build_info": PRODUCT,
     }
     return JsonBody(body)
-
-
-def _slot(slot: SlotState, model: ServedModel) -> SlotBody:
-    return {
-        "id": slot.index,
-        "n_ctx": model.context_tokens,
-        "speculative": False,
-        "is_processing": slot.is_leased,
-    }
 
 
 def params_body(sampling: SamplingParams, n_predict: int = NO_LIMIT, stop: Sequence[str] = ()) -> DefaultParams:
@@ -299,8 +293,7 @@ def content_of(context: ApiContext, incoming: Incoming) -> Payload:
     model = context.find_model(body.model)
     check_token_ids(body.tokens or (), model.vocab_size, "tokens")
     text = model.token_texts.text(body.tokens or ())
-    answer: ContentBody = {"content": text, "prompt": text}
-    return answer
+    return ContentBody(content=text, prompt=text)
 
 
 def _piece(token: int, texts: TokenReader) -> TokenPiece:

@@ -48,11 +48,20 @@ class CopyBody(BodyModel):
     destination: str
 
 
-class DeleteBody(BodyModel):
-    """Body of `DELETE /api/delete`."""
-
+class _NamingBody(BodyModel):
     model: str | None = None
     name: str | None = None
+
+    @property
+    def named(self) -> str:
+        """Raises ApiError (400) if there is none."""
+        if not (self.model or self.name):
+            raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
+        return self.model or self.name or ""
+
+
+class DeleteBody(_NamingBody):
+    """Body of `DELETE /api/delete`."""
 
 
 class FirstMessage(BodyModel):
@@ -62,11 +71,9 @@ class FirstMessage(BodyModel):
     content: str
 
 
-class CreateBody(BodyModel):
+class CreateBody(_NamingBody):
     """Body of `POST /api/create`."""
 
-    model: str | None = None
-    name: str | None = None
     from_: str | None = Field(default=None, alias="from")
     modelfile: str | None = None
     """Older form of `from` and the following fields."""
@@ -113,7 +120,7 @@ async def copy_model(request: Request) -> Response:
 async def delete_model(request: Request) -> Response:
     """Removes a name, and no weights; raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, DeleteBody, {}, "names models")
-    await asyncio.to_thread(_delete, context_of(request), _required(body.model or body.name))
+    await asyncio.to_thread(_delete, context_of(request), body.named)
     return JsonBody({})
 
 
@@ -124,7 +131,7 @@ def _copy(context: ApiContext, body: CopyBody) -> None:
 
 
 def _create(context: ApiContext, body: CreateBody) -> None:
-    name = _free(context, _required(body.model or body.name), "model")
+    name = _free(context, body.named, "model")
     base, making = _asked(body)
     source = _source(context, base, "from")
     _done(lambda: library.create(name, _place(source), source.name, making), "parameters")
@@ -152,12 +159,6 @@ def _delete(context: ApiContext, name: str) -> None:
     source = _source(context, name, "model")
     why = "its weights may be other programs', too; mlx-serve rm removes them, at the server's own machine"
     raise ApiError(Code.INVALID_VALUE, f"{source.name} is no name that was given here: {why}", "model")
-
-
-def _required(name: str | None) -> str:
-    if not name:
-        raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
-    return name
 
 
 def _free(context: ApiContext, name: str, param: str) -> str:
@@ -205,11 +206,9 @@ def _done(work: Callable[[], Result], param: str) -> Result:
         raise ApiError(Code.MODEL_UNUSABLE, str(error), "model") from error
 
 
-class PullBody(BodyModel):
+class PullBody(_NamingBody):
     """Body of `POST /api/pull`."""
 
-    model: str | None = None
-    name: str | None = None
     stream: bool | None = None
 
 
@@ -227,7 +226,7 @@ async def pull_model(request: Request) -> Response:
     """Downloads a model; raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, PullBody, _IN_PULL, "downloads models")
     context = context_of(request)
-    name = _wanted(_required(body.model or body.name))
+    name = _wanted(body.named)
     steps = context.kept(pulls_of).steps(name)
     lines = _lines(steps)
     if body.stream is False:
