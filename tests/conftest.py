@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from models.fast_blas import load_fast_blas
+
 # A shell that starts the tests in the background has them ignore SIGINT, which every program they start inherits.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -26,6 +28,10 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.pycache_prefix = str(Path(__file__).parents[1] / ".cache" / "bytecode")
 os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+# As in a server, and before MLX is imported. Each worker has a core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+load_fast_blas()
 
 # What a developer has set for servers of their own is not for those of the tests, nor is what they typed in a chat.
 for _variable in [name for name in os.environ if name.startswith("MLX_SERVE_")]:
