@@ -90,14 +90,12 @@ def sent_again() -> Callable[[str, Any], dict[str, Any]]:
     return asked
 
 
-@pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("tools", "stream"), [(False, True), (True, False)])
 def test_six_turns_reuse_as_much_as_a_chat_either_way(live: Live, tools: bool, stream: bool) -> None:
-    chat = talk_as_chat(live, tools) if not stream else None
+    chat = talk_as_chat(live, tools)
     by_id = talk(live, "by-id", chained, tools, stream)
     by_items = talk(live, "by-items", sent_again(), tools, stream)
-    assert by_id == by_items
-    assert chat is None or by_id == chat
+    assert chat == by_id == by_items
     later = by_id[1:]
     assert sum(restored for _, restored, _ in later) > 0.9 * sum(prompt for prompt, _, _ in later)
 
