@@ -29,6 +29,8 @@ _ODD = [
     "\ufeff<script>window.__ran=1</script>", "<scr<script>ipt>window.__ran=1</scr</script>ipt>", "x" * 5000, "\U0001f469\u200d\U0001f4bb" * 50,
     "`<img src=x onerror=window.__ran=1>`", "```html\n<img src=x onerror=window.__ran=1>\n```", "| <img src=x onerror=window.__ran=1> |\n|---|",
 ]  # fmt: skip
+BARE = [*_TAGS, *_ADDRESSES, *_ODD]
+"""For views that read no Markdown, to which a wrapper is text as any other."""
 TEXTS = [
     *_TAGS,
     *(wrapper.format(one) for one in _ADDRESSES for wrapper in _WRAPPERS),

@@ -18,7 +18,7 @@ from server.api.console import console_files
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.pool.pool import ModelPool
-from tests.console.hostile import TEXTS
+from tests.console.hostile import BARE, TEXTS
 from tests.support.browser import BROWSER, browser
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.fake_hub import running_hub
@@ -405,13 +405,16 @@ def test_a_server_that_has_gone_leaves_what_was_last_known_and_says_so(chromium:
     app = create_app(FakeEngine(), fake_model(), ServerConfig())
     context = chromium.new_context()
     page = context.new_page()
+    page.clock.install()
     with running(app) as address:
         page.goto(address)
         expect(page.get_by_text(re.compile("^up "))).to_be_visible()
         expect(page.locator("main.stale")).to_have_count(0)
+    page.clock.fast_forward(60_000)
     expect(page.get_by_text("The server does not answer; what is shown is of ")).to_be_visible(timeout=30_000)
     expect(page.locator("main.stale")).to_have_count(1)
     with running(app, port=urlsplit(address).port or 0):
+        page.clock.fast_forward(60_000)
         expect(page.get_by_text(re.compile("^up "))).to_be_visible(timeout=30_000)
         expect(page.locator("main.stale")).to_have_count(0)
     context.close()
@@ -442,10 +445,11 @@ def test_hostile_texts_stay_texts(chromium: Browser) -> None:
         page.goto(f"{address}/#/requests")
         page.get_by_label("Session or id").wait_for()
         page.wait_for_timeout(500)
-        for text in TEXTS:
-            answer[0] = text
-            body = {"messages": [{"role": "user", "content": text}], "session_id": text[:256]}
-            httpx.post(f"{address}/v1/chat/completions", json=body, timeout=20)
+        with httpx.Client(base_url=address, timeout=20) as client:
+            for text in BARE:
+                answer[0] = text
+                body = {"messages": [{"role": "user", "content": text}], "session_id": text[:256]}
+                client.post("/v1/chat/completions", json=body)
         expect(page.locator(".waterfall tbody tr").first).to_be_visible()
         for view in ("requests", "sessions", "now", "models"):
             page.goto(f"{address}/#/{view}")
@@ -559,7 +563,7 @@ def test_every_view_can_be_used_by_all(page: Page, demo: str, width: int, scheme
 def problems_of(page: Page) -> str:
     """Returns what axe-core says against the page as it is, and whether it is wider than its window."""
     # Colours fade for a moment where something has just been used.
-    page.wait_for_timeout(500)
+    page.evaluate("Promise.allSettled(document.getAnimations().map((one) => one.finished))")
     found = Axe().run(page)
     wide = page.evaluate("document.documentElement.scrollWidth > innerWidth")
     return (found.generate_report() if found.violations_count else "") + ("wider than its window" if wide else "")
