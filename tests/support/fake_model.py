@@ -108,8 +108,8 @@ def _contents_of(cache: LayerCache, num_tokens: int) -> list[list[int]]:
     if isinstance(cache, CacheList):
         return contents(cache.caches, num_tokens)
     if isinstance(cache, ArraysCache):
-        held = [] if cache[0] is None else cache[0][0].tolist()
-        assert cache[1] is None or cache[1][0].tolist() == held[-3:], "convolution state is of another offset"
+        held = [] if cache[0] is None else _seen(cache[0])[0].tolist()
+        assert cache[1] is None or _seen(cache[1])[0].tolist() == held[-3:], "convolution state is of another offset"
         return [held]
     if isinstance(cache, Opaque):
         assert cache.last == cache.seen[-4:], "rows are of another offset"
@@ -117,17 +117,25 @@ def _contents_of(cache: LayerCache, num_tokens: int) -> list[list[int]]:
     if cache.keys is None:
         return [[]]
     assert cache.offset == num_tokens, f"layer rests at {cache.offset}, the sequence at {num_tokens}"
-    if isinstance(cache, RotatingKVCache):
-        length = min(cache.offset, cache.keys.shape[2])
-        rows = (cache._temporal_order(array)[..., -length:, :] for array in (cache.keys, cache.values))
-    else:
-        rows = cache.keys_and_values()
-    # Looked at in NumPy: each small operation of MLX costs a hop to another thread.
-    keys, values = (np.array(array) for array in rows)
+    keys, values = (_rows_in_order(cache, _seen(array)) for array in (cache.keys, cache.values))
     positions = values[0, 0, :, 0].astype(int).tolist()
     assert positions == list(range(num_tokens - len(positions), num_tokens)), "rows are not where they were written"
     assert (keys == keys[:, :1, :, :1]).all(), "heads disagree"
     return [keys[0, 1, :, 3].astype(int).tolist()]
+
+
+def _seen(array: mx.array) -> np.ndarray:
+    """The array's own bytes: each small operation of MLX, a slice too, costs a hop to another thread."""
+    return np.asarray(array)
+
+
+def _rows_in_order(cache: LayerCache, rows: np.ndarray) -> np.ndarray:
+    """What `keys_and_values` and `_temporal_order` of mlx-lm give of a buffer, oldest first."""
+    if isinstance(cache, RotatingKVCache):
+        wrapped = rows[..., cache._idx :, :] if cache._idx < cache.offset else rows[..., :0, :]
+        rows = np.concatenate([wrapped, rows[..., : cache._idx, :]], axis=2)
+        return rows[..., -min(cache.offset, cache.keys.shape[2]) :, :]
+    return rows[..., : cache.offset - getattr(cache, "start_position", 0), :]
 
 
 def assert_holds(caches: Sequence[LayerCache], tokens: Sequence[int], window: int = WINDOW) -> None:
