@@ -1,25 +1,34 @@
-"""Downloads with the real client, from a tiny hub on loopback; each in a process of its own, as a person runs it."""
+"""Downloads with the real client, from a tiny hub on loopback.
+
+What can be seen only of a process (what is cut off, its keyboard, two at once, its environment) runs in one, as a
+person starts it; what is refused before anything is fetched is said in this process, which costs no start.
+"""
 
 import contextlib
 import hashlib
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import close_session, constants
 
+from server.cli.main import execute
 from tests.support.fake_hub import COMMIT, FakeHub, running_hub
 from tests.support.forked import COMMANDS, MLX_SERVE, start
 
-WEIGHTS = b"weights " * 3_000_000
-"""24 MB: downloads are written in pieces of 1 MiB, and only whole pieces survive an interruption."""
+WEIGHTS = b"weights " * 1_500_000
+"""12 MB: downloads are written in pieces of 1 MiB, and only whole pieces survive an interruption."""
 MODEL = {
     "config.json": b'{"model_type": "llama"}',
     "model.safetensors": WEIGHTS,
@@ -34,7 +43,8 @@ MODEL = {
 NEEDED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
 
 DEADLINE_SECONDS = 120.0
-LITTLE_DISK = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {'free': 20_000_000}); "
+WITHOUT_PAUSES = "import models.hub; models.hub._PAUSE_SECONDS = 0; "
+LITTLE_DISK = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {'free': 10_000_000}); "
 
 
 @dataclass
@@ -74,6 +84,27 @@ class Person:
         process = self.start(*arguments, **options)
         output, errors = process.communicate(timeout=DEADLINE_SECONDS)
         return Result(process.returncode, output, errors)
+
+    def is_told(self, *arguments: str) -> Result:
+        """The same in this process, which the client's settings are taken from `environment` for."""
+        places = {
+            "ENDPOINT": self.environment["HF_ENDPOINT"],
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.environment["HF_ENDPOINT"]
+            + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(self.home / "hub"),
+            "HF_HUB_OFFLINE": "HF_HUB_OFFLINE" in self.environment,
+        }
+        output, errors, logger = io.StringIO(), io.StringIO(), logging.getLogger("huggingface_hub")
+        level = logger.level
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+            for name, value in places.items():
+                patch.setattr(constants, name, value)
+            try:
+                status = execute(arguments)
+            finally:
+                logger.setLevel(level)
+                close_session()
+        return Result(status, output.getvalue(), errors.getvalue())
 
     def snapshot(self, repository: str) -> Path:
         return self.home / "hub" / f"models--{repository.replace('/', '--')}" / "snapshots" / COMMIT
@@ -125,14 +156,14 @@ def test_pull_fetches_what_mlx_needs_and_nothing_else(hub: FakeHub, person: Pers
 
 
 def test_a_pulled_model_is_listed_and_pulled_no_second_time(hub: FakeHub, person: Person) -> None:
-    person.types("pull", "org/model@main")
+    person.is_told("pull", "org/model@main")
     hub.requests.clear()
-    assert person.types("pull", "org/model").status == 0
+    assert person.is_told("pull", "org/model").status == 0
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
-    listed = person.types("list").output
+    listed = person.is_told("list").output
     assert "org/model" in listed
     assert "llama" in listed
-    assert "24.0 MB" in listed
+    assert "12.0 MB" in listed
 
 
 def test_the_script_does_the_same(hub: FakeHub, person: Person) -> None:
@@ -144,9 +175,9 @@ def test_the_script_does_the_same(hub: FakeHub, person: Person) -> None:
 
 
 def test_a_cut_connection_is_continued_where_it_was_cut(hub: FakeHub, person: Person) -> None:
-    hub.cut_after_bytes = 22_000_000
-    assert person.types("pull", "org/model").status == 0
-    assert hub.ranges_of("model.safetensors") == [None, "bytes=20971520-"]
+    hub.cut_after_bytes = 11_000_000
+    assert person.types("pull", "org/model", before=WITHOUT_PAUSES).status == 0
+    assert hub.ranges_of("model.safetensors") == [None, "bytes=10485760-"]
 
 
 def test_what_is_complete_but_not_in_its_place_is_fetched_no_second_time(hub: FakeHub, person: Person) -> None:
@@ -154,7 +185,7 @@ def test_what_is_complete_but_not_in_its_place_is_fetched_no_second_time(hub: Fa
     part = person.snapshot("org/model").parent.parent / "blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.part"
     part.parent.mkdir(parents=True)
     part.write_bytes(WEIGHTS)
-    assert person.types("pull", "org/model").status == 0
+    assert person.is_told("pull", "org/model").status == 0
     assert hub.ranges_of("model.safetensors") == []
     assert person.parts() == []
 
@@ -162,7 +193,7 @@ def test_what_is_complete_but_not_in_its_place_is_fetched_no_second_time(hub: Fa
 def test_a_hub_that_sends_everything_again_does_no_harm(hub: FakeHub, person: Person) -> None:
     hub.honours_ranges = False
     hub.cut_after_bytes = 5_000_000
-    process = person.start("pull", "org/model")
+    process = person.start("pull", "org/model", before=WITHOUT_PAUSES)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while len(hub.ranges_of("model.safetensors")) < 2:
         assert time.monotonic() < deadline, process.communicate()
@@ -174,8 +205,7 @@ def test_a_hub_that_sends_everything_again_does_no_harm(hub: FakeHub, person: Pe
 
 def test_a_hub_that_sends_nothing_more_is_given_up(hub: FakeHub, person: Person) -> None:
     hub.cut_after_bytes = 0
-    without_pauses = "import models.hub; models.hub._PAUSE_SECONDS = 0; "
-    says_one_sentence(person.types("pull", "org/model", before=without_pauses), "cannot be reached")
+    says_one_sentence(person.types("pull", "org/model", before=WITHOUT_PAUSES), "cannot be reached")
 
 
 def test_the_token_goes_to_the_hub_and_not_where_it_redirects_to(hub: FakeHub, person: Person) -> None:
@@ -190,7 +220,7 @@ def test_the_token_goes_to_the_hub_and_not_where_it_redirects_to(hub: FakeHub, p
 
 
 def test_ctrl_c_keeps_what_was_fetched_and_the_next_pull_continues(hub: FakeHub, person: Person) -> None:
-    hub.pause_after_bytes = 22_000_000
+    hub.pause_after_bytes = 11_000_000
     process = person.starts_to_fetch("pull", "org/model")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=DEADLINE_SECONDS)
@@ -206,7 +236,7 @@ def test_ctrl_c_keeps_what_was_fetched_and_the_next_pull_continues(hub: FakeHub,
 
 
 def test_damaged_leftovers_are_noticed_and_removed(hub: FakeHub, person: Person) -> None:
-    hub.pause_after_bytes = 22_000_000
+    hub.pause_after_bytes = 11_000_000
     process = person.starts_to_fetch("pull", "org/model")
     process.kill()
     process.communicate()
@@ -214,41 +244,41 @@ def test_damaged_leftovers_are_noticed_and_removed(hub: FakeHub, person: Person)
     hub.pause_after_bytes = None
     part = person.parts()[0]
     part.write_bytes(b"?" * part.stat().st_size)
-    says_one_sentence(person.types("pull", "org/model"), "damaged", "pull it again")
+    says_one_sentence(person.is_told("pull", "org/model"), "damaged", "pull it again")
     assert person.parts() == []
-    assert person.types("pull", "org/model").status == 0
+    assert person.is_told("pull", "org/model").status == 0
 
 
 def test_no_network(person: Person) -> None:
     person.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
-    says_one_sentence(person.types("pull", "org/model"), "cannot be reached")
+    says_one_sentence(person.is_told("pull", "org/model"), "cannot be reached")
 
 
 def test_offline_by_choice(person: Person) -> None:
     person.environment["HF_HUB_OFFLINE"] = "1"
-    says_one_sentence(person.types("pull", "org/model"), "HF_HUB_OFFLINE")
+    says_one_sentence(person.is_told("pull", "org/model"), "HF_HUB_OFFLINE")
 
 
 def test_no_such_repository(person: Person) -> None:
-    says_one_sentence(person.types("pull", "org/modle"), "no repository org/modle")
+    says_one_sentence(person.is_told("pull", "org/modle"), "no repository org/modle")
 
 
 def test_no_such_revision(person: Person) -> None:
-    says_one_sentence(person.types("pull", "org/model@v9"), "org/model has no revision 'v9'")
+    says_one_sentence(person.is_told("pull", "org/model@v9"), "org/model has no revision 'v9'")
 
 
 def test_gated(hub: FakeHub, person: Person) -> None:
     hub.gated.add("org/model")
-    says_one_sentence(person.types("pull", "org/model"), "consent", "HF_TOKEN")
+    says_one_sentence(person.is_told("pull", "org/model"), "consent", "HF_TOKEN")
 
 
 def test_a_full_disk_is_noticed_before_anything_is_fetched(hub: FakeHub, person: Person) -> None:
-    says_one_sentence(person.types("pull", "org/model", before=LITTLE_DISK), "needs 24.0 MB more", "has 20.0 MB left")
+    says_one_sentence(person.types("pull", "org/model", before=LITTLE_DISK), "needs 12.0 MB more", "has 10.0 MB left")
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
 
 
 def test_what_is_here_already_needs_no_disk(hub: FakeHub, person: Person) -> None:
-    person.types("pull", "org/model")
+    person.is_told("pull", "org/model")
     (person.snapshot("org/model") / "tokenizer.json").unlink()
     assert person.types("pull", "org/model", before=LITTLE_DISK).status == 0
 
@@ -256,14 +286,14 @@ def test_what_is_here_already_needs_no_disk(hub: FakeHub, person: Person) -> Non
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_repository_without_mlx_weights_is_refused(missing: str, hub: FakeHub, person: Person) -> None:
     del hub.repositories["org/model"][missing]
-    says_one_sentence(person.types("pull", "org/model"), "no weights that MLX can load")
+    says_one_sentence(person.is_told("pull", "org/model"), "no weights that MLX can load")
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
 
 
 def test_two_pulls_of_one_model_do_not_write_into_one_file(hub: FakeHub, person: Person) -> None:
-    hub.pause_after_bytes = 22_000_000
+    hub.pause_after_bytes = 11_000_000
     first = person.starts_to_fetch("pull", "org/model")
-    says_one_sentence(person.types("pull", "org/model"), "being downloaded by another process")
+    says_one_sentence(person.is_told("pull", "org/model"), "being downloaded by another process")
     hub.resume.set()
     first.communicate(timeout=DEADLINE_SECONDS)
     assert first.returncode == 0
@@ -273,11 +303,11 @@ def test_two_pulls_of_one_model_do_not_write_into_one_file(hub: FakeHub, person:
 def test_a_cache_that_cannot_be_written(person: Person) -> None:
     person.home.parent.mkdir(exist_ok=True)
     person.home.write_text("a file where the folder should be")
-    says_one_sentence(person.types("pull", "org/model"), "could not be stored")
+    says_one_sentence(person.is_told("pull", "org/model"), "could not be stored")
 
 
 def test_no_repository_name(person: Person) -> None:
-    says_one_sentence(person.types("pull", "some model"), "no repository", "org/name")
+    says_one_sentence(person.is_told("pull", "some model"), "no repository", "org/name")
 
 
 LITTLE_MEMORY = (
@@ -299,7 +329,7 @@ def test_a_family_is_the_largest_of_its_models_that_fits(hub: FakeHub, person: P
 
 def test_what_the_machine_has_no_memory_for_is_only_fetched_by_force(hub: FakeHub, person: Person) -> None:
     little = LITTLE_MEMORY.format(3 * 10**8)
-    words = "takes 24.0 MB of memory, and this machine has 1.6 MB for weights"
+    words = "takes 12.0 MB of memory, and this machine has 1.6 MB for weights"
     says_one_sentence(person.types("pull", "org/model", before=little), words)
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
     assert person.types("pull", "--force", "org/model", before=little).status == 0
@@ -323,22 +353,22 @@ def test_programs_are_told_each_step(hub: FakeHub, person: Person) -> None:
 
 
 def test_without_a_terminal_there_are_a_few_lines(hub: FakeHub, person: Person) -> None:
-    lines = person.types("pull", "org/model").output.splitlines()
+    lines = person.is_told("pull", "org/model").output.splitlines()
     told = [line for line in lines if line.startswith("org/model: ")]
-    assert 5 <= len(told) <= 11 and told[-1].endswith(" of 24.0 MB"), lines
+    assert 5 <= len(told) <= 11 and told[-1].endswith(" of 12.0 MB"), lines
 
 
 def test_a_busy_hub_is_asked_again(hub: FakeHub, person: Person) -> None:
     hub.busy_answers = 3
-    assert person.types("pull", "org/model").status == 0
+    assert person.is_told("pull", "org/model").status == 0
     hub.status = 503
-    says_one_sentence(person.types("pull", "org/other"), "answered with status 503; try again later")
+    says_one_sentence(person.is_told("pull", "org/other"), "answered with status 503; try again later")
 
 
 @pytest.mark.parametrize(("status", "words"), [(429, "asked too often"), (403, "does not take the token")])
 def test_a_hub_that_refuses(status: int, words: str, hub: FakeHub, person: Person) -> None:
     hub.status = status
-    says_one_sentence(person.types("pull", "org/model"), words)
+    says_one_sentence(person.is_told("pull", "org/model"), words)
 
 
 def test_a_proxy_that_is_not_there_is_named(person: Person) -> None:
@@ -392,9 +422,9 @@ def test_a_chat_with_a_model_that_is_not_here_offers_to_pull_it(answer: str, hub
 
 
 def test_weights_that_were_cut_off_are_fetched_again(hub: FakeHub, person: Person) -> None:
-    assert person.types("pull", "org/model").status == 0
+    assert person.is_told("pull", "org/model").status == 0
     weights = person.snapshot("org/model") / "model.safetensors"
     with weights.resolve().open("r+b") as blob:
         blob.truncate(1000)
-    assert person.types("pull", "org/model").status == 0
+    assert person.is_told("pull", "org/model").status == 0
     assert weights.read_bytes() == WEIGHTS

@@ -1,6 +1,7 @@
 """A tiny model hub on loopback, as much of one as the real client talks to, and with faults on request."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import threading
@@ -160,8 +161,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+@functools.lru_cache(maxsize=16)
+def _digest(kind: str, data: bytes) -> str:
+    return hashlib.new(kind, data).hexdigest()
+
+
 def _etag(name: str, data: bytes) -> str:
-    return (hashlib.sha256 if name.endswith(".safetensors") else hashlib.sha1)(data).hexdigest()
+    return _digest("sha256" if name.endswith(".safetensors") else "sha1", data)
 
 
 def _sibling(name: str, data: bytes) -> dict[str, Any]:
@@ -171,6 +177,6 @@ def _sibling(name: str, data: bytes) -> dict[str, Any]:
 
 
 def _tree_entry(name: str, data: bytes) -> dict[str, Any]:
-    entry = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+    entry = {"type": "file", "path": name, "size": len(data), "oid": _digest("sha1", data)}
     lfs = {"oid": _etag(name, data), "size": len(data), "pointerSize": 100}
     return {**entry, "lfs": lfs} if name.endswith(".safetensors") else entry
