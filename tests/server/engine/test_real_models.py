@@ -10,24 +10,21 @@ from models.inference.sampling_params import SamplingParams
 from tests.support import fake_runner, tiny_models
 from tests.support.engine_driver import Collected, Harness
 
-pytestmark = pytest.mark.usefixtures("overlaps")
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 6
 
 
 def harness_for(name: str, *, num_slots: int = 4, chunk_tokens: int = 16) -> Harness:
     """Returns a worker over a tiny real model."""
-    return Harness(runner=make_runner(name), num_slots=num_slots, chunk_tokens=chunk_tokens)
-
-
-def make_runner(name: str) -> Runner:
-    runner = Runner(tiny_models.build(name), vocab_size=tiny_models.VOCAB, max_probe_seconds=float("inf"))
+    runner = runner_for(name)
     runner.overlaps = fake_runner.OVERLAPS
-    return runner
+    return Harness(runner=runner, num_slots=num_slots, chunk_tokens=chunk_tokens)
 
 
-single_runner = functools.cache(make_runner)
-"""One runner for the requests that are alone with it: a new one would probe its model again."""
+@functools.cache
+def runner_for(name: str) -> Runner:
+    """One for all workers in turn: a new one would probe its model again."""
+    return Runner(tiny_models.build(name), vocab_size=tiny_models.VOCAB, max_probe_seconds=float("inf"))
 
 
 def ask(harness: Harness, prompt: list[int], **fields: object) -> Collected:
@@ -41,17 +38,25 @@ def text_of(seed: int, length: int) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
 
-def alone(name: str, prompt: list[int]) -> list[int]:
-    """Returns the answer of a fresh engine that shares nothing."""
-    harness = Harness(runner=single_runner(name), chunk_tokens=16)
-    sink = ask(harness, prompt, cache_prompt=False)
+@functools.cache
+def alone(name: str, prompt: tuple[int, ...]) -> list[int]:
+    """Returns the answer of a fresh engine that shares nothing, the prompt evaluated in one chunk."""
+    harness = harness_for(name, chunk_tokens=128)
+    sink = ask(harness, list(prompt), cache_prompt=False)
     harness.run()
     return sink.tokens
 
 
 @pytest.mark.parametrize("name", tiny_models.NAMES)
-def test_sharing_batching_and_paging_change_no_token(name: str) -> None:
+def test_sharing_batching_and_paging_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three conversations on one prefix, two turns each, an edit and a repeat, through two slots."""
+    # In one test, so that what is answered alone is evaluated once for both.
+    for overlaps in (True, False):
+        monkeypatch.setattr(fake_runner, "OVERLAPS", overlaps)
+        share_batch_and_page(name)
+
+
+def share_batch_and_page(name: str) -> None:
     harness = harness_for(name, num_slots=2, chunk_tokens=24)
     system = text_of(0, 50)
     openings = [[*system, *text_of(seed, 9 + seed)] for seed in (1, 2, 3)]
@@ -68,13 +73,14 @@ def test_sharing_batching_and_paging_change_no_token(name: str) -> None:
     harness.run()
     assert third[1].tokens == second[0].tokens
     for prompt, sink in zip([*openings, *turns, *others], [*first, *second, *third], strict=True):
-        assert sink is third[1] or sink.tokens == alone(name, prompt)
+        assert sink is third[1] or sink.tokens == alone(name, tuple(prompt))
     for prompt, sink in zip(turns, second, strict=True):
         assert sink.started.hit_tokens >= len(prompt) - 7 - 1, "a turn's history was evaluated again"
     assert third[1].started.hit_tokens == len(turns[0]) - 1, "an exact repeat evaluates one token"
     assert third[0].started.hit_tokens >= len(system), "a third conversation did not share the system prompt"
 
 
+@pytest.mark.usefixtures("overlaps")
 def test_seeded_sampling_is_the_same_alone_and_in_company() -> None:
     wanted = SamplingParams(temperature=0.9, seed=11, top_p=0.95)
     prompt = text_of(1, 30)
