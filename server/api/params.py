@@ -31,7 +31,7 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api.context import context_of
 from server.api.conversation import Conversation
 from server.api.dialect import BodyModel, Rules, Whole, dialect_of, no_effect, read_by
-from server.api.errors import ApiError, Code, context_exceeded, wrong
+from server.api.errors import Code, context_exceeded, wrong
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import ServedModel
 
