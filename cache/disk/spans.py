@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cache.budget import DiskFault
 
 if TYPE_CHECKING:
     from cache.disk.files import Receipt
-    from cache.disk.io import FileReader
     from cache.layers.state import RecurrentState, Segment
 
 
@@ -26,6 +25,16 @@ class FileState(Enum):
     """Complete, synced, indexed."""
     GONE = "gone"
     """Or never written."""
+
+
+class RowReader(Protocol):
+    """Reads files for spans, which know no folder: `cache.disk.io.FileReader`. Both raise DiskFault."""
+
+    def load_rows(self, file: "StoredFile", start: int, stop: int) -> "Segment":
+        """Returns the rows of the tokens `[start, stop)`."""
+
+    def load_recurrent(self, file: "StoredFile") -> "RecurrentState":
+        """Returns the recurrent state at the file's end."""
 
 
 @dataclass(eq=False)
@@ -47,7 +56,7 @@ class StoredFile:
     receipt: "Receipt | None" = None
     state: FileState = FileState.PENDING
     last_used: int = 0
-    reader: "FileReader | None" = None
+    reader: "RowReader | None" = None
 
     @property
     def is_gone(self) -> bool:
