@@ -134,6 +134,10 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
 
 def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool = False) -> None:
     """Prints what recorded requests would lose."""
+    try:
+        path.stat()
+    except OSError as error:
+        raise DoctorError(f"{path} cannot be read: {error.strerror}") from error
     from server.doctor.recorded import checkups_of, read_requests  # need NumPy, which takes its time
 
     checkups = checkups_of(read_requests(path), tokens_per_second)

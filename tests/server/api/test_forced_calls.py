@@ -345,7 +345,7 @@ def test_other_dialects_tell_no_markup_of_a_call_that_is_cut(live: Live) -> None
     function = {"type": "function", "name": "weather", "parameters": WEATHER}
     kinds = set()
     # Drawn at random, half of the answers begin with a thought.
-    for limit in (1, 9, 17, 21, 25, 29, 33, 37) * 2:
+    for limit in (1, 9, 17, 21, 25, 29, 33, 37) * 8:
         sampling = {"temperature": 1, "thinking": {"type": "disabled"}}
         anthropic = live.post(
             "/v1/messages",
@@ -378,6 +378,8 @@ def test_other_dialects_tell_no_markup_of_a_call_that_is_cut(live: Live) -> None
                 "/v1/responses", model="tiny", input="y", max_output_tokens=1, previous_response_id=response["id"]
             )
             assert again.status_code == 200, again.text
+        if limit == 37 and kinds == {"tool_use", "function_call"}:
+            break
     assert kinds == {"tool_use", "function_call"}
 
 
