@@ -224,8 +224,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """The sandbox's rule, and methods that change the template's own lists."""
         if attr in _CHANGES.get(type(obj), ()):
             return len(obj) < MAX_OWN_ITEMS
+        if attr in _NEEDLESS_METHODS and isinstance(obj, str | int):  # `true` is a number too
+            return False
         if type(obj) in _PLAIN:
-            return not attr.startswith("_") and attr not in _NEEDLESS_METHODS
+            return not attr.startswith("_")
         return super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805

@@ -162,7 +162,8 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
     """A filter's weight on `args[0]` and others; refuses like `check_call`."""
     if not args:
         return Weight()
-    value, rest = args[0], [*args[1:], *kwargs.values()]
+    # `old` before `new`, however they are named.
+    value, rest = args[0], [*args[1:], *(kwargs[key] for key in sorted(kwargs, key="old".__ne__))]
     if name in SHALLOW_FILTERS:
         num_items = len(value) if isinstance(value, Sized) else 0
         bound(num_items if name == "list" else 0, MAX_ITEMS)
@@ -182,10 +183,10 @@ def _check_result(name: str, value: Any, rest: Sequence[Any], weight: Weight) ->
     widest = max((number for number in rest if isinstance(number, int)), default=0)
     if name in _TAKES_WIDTHS:
         bound(widest, MAX_WIDTH)
-    text = value if isinstance(value, str) else ""
+    text = str(value) if name == "replace" else value if isinstance(value, str) else ""
     match name, rest:
-        case "replace", [str() as old, str() as new, *_]:
-            bound(len(text) + text.count(old) * len(new), MAX_CHARACTERS)
+        case "replace", [old, new, *_]:
+            bound(len(text) + text.count(str(old)) * len(str(new)), MAX_CHARACTERS)
         case "split" | "rsplit", _:
             separator = next((one for one in rest if isinstance(one, str) and one), None)
             bound(text.count(separator) if separator else len(text) // 2, MAX_ITEMS)
