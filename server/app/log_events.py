@@ -302,7 +302,7 @@ def one_line(text: str, width: int) -> str:
 def _fit(text: str, columns: int) -> list[str]:
     if cell_len(text) <= columns:
         return [text]
-    first, *words = _BREAK.split(text)
+    first, *words = _BREAK.split(text.lstrip(" "))
     lines = [first]
     for word in words:
         longer = f"{lines[-1]} {word}"

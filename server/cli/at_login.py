@@ -96,6 +96,8 @@ class ServiceManager:
     """Run once the file is gone."""
     leftover: Path
     """Removed with the file."""
+    folders: Sequence[Path]
+    """Made before the file is written."""
     ask: Command
     read: Callable[[Ended], ServiceState]
     """Makes a state of what `ask` printed."""
@@ -109,8 +111,8 @@ class ServiceManager:
         """Writes the file and starts the server. Raises StartError, and leaves nothing new then."""
         before = self._read()
         try:
-            for path in (self.file, self.leftover):
-                path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in self.folders:
+                folder.mkdir(parents=True, exist_ok=True)
             self.file.write_text(self.describe(spec), encoding="utf-8")
         except OSError as error:
             raise StartError(f"{self.file} cannot be written: {reason(error)}") from error
@@ -182,6 +184,7 @@ def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = ru
         forget=[(*may_fail, "daemon-reload"), (*may_fail, "reset-failed", UNIT)],
         # Without a manager `disable` leaves this link.
         leftover=folder / "default.target.wants" / UNIT,
+        folders=[folder],
         ask=(*may_fail, "show", UNIT, "--property=ActiveState,SubState,MainPID,ExecMainStatus"),
         read=_unit_state,
         log=("journalctl", "--user", "--unit", UNIT, "--lines", str(LOG_LINES)),
@@ -248,6 +251,7 @@ def launchd(home: Path, run: Callable[[Command], Ended] = run_program) -> Servic
         stop=unload,
         forget=(),
         leftover=log,
+        folders=[file.parent, log.parent],
         # There is only launchctl's output for people.
         ask=("-launchctl", "print", agent),
         read=_agent_state,

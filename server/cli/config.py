@@ -94,7 +94,7 @@ def read_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> L
 
 
 def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
-    """Returns the config.checked settings, with the key from a key file. Raises ConfigError."""
+    """Returns the checked settings, with the key from a key file. Raises ConfigError."""
     return config.checked(_with_key(read_settings(given, environment)))
 
 

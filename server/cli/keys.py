@@ -80,12 +80,12 @@ class Sigterm:
             time.sleep(LOOK_SECONDS)
         put_off_to = 0.0
         while True:
-            remaining, _ = signal.setitimer(signal.ITIMER_REAL, PUT_OFF_SECONDS)
             now = time.monotonic()
+            remaining, _ = signal.setitimer(signal.ITIMER_REAL, PUT_OFF_SECONDS)
             # Another signal has set the alarm to at least a second later.
             if now + remaining > put_off_to + 0.5:
                 self.on_signal()
-            put_off_to = now + PUT_OFF_SECONDS
+            put_off_to = time.monotonic() + PUT_OFF_SECONDS
             time.sleep(LOOK_SECONDS)
 
 

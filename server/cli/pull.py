@@ -111,17 +111,18 @@ def _on_bars(progress: Progress, name: str) -> TellPull:
     """One bar for all files, one for the file being fetched."""
     whole = progress.add_task(name, total=None)
     part = progress.add_task("", visible=False)
-    num_files = 1
+    num_files, shown_file = 1, ""
 
     def tell(event: PullEvent) -> None:
-        nonlocal num_files
+        nonlocal num_files, shown_file
         match event:
             case PullPlanned(files=files):
                 num_files = sum(bool(file.digest) for file in files)
             case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
                 progress.update(whole, completed=done, total=total)
                 if file is not None and num_files > 1:
-                    if progress.tasks[part].description != file.name:
+                    if shown_file != file.name:
+                        shown_file = file.name
                         progress.reset(part, description=file.name, total=file.num_bytes, visible=True)
                     progress.update(part, completed=here)
             case PullChecking(file=file):
