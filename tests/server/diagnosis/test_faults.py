@@ -5,8 +5,10 @@ layers; with the option `--all-faults` each row both ways on the built-in model 
 """
 
 import asyncio
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -108,16 +110,29 @@ def _spoken(value: str | bool | Fault) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    name = request.param
-    folder = "demo" if name == "demo" else str(tiny_models.write(name, tmp_path_factory.mktemp(name) / "tiny"))
-    # Else the order of a tool's keys would be mended before it costs anything.
-    config = ServerConfig(models=(folder,), cache_memory_bytes=1 << 28, prompt_hygiene=False)
-    service = open_service(config)
-    service.engine.start()
-    with TestClient(create_app(service.engine, service.model, config)) as client:
-        yield Served(client, service.engine, restores_anywhere=name != "qwen3_5")
-    service.engine.stop()
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """Serves each model once, however its tests are ordered."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def serve(name: str) -> Served:
+            folder = (
+                "demo" if name == "demo" else str(tiny_models.write(name, tmp_path_factory.mktemp(name) / "tiny"))
+            )
+            # Else the order of a tool's keys would be mended before it costs anything.
+            config = ServerConfig(models=(folder,), cache_memory_bytes=1 << 28, prompt_hygiene=False)
+            service = open_service(config)
+            service.engine.start()
+            stack.callback(service.engine.stop)
+            client = stack.enter_context(TestClient(create_app(service.engine, service.model, config)))
+            return Served(client, service.engine, restores_anywhere=name != "qwen3_5")
+
+        yield serve
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, opened: Callable[[str], Served]) -> Served:
+    return opened(request.param)
 
 
 def named(findings: list[Finding], fault: Fault) -> Finding | None:
