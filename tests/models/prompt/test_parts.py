@@ -2,8 +2,9 @@
 
 import contextlib
 import tracemalloc
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +16,7 @@ from models.errors import PromptTooLong, TokenizerFailed
 from models.prompt import added_tokens, chat_template
 from models.prompt import tokenize as pieces_module
 from models.prompt import tokenize as segments_module
-from models.prompt.tokenize import Abandoned, PromptParts, abandoned_when, encode
+from models.prompt.tokenize import Abandoned, PromptParts, TextCutter, abandoned_when, encode
 from tests.support import tiny_models, tiny_tokenizers
 from tests.support.tiny_tokenizers import Flags
 
@@ -59,9 +60,38 @@ def spelled(text: str, backend: Any = BACKEND) -> list[int]:
     return [number for letter in text for number in whole(letter, backend)]
 
 
+class TriedOnce(PromptParts):
+    """Parts with a memory of their own, and a cutter that was tried for the first of the same backend."""
+
+    _tried: ClassVar[dict[tuple[Any, bool], TextCutter]] = {}
+
+    def _choose_cutter(self, added: Mapping[int, AddedToken]) -> TextCutter:
+        key = self._backend, bool(self._borders)
+        if key not in self._tried:
+            self._tried[key] = super()._choose_cutter(added)
+        return self._tried[key]
+
+
+class Uncut(PromptParts):
+    """Parts of texts shorter than any slice: where a longer one is cut need not be tried."""
+
+    def _choose_cutter(self, added: Mapping[int, AddedToken]) -> TextCutter:
+        return TextCutter()
+
+
 def pieces() -> PromptParts:
     """Returns pieces of the tiny models' tokenizer."""
-    return PromptParts(BACKEND, TOKENS)
+    return TriedOnce(BACKEND, TOKENS)
+
+
+def shared_backend(shape: str, added: Mapping[str, Flags]) -> Any:
+    """Returns a tokenizer with the given tokens added, the same one each time."""
+    return _built(shape, tuple(added.items()))
+
+
+@cache
+def _built(shape: str, added: tuple[tuple[str, Flags], ...]) -> Any:
+    return tiny_tokenizers.tokenizer(shape, dict(added))
 
 
 def reply_to(tokenizer: PromptParts, prompt: str, reply: str, ids: Sequence[int], namespace: str = "") -> list[int]:
@@ -141,7 +171,7 @@ def test_piecewise_is_whole_for_every_kind_of_added_token(
     shape: str, added: dict[str, Flags], texts: list[str]
 ) -> None:
     backend = tiny_tokenizers.tokenizer(shape, added)
-    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
+    tokenizer = Uncut(backend, backend.get_added_tokens_decoder())
     if tokenizer.fits():
         for text, ids in whole_of(texts, backend):
             assert tokenizer.tokenize(text).ids.tolist() == ids
@@ -162,7 +192,7 @@ def test_a_reply_changes_no_text_but_itself_in_its_place(
     shape: str, added: dict[str, Flags], prompt: str, reply: str, texts: list[str]
 ) -> None:
     backend = tiny_tokenizers.tokenizer(shape, added)
-    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
+    tokenizer = Uncut(backend, backend.get_added_tokens_decoder())
     if not tokenizer.fits():
         return
     ids = [number for part in _at_added(reply, added) for number in _odd_ids(part, added, backend)]
@@ -200,11 +230,11 @@ def test_the_shapes_are_tokenized_piecewise(shape: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(tiny_tokenizers.SHAPES)), st.lists(st.sampled_from(ALPHABET), max_size=60).map("".join))
 def test_a_long_text_in_parts_is_the_whole(shape: str, text: str) -> None:
-    backend = tiny_tokenizers.tokenizer(shape, {"<|x|>": Flags(special=True)})
+    backend = shared_backend(shape, {"<|x|>": Flags(special=True)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments_module, "SLICE_CHARACTERS", 2)
         patch.setattr(segments_module, "_AHEAD_CHARACTERS", 12)
-        tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
+        tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
         for opening in ("", "<|x|>"):
             tokenized = tokenizer.tokenize(opening + text)
             assert tokenized.ids.tolist() == whole(opening + text, backend)
@@ -213,9 +243,9 @@ def test_a_long_text_in_parts_is_the_whole(shape: str, text: str) -> None:
 
 @pytest.mark.parametrize("shape", sorted(tiny_tokenizers.SHAPES))
 def test_a_long_text_is_tokenized_in_parts(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = tiny_tokenizers.tokenizer(shape, {"<|x|>": Flags(special=True)})
+    backend = shared_backend(shape, {"<|x|>": Flags(special=True)})
     monkeypatch.setattr(segments_module, "SLICE_CHARACTERS", 50)
-    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
+    tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
     assert len(list(tokenizer._cutter.cut("some words and\nmore " * 40))) > 10
 
 
@@ -231,10 +261,10 @@ def test_a_long_text_is_tokenized_in_parts(shape: str, monkeypatch: pytest.Monke
 )
 def test_a_long_text_without_spaces_is_tokenized_in_parts(sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is short, so that nothing else stands still for long, and together they are the whole."""
-    backend = tiny_tokenizers.tokenizer("bytes", {"<|x|>": Flags(special=True), "<|inner|>": Flags()})
+    backend = shared_backend("bytes", {"<|x|>": Flags(special=True), "<|inner|>": Flags()})
     monkeypatch.setattr(segments_module, "SLICE_CHARACTERS", 100)
     monkeypatch.setattr(segments_module, "_AHEAD_CHARACTERS", 20)
-    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
+    tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
     text = sample * 50
     assert max(part.stop - part.start for part in tokenizer._cutter.cut(text)) < 220
     assert tokenizer.tokenize(text).ids.tolist() == whole(text, backend)
@@ -255,8 +285,8 @@ def test_a_long_text_without_spaces_is_tokenized_in_parts(sample: str, monkeypat
 def test_no_call_gets_more_than_it_may_whatever_the_text(
     shape: str, added: dict[str, Flags], at_borders: bool, runs: list[tuple[str, int]]
 ) -> None:
-    backend = tiny_tokenizers.tokenizer(shape, added)
-    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder(), at_borders=at_borders)
+    backend = shared_backend(shape, added)
+    tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder(), at_borders=at_borders)
     text, lengths = "".join(some * times for some, times in runs), list[int]()
     with pytest.MonkeyPatch.context() as patch:
         for name, number in (("SLICE_CHARACTERS", 8), ("_AHEAD_CHARACTERS", 8), ("MAX_CHARACTERS", 32)):
