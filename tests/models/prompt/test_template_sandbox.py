@@ -3,6 +3,7 @@
 import copy
 import json
 import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,23 @@ import pytest
 from models.names import DEMO_FOLDER
 from models.prompt import chat_template, template_sandbox
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError
-from models.prompt.tokenize import Abandoned, abandoned_when
+from models.prompt.tokenize import Abandoned, PromptParts, abandoned_when
 from tests.support import tiny_models
 
 ASK = {"role": "user", "content": "hello"}
+
+
+@cache
+def parts() -> PromptParts | None:
+    tokenizer = tiny_models.tokenizer()
+    return chat_template._parts_of(tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder, "")
+
+
+@pytest.fixture(autouse=True)
+def tokenizer_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates are asked for their text alone: all share one tokenizer, whose cut places are tried once."""
+    shared = parts()
+    monkeypatch.setattr(chat_template, "_parts_of", lambda *_: shared)
 
 
 def render(template: Any, *messages: dict[str, Any], **arguments: Any) -> str:
