@@ -266,7 +266,7 @@ KEY_VARIABLE = f"{PREFIX}API_KEY"
 
 
 def _named(setting: "Field[Any]") -> "Field[Any]":
-    """Gives a setting the flag and the unit that follow from its name, but for those it has."""
+    """Gives a setting a flag and a unit made from its name, unless the setting states them."""
     stem, _, last = setting.name.rpartition("_")
     flag = (stem if last in ("bytes", "seconds") else setting.name).replace("_", "-")
     unit = last if last in ("bytes", "seconds", "tokens") else None

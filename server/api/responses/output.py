@@ -308,7 +308,7 @@ class AnswerOutput:
         encrypted content.
         """
         self.items: list[ItemBody] = []
-        """Those that have ended."""
+        """The output items that have ended."""
         self._name = name
         self._tools = tools
         self._thought = _SUMMARY if is_summary else _THOUGHT
