@@ -24,7 +24,7 @@ from models.inference.sampling_params import SamplingParams
 from models.lora_files import attach
 from scripts.bench.common import Report, median, write_json
 from scripts.bench.decode import VOCAB, build_model
-from scripts.bench.decode_step import launch
+from server.measure import launch
 from tests.support.adapters import random_adapter
 
 NUM_ROWS = 4

@@ -7,14 +7,14 @@ run, reports medians, and compares by ratio.
 import ctypes.util
 import json
 import os
-import platform
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from server.cli import bench
+from server.cli.bench import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLAS = "openblas"
@@ -67,20 +67,6 @@ class Report:
         return {"title": self.title, "figures": self.figures, "targets": verdicts}
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a Markdown table, padded so that it reads well in a terminal too."""
-    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
-    return [line(columns), line(rule), *(line(row) for row in rows)]
-
-
 def median(values: Sequence[float]) -> float:
     """Returns the median; not a number when there are no values."""
     return statistics.median(values) if values else float("nan")
@@ -100,13 +86,7 @@ def fast_blas_environment() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """Returns what the figures were measured on."""
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} x {platform.machine()}, {platform.system()}",
-        "blas": ctypes.util.find_library(_BLAS) or "the one in the MLX wheel",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-serve")},
-    }
+    return {**bench.machine(), "blas": ctypes.util.find_library(_BLAS) or "the one in the MLX wheel"}
 
 
 def write_json(path: Path, command: str, reports: Sequence[Report]) -> None:

@@ -72,8 +72,8 @@ def _our_job(folder: Path) -> Job:
     from models.inference.runner import Runner
     from models.inference.sampling_params import SamplingParams
     from models.loader import load
-    from scripts.bench.decode_step import launch
     from server.app.config import ServerConfig
+    from server.measure import launch
 
     loaded = load(folder, folder.name)
     runner = Runner(loaded.model, vocab_size=loaded.vocab_size)

@@ -9,8 +9,8 @@ import numpy as np
 
 from cache.trie import NodeMatch, PrefixTrie
 from cache.types import TokenArray
-from scripts.bench.common import markdown_table
 from scripts.replay.drive import Outcome, Request, Sample
+from server.cli.bench import markdown_table
 
 TOKENS_PER_SECOND = 1_200.0
 HALVING_TOKENS = 65_536

@@ -53,6 +53,7 @@ class Service:
     """One model with the facts of its start-up report; the engine is not started."""
 
     opened: OpenedModel
+    loaded: LoadedModel
     engine: Engine
     memory: MemoryPlan
     precision: Precision
@@ -97,6 +98,7 @@ def open_service(
     engine, opened = _opened(loaded, config, plan.weights_bytes, plan.budget_bytes)
     return Service(
         opened,
+        loaded,
         engine,
         plan,
         loaded.precision,

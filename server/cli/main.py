@@ -57,6 +57,9 @@ pull (pull) Download a model into the Hugging Face cache, or resume doing so.
 doctor (ask) Say which text keeps prompts from being reused, and how to mend it.
     mlx-serve doctor
     mlx-serve doctor --file requests.jsonl --speed 400
+bench (bench) Measure in at most three minutes what this machine does, beside mlx-lm, and print a table to send.
+    mlx-serve bench
+    mlx-serve bench qwen3:4b --markdown > result.md
 launch (launch) Start a coding agent that asks this server, which is started too if none runs.
     mlx-serve launch claude
     mlx-serve launch codex --model qwen3:30b -- exec 'Explain this folder.'

@@ -19,7 +19,7 @@ from models.inference.ragged import Rows, ragged_attention
 from models.inference.runner import DecodeRow, DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import CacheList, make_prompt_cache
-from scripts.bench.decode_step import launch
+from server.measure import launch
 from tests.support import tiny_models
 from tests.support.tiny_models import VOCAB, WINDOW
 

@@ -1,0 +1,264 @@
+"""`mlx-serve bench`: what this server does on this machine, in three minutes at most, as a table to paste."""
+
+import contextlib
+import json
+import mmap
+import os
+import platform
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from models.names import settle
+from models.short_names import size_text
+from server.app.config import ConfigError, ServerConfig, StartError
+from server.app.log_events import grouped
+from server.app.memory_budget import Claim, read_machine, running, runtime_folder
+from server.cli.config import load_model_config
+from server.cli.keys import handling, interruptible, leave, loading
+from server.cli.options import USUAL_MODEL, Json, command_group
+
+if TYPE_CHECKING:
+    from server.app.service import Service
+    from server.measure import BenchRows
+
+app = command_group()
+
+LIMIT_SECONDS = 165.0
+"""From the start of the command; one call of the model may exceed it."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+
+@app.command()
+def bench(
+    model: Annotated[str | None, typer.Argument(**USUAL_MODEL)] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, to be pasted.")] = False,
+    as_json: Json = False,
+    is_forced: Annotated[
+        bool, typer.Option("--force", help="Measure beside a running server of yours; the result says so.")
+    ] = False,
+) -> None:
+    """Measures and prints. Raises ConfigError, StartError and ModelError."""
+    until = time.perf_counter() + LIMIT_SECONDS
+    if as_json and as_markdown:
+        raise ConfigError("give --json or --markdown, not both")
+    config = load_model_config({"models": model and [model]}, os.environ)
+    others = running(runtime_folder(os.environ))
+    if others and not is_forced:
+        raise StartError(f"{_beside(others)}, which would distort the figures: stop it, or say --force")
+    with loading(settle(config.models[0])) as fast_blas:
+        from server.measure import BenchRows
+    result = BenchResult(machine(), BenchRows())
+    if platform.system() == "Linux":
+        result.facts["blas"] = fast_blas or "MLX's own"
+    if others:
+        result.facts["beside"] = _beside(others)
+    # A folder on the disk is to be deleted.
+    with handling(leave, signal.SIGTERM):
+        _measure(config, result, until)
+    typer.echo(result.as_json() if as_json else result.as_markdown() if as_markdown else result.as_text())
+    raise typer.Exit(INTERRUPTED if result.is_stopped else 0)
+
+
+def _beside(others: Sequence[Claim]) -> str:
+    told = ", ".join(f"{claim.model or 'no model yet'}, process {claim.pid}" for claim in others)
+    return f"a server of yours is running ({told})"
+
+
+def _measure(config: ServerConfig, result: "BenchResult", until: float) -> None:
+    """Fills the result; Ctrl-C ends that."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from models.inference.runner import Runner
+    from server.app.service import open_service
+    from server.measure import Bench, BenchLimits, Subject
+
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("of at most 3 minutes")
+    console, begun = Console(stderr=True), until - LIMIT_SECONDS
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        console.show_cursor(True)  # Ctrl-C ends the loading at once
+        task = progress.add_task("loading the model", total=LIMIT_SECONDS)
+        with interruptible():
+            service = open_service(config, running(runtime_folder(os.environ)))
+            runner = Runner(service.loaded.model, vocab_size=service.loaded.vocab_size)
+        result.facts |= _model_facts(service)
+        subject = Subject(service.loaded.model, runner, service.loaded.vocab_size, config.chunk_tokens)
+        with _scratch_folder(config) as folder:
+            context_tokens, budget_bytes = service.model.context_tokens, service.memory.budget_bytes
+            limits = BenchLimits(until, context_tokens, budget_bytes, folder)
+            try:
+                for name in Bench(subject, limits, result.rows).run():
+                    progress.update(task, description=name, completed=time.perf_counter() - begun)
+            except KeyboardInterrupt:
+                result.is_stopped = True
+    result.seconds = time.perf_counter() - begun
+
+
+@contextlib.contextmanager
+def _scratch_folder(config: ServerConfig) -> Iterator[Path | None]:
+    """A folder on the disk of `--cache-dir`, deleted at the end; None if there cannot be one."""
+    wanted = Path(config.cache_dir).expanduser()
+    parent = next(path for path in (wanted, *wanted.parents) if path.is_dir())
+    with contextlib.ExitStack() as stack:
+        folder = None
+        with contextlib.suppress(OSError):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-serve-bench-", dir=parent)))
+        yield folder
+
+
+# ----------------------------------------------------------------------------------------------------- the machine
+
+
+def machine() -> dict[str, str]:
+    """Returns what is measured on."""
+    import mlx.core as mx
+
+    info: dict[str, Any] = mx.device_info()
+    is_metal = mx.metal.is_available()
+    backend = "CPU" if mx.default_device() == mx.Device(mx.cpu) else "Metal" if is_metal else "CUDA"
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "chip": f"{info.get('device_name', platform.machine())}, {os.cpu_count()} cores",
+        "memory": size_text(read_machine(info).memory_bytes),
+        "system": f"macOS {platform.mac_ver()[0]}" if is_metal else f"{platform.system()} {platform.machine()}",
+        "load": f"{os.getloadavg()[0]:.1f} in the minute before",
+        "backend": backend,
+    }
+    if is_metal:
+        facts["kernels"] = _installed_kernels(str(info["architecture"]), Path(mx.__file__).parent)
+    versions = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-serve")}
+    return {**facts, **versions, "python": platform.python_version()}
+
+
+TENSOR_KERNELS = {
+    "products": b"steel_gemm_fused_nax_",
+    "quantized products": b"affine_qmm_t_nax_",
+    "products of experts": b"steel_gemm_gather_nax_",
+}
+"""Kernels for the matrix units of M5 and later begin with these names. A build without Metal 4 lacks all of them."""
+USUAL_KERNEL = b"steel_gemm_fused_"
+TENSOR_GENERATION = 17
+TENSOR_MACOS = (26, 2)
+
+
+def _installed_kernels(architecture: str, package: Path) -> str:
+    path = package / "lib" / "mlx.metallib"
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+            return tensor_kernels(library, architecture, platform.mac_ver()[0])
+    except (OSError, ValueError) as error:
+        return f"not known: {path} cannot be read ({error})"
+
+
+def tensor_kernels(library: "bytes | mmap.mmap", architecture: str, macos: str) -> str:
+    """Says whether a metallib has the kernels for the chip's matrix units, from the names that it lists.
+
+    `architecture` is such as `applegpu_g17s`: generation and size. MLX takes these kernels from generation 17 on, for
+    phones (`p`) from 18 on, and from macOS 26.2 on.
+    """
+    if library.find(USUAL_KERNEL) < 0:
+        return "not known: this MLX compiles them when they are needed"
+    missing = [kind for kind, name in TENSOR_KERNELS.items() if library.find(name) < 0]
+    digits = architecture[-3:-1]
+    generation = int(digits) if digits.isdigit() else 0
+    has_units = generation >= TENSOR_GENERATION + architecture.endswith("p")
+    if not has_units:
+        return f"{'without' if missing else 'with'} those for M5, which this chip ({architecture}) does not use"
+    if missing:
+        what = "those" if len(missing) == len(TENSOR_KERNELS) else " and ".join(missing)
+        return f"MISSING: {what} for this chip's matrix units, so prompts are slow here; install another build of MLX"
+    if tuple(int(part) for part in macos.split(".")[:2] if part.isdigit()) < TENSOR_MACOS:
+        return f"with those for this chip's matrix units, which need macOS 26.2 and not {macos}"
+    return "with those for this chip's matrix units"
+
+
+def _model_facts(service: "Service") -> dict[str, str]:
+    facts = service.model.facts
+    size, precision = size_text(service.memory.weights_bytes), service.precision.value
+    told = f"{service.asked_for.id}, {facts.num_parameters / 1e6:,.0f} million parameters, {size} ({precision})"
+    return {"model": told}
+
+
+# ------------------------------------------------------------------------------------------------------ the result
+
+TITLES = {
+    "decode": "Tokens per second of rows that decode together",
+    "prefill": "Prefill by chunk",
+    "turns": "First token of a turn with 64 new tokens, and moves of the conversation's state",
+}
+
+
+@dataclass
+class BenchResult:
+    """What was measured, and where."""
+
+    facts: dict[str, str]
+    rows: "BenchRows"
+    seconds: float = 0.0
+    is_stopped: bool = False
+
+    def as_json(self) -> str:
+        """Returns everything for programs."""
+        told = {"machine": self.facts, **asdict(self.rows), "seconds": self.seconds, "is_stopped": self.is_stopped}
+        return json.dumps(told, indent=1, ensure_ascii=False)
+
+    def as_text(self) -> str:
+        """Returns tables for a terminal."""
+        facts = "\n".join(f"{name:<9}  {told}" for name, told in self.facts.items())
+        plain = ([head, *rows] for head, _, *rows in self._tables())
+        tables = ["\n".join(line.strip("| ").replace(" | ", "   ") for line in lines) for lines in plain]
+        titled = [f"{title}\n{table}" for title, table in zip(self._titles(), tables, strict=True)]
+        return "\n\n".join([facts, *titled, self._notes(), SEND])
+
+    def as_markdown(self) -> str:
+        """Returns the same for a page."""
+        facts = ", ".join(f"{name} {told}" for name, told in self.facts.items())
+        titled = [
+            f"{title}:\n\n" + "\n".join(lines) for title, lines in zip(self._titles(), self._tables(), strict=True)
+        ]
+        return "\n\n".join([facts, *titled, self._notes()])
+
+    def _titles(self) -> list[str]:
+        return [title for name, title in TITLES.items() if getattr(self.rows, name)]
+
+    def _tables(self) -> Iterator[list[str]]:
+        for found in filter(None, (getattr(self.rows, name) for name in TITLES)):
+            columns = list(dict.fromkeys(key for row in found for key in row))
+            rows = [[_cell(row.get(key)) for key in columns] for row in found]
+            yield markdown_table([column.replace("_", " ") for column in columns], rows)
+
+    def _notes(self) -> str:
+        ended = f"Stopped by Ctrl-C after {self.seconds:.0f} s." if self.is_stopped else f"Took {self.seconds:.0f} s."
+        return "\n".join([*(f"Left out: {one}." for one in self.rows.left_out), ended])
+
+
+SEND = "To send it: mlx-serve bench --markdown; docs/benchmarks.md says where to."
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return f"{value:.2f}" if value < 10 else grouped(round(value))
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a Markdown table, padded so that it reads well in a terminal too."""
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
+    return [line(columns), line(rule), *(line(row) for row in rows)]

@@ -1,0 +1,522 @@
+"""Measures one model on this machine: decoding beside mlx-lm's `BatchGenerator`, prefill, and what the cache saves.
+
+`mlx-serve bench` and the benchmarks of a checkout share it; it knows no HTTP. Prompts are random tokens. Two sides
+take turns of a few steps in one process, so that other programs slow both alike. All of it belongs to one thread.
+"""
+
+import copy
+import gc
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import BatchGenerator
+from numpy.typing import NDArray
+
+from cache.budget import FolderError
+from cache.disk.folder import DiskStore
+from cache.disk.tier import DiskTier
+from cache.layers.layout import Layout
+from cache.lease import Lease
+from cache.prefix_cache import PrefixCache
+from cache.types import LayerCache
+from models.errors import brief
+from models.inference.runner import DecodeRow, DecodeStep, Runner
+from models.inference.sampling_params import SamplingParams
+from models.short_names import size_text
+
+WARM_UP_STEPS = 3
+BLOCK_STEPS = 4
+MIN_BLOCKS = 3
+NEW_TOKENS = 64
+"""Of a conversation's next turn."""
+GROWN_TOKENS = 9 * NEW_TOKENS
+"""By which a conversation grows while it is measured."""
+SAVE_SECONDS = 10.0
+
+DECODE_ROWS = ((500,), (500,) * 4, (500,) * 8, (4000, *(100,) * 3), (8000, 2000, 500, *(100,) * 5))
+NUM_BLOCKS = 10
+CHUNKS = (256, 512, 1024, 2048)
+PREFILL_TOKENS = (4096, 2048, 1024, 512)
+PREFILL_SHARE = 0.3
+"""Of its time: the longest of `PREFILL_TOKENS` is taken that is expected to need no more."""
+LOOK_TOKENS = 512
+TURN_TOKENS = (2000, 8000, 32_000)
+SHARE = 0.5
+"""Of the time that is left; what is expected to need more comes last, and may take all."""
+MAX_REASON = 200
+
+
+class TimeUp(Exception):
+    """A measurement has taken the time that it had."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A sequence up to its last token, which is to be fed first."""
+
+    tokens: NDArray[np.int32]
+    caches: list[LayerCache]
+
+    def copies(self, spare_tokens: int | None = None) -> list[LayerCache]:
+        """Returns caches of one's own, with capacity for `spare_tokens` more as the engine sizes them."""
+        caches = copy.deepcopy(self.caches)
+        if spare_tokens is not None:
+            Layout(caches).resize(caches, len(self.tokens) + spare_tokens)
+        mx.eval([cache.state for cache in caches])
+        return caches
+
+
+@dataclass(eq=False)
+class Subject:
+    """The model that is measured."""
+
+    model: Any
+    runner: Runner
+    vocab_size: int
+    chunk_tokens: int = 2048
+    until: float = math.inf
+    """When `time.perf_counter` reads this, the measurement is over."""
+
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() > self.until
+
+    def tokens(self, length: int, seed: int) -> NDArray[np.int32]:
+        """Returns the same random tokens each time."""
+        return np.random.default_rng([length, seed]).integers(0, self.vocab_size, length).astype(np.int32)
+
+    def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32], chunk_tokens: int) -> None:
+        """Evaluates tokens; raises TimeUp between two chunks."""
+        for start in range(0, len(tokens), chunk_tokens):
+            self.check_time()
+            self.runner.prefill(caches, tokens[start : start + chunk_tokens])
+
+    def check_time(self) -> None:
+        """Raises TimeUp."""
+        if self.is_late:
+            raise TimeUp
+
+    def prefilled(self, length: int, seed: int) -> Prefilled:
+        """Returns a random sequence, all but its last token evaluated."""
+        made = Prefilled(self.tokens(length, seed), self.runner.make_caches())
+        self.prefill(made.caches, made.tokens[:-1], self.chunk_tokens)
+        return made
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Returns the seconds until all is computed."""
+    started = time.perf_counter()
+    act()
+    mx.synchronize()
+    return time.perf_counter() - started
+
+
+def timed_ms(act: Callable[[], object]) -> float:
+    """Returns the milliseconds until all is computed."""
+    return 1e3 * timed(act)
+
+
+# ------------------------------------------------------------------------------------------- decoding, two sides
+
+
+def launch(runner: Runner, rows: Sequence[DecodeRow], previous: DecodeStep | None) -> DecodeStep:
+    """Prepares a step of the bare runner, and starts it."""
+    step = runner.prepare(rows, previous)
+    runner.start(step)
+    return step
+
+
+class OurSide:
+    """Decodes with the double-buffered loop of the engine."""
+
+    def __init__(self, runner: Runner, sequences: Sequence[Prefilled], num_steps: int) -> None:
+        greedy = SamplingParams(temperature=0)
+        self._runner = runner
+        self._rows = [runner.make_row(s.copies(num_steps + 1), greedy, int(s.tokens[-1])) for s in sequences]
+        self._current = launch(runner, self._rows, None)
+        self._steps: list[list[int]] = []
+
+    def decode(self, num_steps: int) -> None:
+        """Decodes `num_steps` tokens of each row; nothing is left running."""
+        for _ in range(num_steps):
+            following = launch(self._runner, self._rows, self._current)
+            self._steps.append(self._current.tokens())
+            self._current = following
+        mx.synchronize()
+
+    def tokens(self) -> list[list[int]]:
+        """Returns what each row has said."""
+        return [list(row) for row in zip(*self._steps, strict=True)]
+
+
+class PeerSide:
+    """Decodes with mlx-lm's `BatchGenerator` as a server uses it: caches inserted, greedy, `next_generated`."""
+
+    def __init__(self, model: Any, sequences: Sequence[Prefilled], num_steps: int) -> None:
+        """Raises ValueError for layer caches that the peer cannot merge."""
+        self._generator = BatchGenerator(model, max_tokens=num_steps + 2, prefill_batch_size=len(sequences))
+        uids = self._generator.insert(
+            [[int(s.tokens[-1])] for s in sequences],
+            caches=[s.copies() for s in sequences],
+            all_tokens=[s.tokens[:-1].tolist() for s in sequences],
+        )
+        self._tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+
+    def decode(self, num_steps: int) -> None:
+        """As `OurSide.decode`."""
+        for _ in range(num_steps):
+            for response in self._generator.next_generated():
+                self._tokens[response.uid].append(response.token)
+        mx.synchronize(self._generator.stream)
+
+    def tokens(self) -> list[list[int]]:
+        """Returns what each row has said."""
+        return list(self._tokens.values())
+
+
+class TimedSide:
+    """One side with its times and its memory. Joining rows is not timed: the peer merges caches, we do not."""
+
+    def __init__(self, make: Callable[[], OurSide | PeerSide]) -> None:
+        gc.collect()
+        mx.clear_cache()
+        before_bytes = mx.get_active_memory()
+        self.side = make()
+        self.side.decode(WARM_UP_STEPS)
+        self.block_seconds: list[float] = []
+        self._resident_bytes = mx.get_active_memory() - before_bytes
+        self._passing_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the sequences and the work on them take at most, beyond the model."""
+        return self._resident_bytes + self._passing_bytes
+
+    def decode_block(self) -> None:
+        """Decodes one block and takes its time."""
+        before_bytes = mx.get_active_memory()
+        mx.reset_peak_memory()
+        self.block_seconds.append(timed(partial(self.side.decode, BLOCK_STEPS)))
+        self._passing_bytes = max(self._passing_bytes, mx.get_peak_memory() - before_bytes)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows that both sides have decoded together."""
+
+    num_rows: int
+    ours: TimedSide
+    peer: TimedSide
+
+    @property
+    def speeds(self) -> tuple[float, float]:
+        """Tokens per second of all rows, ours first: medians over blocks."""
+        num_tokens = self.num_rows * BLOCK_STEPS
+        ours, peer = (num_tokens / statistics.median(side.block_seconds) for side in (self.ours, self.peer))
+        return ours, peer
+
+    @property
+    def ratio(self) -> float:
+        """Of our speed to the peer's: the median over neighbouring blocks."""
+        pairs = zip(self.ours.block_seconds, self.peer.block_seconds, strict=True)
+        return statistics.median(theirs / own for own, theirs in pairs)
+
+    @property
+    def equal_share(self) -> float:
+        """Share of equal tokens; in half precision the sides round differently."""
+        return float(np.mean(np.array(self.ours.side.tokens()) == np.array(self.peer.side.tokens())))
+
+
+def compare(subject: Subject, lengths: Sequence[int], num_blocks: int) -> Comparison:
+    """Has both sides decode rows of these lengths, a block at a time; fewer blocks where time ends.
+
+    Raises TimeUp, and ValueError where the peer cannot batch the model.
+    """
+    sequences = [subject.prefilled(length, seed) for seed, length in enumerate(lengths)]
+    num_steps = WARM_UP_STEPS + num_blocks * BLOCK_STEPS
+    ours = TimedSide(lambda: OurSide(subject.runner, sequences, num_steps))
+    peer = TimedSide(lambda: PeerSide(subject.model, sequences, num_steps))
+    for number in range(num_blocks):
+        if number < MIN_BLOCKS:
+            subject.check_time()
+        elif subject.is_late:
+            break
+        ours.decode_block()
+        peer.decode_block()
+    return Comparison(len(lengths), ours, peer)
+
+
+# --------------------------------------------------------------------------------------------- prefill and the cache
+
+
+def prefill_speed(subject: Subject, num_tokens: int, chunk_tokens: int, num_times: int = 1) -> float:
+    """Returns tokens per second of a cold prompt in chunks, after a chunk that is not timed. Raises TimeUp."""
+    tokens = subject.tokens(num_tokens, 1)
+    subject.prefill(subject.runner.make_caches(), tokens[:chunk_tokens], chunk_tokens)
+    act = lambda: subject.prefill(subject.runner.make_caches(), tokens, chunk_tokens)  # noqa: E731
+    return num_tokens / statistics.median(timed(act) for _ in range(num_times))
+
+
+class MeasuredConversation:
+    """A conversation in a prefix cache of its own with one slot; with a folder, also on disk. To be closed."""
+
+    def __init__(self, subject: Subject, num_tokens: int, folder: Path | None = None) -> None:
+        """Raises FolderError."""
+        self._subject = subject
+        self._folder = folder
+        self._tokens = subject.tokens(num_tokens, 2)
+        self._hit_tokens = 0
+        self._cache = self._open()
+        self.figures: dict[str, float] = {"tokens": num_tokens}
+        """What is measured by now."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self._cache.stats().bytes_per_token
+
+    def measure(self) -> None:
+        """Times a cold prompt, next turns and moves of the state. Raises TimeUp; `figures` has what came before."""
+        figures, cache = self.figures, self._cache
+        figures["cold_ms"] = timed_ms(self._turn)
+        figures["live_ms"] = self._next_turn()
+        figures["paged_in_ms"] = self._next_turn(self._page_out)
+        # The first of each allocates.
+        moves = [(timed_ms(self._page_out), timed_ms(self._page_in)) for _ in range(3)][1:]
+        figures["page_out_ms"], figures["page_in_ms"] = map(min, zip(*moves, strict=True))
+        figures["megabytes"] = cache.ledger.live_bytes / 1e6
+        if self._folder is not None:
+            restarted = self._next_turn(self._restart, num_times=1)
+            # Not all of it is found, if it was not written in time.
+            if self._hit_tokens >= len(self._tokens) - 2 * NEW_TOKENS:
+                figures["restarted_ms"] = restarted
+
+    def close(self) -> None:
+        """Ends the threads of the disk tier."""
+        if self._cache.disk is not None:
+            self._cache.disk.tier.close()
+
+    def _open(self) -> PrefixCache:
+        disk = None
+        if self._folder is not None:
+            disk = DiskTier(DiskStore(self._folder, "bench"), budget_bytes=1 << 50)
+        cache = PrefixCache(
+            self._subject.runner.make_caches,
+            num_slots=1,
+            budget_bytes=1 << 50,
+            chunk_tokens=self._subject.chunk_tokens,
+            disk=disk,
+        )
+        sample = self._subject.runner.make_caches()
+        self._subject.runner.prefill(sample, self._tokens[:8])
+        cache.calibrate(sample)
+        return cache
+
+    def _page_out(self) -> None:
+        self._cache.pager.page_out(self._cache.slots[0], 0)
+
+    def _page_in(self) -> None:
+        # Recurrent state is restored only where a token follows.
+        self._begin(np.append(self._tokens, np.int32(0))).close()
+
+    def _begin(self, tokens: NDArray[np.int32]) -> Lease:
+        lease = self._cache.begin(tokens, expected_tokens=NEW_TOKENS)
+        assert lease is not None, "its only slot is free"
+        self._hit_tokens = lease.hit_tokens
+        return lease
+
+    def _next_turn(self, before: Callable[[], object] = lambda: None, num_times: int = 4) -> float:
+        """Returns the median milliseconds of turns after `before`, without the first of several: it may compile."""
+        times = []
+        for _ in range(num_times):
+            before()
+            self._tokens = np.concatenate([self._tokens, self._subject.tokens(NEW_TOKENS, len(self._tokens))])
+            times.append(timed_ms(self._turn))
+        return statistics.median(times[1:] or times)
+
+    def _restart(self) -> None:
+        self._cache.end(min(SAVE_SECONDS, max(self._subject.until - time.perf_counter(), 0.0)))
+        self._cache = self._open()
+
+    def _turn(self) -> None:
+        """Evaluates the conversation up to the first token of an answer."""
+        subject, lease, last = self._subject, self._begin(self._tokens), len(self._tokens) - 1
+        while lease.offset < last:
+            subject.check_time()
+            part = self._tokens[lease.offset : lease.chunk_stop(subject.chunk_tokens, last)]
+            subject.runner.prefill(lease.caches, part)
+            lease.advance(part)
+        row = subject.runner.make_row(lease.caches, SamplingParams(temperature=0), int(self._tokens[-1]))
+        launch(subject.runner, [row], None).tokens()
+        subject.runner.detach(row)
+        lease.append(int(self._tokens[-1]), is_evaluated=True)
+        lease.close()
+
+
+# ------------------------------------------------------------------------------------------------ all within a time
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One thing to measure."""
+
+    name: str
+    prompts: Sequence[int]
+    """Lengths of what is evaluated."""
+    context_tokens: int
+    held_tokens: int
+    """Whose state is in memory at once."""
+    act: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class BenchLimits:
+    """What measuring may take."""
+
+    until: float
+    """A reading of `time.perf_counter`."""
+    context_tokens: int
+    budget_bytes: int
+    folder: Path | None
+    """For state on disk; None for none."""
+
+
+@dataclass
+class BenchRows:
+    """What is measured by now, and why the rest is not."""
+
+    decode: list[dict[str, Any]] = field(default_factory=list)
+    prefill: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+class Bench:
+    """Measures what time, context and memory allow, the most telling first."""
+
+    def __init__(self, subject: Subject, limits: BenchLimits, rows: BenchRows) -> None:
+        """Adds to `rows`."""
+        self._subject = subject
+        self._limits = limits
+        self._cold: list[tuple[int, float]] = []
+        """Lengths of prompts, and the seconds that a token of each took."""
+        self._bytes_per_token = 0.0
+        self.rows = rows
+
+    def run(self) -> Iterator[str]:
+        """Measures; yields each measurement's name before it begins."""
+        yield "a quick first look"
+        try:
+            self._look()
+        except TimeUp:
+            self.rows.left_out.append("everything: no time was left once the model was loaded and tried")
+            return
+        chances = [(SHARE, one) for one in self._plan()]
+        for share, one in chances:
+            seconds = max(share * (self._limits.until - time.perf_counter()), 0.0)
+            expected, reason = sum(map(self._expected_seconds, one.prompts)), self._find_obstacle(one)
+            if reason is None and expected > seconds:
+                if share < 1:
+                    chances.append((1.0, one))
+                    continue
+                reason = f"its prompts alone would take {expected:.0f} s, and {seconds:.0f} s were left"
+            if reason is None:
+                yield one.name
+                reason = self._try(one, seconds)
+            if reason is not None:
+                self.rows.left_out.append(f"{one.name}: {reason}")
+
+    def _look(self) -> None:
+        """Learns how fast prompts are, and how large their state."""
+        self._subject.until = self._limits.until
+        num_tokens = max(min(LOOK_TOKENS, self._limits.context_tokens - GROWN_TOKENS), NEW_TOKENS)
+        for _ in range(2):  # the first may compile
+            with closing(MeasuredConversation(self._subject, num_tokens)) as talk:
+                talk.measure()
+                self._cold = [(num_tokens, talk.figures["cold_ms"] / num_tokens / 1e3)]
+                self._bytes_per_token = talk.bytes_per_token
+
+    def _expected_seconds(self, num_tokens: int) -> float:
+        """Returns what a prompt takes: a token's time is linear in those before it, as attention's is."""
+        (before, slower), (last, slowest) = self._cold[-2:] if len(self._cold) > 1 else 2 * self._cold
+        slope = max(slowest - slower, 0.0) / max(last - before, 1)
+        return num_tokens * (slowest + slope * max(num_tokens - last, 0))
+
+    def _plan(self) -> list[Measurement]:
+        equal, mixed = [[self._decoding(rows) for rows in group] for group in (DECODE_ROWS[:3], DECODE_ROWS[3:])]
+        turns = [self._turns(num_tokens) for num_tokens in TURN_TOKENS]
+        prefill = Measurement("prefill", (PREFILL_TOKENS[-1],) * len(CHUNKS), 0, 0, self._measure_prefill)
+        return [*equal, turns[0], prefill, mixed[0], turns[1], mixed[1], turns[2]]
+
+    def _decoding(self, lengths: tuple[int, ...]) -> Measurement:
+        longest = max(lengths)
+        held = 2 * sum(lengths) + len(lengths) * longest  # the prompts and ours, and the peer's padding
+        name, num_steps = f"decoding {rows_text(lengths)}", WARM_UP_STEPS + NUM_BLOCKS * BLOCK_STEPS
+        return Measurement(name, lengths, longest + num_steps, held, partial(self._decode, lengths))
+
+    def _turns(self, num_tokens: int) -> Measurement:
+        act, context_tokens = partial(self._measure_turns, num_tokens), num_tokens + GROWN_TOKENS
+        return Measurement(f"turns at {num_tokens} tokens", (num_tokens,), context_tokens, 2 * context_tokens, act)
+
+    def _find_obstacle(self, one: Measurement) -> str | None:
+        limits, held_bytes = self._limits, int(one.held_tokens * self._bytes_per_token)
+        if one.context_tokens > limits.context_tokens:
+            return f"longer than the context of {limits.context_tokens} tokens"
+        if held_bytes > limits.budget_bytes:
+            return f"takes {size_text(held_bytes)} of memory, and there is {size_text(limits.budget_bytes)}"
+        return None
+
+    def _try(self, one: Measurement, seconds: float) -> str | None:
+        """Returns why a measurement did not come to its end."""
+        self._subject.until = time.perf_counter() + seconds
+        try:
+            one.act()
+        except TimeUp:
+            return f"not done in the {seconds:.0f} s that it had"
+        except (RuntimeError, ValueError, OSError, FolderError) as error:  # of MLX, the peer, the disk
+            return brief(str(error), MAX_REASON)
+        return None
+
+    def _decode(self, lengths: tuple[int, ...]) -> None:
+        found = compare(self._subject, lengths, NUM_BLOCKS)
+        ours, peer = found.speeds
+        row = {"rows": rows_text(lengths), "mlx-serve": ours, "BatchGenerator": peer, "ratio": found.ratio}
+        self.rows.decode.append(row)
+
+    def _measure_prefill(self) -> None:
+        limit = PREFILL_SHARE * (self._subject.until - time.perf_counter())
+        fits = (num for num in PREFILL_TOKENS if len(CHUNKS) * self._expected_seconds(num) < limit)
+        num_tokens = min(next(fits, PREFILL_TOKENS[-1]), self._limits.context_tokens)
+        for chunk in (chunk for chunk in CHUNKS if chunk <= num_tokens):
+            speed = prefill_speed(self._subject, num_tokens, chunk)
+            self.rows.prefill.append({"chunk": chunk, "prompt": num_tokens, "tokens_per_second": speed})
+
+    def _measure_turns(self, num_tokens: int) -> None:
+        folder = self._limits.folder
+        if folder is not None:
+            folder /= str(num_tokens)
+            if shutil.disk_usage(folder.parent).free < 2 * num_tokens * self._bytes_per_token:
+                folder = None
+        with closing(MeasuredConversation(self._subject, num_tokens, folder)) as talk:
+            try:
+                talk.measure()
+            finally:
+                if "live_ms" in talk.figures:
+                    self.rows.turns.append(talk.figures)
+                    self._cold.append((num_tokens, talk.figures["cold_ms"] / num_tokens / 1e3))
+
+
+def rows_text(lengths: Sequence[int]) -> str:
+    """Returns lengths such as `4000 + 3 × 100`."""
+    texts = [f"{lengths.count(length)} × {length}" for length in dict.fromkeys(lengths)]
+    return texts[0] if len(texts) == 1 else " + ".join(text.removeprefix("1 × ") for text in texts)

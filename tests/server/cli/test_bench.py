@@ -1,0 +1,137 @@
+"""`mlx-serve bench` as a person meets it, and what it says of MLX's kernels."""
+
+import json
+import os
+import signal
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server import measure
+from server.app import memory_budget
+from server.app.memory_budget import Claim
+from server.cli import bench
+from server.cli.bench import BenchResult, tensor_kernels
+from server.cli.main import execute
+from server.measure import Bench, BenchRows
+
+USUAL = b"\x00NAME\x20\x00steel_gemm_fused_nn_float16_float16_bm64\x00affine_qmm_t_float16_gs_64_b_4\x00"
+TENSOR = (
+    USUAL + b"steel_gemm_fused_nax_nn_float16\x00affine_qmm_t_nax_float16_t_gs_64\x00steel_gemm_gather_nax_nt_\x00"
+)
+
+
+@pytest.mark.parametrize(
+    ("library", "architecture", "macos", "said"),
+    [
+        (TENSOR, "applegpu_g17s", "26.2", "with those for this chip's matrix units"),
+        (TENSOR, "applegpu_g18p", "27.0", "with those for this chip's matrix units"),
+        (TENSOR, "applegpu_g17s", "26.1", "need macOS 26.2 and not 26.1"),
+        (TENSOR, "applegpu_g17p", "26.2", "with those for M5, which this chip (applegpu_g17p) does not use"),
+        (TENSOR, "applegpu_g13g", "15.5", "with those for M5, which this chip"),
+        (TENSOR, "unknown", "15.5", "with those for M5, which this chip"),
+        (USUAL, "applegpu_g16s", "26.2", "without those for M5, which this chip"),
+        (USUAL, "applegpu_g17g", "26.2", "MISSING: those for this chip's matrix units"),
+        (TENSOR.replace(b"qmm_t_nax", b"qmm_t_"), "applegpu_g17g", "26.2", "MISSING: quantized products for"),
+        (b"arange_float32", "applegpu_g17g", "26.2", "not known: this MLX compiles them"),
+    ],
+)
+def test_it_says_whether_mlx_has_the_kernels_of_the_chip(
+    library: bytes, architecture: str, macos: str, said: str
+) -> None:
+    assert said in tensor_kernels(library, architecture, macos)
+
+
+def test_a_metallib_that_is_not_there_is_said(tmp_path: Path) -> None:
+    assert "mlx.metallib cannot be read" in bench._installed_kernels("applegpu_g17s", tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mlx.metallib").write_bytes(USUAL)
+    assert bench._installed_kernels("applegpu_g17s", tmp_path).startswith("MISSING")
+
+
+ROWS = BenchRows(
+    decode=[{"rows": "1 × 500", "mlx-serve": 113.4, "BatchGenerator": 12_345.6, "ratio": 0.974}],
+    turns=[{"tokens": 2000, "cold_ms": 2631.0}, {"tokens": 8000, "cold_ms": 26310.0, "restarted_ms": 3.456}],
+    left_out=["prefill: no time"],
+)
+
+
+def test_a_terminal_gets_columns_and_markdown_tables() -> None:
+    result = BenchResult({"chip": "M4", "mlx": "0.32.4"}, ROWS, 65.4)
+    text = result.as_text()
+    assert text.startswith("chip       M4\nmlx        0.32.4\n\n")
+    assert "\nrows      mlx-serve   BatchGenerator   ratio\n1 × 500         113           12 346    0.97\n" in text
+    assert (
+        "\ntokens   cold ms   restarted ms\n2 000      2 631              -\n8 000     26 310           3.46\n"
+        in text
+    )
+    assert "Prefill" not in text and "\n\nLeft out: prefill: no time.\nTook 65 s.\n\nTo send it" in text
+    markdown = result.as_markdown()
+    assert markdown.startswith("chip M4, mlx 0.32.4\n\n") and "| 2 000  |   2 631 |            - |" in markdown
+    assert "To send it" not in markdown
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Keeps other servers of this machine out of sight; returns the only folder that is written to."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("MLX_SERVE_CACHE_DIR", str(tmp_path / "cache" / "below"))
+    monkeypatch.setattr(measure, "DECODE_ROWS", ((5,), (5,) * 2, (5,) * 3, (9, 5), (9, 8, 7)))
+    monkeypatch.setattr(measure, "TURN_TOKENS", (100, 200, 10**6))
+    monkeypatch.setattr(measure, "CHUNKS", (16, 32))
+    monkeypatch.setattr(measure, "PREFILL_TOKENS", (32,))
+    monkeypatch.setattr(measure, "LOOK_TOKENS", 50)
+    monkeypatch.setattr(measure, "NUM_BLOCKS", 1)
+    return tmp_path
+
+
+def test_it_measures_a_model_prints_json_and_leaves_nothing(capsys: pytest.CaptureFixture[str], alone: Path) -> None:
+    assert execute(["bench", "demo", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["machine"]["mlx-serve"] == version("mlx-serve") and told["machine"]["model"].startswith(
+        "demo, 2 mill"
+    )
+    planned = 5 + 1 + 3
+    turns, left_out = told["turns"], told["left_out"]
+    assert len(told["decode"]) + bool(told["prefill"]) + len(turns) + len(left_out) == planned
+    assert turns and "restarted_ms" in turns[0] and not told["is_stopped"]
+    assert list(alone.iterdir()) == []
+
+
+def test_ctrl_c_ends_it_with_what_it_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, alone: Path
+) -> None:
+    turns = Bench._measure_turns
+
+    def interrupted(self: Bench, num_tokens: int) -> None:
+        turns(self, num_tokens)
+        if self.rows.prefill:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Bench, "_measure_turns", interrupted)
+    assert execute(["bench", "demo", "--json"]) == 130
+    told = json.loads(capsys.readouterr().out)
+    assert told["is_stopped"] and len(told["decode"]) == 4 and [row["tokens"] for row in told["turns"]] == [100, 200]
+    assert list(alone.iterdir()) == []
+
+
+def test_a_running_server_is_not_measured_beside_unless_that_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = Claim(os.getpid(), "qwen3:8b", 5, "http://127.0.0.1:1")
+    own, _ = memory_budget.take(memory_budget.runtime_folder(os.environ), claim)
+    monkeypatch.setattr(bench, "LIMIT_SECONDS", 0)
+    try:
+        assert execute(["bench", "demo"]) == 1
+        assert "a server of yours is running (qwen3:8b, process" in capsys.readouterr().err
+        assert execute(["bench", "demo", "--force"]) == 0
+        shown: Any = capsys.readouterr().out
+        assert "beside     a server of yours is running (qwen3:8b" in shown and "Left out: everything" in shown
+    finally:
+        own.close()
+
+
+def test_only_one_way_to_print() -> None:
+    assert execute(["bench", "demo", "--json", "--markdown"]) == 2
