@@ -460,7 +460,7 @@ class Bench:
 
     def _decoding(self, lengths: tuple[int, ...]) -> Measurement:
         longest = max(lengths)
-        held = 2 * sum(lengths) + len(lengths) * longest  # the prompts and ours, and the peer's padding
+        held = 3 * sum(lengths) + len(lengths) * longest  # a copy for each side, and the peer's padded batch
         name, num_steps = f"decoding {rows_text(lengths)}", WARM_UP_STEPS + NUM_BLOCKS * BLOCK_STEPS
         return Measurement(name, lengths, longest + num_steps, held, partial(self._decode, lengths))
 
@@ -482,7 +482,7 @@ class Bench:
         try:
             one.act()
         except TimeUp:
-            return f"not done in the {seconds:.0f} s that it had"
+            return f"stopped after the {seconds:.0f} s that it had"
         except (RuntimeError, ValueError, OSError, FolderError) as error:  # of MLX, the peer, the disk
             return brief(str(error), MAX_REASON)
         return None
@@ -502,11 +502,9 @@ class Bench:
             self.rows.prefill.append({"chunk": chunk, "prompt": num_tokens, "tokens_per_second": speed})
 
     def _measure_turns(self, num_tokens: int) -> None:
-        folder = self._limits.folder
-        if folder is not None:
-            folder /= str(num_tokens)
-            if shutil.disk_usage(folder.parent).free < 2 * num_tokens * self._bytes_per_token:
-                folder = None
+        parent, folder = self._limits.folder, None
+        if parent is not None and shutil.disk_usage(parent).free > 2 * num_tokens * self._bytes_per_token:
+            folder = parent / str(num_tokens)
         with closing(MeasuredConversation(self._subject, num_tokens, folder)) as talk:
             try:
                 talk.measure()
@@ -514,6 +512,9 @@ class Bench:
                 if "live_ms" in talk.figures:
                     self.rows.turns.append(talk.figures)
                     self._cold.append((num_tokens, talk.figures["cold_ms"] / num_tokens / 1e3))
+        if "restarted_ms" not in talk.figures:
+            reason = "no folder or no space on the disk" if folder is None else f"not written in {SAVE_SECONDS:.0f} s"
+            self.rows.left_out.append(f"restart at {num_tokens} tokens: {reason}")
 
 
 def rows_text(lengths: Sequence[int]) -> str:

@@ -214,27 +214,25 @@ class BenchResult:
     def as_text(self) -> str:
         """Returns tables for a terminal."""
         facts = "\n".join(f"{name:<9}  {told}" for name, told in self.facts.items())
-        plain = ([head, *rows] for head, _, *rows in self._tables())
-        tables = ["\n".join(line.strip("| ").replace(" | ", "   ") for line in lines) for lines in plain]
-        titled = [f"{title}\n{table}" for title, table in zip(self._titles(), tables, strict=True)]
-        return "\n\n".join([facts, *titled, self._notes(), SEND])
+        tables = (
+            "\n".join([title, *(line.strip("| ").replace(" | ", "   ") for line in [lines[0], *lines[2:]])])
+            for title, lines in self._tables()
+        )
+        return "\n\n".join([facts, *tables, self._notes(), SEND])
 
     def as_markdown(self) -> str:
         """Returns the same for a page."""
         facts = ", ".join(f"{name} {told}" for name, told in self.facts.items())
-        titled = [
-            f"{title}:\n\n" + "\n".join(lines) for title, lines in zip(self._titles(), self._tables(), strict=True)
-        ]
-        return "\n\n".join([facts, *titled, self._notes()])
+        tables = ("\n".join([f"{title}:", "", *lines]) for title, lines in self._tables())
+        return "\n\n".join([facts, *tables, self._notes()])
 
-    def _titles(self) -> list[str]:
-        return [title for name, title in TITLES.items() if getattr(self.rows, name)]
-
-    def _tables(self) -> Iterator[list[str]]:
-        for found in filter(None, (getattr(self.rows, name) for name in TITLES)):
-            columns = list(dict.fromkeys(key for row in found for key in row))
-            rows = [[_cell(row.get(key)) for key in columns] for row in found]
-            yield markdown_table([column.replace("_", " ") for column in columns], rows)
+    def _tables(self) -> Iterator[tuple[str, list[str]]]:
+        """Yields titles, and the lines of Markdown tables."""
+        for name, title in TITLES.items():
+            if found := getattr(self.rows, name):
+                columns = list(dict.fromkeys(key for row in found for key in row))
+                rows = [[_cell(row.get(key)) for key in columns] for row in found]
+                yield title, markdown_table([column.replace("_", " ") for column in columns], rows)
 
     def _notes(self) -> str:
         ended = f"Stopped by Ctrl-C after {self.seconds:.0f} s." if self.is_stopped else f"Took {self.seconds:.0f} s."
