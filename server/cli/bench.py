@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,7 +54,8 @@ def bench(
     others = running(runtime_folder(os.environ))
     if others and not is_forced:
         raise StartError(f"{_beside(others)}, which would distort the figures: stop it, or say --force")
-    with loading(settle(config.models[0])) as fast_blas:
+    config = replace(config, models=(settle(config.models[0]),))
+    with loading(config.models[0]) as fast_blas:
         from server.measure import BenchRows
     result = BenchResult(machine(), BenchRows())
     if platform.system() == "Linux":
@@ -89,9 +90,10 @@ def _measure(config: ServerConfig, result: "BenchResult", until: float) -> None:
         task = progress.add_task("loading the model", total=LIMIT_SECONDS)
         with interruptible():
             service = open_service(config, running(runtime_folder(os.environ)))
-            runner = Runner(service.loaded.model, vocab_size=service.loaded.vocab_size)
+            loaded = service.loaded
+            runner = Runner(loaded.model, vocab_size=loaded.vocab_size, adapters=loaded.adapters)
         result.facts |= _model_facts(service)
-        subject = Subject(service.loaded.model, runner, service.loaded.vocab_size, config.chunk_tokens)
+        subject = Subject(loaded.model, runner, loaded.vocab_size, config.chunk_tokens)
         with _scratch_folder(config) as folder:
             context_tokens, budget_bytes = service.model.context_tokens, service.memory.budget_bytes
             limits = BenchLimits(until, context_tokens, budget_bytes, folder)
