@@ -18,6 +18,8 @@ from pathlib import Path
 
 ASIDE = -1
 """Owner of memory without a slot."""
+UNBOUNDED_BYTES = 1 << 62
+"""More than any machine has."""
 
 
 class Ledger:

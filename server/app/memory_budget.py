@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cache.budget import UNBOUNDED_BYTES
 from models.short_names import size_text
 
 logger = logging.getLogger(__name__)
@@ -83,9 +84,12 @@ def comfortable_weights_bytes(machine: Machine) -> int:
     return int(usable_bytes(machine) * WEIGHTS_SHARE)
 
 
-def choose_budget_bytes(machine: Machine, weights_bytes: int, others_bytes: int = 0) -> int:
-    """Returns the default for state, beside the claims of others."""
-    return max(usable_bytes(machine) - others_bytes - weights_bytes, SMALLEST_BUDGET_BYTES)
+def choose_budget_bytes(
+    machine: Machine, weights_bytes: int, others_bytes: int = 0, useful_bytes: int = UNBOUNDED_BYTES
+) -> int:
+    """Returns the default for state, beside the claims of others: at most `useful_bytes`, a full context per slot."""
+    left_bytes = min(usable_bytes(machine) - others_bytes - weights_bytes, useful_bytes)
+    return max(left_bytes, SMALLEST_BUDGET_BYTES)
 
 
 def find_excess(plan: MemoryPlan) -> str | None:

@@ -14,6 +14,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from cache.budget import UNBOUNDED_BYTES
+from cache.layers.layout import Layout, SequenceSizes
 from models import weights
 from models.adapter import parse_adapter
 from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError
@@ -22,7 +24,7 @@ from models.inference.grammar import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, read_config, release
-from models.mlx_lm_import import get_total_parameters
+from models.mlx_lm_import import get_total_parameters, make_prompt_cache
 from models.names import BUILT_IN, find_stored, identity_of, resolve, shorten, suggest_smaller
 from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
@@ -31,7 +33,7 @@ from models.short_names import size_text
 from server.app import memory_budget
 from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, MemoryPlan, read_machine
-from server.engine.engine import Engine, EngineConfig, KeptState
+from server.engine.engine import CALIBRATION_TOKENS, Engine, EngineConfig, KeptState
 from server.pool.catalog import stored_source
 from server.pool.errors import ModelTooLarge
 from server.pool.loader import Around
@@ -93,7 +95,7 @@ def open_service(
     )
     loaded = load(path, source.id, max_float32_bytes=float32_bytes, tell=tell)
     loaded = _with_adapters(loaded, config, tell)
-    plan = _plan(config, machine, _weights_bytes(loaded), others_bytes)
+    plan = _plan(config, machine, loaded, others_bytes)
     _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
     engine, opened = _opened(loaded, config, plan.weights_bytes, plan.budget_bytes)
     return Service(
@@ -184,16 +186,34 @@ def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
     raise StartError(f"the weights of {name} take {size_text(weights_bytes)}, and {room}{advice}")
 
 
-def _plan(config: ServerConfig, machine: Machine, weights_bytes: int, others_bytes: int) -> MemoryPlan:
-    budget_bytes = config.cache_memory_bytes
+def _plan(config: ServerConfig, machine: Machine, loaded: LoadedModel, others_bytes: int) -> MemoryPlan:
+    budget_bytes, weights_bytes = config.cache_memory_bytes, _weights_bytes(loaded)
     if budget_bytes is None:
-        budget_bytes = memory_budget.choose_budget_bytes(machine, weights_bytes, others_bytes)
+        useful_bytes = _useful_bytes(loaded, config)
+        budget_bytes = memory_budget.choose_budget_bytes(machine, weights_bytes, others_bytes, useful_bytes)
     plan = MemoryPlan(machine.memory_bytes, weights_bytes, budget_bytes, others_bytes)
     excess = memory_budget.find_excess(plan)
     if excess is not None:
         fits = size_text(memory_budget.choose_budget_bytes(machine, weights_bytes))
-        raise StartError(f"{excess}; {fits} is what --cache-memory would be by default")
+        raise StartError(f"{excess}; --cache-memory may be {fits}")
     return plan
+
+
+def _context_tokens(loaded: LoadedModel, config: ServerConfig) -> int:
+    return min(config.context_tokens or loaded.context_tokens, loaded.context_tokens)
+
+
+def _useful_bytes(loaded: LoadedModel, config: ServerConfig) -> int:
+    """Returns the most for state that is of use by default: a full context in each slot."""
+    if config.cache_memory_bytes is not None:
+        return UNBOUNDED_BYTES
+    caches = make_prompt_cache(loaded.model)
+    sizes = SequenceSizes(Layout(caches), config.chunk_tokens)
+    # Nothing is computed: the shapes of what the model would keep of a few tokens say enough.
+    loaded.model(mx.zeros((1, CALIBRATION_TOKENS), mx.int32), cache=caches)
+    sizes.calibrate(caches)
+    useful_bytes = config.slots * sizes.bytes_for(_context_tokens(loaded, config))
+    return max(useful_bytes, memory_budget.SMALLEST_BUDGET_BYTES)
 
 
 def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel) -> EngineConfig:
@@ -264,11 +284,14 @@ def _opened(
     engine = Engine.for_model(loaded, _engine_config(config, budget_bytes, served), kept)
     adapters = () if loaded.adapters is None else loaded.adapters.adapters
     variants = {adapter.name: served.variant(adapter) for adapter in adapters}
-    return engine, OpenedModel(served, engine, weights_bytes, partial(_release, loaded), variants)
+    release_weights = partial(_release, loaded)
+    return engine, OpenedModel(
+        served, engine, weights_bytes, release_weights, variants, _useful_bytes(loaded, config)
+    )
 
 
 def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) -> ServedModel:
-    context_tokens = min(config.context_tokens or loaded.context_tokens, loaded.context_tokens)
+    context_tokens = _context_tokens(loaded, config)
     renderer = ChatRenderer(_template_owner(loaded), max_tokens=context_tokens - 1)
     served = ServedModel(
         id=loaded.name,

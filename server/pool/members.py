@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cache.budget import UNBOUNDED_BYTES
 from server.engine.engine import KeptState
 from server.engine.request import EngineStopped, QueueFull
 from server.pool.memory import IDLE_SECONDS, ModelUse, PoolMemory, divide, due_bytes
@@ -50,6 +51,8 @@ class OpenedModel:
     """Releases the weights of an ended engine. For any thread."""
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
     """The model with each adapter, by the adapter's name."""
+    useful_bytes: int = UNBOUNDED_BYTES
+    """The most that a budget for state is to be."""
 
     def served(self, adapter: str | None) -> ServedModel | None:
         """Returns the model, or its variant with an adapter."""
@@ -111,6 +114,7 @@ class Member:
             self.last_used,
             self.opened.weights_bytes,
             max(cache.stored_bytes + cache.live_bytes + moving_bytes, 1),  # a budget is never 0
+            self.opened.useful_bytes,
             self.is_busy,
             is_in_use=not self.is_leaving and (self.is_busy or now - self.last_used < IDLE_SECONDS),
             is_loaded=not self.is_leaving,
@@ -199,7 +203,7 @@ class Budgets:
 
     def has_due(self, member: Member) -> bool:
         """Whether a model has, and is to keep, its due budget."""
-        return min(member.budget_bytes, member.planned_bytes) >= self._due_bytes
+        return min(member.budget_bytes, member.planned_bytes) >= min(self._due_bytes, member.opened.useful_bytes)
 
     def plan(self) -> dict[str, int]:
         """Returns the budgets with the joining model, without the leaving ones."""

@@ -7,6 +7,7 @@ model left. Sizes are bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cache.budget import UNBOUNDED_BYTES
 from models.short_names import size_text
 from server.pool.errors import ModelTooLarge
 from server.pool.names import Alias
@@ -66,6 +67,8 @@ class ModelUse:
     weights_bytes: int = 0
     used_bytes: int = 0
     """A budget that holds all of the model's state."""
+    useful_bytes: int = UNBOUNDED_BYTES
+    """The model can use no more."""
     is_busy: bool = False
     """Requests hold the model."""
     is_in_use: bool = False
@@ -85,7 +88,7 @@ def _unloaded_floor(total_bytes: int, models: Sequence[ModelUse]) -> int:
 
 
 def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
-    """Returns the budget for state of each model, in sum at most `total_bytes`.
+    """Returns the budget for state of each model, in sum at most `total_bytes`, each at most its `useful_bytes`.
 
     Each model in use gets what it is due, each other model what it uses up to its floor. Then, as far as there is
     memory: models in use get what they use, and some to grow; the others what they use, and what they are due if
@@ -105,12 +108,14 @@ def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
     ]
     budgets, left_bytes = dict.fromkeys((one.id for one in (*in_use, *idle)), 0), total_bytes
     for one, wanted_bytes in claims:
-        given_bytes = max(min(wanted_bytes - budgets[one.id], left_bytes), 0)
+        given_bytes = max(min(min(wanted_bytes, one.useful_bytes) - budgets[one.id], left_bytes), 0)
         budgets[one.id] += given_bytes
         left_bytes -= given_bytes
     growing = in_use or [one for one in idle if one.is_loaded]
-    for one in growing:
-        budgets[one.id] += left_bytes // len(growing)
+    for number, one in enumerate(sorted(growing, key=lambda one: one.useful_bytes - budgets[one.id])):
+        given_bytes = min(left_bytes // (len(growing) - number), one.useful_bytes - budgets[one.id])
+        budgets[one.id] += given_bytes
+        left_bytes -= given_bytes
     return budgets
 
 
@@ -147,7 +152,7 @@ def choose_to_unload(
 class PoolSettings:
     """What may be loaded, and for how long it stays."""
 
-    memory: PoolMemory = field(default_factory=lambda: PoolMemory(1 << 62))
+    memory: PoolMemory = field(default_factory=lambda: PoolMemory(UNBOUNDED_BYTES))
     max_models: int | None = None
     """None: as many as fit."""
     keep_alive_seconds: float | None = None

@@ -44,7 +44,7 @@ class ModelPool(Loader):
         state_bytes = settings.memory.for_state([one.weights_bytes for one in opened]) // max(len(opened), 1)
         for one in opened:
             source = catalog.find(one.model.id) or ModelSource(one.model.id, Path())
-            self.loaded[source.id] = Member(source, one, state_bytes, clock())
+            self.loaded[source.id] = Member(source, one, min(state_bytes, one.useful_bytes), clock())
         self.budgets.plan()
 
     @classmethod

@@ -72,6 +72,12 @@ def test_others_leave_less() -> None:
     assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, 50 * GIB) == SMALLEST_BUDGET_BYTES
 
 
+def test_a_budget_is_at_most_what_is_of_use_and_never_too_small_for_a_conversation() -> None:
+    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, useful_bytes=GIB) == GIB
+    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, 7 * GIB, useful_bytes=2 * GIB) == GIB
+    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, useful_bytes=1000) == SMALLEST_BUDGET_BYTES
+
+
 def test_a_plan_fits_the_machine_or_says_why_not() -> None:
     assert find_excess(MemoryPlan(16 * GIB, 4 * GIB, 12 * GIB, 10 * GIB)) is None
     assert MemoryPlan(16 * GIB, 4 * GIB, 12 * GIB, 10 * GIB).rest_bytes == -10 * GIB

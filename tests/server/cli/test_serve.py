@@ -411,17 +411,32 @@ def test_weights_that_the_machine_cannot_hold_are_refused_with_a_smaller_model_n
 
 def test_a_budget_beyond_the_machine_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(8 * GB))
-    with pytest.raises(StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; 6.0 GB is"):
+    with pytest.raises(StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; .* 6.0 GB"):
         open_service(ServerConfig(models=(str(folder),), cache_memory_bytes=8 * GB))
 
 
 def test_the_budget_leaves_what_others_have_claimed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(8 * GB))
+    monkeypatch.setattr("server.app.service._useful_bytes", lambda loaded, config: 100 * GB)
     config = ServerConfig(models=(str(folder),))
     alone = open_service(config).memory
     beside = open_service(config, [Claim(1, "a", 2 * GB, ""), Claim(2, "b", GB, "")]).memory
     assert alone.budget_bytes - beside.budget_bytes == 3 * GB
     assert alone.rest_bytes == beside.rest_bytes == 2 * GB
+
+
+def test_a_budget_is_no_more_than_a_full_context_in_each_slot() -> None:
+    few = open_service(ServerConfig(models=("demo",), slots=4))
+    more = open_service(ServerConfig(models=("demo",), slots=8))
+    context_tokens = few.model.context_tokens
+    per_token = more.memory.budget_bytes / 8 / context_tokens
+    assert few.memory.budget_bytes == 4 * context_tokens * per_token == few.opened.useful_bytes
+    assert open_service(ServerConfig(models=("demo",), cache_memory_bytes=4 * GB)).memory.budget_bytes == 4 * GB
+    more.engine.start()
+    try:
+        assert more.engine.stats().cache.bytes_per_token == per_token, "the shapes told another size"
+    finally:
+        more.engine.stop()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -66,6 +66,8 @@ class LedgerOpener(FakeOpener):
     """Opens models whose engines keep to one account."""
 
     memory: PoolMemory = field(default_factory=lambda: PoolMemory(1 << 40, TOTAL))
+    useful: dict[str, int] = field(default_factory=dict)
+    """In bytes by id; what is not there can use everything."""
     ledgers: Ledgers = field(default_factory=lambda: Ledgers(TOTAL))
 
     def open(self, source: ModelSource, around: Around, tell: Any) -> OpenedModel:
@@ -74,7 +76,8 @@ class LedgerOpener(FakeOpener):
         engine.name, engine.ledgers = source.id, self.ledgers
         self.ledgers.change(source.id, around.budget_bytes)
         self.engines[source.id] = engine
-        return OpenedModel(opened.model, engine, opened.weights_bytes, lambda: self.ledgers.budgets.pop(source.id))
+        opened = replace(opened, engine=engine, release=lambda: self.ledgers.budgets.pop(source.id))
+        return replace(opened, useful_bytes=self.useful.get(source.id, opened.useful_bytes))
 
 
 @dataclass
@@ -144,6 +147,21 @@ def test_a_model_that_is_short_grows_while_the_other_is_idle_which_gets_its_due_
         assert (world.budget("a"), world.budget("b")) == (2000, 2000)
         assert world.engine("b").stored_bytes == 2000 * UNIT
         assert world.engine("a").stored_bytes == 100 * UNIT
+
+    run(test)
+
+
+def test_a_model_that_can_use_little_leaves_the_rest_to_others_and_is_asked_without_a_wait() -> None:
+    world = World(LedgerOpener(useful={"a": 500 * UNIT}))
+
+    async def test() -> None:
+        (await world.hold("a")).close()
+        (await world.hold("b")).close()
+        await world.settled()
+        assert (world.budget("a"), world.budget("b")) == (500, 3500)
+        hold = world.pool.try_hold(world.pool.models["a"])
+        assert hold is not None, "its due is more than it can use"
+        hold.close()
 
     run(test)
 

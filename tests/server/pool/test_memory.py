@@ -1,5 +1,7 @@
 """What fits beside what, who is unloaded for whom, and how the rest is divided."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,6 +108,18 @@ def test_a_model_in_use_gets_what_idle_ones_do_not_use() -> None:
     assert divide(1000, [in_use("a", 400), idle("b", 100)]) == {"a": 525, "b": 475}
     assert divide(1000, [in_use("a", 525), idle("b", 100)]) == {"a": 650, "b": 350}
     assert divide(1000, [in_use("a", 900), idle("b", 100)]) == {"a": 900, "b": 100}
+
+
+def test_no_model_gets_more_than_it_can_use_and_others_get_the_rest() -> None:
+    small = replace(in_use("a", 0), useful_bytes=100)
+    assert divide(1000, [small]) == {"a": 100}
+    assert divide(1000, [small, in_use("b", 0)]) == {"a": 100, "b": 900}
+    assert divide(1000, [in_use("b", 0), replace(small, useful_bytes=600), in_use("c", 0)]) == {
+        "a": 333,
+        "b": 333,
+        "c": 334,
+    }
+    assert divide(1000, [replace(idle("a", 300), useful_bytes=300)]) == {"a": 300}
 
 
 def test_an_idle_model_is_cut_for_one_in_use_that_grows_down_to_a_floor_the_longest_idle_first() -> None:
