@@ -140,7 +140,7 @@ def build_request(
     return GenerationRequest(
         request_id=incoming.request_id,
         tokens=prompt.tokens,
-        max_tokens=_fitting_max_tokens(len(prompt.tokens), params, model, incoming.http),
+        max_tokens=_fitting_max_tokens(len(prompt.tokens), params, model, incoming),
         sampling=params.sampling,
         stop=params.stop or model.defaults.stop,
         stop_token_ids=params.stop_token_ids,
@@ -167,8 +167,18 @@ def _call_markers(model: ServedModel) -> CallMarkers | None:
     return CallMarkers(syntax.start, syntax.end)
 
 
-def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: ServedModel, http: Request) -> int:
-    """Raises ApiError for a prompt that leaves no space."""
+MOST_TOKENS = 1_000_000
+"""More than any client asks for by default: a limit above this, and above the context, is a mistake."""
+_NAMES_OF_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "n_predict")
+
+
+def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: ServedModel, incoming: Incoming) -> int:
+    """Raises ApiError for a prompt that leaves no space, and for a limit far beyond the context."""
+    asked = params.max_tokens or 0
+    if asked > max(MOST_TOKENS, model.context_tokens):
+        named = (name for name in _NAMES_OF_LIMITS if incoming.fields.get(name) == asked)
+        why = f"is far beyond this model's context of {model.context_tokens} tokens; leave it out for as many as fit"
+        raise wrong(next(named, "options.num_predict"), f"{str(asked)[:40]} {why}")
     if num_prompt == 0:
         raise wrong(params.prompt_param, "the prompt is empty", Code.EMPTY_PROMPT)
     num_left = model.context_tokens - num_prompt
@@ -176,7 +186,7 @@ def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: Served
         raise context_exceeded(num_prompt, model.context_tokens - 1, params.prompt_param)
     wanted = model.defaults.max_tokens if params.max_tokens is None else params.max_tokens
     if wanted is None:
-        wanted = context_of(http).config.default_max_tokens or num_left
+        wanted = context_of(incoming.http).config.default_max_tokens or num_left
     return min(wanted, num_left)
 
 

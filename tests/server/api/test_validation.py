@@ -360,7 +360,7 @@ def test_what_the_template_says_is_told(client: TestClient) -> None:
         {"temperature": 2},
         {"seed": -1},
         {"seed": 2**63 - 1},
-        {"max_tokens": 10**30},
+        {"max_tokens": 1_000_000},
         {"logit_bias": {"0": -100, str(VOCAB_SIZE - 1): 100}},
         {"logit_bias": {}},
         {"stop": []},
@@ -482,6 +482,35 @@ def test_max_tokens_is_clipped_to_what_the_context_leaves(
 ) -> None:
     post(client, TEXT, **fields)
     assert engine.requests[0].max_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (TEXT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        ("/v1/messages", "max_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+        ("/completion", "n_predict"),
+        ("/api/chat", "options.num_predict"),
+    ],
+)
+def test_max_tokens_far_beyond_the_context_are_refused(
+    client: TestClient, engine: FakeEngine, path: str, field: str
+) -> None:
+    prompt = {"prompt": "a"} if path in (TEXT, "/completion") else {"messages": [{"role": "user", "content": "a"}]}
+    prompt = {"input": "a"} if field == "max_output_tokens" else prompt
+
+    def told(limit: int) -> str:
+        limits: dict[str, Any] = {"options": {"num_predict": limit}} if "." in field else {field: limit}
+        answer = client.post(path, json={"model": "tiny", **prompt, **limits})
+        assert answer.status_code == (200 if limit == 1_000_000 else 400)
+        return answer.text
+
+    told(1_000_000)
+    for limit in (10**12, 10**400):
+        assert f"{field}: 10000" in told(limit) and "this model's context of 200 tokens" in told(limit)
+    assert len(engine.requests) == 1
 
 
 @pytest.mark.parametrize(
