@@ -9,7 +9,6 @@ import hashlib
 import platform
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +21,12 @@ ADVICE = "install mlx-serve into an environment of its own"
 def main() -> NoReturn:
     """Runs the command that the process was started with, and ends the process."""
     try:
+        if sys.argv[1:] == ["--version"]:
+            # All that this needs, before anything else is imported.
+            from importlib.metadata import version
+
+            sys.stdout.write(f"mlx-serve {version(DISTRIBUTION)}\n")
+            sys.exit()
         problem = find_problem(Path(__file__).resolve().parent)
         if problem is not None:
             sys.exit(f"mlx-serve: {problem}; {ADVICE}")
@@ -79,14 +84,18 @@ def find_problem(root: Path) -> str | None:
 
 def changed_files(root: Path) -> Iterator[str]:
     """Yields the files of our packages that are not as they were installed; none for a checkout."""
-    for own in metadata.distributions(name=DISTRIBUTION, path=[str(root)]):
-        for file in own.files or ():
-            if file.parts[0] in PACKAGES and file.hash is not None and file.hash.value != _digest(root / file):
-                yield str(file)
+    for record in root.glob(f"{DISTRIBUTION.replace('-', '_')}-*.dist-info/RECORD"):
+        for line in record.read_text(encoding="utf-8").splitlines():
+            name, _, rest = line.partition(",")
+            digest = rest.partition(",")[0].removeprefix("sha256=")
+            if name.partition("/")[0] in PACKAGES and digest and digest != _digest(root / name):
+                yield name
 
 
 def other_owner(root: Path, name: str) -> str | None:
     """Returns another distribution in `root` that has the file `name`."""
+    from importlib import metadata
+
     for distribution in metadata.distributions(path=[str(root)]):
         title = distribution.metadata["Name"]
         if title != DISTRIBUTION and any(str(file) == name for file in distribution.files or ()):

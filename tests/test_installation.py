@@ -64,6 +64,12 @@ def test_its_own_packages_are_run(site: Path) -> None:
     assert (result.stdout, result.stderr) == ("runs\n", "")
 
 
+def test_the_version_is_said_before_any_package_is_looked_at(site: Path) -> None:
+    (site / "server" / "cli" / "main.py").write_text("raise SystemExit('imported for nothing')\n")
+    result = start(site, run=("-c", "import sys, mlx_serve; sys.argv[1:] = ['--version']; mlx_serve.main()"))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "mlx-serve 1.0\n", "")
+
+
 def test_it_runs_as_a_module_too(site: Path) -> None:
     assert start(site, run=("-m", "mlx_serve")).stdout == "runs\n"
 

@@ -1,5 +1,7 @@
-"""A running server, asked by a command over one connection: `ps`, `stop`, `doctor`, and where a model is loaded."""
+"""A running server, asked by a command: `ps`, `stop`, `doctor`, and where a model is loaded."""
 
+import contextlib
+import http.client
 import json
 import logging
 import math
@@ -9,8 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode, urlsplit
 
-import httpx2
 import typer
 
 from models.names import parse_repository
@@ -49,42 +51,51 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 
 class AskedServer:
-    """A connection to the server at an address."""
+    """The server at an address, asked by Python's own client, whose import is quick."""
 
     def __init__(self, url: str, api_key: str | None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.url = url.rstrip("/")
-        self._client = httpx2.Client(timeout=timeout_seconds, trust_env=False, headers=bearer(api_key))
+        self._headers = bearer(api_key)
+        self._timeout_seconds = timeout_seconds
 
     def get(self, path: str, query: Mapping[str, str | int] | None = None) -> Any:
         """Raises StartError."""
-        answer = self._ask("GET", path, params=dict(query or {}))
+        answer = self.ask("GET", f"{path}?{urlencode(query)}" if query else path)
         if answer is None:
             raise StartError(f"no server answers at {self.url}")
-        return self._read(answer)
+        return self._read(*answer)
 
     def find(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any | None:
         """None where no server answers, or the server has no such path or model. Raises StartError where the server
         refuses.
         """
-        answer = self._ask(method, path, json=body)
-        return None if answer is None or answer.status_code == httpx2.codes.NOT_FOUND else self._read(answer)
+        answer = self.ask(method, path, body)
+        return None if answer is None or answer[0] == http.client.NOT_FOUND else self._read(*answer)
 
-    def _ask(self, method: str, path: str, **content: Any) -> httpx2.Response | None:
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes] | None:
+        """Returns status and body; None where no server answers."""
+        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         try:
-            return self._client.request(method, self.url + path, **content)
-        except (httpx2.HTTPError, httpx2.InvalidURL):
+            address = urlsplit(self.url)
+            kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+            with contextlib.closing(kind(address.netloc, timeout=self._timeout_seconds)) as connection:
+                connection.request(method, address.path + path, None if body is None else json.dumps(body), headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            logger.debug("no server at %s: %s", self.url, error)
             return None
 
-    def _read(self, answer: httpx2.Response) -> Any:
+    def _read(self, status: int, body: bytes) -> Any:
         try:
-            found = answer.json()
-            if answer.status_code == httpx2.codes.OK:
+            found = json.loads(body)
+            if status == http.client.OK:
                 return found
             error = found["error"]
             said = error if isinstance(error, str) else str(error["message"])
         except (ValueError, KeyError, TypeError):
-            said = f"status {answer.status_code}"
-        if answer.status_code == httpx2.codes.UNAUTHORIZED:
+            said = f"status {status}"
+        if status == http.client.UNAUTHORIZED:
             said += "; --api-key or MLX_SERVE_API_KEY gives the key"
         raise StartError(f"the server at {self.url} refuses: {said}")
 
@@ -114,8 +125,10 @@ def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> N
         typer.echo(json.dumps(found, indent=2))
     elif found:
         typer.echo(plain_table([HEADINGS, *map(_cells, found)]))
+    elif idle := [url for url, answer in answers if answer]:
+        typer.echo(f"No model is loaded at {', '.join(idle)}; one is loaded when a request names it.")
     elif not refusals:
-        typer.echo("No server of yours on this machine has a model loaded. `mlx-serve serve` starts one.")
+        typer.echo("No server of yours runs on this machine. `mlx-serve serve` starts one.")
     if refusals:
         raise refusals[0]
 
@@ -229,12 +242,11 @@ def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served |
 
 def models_at(url: str, api_key: str | None) -> list[str]:
     """Returns the models of one of our servers; none of another program. Raises KeyNeeded."""
+    status, body = AskedServer(url, api_key, FIND_SECONDS).ask("GET", "/v1/models") or (0, b"")
+    if status == http.client.UNAUTHORIZED:
+        raise KeyNeeded(url)
     try:
-        with httpx2.Client(timeout=FIND_SECONDS, trust_env=False, headers=bearer(api_key)) as client:
-            answer = client.get(f"{url}/v1/models")
-            if answer.status_code == httpx2.codes.UNAUTHORIZED:
-                raise KeyNeeded(url)
-            return [str(model["id"]) for model in answer.json()["data"] if model["owned_by"].startswith(OWNER)]
-    except (httpx2.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.debug("no server at %s: %s", url, error)
+        return [str(model["id"]) for model in json.loads(body)["data"] if model["owned_by"].startswith(OWNER)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.debug("%s lists no models: %s", url, error)
         return []

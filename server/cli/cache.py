@@ -19,7 +19,7 @@ from server.app.config import ConfigError, StartError
 from server.app.log_events import grouped
 from server.cli.ask import AskedServer, usual_url
 from server.cli.config import load_config
-from server.cli.models import table
+from server.cli.models import plain_table
 from server.cli.options import Json, Key, Url, command_group
 from server.cli.top import clean
 
@@ -47,8 +47,7 @@ def show_folders(cache_dir: Folder = None, as_json: Json = False) -> None:
     elif not found:
         typer.echo(f"Nothing is kept in {folder}. `mlx-serve serve --cache-disk 20GB` keeps conversations there.")
     else:
-        rows = table(("FOLDER", "SIZE", "LAST USED", ""), map(_row, found), folded=("FOLDER",))
-        Console(markup=False, highlight=False).print(rows)
+        typer.echo(plain_table([("FOLDER", "SIZE", "LAST USED", ""), *map(_row, found)]))
 
 
 @_cache.command("rm")

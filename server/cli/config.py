@@ -15,6 +15,7 @@ from models.names import used_last
 from server.app import config
 from server.app.config import SETTINGS, ConfigError, Layer, ServerConfig, SettingOrigin, ToldSetting
 from server.app.keys import read_private
+from server.cli.models import plain_table
 from server.cli.options import Json, command_group, model_names
 
 app = command_group()
@@ -122,9 +123,6 @@ def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
         records = [_record(name, told) for name, told in settings.items()]
         typer.echo(json.dumps({"file": str(file), "exists": file.is_file(), "settings": records}, indent=2))
     else:
-        # Imports rich.
-        from server.cli.models import plain_table
-
         typer.echo(plain_table([_row(*entry) for entry in settings.items()]))
         typer.echo(f"\nfile: {file}{'' if file.is_file() else ', which is not there'}")
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
-import httpx2
 import typer
 
 from server.app import memory_budget
@@ -96,7 +95,7 @@ def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCou
     """Returns the prompt tokens per second of sessions with new requests."""
     turns: list[Any] = []
     for namespace, name in recipes.changed(before, after):
-        query = httpx2.QueryParams({"namespace": namespace} if namespace and not target.key else {})
+        query = urlencode({"namespace": namespace} if namespace and not target.key else {})
         session = _get(target.url, f"/v1/sessions/{quote(name, safe='')}?{query}", target.key)
         turns += (session or {}).get("turns") or []
     try:

@@ -1,11 +1,13 @@
 """`mlx-serve list` as a person sees it."""
 
 import json
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
 
+import typer
 from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
 
 from models.names import InstalledModel, installed
 from models.short_names import size_text
@@ -13,22 +15,19 @@ from server.cli.options import Json, command_group
 
 app = command_group()
 
-HEADINGS = ("NAME", "SIZE", "ARCHITECTURE", "WEIGHTS", "FOLDER")
+HEADINGS = ("NAME", "SIZE", "WEIGHTS", "ARCHITECTURE", "MODIFIED")
 
 
 @app.command("list")
 def show_installed(as_json: Json = False) -> None:
     """Prints the models that `serve` and `run` find by name: a table, or JSON for programs."""
     models = installed()
-    console = Console(markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        console.out(json.dumps([_figures(model) for model in models], indent=2, ensure_ascii=False))
-    elif console.is_terminal:
-        console.print(table(HEADINGS, map(_cells, models), folded=("NAME", "FOLDER")), soft_wrap=False)
-        if not any("/" in model.name for model in models):
-            console.print("\nMore models: mlx-serve pull qwen3:0.6b, or any repository of MLX weights.", style="dim")
-    else:
-        console.out(plain_table([HEADINGS, *map(_cells, models)]))
+        typer.echo(json.dumps([_figures(model) for model in models], indent=2, ensure_ascii=False))
+        return
+    typer.echo(plain_table([HEADINGS, *map(_cells, models)]))
+    if sys.stdout.isatty() and not any("/" in model.name for model in models):
+        typer.echo("\nMore models: mlx-serve pull qwen3:0.6b, or any repository of MLX weights.")
 
 
 def _figures(model: InstalledModel) -> dict[str, str | int | None]:
@@ -39,23 +38,26 @@ def _figures(model: InstalledModel) -> dict[str, str | int | None]:
         "architecture": model.architecture,
         "quantization": model.quantization or None,
         "path": str(model.path),
+        "modified": datetime.fromtimestamp(_modified(model), UTC).isoformat(timespec="seconds"),
         "from": None if model.stored is None else str(model.stored.weights),
     }
 
 
 def _cells(model: InstalledModel) -> tuple[str, ...]:
-    name = f"{model.name} ({model.short_name})" if model.short_name else model.name
-    return name, size_text(model.size_bytes), model.architecture, model.quantization, str(model.path)
+    size, age = size_text(model.size_bytes), age_text(time.time() - _modified(model))
+    return model.short_name or model.name, size, model.quantization, model.architecture, age
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], folded: Sequence[str]) -> Table:
-    """`folded` columns may take several lines."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        made.add_column(heading, **({"overflow": "fold"} if heading in folded else {"no_wrap": True}))
-    for row in rows:
-        made.add_row(*row)
-    return made
+def _modified(model: InstalledModel) -> float:
+    return model.path.stat().st_mtime if model.stored is None else model.stored.modified.timestamp()
+
+
+def age_text(seconds: float) -> str:
+    """Returns a time in the past such as `3 days ago`."""
+    for unit, length in (("year", 31_536_000), ("month", 2_592_000), ("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}{'s' if seconds >= 2 * length else ''} ago"
+    return "just now"
 
 
 def plain_table(rows: Sequence[tuple[str, ...]]) -> str:

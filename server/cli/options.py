@@ -3,14 +3,34 @@
 Each command's file imports this one, so it imports only what is quick.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from server.app.config import KEY_VARIABLE, ConfigError
 
 MODEL_HELP = "'demo', a folder, a Hugging Face repository that was pulled, or a short name such as qwen3:0.6b."
+
+
+@dataclass(frozen=True)
+class _AsGiven:
+    """Takes a text as it was typed; typer converts the rest, for which it imports pydantic, a tenth of a second."""
+
+    descriptor: Any
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        is_one = param.nargs == 1 and not param.multiple
+        if is_one and (value is None or (self.descriptor.annotation is str and isinstance(value, str))):
+            return value
+        return _build_runtime_param(self.descriptor).coerce(value, param=param, ctx=ctx)
+
+
+_typer: Any = typer.core
+_build_runtime_param = _typer.build_runtime_param
+_typer.build_runtime_param = _AsGiven
 
 
 def command_group(**settings: Any) -> typer.Typer:

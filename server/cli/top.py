@@ -190,7 +190,7 @@ TIMEOUT_SECONDS = 5.0
 
 
 class Watched:
-    """A server, asked over one connection."""
+    """A server that is looked at again and again."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._server = AskedServer(url, api_key, TIMEOUT_SECONDS)

@@ -43,6 +43,15 @@ def test_ps_says_how_to_start_a_server_where_there_is_none(capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out) == []
 
 
+def test_ps_advises_to_start_no_server_where_one_runs_without_models(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unload("a", [url], None, as_json=True)
+    capsys.readouterr()
+    show_loaded([NOBODY, url], None, as_json=False)
+    assert capsys.readouterr().out == f"No model is loaded at {url}; one is loaded when a request names it.\n"
+
+
 def test_ps_shows_what_the_other_servers_have_where_one_refuses(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     pool = ModelPool(catalog("c"), opener=FakeOpener(), settings=PoolSettings())
     with running(create_pool_app(pool, ServerConfig(api_key="secret"))) as locked:

@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -192,11 +194,11 @@ def test_quick_commands_do_not_load_what_is_slow() -> None:
     code = """
 import sys
 from server.cli.main import execute
-for command in ("serve --help", "run --help", "--version", "list", "pull", "cache list", "doctor --file none"):
+for command in ("serve --help", "run --help", "list", "ps", "pull", "cache list", "doctor --file none"):
     execute(command.split())
     slow = {"mlx", "mlx_lm", "transformers", "starlette", "uvicorn", "numpy"}
-    if command.endswith("--help"):
-        slow |= {"asyncio", "httpx2", "rich.console"}
+    if command in ("serve --help", "run --help", "list", "ps"):
+        slow |= {"asyncio", "httpx2", "rich.console", "pydantic", "huggingface_hub.utils"}
     slow &= set(sys.modules)
     if slow:
         sys.exit(f"{command} loaded {slow}")
@@ -215,22 +217,29 @@ def test_the_signature_of_serve_is_that_of_the_settings() -> None:
 def long_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose path is wider than any terminal, and the only model."""
     folder = tmp_path / ("x" * 120) / ("y" * 120)
+    folder.mkdir(parents=True)
     model = names.InstalledModel("org/猫", folder, 2_500_000, "llama", "4 bit", "cat:1b")
-    monkeypatch.setattr("server.cli.models.installed", lambda: [model])
+    own = names.InstalledModel("猫", folder, 1000, "llama", "")
+    monkeypatch.setattr("server.cli.models.installed", lambda: [model, own])
     return folder
 
 
-def test_the_list_in_a_pipe_breaks_no_line(long_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_the_name_that_is_short_and_what_is_long_is_in_its_json(
+    long_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.utime(long_path, (0, time.time() - 3 * 86_400 - 5))
     status, output, _ = run(capsys, "list")
     assert status == 0
-    head, row = output.splitlines()
-    assert head.split() == ["NAME", "SIZE", "ARCHITECTURE", "WEIGHTS", "FOLDER"]
-    assert row == f"org/猫 (cat:1b)  2.5 MB  llama         4 bit    {long_path}"
+    head, row, own = output.splitlines()
+    assert head == "NAME    SIZE    WEIGHTS  ARCHITECTURE  MODIFIED"
+    assert row == "cat:1b  2.5 MB  4 bit    llama         3 days ago"
+    assert own.split() == ["猫", "1.0", "kB", "llama", "3", "days", "ago"]
 
 
 def test_the_list_as_json(long_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, output, _ = run(capsys, "list", "--json")
-    [model] = json.loads(output)
+    model, _ = json.loads(output)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", model.pop("modified"))
     assert model == {
         "name": "org/猫",
         "short_name": "cat:1b",
