@@ -8,8 +8,9 @@ loop only.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, closing
+from functools import wraps
 from typing import Any, TypeAlias
 
 from sse_starlette.sse import EventSourceResponse
@@ -39,6 +40,8 @@ CLIENT_LEFT = 499
 
 Plan: TypeAlias = Exchange | EmbeddingWork | ModelReady
 """What a body asks for; its model, if any, is loaded and held."""
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+"""An endpoint; raises the errors that `server.api.errors` maps."""
 OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | ModelReady]
 """Checks a body and renders its prompt, on another thread. Raises the errors that `server.api.errors` maps.
 
@@ -46,28 +49,35 @@ Called again once the model is loaded: changes nothing before it has found the m
 """
 
 
-async def generate(
-    request: Request, id_prefix: str, open_exchange: OpenExchange, *, may_stream: bool = True
-) -> Response:
-    """Serves one request for output; a disconnect is no error. Raises the errors that `server.api.errors` maps.
+def generate(id_prefix: str, *, may_stream: bool = True) -> Callable[[OpenExchange], Handler]:
+    """Makes an endpoint for output, whose answers' ids start with `id_prefix`; a disconnect is no error.
 
-    `id_prefix` starts the answer's id. Without `may_stream` the body's wish for a stream is ignored.
+    Without `may_stream` the body's wish for a stream is ignored.
     """
-    return await Call(request, open_exchange, id_prefix, may_stream=may_stream).respond()
+    return lambda open_exchange: _endpoint(open_exchange, id_prefix, may_stream=may_stream)
 
 
-async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], Payload]) -> Response:
-    """Answers from body and model, beyond a key's limits; `describe` runs on another thread. Raises as `generate`."""
+def inspect(describe: Callable[[ApiContext, Incoming], Payload]) -> Handler:
+    """Makes an endpoint that answers from body and model, beyond a key's limits. Works as `OpenExchange`."""
 
+    @wraps(describe)
     def open_description(context: ApiContext, incoming: Incoming) -> Plan:
         return ModelReady(None, describe(context, incoming))
 
-    return await Call(request, open_description, is_limited=False, may_stream=False).respond()
+    return _endpoint(open_description, is_limited=False, may_stream=False)
 
 
-async def compute(request: Request, open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Response:
-    """Serves one request for vectors; `open_work` runs on another thread. Raises as `generate`."""
-    return await Call(request, open_work, may_stream=False).respond()
+def compute(open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Handler:
+    """Makes an endpoint for vectors. Works as `OpenExchange`."""
+    return _endpoint(open_work, may_stream=False)
+
+
+def _endpoint(open_plan: Callable[[ApiContext, Incoming], Plan], id_prefix: str = "", **options: bool) -> Handler:
+    @wraps(open_plan)
+    async def respond(request: Request) -> Response:
+        return await Call(request, open_plan, id_prefix, **options).respond()
+
+    return respond
 
 
 class AnswerStream(EventSourceResponse):

@@ -356,13 +356,9 @@ class PrimedBody(TypedDict):
     ms: float
 
 
-async def prime_cache(request: Request) -> Response:
+@generate("prime-", may_stream=False)
+def prime_cache(context: ApiContext, incoming: Incoming) -> Exchange:
     """Evaluates a prefix; what a client that leaves had computed stays."""
-    return await generate(request, "prime-", open_prime, may_stream=False)
-
-
-def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:
-    """Returns the checked request; raises ApiError and the renderer's errors."""
     is_chat = "messages" in incoming.fields
     if is_chat == ("prompt" in incoming.fields):
         raise wrong("messages", "send either messages or a prompt to prime", Code.MISSING_PARAMETER)

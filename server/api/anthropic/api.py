@@ -174,12 +174,9 @@ class TokenCountBody(TypedDict):
     input_tokens: int
 
 
-async def count_tokens(request: Request) -> Response:
+@inspect
+def count_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts a prompt's tokens; evaluates nothing."""
-    return await inspect(request, _count)
-
-
-def _count(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_body(PromptBody, dict(incoming.fields), IN_COUNT)
     model = find_model(context, body.model)
     conversation = read_conversation(body, model, context.config, namespace_of(incoming.http, None))

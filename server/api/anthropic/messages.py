@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, NotRequired, cast
 
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from cache.snapshots import RestorePointKind
@@ -155,13 +153,9 @@ class MessageAnswer(TypedDict):
     context_management: NotRequired[ContextManagementBody]
 
 
-async def create_message(request: Request) -> Response:
+@generate("msg_")
+def create_message(context: ApiContext, incoming: Incoming) -> Exchange:
     """Answers the last message of a conversation."""
-    return await generate(request, "msg_", open_message)
-
-
-def open_message(context: ApiContext, incoming: Incoming) -> Exchange:
-    """Returns the checked request; raises ApiError."""
     body = parse_body(MessagesBody, dict(incoming.fields), IN_MESSAGES)
     return _open(context, incoming, body, find_model(context, body.model))
 

@@ -193,14 +193,16 @@ class InputTokensBody(TypedDict):
     input_tokens: int
 
 
-async def apply_template(request: Request) -> Response:
+@inspect
+def apply_template(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with a conversation's prompt."""
-    return await inspect(request, lambda *given: TemplateText(prompt=rendered(*given).text))
+    return TemplateText(prompt=rendered(context, incoming).text)
 
 
-async def count_input_tokens(request: Request) -> Response:
+@inspect
+def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with the length of a conversation's prompt."""
-    return await inspect(request, lambda *given: InputTokensBody(input_tokens=len(rendered(*given).tokens)))
+    return InputTokensBody(input_tokens=len(rendered(context, incoming).tokens))
 
 
 def rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
@@ -256,18 +258,9 @@ class ContentBody(TypedDict):
     prompt: str
 
 
-async def tokenize(request: Request) -> Response:
+@inspect
+def tokenize(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with the tokens of a text."""
-    return await inspect(request, tokens_of)
-
-
-async def detokenize(request: Request) -> Response:
-    """Answers with the text of tokens."""
-    return await inspect(request, content_of)
-
-
-def tokens_of(context: ApiContext, incoming: Incoming) -> Payload:
-    """Returns the tokens of a text or a conversation; raises ApiError."""
     body = parse_body(TokenizeBody, dict(incoming.fields), {})
     model = context.find_model(body.model)
     if "messages" in incoming.fields:
@@ -287,8 +280,9 @@ def tokens_of(context: ApiContext, incoming: Incoming) -> Payload:
     return answer
 
 
-def content_of(context: ApiContext, incoming: Incoming) -> Payload:
-    """Returns the text of tokens; raises ApiError."""
+@inspect
+def detokenize(context: ApiContext, incoming: Incoming) -> Payload:
+    """Answers with the text of tokens."""
     body = parse_body(DetokenizeBody, dict(incoming.fields), {})
     model = context.find_model(body.model)
     check_token_ids(body.tokens or (), model.vocab_size, "tokens")
@@ -371,13 +365,9 @@ class LlamaCompletion(TypedDict):
     cache: NotRequired[CacheBody | None]
 
 
-async def complete(request: Request) -> Response:
+@generate("cmpl-")
+def complete(context: ApiContext, incoming: Incoming) -> Exchange:
     """Continues one prompt."""
-    return await generate(request, "cmpl-", open_llama_completion)
-
-
-def open_llama_completion(context: ApiContext, incoming: Incoming) -> Exchange:
-    """Returns the checked request; raises ApiError."""
     body = parse_body(LlamaCompletionBody, dict(incoming.fields), IN_COMPLETION)
     model = context.find_model(body.model)
     prompt = text_prompt(_joined(body.prompt, model), model)

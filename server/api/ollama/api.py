@@ -138,13 +138,9 @@ async def ps(request: Request) -> Response:
     return JsonBody(RunningList(models=[_running(one) for one in context_of(request).pool.occupancy]))
 
 
-async def show(request: Request) -> Response:
+@inspect
+def show(context: ApiContext, incoming: Incoming) -> Payload:
     """Describes one model."""
-    return await inspect(request, describe)
-
-
-def describe(context: ApiContext, incoming: Incoming) -> Payload:
-    """Returns one model's description; raises ApiError."""
     body = parse_body(ShowBody, dict(incoming.fields), {})
     try:
         model = find_model(context, body.model or body.name)

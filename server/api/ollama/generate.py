@@ -9,8 +9,6 @@ from functools import partial
 from typing import Annotated, Any, NotRequired
 
 from pydantic import BeforeValidator, Field
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
@@ -210,13 +208,9 @@ class OllamaGenerateAnswer(OllamaHead, OllamaEnd):
     context: NotRequired[list[int]]
 
 
-async def generate_text(request: Request) -> Response:
+@generate("ollama-")
+def generate_text(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     """Answers one prompt."""
-    return await generate(request, "ollama-", open_generate)
-
-
-def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
-    """Returns the request, or the answer without a prompt; raises ApiError."""
     began = time.monotonic()
     body = parse_body(OllamaGenerateBody, dict(incoming.fields), IN_GENERATE)
     if not body.prompt:
@@ -319,13 +313,9 @@ class OllamaChatAnswer(OllamaHead, OllamaEnd):
     message: SaidMessage
 
 
-async def chat(request: Request) -> Response:
+@generate("ollama-")
+def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     """Answers the last message of a conversation."""
-    return await generate(request, "ollama-", open_chat)
-
-
-def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
-    """Returns the request, or the answer without messages; raises ApiError."""
     began = time.monotonic()
     body = parse_body(OllamaChatBody, dict(incoming.fields), IN_CHAT)
     if not body.messages:
@@ -473,18 +463,9 @@ class EmbeddingAnswer(TypedDict):
     embedding: list[float]
 
 
-async def embed(request: Request) -> Response:
+@compute
+def embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with the vectors of texts."""
-    return await compute(request, open_embed)
-
-
-async def embed_prompt(request: Request) -> Response:
-    """Answers with the vector of one text."""
-    return await compute(request, open_embedding)
-
-
-def open_embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
-    """Returns the checked texts; raises ApiError."""
     began = time.monotonic()
     body = parse_body(EmbedBody, dict(incoming.fields), IN_EMBED)
     reader = TextReader(find_model(context, body.model), cuts=body.truncate is not False)
@@ -493,8 +474,9 @@ def open_embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     return EmbeddingWork(reader.model, texts, write, body.keep_alive)
 
 
-def open_embedding(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
-    """Returns the checked text; raises ApiError."""
+@compute
+def embed_prompt(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
+    """Answers with the vector of one text."""
     body = parse_body(EmbeddingPromptBody, dict(incoming.fields), IN_EMBEDDING)
     reader = TextReader(find_model(context, body.model), cuts=True)
     texts = [reader.read(body.prompt, "prompt")] if body.prompt else []

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, NotRequired
 
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from models.output.pieces import (
@@ -141,13 +139,9 @@ class ChatCompletion(AnswerHead, PromptIds):
     cache: CacheBody | None
 
 
-async def create_chat_completion(request: Request) -> Response:
+@generate("chatcmpl-")
+def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
     """Answers the last message of a conversation."""
-    return await generate(request, "chatcmpl-", open_chat)
-
-
-def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
-    """Returns the checked request; raises ApiError."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
     refuse_lone_stream_options(body)
     model = context.find_model(body.model)

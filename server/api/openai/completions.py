@@ -7,8 +7,6 @@ from typing import Annotated, Any, ClassVar, NotRequired
 import numpy as np
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
-from starlette.requests import Request
-from starlette.responses import Response
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
@@ -96,13 +94,9 @@ class TextCompletion(AnswerHead):
     cache: NotRequired[CacheBody | None]
 
 
-async def create_completion(request: Request) -> Response:
+@generate("cmpl-")
+def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
     """Continues a text."""
-    return await generate(request, "cmpl-", open_completion)
-
-
-def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
-    """Returns the checked request; raises ApiError."""
     body = parse_body(CompletionBody, dict(incoming.fields), IN_TEXT)
     refuse_lone_stream_options(body)
     num_scored = body.num_prompt_logprobs()

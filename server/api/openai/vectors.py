@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import BeforeValidator, Field
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from server.api.call import compute
@@ -86,13 +84,9 @@ class EmbeddingList(TypedDict):
     data: list[EmbeddingBody]
 
 
-async def create_embeddings(request: Request) -> Response:
+@compute
+def create_embeddings(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with vectors."""
-    return await compute(request, open_embeddings)
-
-
-def open_embeddings(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
-    """Returns the checked texts; raises ApiError."""
     body = parse_body(EmbeddingsBody, incoming.fields, IN_EMBEDDINGS)
     reader = TextReader(context.find_model(body.model))
     texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
@@ -164,13 +158,9 @@ class RankedList(TypedDict):
     results: list[RankedDocument]
 
 
-async def rerank(request: Request) -> Response:
+@compute
+def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with the documents in their order."""
-    return await compute(request, open_rerank)
-
-
-def open_rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
-    """Returns the checked texts; raises ApiError."""
     body = parse_body(RerankBody, incoming.fields, IN_RERANK)
     model = context.find_model(body.model)
     how, documents = model.reranking, [(text, f"documents[{place}]") for place, text in enumerate(body.documents)]

@@ -123,7 +123,7 @@ async def list_input_items(request: Request) -> Response:
 
 async def create_conversation(request: Request) -> Response:
     """Begins a conversation."""
-    return await inspect(request, _create)
+    return await inspect(_create)(request)
 
 
 async def get_conversation(request: Request) -> Response:
@@ -133,7 +133,7 @@ async def get_conversation(request: Request) -> Response:
 
 async def update_conversation(request: Request) -> Response:
     """Replaces a conversation's metadata."""
-    return await inspect(request, _update)
+    return await inspect(_update)(request)
 
 
 async def delete_conversation(request: Request) -> Response:
@@ -148,7 +148,7 @@ async def list_items(request: Request) -> Response:
 
 async def create_items(request: Request) -> Response:
     """Adds items to a conversation."""
-    return await inspect(request, _add_items)
+    return await inspect(_add_items)(request)
 
 
 async def get_item(request: Request) -> Response:

@@ -329,12 +329,12 @@ def _found_tools(
 
 async def create_response(request: Request) -> Response:
     """Answers items, and those that they go on from."""
-    return await generate(request, ID_PREFIX, open_response)
+    return await generate(ID_PREFIX)(open_response)(request)
 
 
 async def count_input_tokens(request: Request) -> Response:
     """Counts the tokens of a prompt, those of the template included."""
-    return await inspect(request, _count)
+    return await inspect(_count)(request)
 
 
 def _count(context: ApiContext, incoming: Incoming) -> Payload:

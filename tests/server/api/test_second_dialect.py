@@ -158,12 +158,14 @@ def opened(kind: type[Exchange], context: ApiContext, incoming: Incoming) -> Exc
     return kind(Question(model, request, prompt, conversation), is_streamed=is_streamed)
 
 
-async def ask(request: Request) -> Response:
-    return await generate(request, "ask-", lambda context, incoming: opened(EventExchange, context, incoming))
+@generate("ask-")
+def ask(context: ApiContext, incoming: Incoming) -> Exchange:
+    return opened(EventExchange, context, incoming)
 
 
-async def ask_in_lines(request: Request) -> Response:
-    return await generate(request, "ask-", lambda context, incoming: opened(LineExchange, context, incoming))
+@generate("ask-")
+def ask_in_lines(context: ApiContext, incoming: Incoming) -> Exchange:
+    return opened(LineExchange, context, incoming)
 
 
 async def list_models(request: Request) -> Response:
