@@ -121,19 +121,9 @@ async def list_input_items(request: Request) -> Response:
     return JsonBody(page_of([*(item for one in chain[:-1] for item in one.items), *chain[-1].input], request))
 
 
-async def create_conversation(request: Request) -> Response:
-    """Begins a conversation."""
-    return await inspect(_create)(request)
-
-
 async def get_conversation(request: Request) -> Response:
     """Returns a conversation, without its items."""
     return JsonBody(_body(await _found_conversation(request)))
-
-
-async def update_conversation(request: Request) -> Response:
-    """Replaces a conversation's metadata."""
-    return await inspect(_update)(request)
 
 
 async def delete_conversation(request: Request) -> Response:
@@ -144,11 +134,6 @@ async def delete_conversation(request: Request) -> Response:
 async def list_items(request: Request) -> Response:
     """Returns a conversation's items, newest first."""
     return JsonBody(page_of(await _items(request), request))
-
-
-async def create_items(request: Request) -> Response:
-    """Adds items to a conversation."""
-    return await inspect(_add_items)(request)
 
 
 async def get_item(request: Request) -> Response:
@@ -169,7 +154,9 @@ async def delete_item(request: Request) -> Response:
     return JsonBody(_body(conversation))
 
 
-def _create(context: ApiContext, incoming: Incoming) -> Payload:
+@inspect
+def create_conversation(context: ApiContext, incoming: Incoming) -> Payload:
+    """Begins a conversation."""
     body = parse_known(NewConversation, incoming.fields, {})
     # A gateway finds a conversation's server by the request that created it.
     name = incoming.request_id.rpartition("_")[2]
@@ -181,7 +168,9 @@ def _create(context: ApiContext, incoming: Incoming) -> Payload:
     return _body(conversation)
 
 
-def _update(context: ApiContext, incoming: Incoming) -> Payload:
+@inspect
+def update_conversation(context: ApiContext, incoming: Incoming) -> Payload:
+    """Replaces a conversation's metadata."""
     body = parse_known(ConversationUpdate, incoming.fields, {})
     store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
     found = store.find_conversation(namespace, incoming.http.path_params["conversation_id"]).result()
@@ -190,7 +179,9 @@ def _update(context: ApiContext, incoming: Incoming) -> Payload:
     return _body(changed)
 
 
-def _add_items(context: ApiContext, incoming: Incoming) -> Payload:
+@inspect
+def create_items(context: ApiContext, incoming: Incoming) -> Payload:
+    """Adds items to a conversation."""
     body = parse_known(NewItems, incoming.fields, {})
     items = with_ids(_whole_items(body.items), uuid.uuid4().hex)
     name = incoming.http.path_params["conversation_id"]

@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NotRequired
 
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from models.prompt.chat_template import Message
@@ -327,17 +325,9 @@ def _found_tools(
     return tools, definitions
 
 
-async def create_response(request: Request) -> Response:
-    """Answers items, and those that they go on from."""
-    return await generate(ID_PREFIX)(open_response)(request)
-
-
-async def count_input_tokens(request: Request) -> Response:
+@inspect
+def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts the tokens of a prompt, those of the template included."""
-    return await inspect(_count)(request)
-
-
-def _count(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_known(InputBody, incoming.fields, IN_COUNT)
     given = read_given(context, body, context.find_model(body.model), namespace_of(incoming.http, None), "count")
     count: ResponseTokensBody = {
@@ -347,8 +337,9 @@ def _count(context: ApiContext, incoming: Incoming) -> Payload:
     return count
 
 
-def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
-    """Returns the checked request; raises ApiError."""
+@generate(ID_PREFIX)
+def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
+    """Answers items, and those that they go on from."""
     body = parse_known(ResponsesBody, incoming.fields, IN_RESPONSES)
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
