@@ -1,11 +1,10 @@
 """Makes and removes local names, and verifies models' files against the hub's hashes.
 
 A file of Hugging Face's cache links to a blob named by its hash: SHA-256 for large files, Git's SHA-1 for others.
-Elsewhere only the length of weights is checked.
+Elsewhere only the headers of weights are checked, and their length.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from models.errors import ModelfileError, StoreError, reason
+from models.errors import ModelBroken, ModelfileError, StoreError, reason
 from models.names import BUILT_IN, find_stored, missing_files, parse_repository
 from models.short_names import find_family
 from models.store.manifest import user_manifest
@@ -26,6 +25,7 @@ from models.store.stored_model import (
     WeightsPlace,
     parse_full_name,
 )
+from models.weights import read_header
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,6 @@ def _check_template_arguments(defaults: ModelDefaults) -> None:
 
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 """SHA-256, or Git's SHA-1."""
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -146,33 +144,14 @@ def _fault(file: Path, expected: str | None) -> Iterator[str]:
         yield "missing"
         return
     try:
-        shortened = _shortened(file) if file.suffix == ".safetensors" else None
-        if shortened is not None:
-            yield shortened
-        elif expected is not None and _hash(file, expected) != expected:
+        if file.suffix == ".safetensors":
+            read_header(file)
+        if expected is not None and _hash(file, expected) != expected:
             yield "damaged: its hash is not the hub's"
+    except ModelBroken as error:
+        yield str(error).removeprefix(f"{file} is ")
     except OSError as error:
         yield f"not readable: {reason(error)}"
-
-
-def _shortened(file: Path) -> str | None:
-    """By the weights' header."""
-    size_bytes = file.stat().st_size
-    with file.open("rb") as source:
-        header_bytes = int.from_bytes(source.read(_LENGTH_BYTES), "little")
-        if size_bytes < _LENGTH_BYTES or header_bytes > _MAX_HEADER_BYTES:
-            return "damaged: it does not begin as weights do"
-        if size_bytes < _LENGTH_BYTES + header_bytes:
-            return f"truncated: it ends after {size_bytes} bytes, within its header"
-        try:
-            entries: Any = json.loads(source.read(header_bytes))
-            stops = [one["data_offsets"][1] for name, one in entries.items() if name != "__metadata__"]
-            whole_bytes = _LENGTH_BYTES + header_bytes + max(stops, default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-            return "damaged: its header cannot be read"
-    if size_bytes < whole_bytes:
-        return f"truncated: {size_bytes} of {whole_bytes} bytes are there"
-    return None
 
 
 def _hash(file: Path, expected: str) -> str:
