@@ -8,22 +8,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
 from models.hub import PullEvent, PullProgress, TellPull
 from models.names import parse_repository
 from server.pool.loader import on_thread
 
 MAX_TOGETHER = 2
-
-
-class Fetch(Protocol):
-    """`models.hub.pull`, which blocks."""
-
-    def __call__(self, name: str, tell: TellPull, /, *, max_weights_bytes: int | None) -> Path:
-        """Returns the model's folder; raises ModelError."""
-        ...
 
 
 class PullAbandoned(Exception):
@@ -33,10 +23,9 @@ class PullAbandoned(Exception):
 class Pulls:
     """The downloads of one server."""
 
-    def __init__(self, fetch: Fetch, max_weights_bytes: Callable[[], int]) -> None:
-        """`max_weights_bytes` is called on the download's thread."""
+    def __init__(self, fetch: Callable[[str, TellPull], object]) -> None:
+        """`fetch` downloads the named model, on a thread: it blocks, tells its steps, and raises ModelError."""
         self._fetch = fetch
-        self._max_weights_bytes = max_weights_bytes
         self._running: dict[str, _Pull] = {}
         self._places = asyncio.Semaphore(MAX_TOGETHER)
 
@@ -55,13 +44,12 @@ class Pulls:
             pull.num_listeners -= 1
 
     async def _run(self, key: str, name: str, pull: "_Pull") -> None:
-        fetch = partial(self._fetch, name, pull.tell)
         try:
             async with self._places:
                 # Somebody may come while a download is given up.
                 while pull.num_listeners and not pull.is_over:
                     with suppress(PullAbandoned):
-                        await on_thread(f"pull {key}", lambda: fetch(max_weights_bytes=self._max_weights_bytes()))
+                        await on_thread(f"pull {key}", partial(self._fetch, name, pull.tell))
                         pull.is_over = True
         except Exception as error:  # told to whoever waits for it
             pull.error = error

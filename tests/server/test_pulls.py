@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,7 @@ class Hub:
         self.error: Exception | None = None
         self.ended = threading.Event()
 
-    def __call__(self, name: str, tell: Callable[[PullEvent], None], /, *, max_weights_bytes: int | None) -> Path:
-        assert max_weights_bytes == 5
+    def __call__(self, name: str, tell: Callable[[PullEvent], None]) -> None:
         self.names.append(name)
         try:
             for done in range(0, 101, 10):
@@ -37,11 +35,6 @@ class Hub:
             tell(PullChecking(FILE))
         finally:
             self.ended.set()
-        return Path()
-
-
-def pulls_of(hub: Hub) -> Pulls:
-    return Pulls(hub, lambda: 5)
 
 
 def run(work: Any) -> Any:
@@ -61,7 +54,7 @@ def test_two_who_wait_for_one_repository_see_one_download() -> None:
     hub = Hub()
 
     async def work() -> list[list[PullEvent]]:
-        pulls = pulls_of(hub)
+        pulls = Pulls(hub)
         first = asyncio.ensure_future(all_of(pulls, "qwen3:0.6b"))
         await until(lambda: bool(hub.names))
         second = asyncio.ensure_future(all_of(pulls, "mlx-community/Qwen3-0.6B-4bit"))
@@ -82,7 +75,7 @@ def test_an_error_reaches_all_and_the_next_one_begins_anew() -> None:
     hub.may_go_on.release(100)
 
     async def work() -> None:
-        pulls = pulls_of(hub)
+        pulls = Pulls(hub)
         waiting = [asyncio.ensure_future(all_of(pulls, "org/a")) for _ in range(2)]
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(outcome, PullFailed)
@@ -97,7 +90,7 @@ def test_a_download_that_nobody_waits_for_ends() -> None:
     hub = Hub()
 
     async def work() -> None:
-        pulls = pulls_of(hub)
+        pulls = Pulls(hub)
         task = asyncio.ensure_future(all_of(pulls, "org/a"))
         await until(lambda: bool(hub.names))
         task.cancel()
@@ -117,7 +110,7 @@ def test_who_comes_while_a_download_is_given_up_has_it_begun_again() -> None:
     hub = Hub()
 
     async def work() -> None:
-        pulls = pulls_of(hub)
+        pulls = Pulls(hub)
         task = asyncio.ensure_future(all_of(pulls, "org/a"))
         await until(lambda: bool(hub.names))
         task.cancel()
@@ -137,7 +130,7 @@ def test_only_two_run_together() -> None:
     hub = Hub()
 
     async def work() -> None:
-        pulls = pulls_of(hub)
+        pulls = Pulls(hub)
         tasks = [asyncio.ensure_future(all_of(pulls, f"org/{name}")) for name in "abc"]
         await until(lambda: len(hub.names) == 2)
         await asyncio.sleep(0.02)

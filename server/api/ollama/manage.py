@@ -238,7 +238,7 @@ async def pull_model(request: Request) -> Response:
 
 def pulls_of(config: ServerConfig) -> Pulls:
     """Returns the server's downloads."""
-    return Pulls(pull, lambda: largest_weights_bytes(this_machine()))
+    return Pulls(lambda name, tell: pull(name, tell, max_weights_bytes=largest_weights_bytes(this_machine())))
 
 
 def _wanted(name: str) -> str:
