@@ -296,6 +296,12 @@ class Answer:
                 yield event
             number += 1
 
+    async def read(self) -> tuple[list[OutputEvent], Finished]:
+        """Returns the events of an only choice, the last apart; raises its error."""
+        *events, finished = [event async for event in self.events()]
+        assert isinstance(finished, Finished), "the events of a request end with Finished"
+        return events, finished
+
     async def choice_events(self) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:
         """Yields all choices' events as they come, with the choice's index.
 

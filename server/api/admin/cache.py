@@ -44,7 +44,6 @@ from server.engine.commands import (
     PinSession,
     UnpinSession,
 )
-from server.engine.request import Finished
 from server.pool.errors import ModelNotLoaded
 from server.pool.names import ModelSource
 from server.pool.served import EnginePort, ServedModel
@@ -387,13 +386,8 @@ class PrimeExchange(Exchange):
 
     async def body(self, answer: Answer) -> Payload:
         """Returns the answer's body."""
-        async for event in answer.events():
-            if isinstance(event, Finished):
-                return self._body(event)
-        raise AssertionError("the events of a request end with Finished")
-
-    def _body(self, finished: Finished) -> PrimedBody:
-        return {
+        _, finished = await answer.read()
+        body: PrimedBody = {
             "id": self.request.request_id,
             "object": "cache.prime",
             "model": self.model.id,
@@ -403,6 +397,7 @@ class PrimeExchange(Exchange):
             "evaluated_tokens": finished.timings.evaluated_tokens,
             "ms": finished.timings.prompt_ms,
         }
+        return body
 
 
 _QUERY = ("cache_salt", "namespace", "model")

@@ -400,7 +400,6 @@ class LlamaCompletionExchange(Exchange):
         self._tokens: list[int] = []
         """Not yet sent."""
         self._num_predicted = 0
-        self._slot = 0
 
     def take_tokens(self, delta: Delta) -> None:
         """Keeps the tokens for the next event, or the answer."""
@@ -409,35 +408,28 @@ class LlamaCompletionExchange(Exchange):
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields text, then why it ended and the costs."""
+        slot = 0
         async for event in answer.events():
             match event:
                 case Started():
-                    self._slot = event.slot
+                    slot = event.slot
                 case Text(text):
-                    yield sse_event(self._event(text))
+                    yield sse_event(self._event(text, slot))
                 case Finished():
                     yield sse_event(self._last("", event))
 
     async def body(self, answer: Answer) -> Payload:
         """Returns the whole answer."""
-        texts: list[str] = []
-        async for event in answer.events():
-            match event:
-                case Started():
-                    self._slot = event.slot
-                case Text(text):
-                    texts.append(text)
-                case Finished():
-                    return self._last("".join(texts), event)
-        raise AssertionError("the events of a request end with Finished")
+        events, finished = await answer.read()
+        return self._last("".join(event.text for event in events if isinstance(event, Text)), finished)
 
-    def _event(self, text: str) -> LlamaCompletion:
+    def _event(self, text: str, slot: int) -> LlamaCompletion:
         told, self._tokens = self._tokens, []
         return {
             "index": 0,
             "content": text,
             "tokens": told if self._tells_tokens else [],
-            "id_slot": self._slot,
+            "id_slot": slot,
             "stop": False,
             "tokens_predicted": self._num_predicted,
             "tokens_evaluated": len(self.request.tokens),
@@ -445,8 +437,9 @@ class LlamaCompletionExchange(Exchange):
 
     def _last(self, text: str, finished: Finished) -> LlamaCompletion:
         request, word = self.request, finished.stop_text
+        assert finished.started is not None, "a request starts before it finishes"
         return {
-            **self._event(text),
+            **self._event(text, finished.started.slot),
             "stop": True,
             "tokens_predicted": finished.timings.predicted_tokens,
             "model": self.model.id,

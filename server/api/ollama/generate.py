@@ -141,11 +141,10 @@ class OllamaExchange(Exchange):
 
     async def body(self, answer: Answer) -> Payload:
         """Returns the whole answer."""
-        async for event in answer.events():
-            if isinstance(event, Finished):
-                return self.written(self.message, event)
+        events, finished = await answer.read()
+        for event in events:
             self.keep(event)
-        raise AssertionError("the events of a request end with Finished")
+        return self.written(self.message, finished)
 
     def keep(self, event: OutputEvent) -> SaidMessage | None:
         """Adds an event to the message; returns what a stream tells of it."""
