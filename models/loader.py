@@ -207,7 +207,6 @@ def load(
 
 def check(path: Path, name: str) -> None:
     """Raises like `load` for missing, damaged or unknown files; reads little."""
-    _check_folder(path, name)
     config = _load_config(path, name)
     _check_model_code(config, name)
     _check_model_type(config, name)
@@ -217,7 +216,6 @@ def check(path: Path, name: str) -> None:
 
 def read_config(path: Path) -> tuple[dict[str, Any], int]:
     """A folder's configuration, and the most tokens of prompt and output; raises like `check`."""
-    _check_folder(path, path.name)
     config = _load_config(path, path.name)
     return config, _context_tokens(config)
 
@@ -257,12 +255,13 @@ def _reasoning_format(wrapper: TokenizerWrapper, tool_syntax: ToolSyntax | None)
     return replace(found, closing_ids=closing_ids, start_id=tokenizer.get_vocab().get(found.start))
 
 
-def _check_folder(path: Path, name: str) -> None:
+def _load_config(path: Path, name: str) -> dict[str, Any]:
     if not path.is_dir():
         raise ModelNotFound(f"{name}: there is no folder {path}")
     _check_readable(path)
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{name}: {path} has no config.json, so it is not a model")
+    return weights.require_json(path / "config.json", name)
 
 
 def _check_readable(path: Path) -> None:
@@ -274,18 +273,6 @@ def _check_readable(path: Path) -> None:
                 at.open("rb").close()
     except OSError as error:
         raise weights.unreadable(at, error) from error
-
-
-def _load_config(path: Path, name: str) -> dict[str, Any]:
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise weights.unreadable(path / "config.json", error) from error
-    except (ValueError, RecursionError) as error:
-        raise ModelBroken(f"{name}: {path / 'config.json'} is damaged: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelBroken(f"{name}: {path / 'config.json'} holds no JSON object")
-    return config
 
 
 def _check_model_type(config: dict[str, Any], name: str) -> None:
@@ -315,9 +302,7 @@ def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
     try:
         model, config = load_model(path)
     except (Exception, SystemExit) as error:  # an architecture's code raises anything for a wrong configuration
-        raise ModelBroken(
-            f"{name}: cannot be loaded: {brief(str(error) or type(error).__name__, _MAX_REASON)}"
-        ) from error
+        raise _broken(f"{name}: cannot be loaded", error) from error
     # Arrays that are no parameters (rotary frequencies, for one) are still lazy, and lazy arrays belong to their
     # thread.
     mx.eval(list(_arrays(model)))
@@ -360,18 +345,18 @@ def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerW
         code = _tokenizer_code(path)
         if code is not None:
             raise ModelBroken(_refusal_of_tokenizer(name, code)) from error
-        raise ModelBroken(
-            f"{name}: its tokenizer cannot be loaded: {brief(str(error) or type(error).__name__, _MAX_REASON)}"
-        ) from error
+        raise _broken(f"{name}: its tokenizer cannot be loaded", error) from error
 
 
 def _vocab_size(model: Any, name: str) -> int:
     try:
         return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
     except Exception as error:  # as above: the architecture's own code
-        raise ModelBroken(
-            f"{name}: the model does not run: {brief(str(error) or type(error).__name__, _MAX_REASON)}"
-        ) from error
+        raise _broken(f"{name}: the model does not run", error) from error
+
+
+def _broken(what: str, error: BaseException) -> ModelBroken:
+    return ModelBroken(f"{what}: {brief(str(error) or type(error).__name__, _MAX_REASON)}")
 
 
 def _context_tokens(config: dict[str, Any]) -> int:

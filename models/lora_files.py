@@ -9,7 +9,6 @@ import cache.layers  # noqa: F401
 # isort: split
 
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -78,12 +77,7 @@ def read_folder(name: str, folder: str) -> AdapterFolder:
         raise ModelNotFound(f"adapter {name}: there is no folder {path}")
     if not (path / CONFIG).is_file():
         raise ModelNotFound(f"adapter {name}: {path} has no {CONFIG}, so it is not an adapter")
-    try:
-        config = json.loads(_content(name, path / CONFIG))
-    except ValueError as error:
-        raise ModelBroken(f"adapter {name}: {path / CONFIG} is damaged: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelBroken(f"adapter {name}: {path / CONFIG} holds no JSON object")
+    config = weights.require_json(path / CONFIG, f"adapter {name}")
     found = AdapterFolder(name, path, config, is_peft="peft_type" in config)
     if not found.weights.is_file():
         raise ModelNotFound(f"adapter {name}: {path} has no {found.weights.name}")

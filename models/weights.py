@@ -135,6 +135,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def require_json(path: Path, name: str) -> dict[str, Any]:
+    """The object in a JSON file of the model or adapter `name`; raises ModelBroken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelBroken(f"{name}: {path} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelBroken(f"{name}: {path} holds no JSON object")
+    return value
+
+
 def unreadable(path: Path, error: OSError) -> ModelBroken:
     """The error for an unreadable file or folder."""
     return ModelBroken(f"{path} is not readable: {reason(error)}")
