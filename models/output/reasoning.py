@@ -68,13 +68,10 @@ class Thinking:
 def find_reasoning_format(vocabulary: Container[str], template: str) -> ReasoningFormat | None:
     """The first known markers in vocabulary or template."""
     for start, end in KNOWN_MARKERS:
-        if (_has_token(start, vocabulary) and end in vocabulary) or end in template:
+        has_start = start in vocabulary or (start.startswith("<|channel>") and "<|channel>" in vocabulary)
+        if (has_start and end in vocabulary) or end in template:
             return ReasoningFormat(start, end)
     return None
-
-
-def _has_token(start: str, vocabulary: Container[str]) -> bool:
-    return start in vocabulary or (start.startswith("<|channel>") and "<|channel>" in vocabulary)
 
 
 class _Phase(Enum):

@@ -281,12 +281,8 @@ def _parse_python_calls(text: str, tools: Any) -> list[dict[str, Any]]:
 def _call(node: ast.expr) -> dict[str, Any]:
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError("no call with named arguments only")
-    arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+    arguments = {str(keyword.arg): ast.literal_eval(_JsonNames().visit(keyword.value)) for keyword in node.keywords}
     return {"name": ast.unparse(node.func), "arguments": arguments}
-
-
-def _value(node: ast.expr) -> Any:
-    return ast.literal_eval(_JsonNames().visit(node))
 
 
 class _JsonNames(ast.NodeTransformer):

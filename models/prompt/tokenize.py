@@ -120,16 +120,20 @@ def tried_cutter(
     """A tokenizer's cutter. `encode_inner` gives a text's ids inside another."""
     spelled = "\0".join(vocabulary)
     holding = [place for place in PLACES if not place.crossing.search(spelled) and _holds(place, encode)]
-    do_words_hold = _words_hold(encode, encode_inner, word_starts)
-    return TextCutter(
-        {place: len(encode(place.context)) for place in holding}, word_starts if do_words_hold else None
-    )
+    places = {place: len(encode(place.context)) for place in holding}
+    return TextCutter(places, word_starts if _words_hold(encode, encode_inner, word_starts) else None)
 
 
 def _holds(place: CutPlace, encode: Callable[[str], Sequence[int]]) -> bool:
     """Tried with each letter at either side."""
-    samples = [sample for letter in string.ascii_letters for sample in _samples(letter)]
-    return all(_is_cut_alike(sample, place, encode) for sample in samples)
+    num_context = len(encode(place.context))
+
+    def is_cut_alike(text: str) -> bool:
+        together = list(encode(text))
+        cuts = [match.start() + place.num_before for match in place.pattern.finditer(text)]
+        return all([*encode(text[:at]), *encode(place.context + text[at:])[num_context:]] == together for at in cuts)
+
+    return all(is_cut_alike(sample) for letter in string.ascii_letters for sample in _samples(letter))
 
 
 def _samples(letter: str) -> Iterator[str]:
@@ -137,17 +141,6 @@ def _samples(letter: str) -> Iterator[str]:
     yield f"1{letter}\n{letter} {letter}\n\n{letter}."
     yield f"x.{letter});\n{letter}é  {letter} =\n日{letter}\n語 {letter}"
     yield f"<{letter}>\n<b>{letter}\n<{letter}/>\n(1.\n[{letter}]\n\n{{\n{{{letter}"
-
-
-def _is_cut_alike(text: str, place: CutPlace, encode: Callable[[str], Sequence[int]]) -> bool:
-    num_context = len(encode(place.context))
-    together = list(encode(text))
-    for match in place.pattern.finditer(text):
-        cut = match.start() + place.num_before
-        behind = list(encode(place.context + text[cut:]))
-        if list(encode(text[:cut])) + behind[num_context:] != together:
-            return False
-    return True
 
 
 _WORD_SAMPLES = (
