@@ -139,17 +139,11 @@ class _EngineCollector(Collector):
         for model_id, found in stats.items():
             requests, cache = found.requests, found.cache
             idle = max(self._num_slots - requests.prefilling - requests.decoding, 0)
-            for state, number in (
-                ("prefilling", requests.prefilling),
-                ("decoding", requests.decoding),
-                ("idle", idle),
-            ):
+            states = {"prefilling": requests.prefilling, "decoding": requests.decoding, "idle": idle}
+            for state, number in states.items():
                 slots.add_metric((model_id, state), number)
-            for tier, size in (
-                ("live", cache.live_bytes),
-                ("memory", cache.stored_bytes),
-                ("disk", cache.disk_bytes),
-            ):
+            tiers = {"live": cache.live_bytes, "memory": cache.stored_bytes, "disk": cache.disk_bytes}
+            for tier, size in tiers.items():
                 held.add_metric((model_id, tier), size)
         yield slots
         yield held

@@ -131,12 +131,10 @@ class SessionRecords:
         known = self.find(name.namespace, name.id)
         return 0 if known is None else known.num_turns
 
-    def sessions(self, namespace: str) -> Iterable[SessionRecord]:
-        """Returns a namespace's sessions, last used first."""
-        return reversed(self._namespaces.get(namespace, OrderedDict()).values())
-
-    def all_sessions(self) -> Iterable[SessionRecord]:
-        """Returns all namespaces' sessions, last used first."""
+    def sessions(self, namespace: str | None) -> Iterable[SessionRecord]:
+        """Returns a namespace's sessions, or all; last used first."""
+        if namespace is not None:
+            return reversed(self._namespaces.get(namespace, OrderedDict()).values())
         every = [session for sessions in self._namespaces.values() for session in sessions.values()]
         return sorted(every, key=lambda session: -session.turns[-1].ended)
 
@@ -213,12 +211,10 @@ class Refusals:
         if len(self._namespaces) > MAX_NAMESPACES:
             self._namespaces.popitem(last=False)
 
-    def of(self, namespace: str) -> Iterable[Refusal]:
-        """Returns a namespace's refusals, last first."""
-        return reversed(self._namespaces.get(namespace, OrderedDict()).values())
-
-    def all(self) -> Iterable[Refusal]:
-        """Returns all namespaces' refusals, last first."""
+    def of(self, namespace: str | None) -> Iterable[Refusal]:
+        """Returns a namespace's refusals, or all; last first."""
+        if namespace is not None:
+            return reversed(self._namespaces.get(namespace, OrderedDict()).values())
         every = [one for known in self._namespaces.values() for one in known.values()]
         return sorted(every, key=lambda one: -one.ended)
 

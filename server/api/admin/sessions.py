@@ -106,14 +106,10 @@ async def list_sessions(request: Request) -> Response:
     """Lists the namespace's sessions, for the owner all."""
     context = context_of(request)
     namespace = listed_namespace(request)
-    sessions = context.sessions.all_sessions() if namespace is None else context.sessions.sessions(namespace)
-    refused = context.refusals.all() if namespace is None else context.refusals.of(namespace)
-    body: SessionList = {
-        "object": "list",
-        "data": [_session_body(session, context.keys) for session in sessions],
-        "refused": [body_of(RefusalBody, one, id=one.request_id, **vars(one.origin)) for one in refused],
-    }
-    return JsonBody(body)
+    data = [_session_body(session, context.keys) for session in context.sessions.sessions(namespace)]
+    refusals = context.refusals.of(namespace)
+    refused = [body_of(RefusalBody, one, id=one.request_id, **vars(one.origin)) for one in refusals]
+    return JsonBody(SessionList(object="list", data=data, refused=refused))
 
 
 async def get_session(request: Request) -> Response:

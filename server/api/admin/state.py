@@ -239,7 +239,6 @@ async def get_stats(request: Request) -> Response:
     context = context_of(request)
     namespace = listed_namespace(request)
     now = time.monotonic()
-    sessions = context.sessions.all_sessions() if namespace is None else context.sessions.sessions(namespace)
     body: StatsBody = {
         "object": "stats",
         "time": round(time.time(), 3),
@@ -251,7 +250,7 @@ async def get_stats(request: Request) -> Response:
         "loading": [{"id": model_id, "step": step} for model_id, step in context.pool.loading.items()],
         "requests": [_request_body(one, now) for one in context.activity.open_requests(namespace)],
         "totals": _totals_body(context.activity.totals.of(namespace)),
-        "sessions": sum(1 for _ in sessions),
+        "sessions": sum(1 for _ in context.sessions.sessions(namespace)),
     }
     return JsonBody(body)
 
