@@ -195,7 +195,7 @@ def _used(path: Path) -> Iterator[None]:
 _manifests: dict[Path, Manifest] = {}
 
 
-def user_manifest(environment: Mapping[str, str] = os.environ) -> Manifest:
+def user_manifest() -> Manifest:
     """This user's manifest, the same object each time."""
-    folder = data_folder(environment)
+    folder = data_folder(os.environ)
     return _manifests.setdefault(folder, Manifest(folder))

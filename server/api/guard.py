@@ -349,18 +349,10 @@ def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
         return
     request = Request(scope)
     origin = getattr(request.state, "origin", None) or Origin(namespace_of(request, None))
-    context_of(request).refusals.record(
-        Refusal(
-            origin,
-            request_id,
-            time.time(),
-            cut(scope["path"], MAX_PATH_LENGTH),
-            error.status,
-            error.code.value,
-            error.param and cut(error.param, MAX_PATH_LENGTH),
-            cut(error.message, MAX_REASON_LENGTH),
-        )
-    )
+    path, reason = cut(scope["path"], MAX_PATH_LENGTH), cut(error.message, MAX_REASON_LENGTH)
+    param = error.param and cut(error.param, MAX_PATH_LENGTH)
+    refusal = Refusal(origin, request_id, time.time(), path, error.status, error.code.value, param, reason)
+    context_of(request).refusals.record(refusal)
 
 
 class _TrackedSend:

@@ -244,11 +244,6 @@ def sse_event(payload: Any, name: str | None = None) -> bytes:
     return f"{head}data: {json_text(payload)}{SEPARATOR}{SEPARATOR}".encode()
 
 
-def sse_text(text: str, name: str | None = None) -> bytes:
-    """Returns an event with plain text as data."""
-    return ServerSentEvent(text, event=name, sep=SEPARATOR).encode()
-
-
 def sse_comment(text: str) -> bytes:
     """Returns a comment."""
     return ServerSentEvent(comment=text, sep=SEPARATOR).encode()

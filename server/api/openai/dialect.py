@@ -4,7 +4,6 @@ from typing_extensions import TypedDict
 
 from server.api.dialect import Dialect, Payload
 from server.api.errors import ApiError
-from server.api.wire import sse_text
 
 
 class ErrorObject(TypedDict):
@@ -30,7 +29,7 @@ def error_body(error: ApiError) -> ErrorBody:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code.value}}
 
 
-DONE = sse_text("[DONE]")
+DONE = b"data: [DONE]\n\n"
 
 
 class OpenAiDialect(Dialect):
