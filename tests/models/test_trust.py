@@ -190,25 +190,25 @@ def framed(text: bytes, num_data_bytes: int = 8) -> bytes:
 
 HUGE = 1 << 60
 DAMAGED = {
-    "a header of 2^60 bytes": (HUGE.to_bytes(8, "little") + b"{}", "header would be 1152921504606846976 bytes"),
-    "a header longer than the file": ((90_000_000).to_bytes(8, "little") + b"{}", "within its header"),
-    "no header": (bytes(8), "within its header"),
-    "half a length": (b"\x01", "within its header"),
-    "nothing": (b"", "within its header"),
+    "a header of 2^60 bytes": (HUGE.to_bytes(8, "little") + b"{}", "header too large"),
+    "a header longer than the file": ((90_000_000).to_bytes(8, "little") + b"{}", "is damaged"),
+    "no header": (bytes(8), "is damaged"),
+    "half a length": (b"\x01", "is damaged"),
+    "nothing": (b"", "is damaged"),
     "no JSON": (framed(b"\xff\xfe{"), "damaged"),
-    "brackets without end": (framed(b"[" * 200_000), "nested too deeply"),
-    "tensors that overlap": (framed(header(a=tensor(), b=tensor(4, 12)), 12), "a and b overlap"),
-    "one tensor twice": (framed(header(a=tensor(), b=tensor())), "a and b overlap"),
-    "a tensor before the data": (framed(header(a=tensor(-8, 0))), "where its tensors are"),
-    "a tensor that ends before it begins": (framed(header(a=tensor(8, 0))), "where its tensors are"),
-    "a tensor of an absurd shape": (framed(header(a=tensor(shape=[HUGE, HUGE]))), "where its tensors are"),
-    "a tensor of a negative shape": (framed(header(a=tensor(shape=[-2, -1]))), "where its tensors are"),
-    "a shape of texts": (framed(header(a=tensor(shape=["2"]))), "where its tensors are"),
-    "a shape that is none": (framed(header(a={**tensor(), "shape": None})), "where its tensors are"),
-    "places that are no integers": (framed(header(a=tensor(0.0, 8.0))), "where its tensors are"),
-    "places that are truth values": (framed(header(a=tensor(False, True, [1], "U8")), 1), "where its tensors are"),
-    "three places": (framed(header(a={**tensor(), "data_offsets": [0, 4, 8]})), "where its tensors are"),
-    "a type that is a list": (framed(header(a=tensor(dtype=["F32"]))), "where its tensors are"),
+    "brackets without end": (framed(b"[" * 200_000), "is damaged"),
+    "tensors that overlap": (framed(header(a=tensor(), b=tensor(4, 12)), 12), "invalid offset for tensor"),
+    "one tensor twice": (framed(header(a=tensor(), b=tensor())), "invalid offset for tensor"),
+    "a tensor before the data": (framed(header(a=tensor(-8, 0))), "is damaged"),
+    "a tensor that ends before it begins": (framed(header(a=tensor(8, 0))), "is damaged"),
+    "a tensor of an absurd shape": (framed(header(a=tensor(shape=[HUGE, HUGE]))), "is damaged"),
+    "a tensor of a negative shape": (framed(header(a=tensor(shape=[-2, -1]))), "is damaged"),
+    "a shape of texts": (framed(header(a=tensor(shape=["2"]))), "is damaged"),
+    "a shape that is none": (framed(header(a={**tensor(), "shape": None})), "is damaged"),
+    "places that are no integers": (framed(header(a=tensor(0.0, 8.0))), "is damaged"),
+    "places that are truth values": (framed(header(a=tensor(False, True, [1], "U8")), 1), "is damaged"),
+    "three places": (framed(header(a={**tensor(), "data_offsets": [0, 4, 8]})), "is damaged"),
+    "a type that is a list": (framed(header(a=tensor(dtype=["F32"]))), "is damaged"),
     "a tensor beyond the end": (framed(header(a=tensor(stop=HUGE, shape=[HUGE // 4]))), "is incomplete"),
     "too much data": (framed(header(a=tensor()), 9), "is incomplete"),
     "an unknown type": (framed(header(a=tensor(dtype="Q9"))), None),
@@ -236,7 +236,7 @@ resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), resource.RLIM_INFINIT
 try:
     read_header(Path({str(folder / "model.safetensors")!r}))
 except ModelBroken as error:
-    assert "within its header" in str(error)
+    assert "is damaged" in str(error)
 """
     if not Path("/proc/self/statm").exists():
         pytest.skip("measures memory as Linux does")
