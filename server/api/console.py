@@ -7,8 +7,7 @@ could read along. Its content policy allows no other server and no code outside 
 import hashlib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +20,7 @@ from server.api.guard import is_from_this_machine
 
 FOLDER = "/console/"
 PAGE = "index.html"
+_SOURCE = Path(__file__).resolve().parents[1] / "console"
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -54,20 +54,13 @@ class ConsoleFile:
 @cache
 def console_files() -> dict[str, ConsoleFile]:
     """Returns all files by path below `/console/`; no other file is served."""
-    return dict(_files(resources.files("server") / "console", ""))
+    paths = (path for path in _SOURCE.rglob("*") if path.suffix in TYPES)
+    return {path.relative_to(_SOURCE).as_posix(): _read(path) for path in paths}
 
 
-def _files(folder: Traversable, prefix: str) -> list[tuple[str, ConsoleFile]]:
-    found: list[tuple[str, ConsoleFile]] = []
-    for entry in folder.iterdir():
-        name = f"{prefix}{entry.name}"
-        media_type = TYPES.get(f".{entry.name.rpartition('.')[2]}")
-        if entry.is_dir():
-            found += _files(entry, f"{name}/")
-        elif media_type is not None:
-            content = entry.read_bytes()
-            found.append((name, ConsoleFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:24]}"')))
-    return found
+def _read(path: Path) -> ConsoleFile:
+    content = path.read_bytes()
+    return ConsoleFile(content, TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')
 
 
 class PageRoute(Route):
