@@ -4,9 +4,9 @@ Templates and clients may drop a finished turn's thought or rewrite its calls: `
 message changes, and `next_turn_requests` evaluates the rest while the engine is idle.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -26,19 +26,6 @@ _THOUGHT = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
 _NEXT_MESSAGE: Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 _BEFORE_USER = (RestorePointKind.USER_START, RestorePointKind.SYSTEM_END)
-
-Render: TypeAlias = Callable[[Sequence[Message]], RenderedPrompt]
-
-
-def stable_prefix(render: Render, messages: Sequence[Message]) -> RenderedPrompt:
-    """Returns the part of the prompt that no later message changes."""
-    if messages[-1]["role"] in _ROLES_ANSWERED:
-        return cut_at_last_point(render(messages), (RestorePointKind.PROMPT_END,))
-    # Prompts with different user messages begin to differ after the restore point before that message.
-    prefix = cut_at_last_point(render([*messages, _NEXT_MESSAGE]), _BEFORE_USER)
-    outline = prefix.outline
-    own = slice(0, len(messages))
-    return replace(prefix, outline=replace(outline, starts=outline.starts[own], roles=outline.roles[own]))
 
 
 def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...]) -> RenderedPrompt:
@@ -128,8 +115,7 @@ class Conversation:
 
     def render(self) -> RenderedPrompt:
         """Returns the prompt for an answer; raises the renderer's errors."""
-        shown = (self.messages, self.tools or None, self.template_arguments, self.namespace)
-        return self.renderer.render(*shown, continues=True) if self.continues else self.renderer.render(*shown)
+        return self._render(self.messages, continues=self.continues)
 
     @property
     def asked(self) -> Sequence[Message]:
@@ -152,15 +138,21 @@ class Conversation:
         return {**joined, _THOUGHT: thought} if thought else joined
 
     def stable_prefix(self) -> RenderedPrompt:
-        """Returns the part that no later message changes; raises the renderer's errors."""
-        return stable_prefix(self._render, self.messages)
+        """Returns the part of the prompt that no later message changes; raises the renderer's errors."""
+        if self.messages[-1]["role"] in _ROLES_ANSWERED:
+            return cut_at_last_point(self._render(self.messages), (RestorePointKind.PROMPT_END,))
+        # Prompts with different user messages begin to differ after the restore point before that message.
+        prefix = cut_at_last_point(self._render([*self.messages, _NEXT_MESSAGE]), _BEFORE_USER)
+        outline, own = prefix.outline, slice(0, len(self.messages))
+        return replace(prefix, outline=replace(outline, starts=outline.starts[own], roles=outline.roles[own]))
 
     def followed_by(self, messages: Sequence[Message]) -> "Conversation":
         """Returns the conversation with the assistant's whole message, and any that follow."""
         return replace(self, messages=[*self.asked, *messages], continues=False)
 
-    def _render(self, messages: Sequence[Message]) -> RenderedPrompt:
-        return self.renderer.render(messages, self.tools or None, self.template_arguments, self.namespace)
+    def _render(self, messages: Sequence[Message], *, continues: bool = False) -> RenderedPrompt:
+        shown = (messages, self.tools or None, self.template_arguments, self.namespace)
+        return self.renderer.render(*shown, continues=continues)
 
 
 def can_continue(model: ServedModel) -> bool:

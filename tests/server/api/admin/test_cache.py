@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from cache.budget import PinLimit
 from models.prompt.chat_template import ChatRenderer
 from server.api.app import create_app
-from server.api.conversation import stable_prefix
+from server.api.conversation import Conversation
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine import engine as engine_module
@@ -296,7 +296,7 @@ def test_a_turn_that_ends_in_tool_calls_is_held_and_no_other(
 @pytest.mark.parametrize("name", HISTORIES)
 def test_a_stable_prefix_begins_every_prompt_that_goes_on_from_it(name: str) -> None:
     renderer, history = ChatRenderer(make_tokenizer()), HISTORIES[name]
-    prefix = stable_prefix(renderer.render, history)
+    prefix = Conversation(renderer, history).stable_prefix()
     followers = [ANSWER] if name == "user" else [{"role": "user", "content": text} for text in ("apple", "\n b", "Z")]
     for follower in followers:
         longer = renderer.render([*history, follower, *([MORE] if name == "user" else [])])
