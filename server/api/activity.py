@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 from cache.journal import CacheEvent, Happening
@@ -116,9 +117,7 @@ class EventLog:
 
     def since(self, number: int) -> list[LiveEvent]:
         """Returns the kept events from `number` on."""
-        if number <= self.first:
-            return list(self._events)
-        return [self._events[place] for place in range(number - self.first, len(self._events))]
+        return list(islice(self._events, max(number - self.first, 0), None))
 
     @property
     def first(self) -> int:
