@@ -143,26 +143,18 @@ def find_stored(name: str) -> StoredModel | None:
     return None if name in BUILT_IN else user_manifest().find(name)
 
 
-def find_installed(name: str) -> tuple[str, Path] | None:
-    """Identity and folder of an installed model, if any; local names do not count.
-
-    Never takes a name for a path: it may come from anyone. Raises ModelBroken for half a download.
-    """
-    found = _installed(name)
-    if found is None:
-        return None
-    place, folder = found
-    return (_repository_identity(place.name, folder) if place.kind == "repository" else name), folder
-
-
 def installed_place(name: str) -> WeightsPlace | None:
     """Place of an installed model or local name, like `find_installed`; raises StoreError too."""
     stored = find_stored(name)
-    found = _installed(name) if stored is None else (stored.weights, None)
+    found = find_installed(name) if stored is None else (stored.weights, None)
     return None if found is None else found[0]
 
 
-def _installed(name: str) -> tuple[WeightsPlace, Path] | None:
+def find_installed(name: str) -> tuple[WeightsPlace, Path] | None:
+    """Place and folder of an installed model, if any; local names do not count.
+
+    Never takes a name for a path: it may come from anyone. Raises ModelBroken for half a download.
+    """
     if name in BUILT_IN:
         return WeightsPlace("built-in", name), resolve(name)
     with contextlib.suppress(ModelNotFound):
@@ -184,9 +176,9 @@ def folder_of(place: WeightsPlace) -> Path:
     return _complete(folder, f"the folder {folder}", _NEEDED)
 
 
-def identity_of(place: WeightsPlace) -> str:
-    """The weights' unique id, never a path; raises like `folder_of`."""
-    folder = folder_of(place)
+def identity_of(place: WeightsPlace, folder: Path | None = None) -> str:
+    """The weights' unique id, never a path; raises like `folder_of`, unless the `folder` is given."""
+    folder = folder or folder_of(place)
     if place.kind == "repository":
         return _repository_identity(place.name, folder)
     if place.kind == "built-in":
@@ -196,8 +188,6 @@ def identity_of(place: WeightsPlace) -> str:
 
 def place_of(name: str) -> WeightsPlace:
     """Where the weights of `name`, perhaps a path, are; raises like `resolve`."""
-    if name in BUILT_IN:
-        return WeightsPlace("built-in", name)
     stored = find_stored(name)
     return _found(name)[0] if stored is None else stored.weights
 
@@ -351,8 +341,9 @@ def _can_chat(folder: Path) -> bool:
 
 def _described(stored: StoredModel) -> InstalledModel | None:
     try:
-        found = describe(stored.short_name, folder_of(stored.weights))
-        return replace(found, stored=stored, identity=identity_of(stored.weights))
+        folder = folder_of(stored.weights)
+        identity = identity_of(stored.weights, folder)
+        return replace(describe(stored.short_name, folder), stored=stored, identity=identity)
     except ModelError:
         return None
 

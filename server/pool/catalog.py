@@ -62,7 +62,8 @@ class Catalog:
         found = find_installed(name)
         if found is None:
             return self._by_id(name)
-        return self._known(found[0]) or self._identified(ModelSource(*found)).plain
+        model_id = identity_of(*found)
+        return self._known(model_id) or self._identified(ModelSource(model_id, found[1])).plain
 
     def all(self) -> Sequence[ModelSource]:
         """Returns the command line's models first."""
@@ -111,7 +112,7 @@ def stored_source(stored: StoredModel) -> ModelSource:
     """Raises ModelBroken, without a path, where weights are missing."""
     try:
         folder = folder_of(stored.weights)
-        model_id = identity_of(stored.weights)
+        model_id = identity_of(stored.weights, folder)
     except ModelError as error:
         logger.warning("%s cannot be used: %s", stored.short_name, error)
         message = f"the weights of {stored.short_name} are not there any more, or not complete; see the server's log"
