@@ -224,52 +224,68 @@ class JsonPrefix:
         self._expects, self._may_end = expects, may_end
 
 
-class OpenCall:
-    """One call from its arguments' beginning on."""
+MAX_HEAD_CHARACTERS = 2048
+"""Without arguments by then, a call is read when complete."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+
+class OpenCall:
+    """One call as it is written. Its arguments are passed on as soon as `find_arguments` tells where they begin."""
+
+    def __init__(self, find_arguments: Callable[[str], tuple[str, int] | None]) -> None:
+        """`find_arguments` returns an unfinished call's name, and where its arguments begin, if it holds both."""
+        self._find_arguments = find_arguments
+        self._written: list[str] = []
+        self._head = ""
+        self._name = ""
+        self._start = 0
         self._id = new_call_id()
         self._object = JsonPrefix()
-        self._written: list[str] = []
         self._passed_on: list[str] = []
 
     @property
-    def started(self) -> ToolCallStarted:
-        return ToolCallStarted(self._id, self.name)
+    def text(self) -> str:
+        """All that was written so far."""
+        return "".join(self._written)
 
-    def push(self, text: str) -> list[Piece]:
-        """Takes the next text; returns the arguments that have become certain."""
+    def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
+        """Takes the next text; returns what has become certain: nothing of a call that came at once (`is_last`)."""
         self._written.append(text)
+        opening: list[Piece] = []
+        if not self._name:
+            if is_last or len(self._head) > MAX_HEAD_CHARACTERS:
+                return []
+            self._head += text
+            self._name, self._start = self._find_arguments(self._head) or ("", 0)
+            if not self._name:
+                return []
+            opening, text = [ToolCallStarted(self._id, self._name)], self._head[self._start :]
         certain = self._object.push(text)
         self._passed_on.append(certain)
-        return [ToolArguments(certain)] if certain else []
+        return [*opening, ToolArguments(certain)] if certain else opening
 
-    def end(self, call: ToolCall | None, text: str) -> list[Piece]:
-        """Ends the call: `call` is the meaning of its whole `text`, if any."""
-        rest = self._rest(call) if call is not None else None
+    def end(self, calls: Sequence[ToolCall], text: str) -> list[Piece]:
+        """Ends the call: `calls` are what its whole `text`, with markers, means."""
+        if not self._name:
+            return [piece for call in calls for piece in pieces_of(call)] or [Text(text)]
+        rest = self._rest(calls[0]) if len(calls) == 1 else None
         if rest is None:
             return [ToolCallFailed(text)]
         return [*([ToolArguments(rest)] if rest else []), ToolCallEnded()]
 
     def _rest(self, call: ToolCall) -> str | None:
-        if call.name != self.name:
+        if call.name != self._name:
             return None
         passed_on = "".join(self._passed_on)
         if self._object.is_complete:
             return "" if read_object(passed_on) == read_object(call.arguments) else None
         # Halves of characters were left unchanged: now the whole text is known, and they are replaced.
-        text = "".join(self._written)
+        text = self.text[self._start :]
         try:
             written = well_formed_json(text[: json.JSONDecoder().raw_decode(text)[1]])
         except (ValueError, RecursionError):
             return None
         is_same = read_object(written) == read_object(call.arguments) and written.startswith(passed_on)
         return written[len(passed_on) :] if is_same else None
-
-
-MAX_HEAD_CHARACTERS = 2048
-"""Without arguments by then, a call is read when complete."""
 
 
 class ToolCallParser:
@@ -286,9 +302,7 @@ class ToolCallParser:
         self._ends = MarkerSearch([tool_format.end] if tool_format.end else [])
         self._space = ""
         """White space and frames after the text so far, or before the open call."""
-        self._call: list[str] | None = None
-        self._streamed: OpenCall | None = None
-        self._head = ""
+        self._call: OpenCall | None = None
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that `text` completes; holds back a possible marker."""
@@ -303,8 +317,7 @@ class ToolCallParser:
         if self._call is None:
             rest = "" if self._is_forced else self._space + self._starts.flush()
             return [] if not rest or (self.made_calls and not self._without_frame(rest)) else [Text(rest)]
-        inner = "".join(self._call) + self._ends.flush()
-        pieces = self._end_call(inner, "", is_complete=is_complete)
+        pieces = self._end_call(self._call, self._call.text + self._ends.flush(), "", is_complete=is_complete)
         if self._is_forced and isinstance(pieces[-1], Text | ToolCallFailed):
             return [ToolCallCut()] if isinstance(pieces[-1], ToolCallFailed) else []
         return pieces
@@ -317,7 +330,7 @@ class ToolCallParser:
         if visible:
             pieces.append(Text(visible))
         if marker == self._format.start:
-            self._call = []
+            self._call = OpenCall(self._format.find_arguments)
         elif marker is not None:
             self._space += marker
         return after
@@ -334,39 +347,17 @@ class ToolCallParser:
     def _read_call(self, text: str, pieces: list[Piece]) -> str:
         assert self._call is not None
         inner, marker, after = self._ends.push(text)
-        self._call.append(inner)
-        if marker is None or self._streamed is not None:
-            pieces += self._pass_on(inner)
+        pieces += self._call.push(inner, is_last=marker is not None)
         if marker is not None:
-            pieces += self._end_call("".join(self._call), marker, is_complete=True)
+            pieces += self._end_call(self._call, self._call.text, marker, is_complete=True)
         return after
 
-    def _end_call(self, inner: str, marker: str, *, is_complete: bool) -> list[Piece]:
+    def _end_call(self, call: OpenCall, inner: str, marker: str, *, is_complete: bool) -> list[Piece]:
         calls = self._format.read_calls(inner, self._tools) if is_complete else []
-        space, self._space, self._call = self._space, "", None
-        streamed, self._streamed, self._head = self._streamed, None, ""
-        written = f"{space}{self._format.start}{inner}{marker}"
-        if streamed is not None:
-            pieces = streamed.end(calls[0] if len(calls) == 1 else None, written)
-            self.made_calls = self.made_calls or isinstance(pieces[-1], ToolCallEnded)
-            return pieces
-        if not calls:
-            return [Text(written)]
-        self.made_calls = True
-        return [piece for call in calls for piece in pieces_of(call)]
-
-    def _pass_on(self, text: str) -> list[Piece]:
-        if self._streamed is not None:
-            return self._streamed.push(text)
-        if len(self._head) > MAX_HEAD_CHARACTERS:
-            return []
-        self._head += text
-        found = self._format.find_arguments(self._head)
-        if found is None:
-            return []
-        name, start = found
-        self._streamed = OpenCall(name)
-        return [self._streamed.started, *self._streamed.push(self._head[start:])]
+        pieces = call.end(calls, f"{self._space}{self._format.start}{inner}{marker}")
+        self._space, self._call = "", None
+        self.made_calls = self.made_calls or isinstance(pieces[-1], ToolCallEnded)
+        return pieces
 
 
 def pieces_of(call: ToolCall) -> tuple[Piece, Piece, Piece]:

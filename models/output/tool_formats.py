@@ -112,42 +112,30 @@ class HarmonyParser:
         self._header, self._search = marker if marker == _HARMONY_START else "", MarkerSearch([MESSAGE])
         if call is None:
             return []
-        pieces = call.end(marker, is_complete=is_complete)
+        pieces = call.end_message(marker, is_complete=is_complete)
         self.made_calls = self.made_calls or isinstance(pieces[-1], ToolCallEnded)
         return pieces
 
 
-class _HarmonyCall:
+class _HarmonyCall(OpenCall):
     """Without a name the body of a message ends up as text."""
 
     def __init__(self, name: str, header: str) -> None:
-        self._name = name
+        super().__init__(self._find_body)
+        self._recipient = name
         self._header = header
-        self._body = ""
-        self._open = OpenCall(name)
-        self._is_open = False
 
-    def push(self, text: str) -> list[Piece]:
-        self._body += text
-        if self._is_open:
-            return self._open.push(text)
-        if not self._name or not self._body.lstrip().startswith("{"):
-            return []
-        self._is_open = True
-        return [self._open.started, *self._open.push(self._body.lstrip())]
+    def end_message(self, marker: str, *, is_complete: bool) -> list[Piece]:
+        calls = checked_calls(self._read) if self._recipient and is_complete else []
+        return self.end(calls, self._header + self.text + ("" if marker == _HARMONY_START else marker))
 
-    def end(self, marker: str, *, is_complete: bool) -> list[Piece]:
-        written = self._header + self._body + ("" if marker == _HARMONY_START else marker)
-        calls = checked_calls(self._read) if self._name and is_complete else []
-        if self._is_open:
-            return self._open.end(calls[0] if calls else None, written)
-        if not calls:
-            return [Text(written)]
-        return list(pieces_of(calls[0]))
+    def _find_body(self, text: str) -> tuple[str, int] | None:
+        body = text.lstrip()
+        return (self._recipient, len(text) - len(body)) if self._recipient and body.startswith("{") else None
 
     def _read(self) -> dict[str, Any]:
         """Raises if the body is neither the JSON text of arguments nor empty."""
-        return {"name": self._name, "arguments": json.loads(self._body or "{}")}
+        return {"name": self._recipient, "arguments": json.loads(self.text or "{}")}
 
 
 @dataclass(frozen=True)
