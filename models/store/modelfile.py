@@ -29,31 +29,15 @@ WITHOUT_EFFECT = frozenset(_OF_LOADING.split())
 """Accepted and ignored."""
 
 
-@dataclass
-class _Told:
-    sampling: dict[str, int | float]
-    limits: dict[str, int | None]
-    stop: list[str]
-    template_arguments: Mapping[str, Any] | None = None
-
-
 def with_parameters(defaults: ModelDefaults, told: Iterable[tuple[str, Any]]) -> ModelDefaults:
     """Defaults changed by pairs of name and value, a Modelfile's text or a JSON value.
 
     Raises ModelfileError for an unknown parameter or invalid value.
     """
-    found = _Told(dict(defaults.sampling), {}, [])
+    changes: dict[str, Any] = {"sampling": dict(defaults.sampling)}
     for name, value in told:
-        _take_parameter(found, name.lower(), value)
-    arguments = defaults.template_arguments if found.template_arguments is None else found.template_arguments
-    changed = replace(
-        defaults,
-        sampling=found.sampling,
-        stop=tuple(found.stop) or defaults.stop,
-        max_tokens=found.limits.get("max_tokens", defaults.max_tokens),
-        context_tokens=found.limits.get("context_tokens", defaults.context_tokens),
-        template_arguments=arguments,
-    )
+        _take_parameter(changes, name.lower(), value)
+    changed = replace(defaults, **changes)
     try:
         changed.check()
     except InvalidParameter as error:
@@ -76,19 +60,20 @@ def parameters_of(defaults: ModelDefaults) -> Iterable[tuple[str, str]]:
         yield _TEMPLATE_ARGUMENTS, json.dumps(defaults.template_arguments, ensure_ascii=False)
 
 
-def _take_parameter(found: _Told, name: str, value: Any) -> None:
+def _take_parameter(changes: dict[str, Any], name: str, value: Any) -> None:
     if name in _SAMPLING:
         ours, kind = _SAMPLING[name]
-        found.sampling[ours] = _number(name, value, kind)
-        _settle(found.sampling, ours)
+        changes["sampling"][ours] = _number(name, value, kind)
+        _settle(changes["sampling"], ours)
     elif name in _LIMITS:
         number = _number(name, value, int)
         # Ollama writes -1 for an answer without a limit.
-        found.limits[_LIMITS[name]] = None if name == "num_predict" and number < 1 else int(number)
+        changes[_LIMITS[name]] = None if name == "num_predict" and number < 1 else int(number)
     elif name == _STOP:
-        found.stop += _texts(value)
+        if texts := _texts(value):
+            changes["stop"] = (*changes.get("stop", ()), *texts)
     elif name == _TEMPLATE_ARGUMENTS:
-        found.template_arguments = _object(value)
+        changes["template_arguments"] = _object(value)
     elif name not in WITHOUT_EFFECT:
         near = difflib.get_close_matches(name, PARAMETERS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PARAMETERS)}"
