@@ -6,20 +6,18 @@ Elsewhere only the headers of weights are checked, and their length.
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from models.errors import ModelBroken, ModelfileError, StoreError, reason
 from models.names import BUILT_IN, find_stored, missing_files, parse_repository
 from models.short_names import find_family
 from models.store.manifest import user_manifest
-from models.store.modelfile import with_parameters
+from models.store.modelfile import Modelfile, with_parameters
 from models.store.stored_model import (
     LATEST,
-    ExampleMessage,
     ModelDefaults,
     StoredModel,
     WeightsPlace,
@@ -28,37 +26,26 @@ from models.store.stored_model import (
 from models.weights import read_header
 
 
-@dataclass(frozen=True)
-class Making:
-    """A new model's settings; None keeps the base model's."""
-
-    parameters: Sequence[tuple[str, Any]] = ()
-    system: str | None = None
-    messages: Sequence[ExampleMessage] = ()
-    license: str | None = None
-    replaces: bool = True
-
-
-def create(name: str, base: WeightsPlace, base_name: str, making: Making) -> StoredModel:
-    """Makes a model from another, keeping settings that `making` lacks.
+def create(name: str, weights: WeightsPlace, told: Modelfile, *, replaces: bool = True) -> StoredModel:
+    """Makes a model from `told.base`, of the same `weights`, keeping settings that a Modelfile leaves out.
 
     Raises StoreError, and ModelfileError for a parameter that cannot be honoured.
     """
     full = parse_free_name(name)
-    parent = find_stored(base_name)
-    defaults = with_parameters(ModelDefaults() if parent is None else parent.defaults, making.parameters)
+    parent = find_stored(told.base)
+    defaults = with_parameters(ModelDefaults() if parent is None else parent.defaults, told.parameters)
     _check_template_arguments(defaults)
-    if making.system is not None:
-        defaults = replace(defaults, system=making.system)
-    if making.messages:
-        defaults = replace(defaults, messages=tuple(making.messages))
-    text = making.license if making.license is not None else "" if parent is None else parent.license
+    if told.system is not None:
+        defaults = replace(defaults, system=told.system)
+    if told.messages:
+        defaults = replace(defaults, messages=tuple(told.messages))
+    text = told.license if told.license is not None else "" if parent is None else parent.license
     now = datetime.now(UTC)
     with user_manifest().change() as stored:
         before = stored.get(full)
-        if before is not None and not making.replaces:
+        if before is not None and not replaces:
             raise StoreError(f"there is a name {before.short_name} already; remove it first, or give --force")
-        made = StoredModel(full, base, now if before is None else before.created, now, defaults, text)
+        made = StoredModel(full, weights, now if before is None else before.created, now, defaults, text)
         stored[full] = made
     return made
 

@@ -134,10 +134,10 @@ _LONG_QUOTE = '"""'
 
 @dataclass
 class Modelfile:
-    """The content of a Modelfile."""
+    """The content of a Modelfile; None keeps what the base model has."""
 
     base: str = ""
-    parameters: list[tuple[str, str]] = field(default_factory=list)
+    parameters: list[tuple[str, Any]] = field(default_factory=list)
     system: str | None = None
     messages: list[ExampleMessage] = field(default_factory=list)
     license: str | None = None

@@ -15,8 +15,8 @@ from models.errors import ModelfileError, ModelNotFound, StoreError, reason
 from models.names import InstalledModel
 from models.short_names import size_text
 from models.store import library
-from models.store.library import FileFault, Making, verify
-from models.store.modelfile import WITHOUT_EFFECT, modelfile_of, parameters_of, parse_modelfile
+from models.store.library import FileFault, verify
+from models.store.modelfile import WITHOUT_EFFECT, Modelfile, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import StoredModel, WeightsPlace
 from server.app.config import StartError
 from server.cli.options import AnyModel, Force, Json, OwnName, command_group
@@ -55,7 +55,7 @@ def show(
 @app.command("cp")
 def copy(source: AnyModel, name: OwnName, replaces: Force = False, as_json: Json = False) -> None:
     """Gives a model another name. Raises ModelError."""
-    made = library.create(name, names.place_of(source), source, Making(replaces=replaces))
+    made = library.create(name, names.place_of(source), Modelfile(source), replaces=replaces)
     _tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
 
 
@@ -90,8 +90,7 @@ def create(
         # A path is relative to the Modelfile's folder.
         is_path = told.base.startswith(("./", "../")) or told.base in (".", "..")
         base = str(folder / told.base) if is_path else told.base
-        making = Making(told.parameters, told.system, told.messages, told.license)
-        made = library.create(name, names.place_of(base), base, making)
+        made = library.create(name, names.place_of(base), told)
     except ModelfileError as error:
         raise ModelfileError(f"{file}: {error}") from error
     idle = sorted({key for key, _ in told.parameters if key.lower() in WITHOUT_EFFECT})

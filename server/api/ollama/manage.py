@@ -6,6 +6,7 @@ A name is never taken for a path, creating and copying download nothing, and wei
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, NotRequired, TypeVar
 
 from pydantic import Field
@@ -18,8 +19,8 @@ from models.hub import PullChecking, PullEvent, PullProgress, pull
 from models.names import BUILT_IN, find_stored, folder_of, installed_place, parse_repository, shorten, suggest
 from models.short_names import find_family, largest
 from models.store import library
-from models.store.library import Making, parse_free_name
-from models.store.modelfile import parse_modelfile
+from models.store.library import parse_free_name
+from models.store.modelfile import Modelfile, parse_modelfile
 from models.store.stored_model import ExampleMessage, WeightsPlace
 from server.api.call import AnswerStream
 from server.api.context import ApiContext, context_of
@@ -127,29 +128,28 @@ async def delete_model(request: Request) -> Response:
 def _copy(context: ApiContext, body: CopyBody) -> None:
     name = _free(context, body.destination, "destination")
     source = _source(context, body.source, "source")
-    _done(lambda: library.create(name, _place(source), source.name, Making()), "destination")
+    _done(lambda: library.create(name, _place(source), Modelfile(source.name)), "destination")
 
 
 def _create(context: ApiContext, body: CreateBody) -> None:
     name = _free(context, body.named, "model")
-    base, making = _asked(body)
-    source = _source(context, base, "from")
-    _done(lambda: library.create(name, _place(source), source.name, making), "parameters")
+    told = _asked(body)
+    source = _source(context, told.base, "from")
+    _done(lambda: library.create(name, _place(source), replace(told, base=source.name)), "parameters")
 
 
-def _asked(body: CreateBody) -> tuple[str, Making]:
+def _asked(body: CreateBody) -> Modelfile:
     """Returns base and settings of the new model; raises ApiError."""
     if body.modelfile:
         try:
-            told = parse_modelfile(body.modelfile)
+            return parse_modelfile(body.modelfile)
         except ModelfileError as error:
             raise wrong("modelfile", str(error)) from error
-        return told.base, Making(told.parameters, told.system, told.messages, told.license)
     if not body.from_:
         raise wrong("from", "name the model that it is made from", Code.MISSING_PARAMETER)
     messages = [ExampleMessage(one.role, one.content) for one in body.messages or ()]
     text = "\n".join(body.license) if isinstance(body.license, list) else body.license
-    return body.from_, Making(list((body.parameters or {}).items()), body.system, messages, text)
+    return Modelfile(body.from_, list((body.parameters or {}).items()), body.system, messages, text)
 
 
 def _delete(context: ApiContext, name: str) -> None:
