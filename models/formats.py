@@ -72,10 +72,10 @@ def _chosen(modes: dict[str, Any]) -> list[str]:
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _QUESTION = "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
-_PREFIX = (
+JUDGED_PREFIX = (
     f'<|im_start|>system\n{_QUESTION} Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
-_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+JUDGED_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _NAME = re.compile(r"qwen3[-_.]?(vl[-_.])?reranker", re.IGNORECASE)
 _ANSWERS = ("no", "yes")
 
@@ -91,22 +91,14 @@ class Judgement:
 Reading: TypeAlias = Pooling | Judgement
 
 
-@dataclass(frozen=True)
-class RerankFormat:
-    """How one model judges: tokens, and texts around query and document."""
-
-    judgement: Judgement
-    prefix: str = _PREFIX
-    suffix: str = _SUFFIX
-
-    def text(self, query: str, document: str, instruction: str | None = None) -> str:
-        """The text to judge; special tokens in it are text."""
-        return f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+def judged_text(query: str, document: str, instruction: str | None = None) -> str:
+    """The text to judge, between `JUDGED_PREFIX` and `JUDGED_SUFFIX`; special tokens in it are text."""
+    return f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
 
 
 def read_rerank_format(
     name: str, config: Mapping[str, Any], template: str, token_id: Callable[[str], int | None]
-) -> RerankFormat | None:
+) -> Judgement | None:
     """How a model judges; None for no reranker of this kind.
 
     Its configuration names the two tokens (`classifier_from_token`, as vLLM reads it: no, then yes), or its template
@@ -121,4 +113,4 @@ def read_rerank_format(
     ids = [token_id(answer) if isinstance(answer, str) else None for answer in answers]
     if ids[0] is None or ids[1] is None or ids[0] == ids[1]:
         return None
-    return RerankFormat(Judgement(ids[0], ids[1]))
+    return Judgement(ids[0], ids[1])

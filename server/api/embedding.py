@@ -9,7 +9,7 @@ import numpy as np
 from starlette.responses import Response
 
 from models.errors import PromptTooLong
-from models.formats import Reading, RerankFormat
+from models.formats import JUDGED_PREFIX, JUDGED_SUFFIX, Reading
 from server.api.errors import ApiError, Code, context_exceeded, wrong
 from server.api.params import check_token_ids
 from server.api.wire import json_text
@@ -72,11 +72,11 @@ class TextReader:
             raise wrong(place, "it is empty")
         return self._taken(tokens, place)
 
-    def read_pair(self, how: RerankFormat, text: str, place: str) -> TokenArray:
+    def read_pair(self, text: str, place: str) -> TokenArray:
         """Returns the tokens of a text to be judged. Raises ApiError."""
         tokenize = self.model.renderer.tokenize
         tokens = self._tokens(text, place, parse_special=False)
-        return self._taken([*tokenize(how.prefix), *tokens, *tokenize(how.suffix)], place)
+        return self._taken([*tokenize(JUDGED_PREFIX), *tokens, *tokenize(JUDGED_SUFFIX)], place)
 
     def _tokens(self, text: str, place: str, **options: bool) -> list[int]:
         limit = self.model.context_tokens

@@ -13,7 +13,7 @@ import numpy as np
 
 from cache.journal import Tell
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
-from models.formats import EmbeddingFormat, Reading, RerankFormat
+from models.formats import EmbeddingFormat, Judgement, Reading
 from models.inference.sampling_params import SamplingParams
 from models.output.detokenizer import TokenSearch
 from models.output.grammar import CompiledGrammar, Grammar
@@ -170,7 +170,7 @@ class ServedModel:
     grammars: AnswerBinder | None = None
     """None if answers cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
-    reranking: RerankFormat | None = None
+    reranking: Judgement | None = None
     """Set for a model made to judge a query with a document."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Defaults for fields missing in a request."""

@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 
-from models.formats import Judgement, read_rerank_format
+from models.formats import JUDGED_PREFIX, JUDGED_SUFFIX, Judgement, judged_text, read_rerank_format
 
 VOCABULARY = {"no": 2152, "yes": 9693, "nein": 1, "ja": 2}
 QUESTION = "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
 
 
 def judgement(name: str = "org/chat", template: str = "", **config: Any) -> Judgement | None:
-    found = read_rerank_format(name, config, template, VOCABULARY.get)
-    return None if found is None else found.judgement
+    return read_rerank_format(name, config, template, VOCABULARY.get)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +38,9 @@ def test_a_configuration_that_names_no_two_tokens_is_none(named: Any) -> None:
 
 
 def test_the_prompt_is_that_of_the_model_card() -> None:
-    found = read_rerank_format("qwen3-reranker", {}, "", VOCABULARY.get)
-    assert found is not None
-    assert found.prefix + found.text("q?", "d.", "Find it.") + found.suffix == (
+    assert JUDGED_PREFIX + judged_text("q?", "d.", "Find it.") + JUDGED_SUFFIX == (
         f'<|im_start|>system\n{QUESTION} Note that the answer can only be "yes" or "no".<|im_end|>\n'
         "<|im_start|>user\n<Instruct>: Find it.\n<Query>: q?\n<Document>: d.<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    assert "Given a web search query, retrieve relevant passages" in found.text("q", "d")
+    assert "Given a web search query, retrieve relevant passages" in judged_text("q", "d")

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
+from models.formats import judged_text
 from server.api.call import compute
 from server.api.context import ApiContext
 from server.api.dialect import BodyModel, Endpoint, Rules, Whole, no_effect, parse_body, read_by, refused
@@ -168,8 +169,8 @@ def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
         raise wrong("instruction", f"{model.id} compares vectors of texts and takes no instruction")
     reader = TextReader(model, judges=how is not None)
     if how is not None:
-        asked = [(how.text(body.query, document, body.instruction), place) for document, place in documents]
-        texts = [reader.read_pair(how, text, place) for text, place in asked]
+        asked = [(judged_text(body.query, document, body.instruction), place) for document, place in documents]
+        texts = [reader.read_pair(text, place) for text, place in asked]
     else:
         texts = [reader.read(text, place) for text, place in [(body.query, "query"), *documents]]
 
@@ -189,7 +190,7 @@ def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
         }
         return json_text(answer)
 
-    return EmbeddingWork(model, texts, write, reading=None if how is None else how.judgement)
+    return EmbeddingWork(model, texts, write, reading=how)
 
 
 def _ranked(body: RerankBody, place: int, score: float) -> RankedDocument:

@@ -16,7 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.errors import EmbeddingUnsupported
-from models.formats import EmbeddingFormat, Judgement, Pooling, RerankFormat
+from models.formats import JUDGED_PREFIX, JUDGED_SUFFIX, EmbeddingFormat, Judgement, Pooling, judged_text
 from models.loader import load
 from models.names import DEMO
 from server.api import embedding
@@ -167,7 +167,7 @@ def test_documents_come_in_the_order_of_their_match() -> None:
     assert [one["document"] for one in best["results"]] == [{"text": "aab"}]
 
 
-JUDGE = RerankFormat(Judgement(1, 2))
+JUDGE = Judgement(1, 2)
 
 
 def test_a_model_that_judges_reads_query_and_document_together() -> None:
@@ -175,13 +175,13 @@ def test_a_model_that_judges_reads_query_and_document_together() -> None:
     client = client_of(engine, reranking=JUDGE, embedding=None, context_tokens=1000)
     body = post(client, RERANK, query="q?", documents=["a long one", {"text": "b"}], return_documents=True)
     (texts, reading), *_ = engine.embedded
-    assert reading == Judgement(1, 2)
-    assert texts == [codes(JUDGE.prefix + JUDGE.text("q?", one) + JUDGE.suffix) for one in ("a long one", "b")]
+    assert reading == JUDGE
+    assert texts == [codes(JUDGED_PREFIX + judged_text("q?", one) + JUDGED_SUFFIX) for one in ("a long one", "b")]
     assert [one["index"] for one in body["results"]] == [1, 0], "the fake finds that short texts match"
     assert [one["document"]["text"] for one in body["results"]] == ["b", "a long one"]
     assert body["usage"]["total_tokens"] == sum(map(len, texts))
     post(client, RERANK, query="q", documents=["a"], instruction="Find animals.")
-    assert engine.embedded[1][0] == [codes(JUDGE.prefix + JUDGE.text("q", "a", "Find animals.") + JUDGE.suffix)]
+    assert engine.embedded[1][0] == [codes(JUDGED_PREFIX + judged_text("q", "a", "Find animals.") + JUDGED_SUFFIX)]
 
 
 def test_what_does_not_fit_a_judge_is_named() -> None:
@@ -212,8 +212,8 @@ def test_a_real_judge_scores_as_mlx_lm_does(tmp_path: Path) -> None:
     assert len(answer["results"]) == len(documents)
     for one in answer["results"]:
         encode = partial(loaded.tokenizer.encode, add_special_tokens=False)
-        judged = encode(JUDGE.text("Weather in Paris?", documents[one["index"]]), split_special_tokens=True)
-        prompt = mx.array([[*encode(JUDGE.prefix), *judged, *encode(JUDGE.suffix)]])
+        judged = encode(judged_text("Weather in Paris?", documents[one["index"]]), split_special_tokens=True)
+        prompt = mx.array([[*encode(JUDGED_PREFIX), *judged, *encode(JUDGED_SUFFIX)]])
         model: Any = loaded.model
         pair = mx.softmax(model(prompt)[0, -1, mx.array([40, 41])].astype(mx.float32))
         assert one["relevance_score"] == pytest.approx(float(pair[1]), abs=1e-3)
