@@ -29,11 +29,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
 
-from models.errors import (
-    ModelNotFound,
-    PullFailed,
-    RepositoryNotFound,
-)
+from models.errors import ModelNotFound, PullFailed, RepositoryNotFound
 from models.names import (
     BUILT_IN,
     FILE_PATTERNS,

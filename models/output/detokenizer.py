@@ -39,10 +39,7 @@ class Detokenizer:
     """The text of a model's tokens. Any thread: only a memo grows."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        visible_texts: Iterable[str] = (),
-        eos_token_ids: Iterable[int] = (),
+        self, tokenizer: PreTrainedTokenizerBase, visible_texts: Iterable[str] = (), eos_token_ids: Iterable[int] = ()
     ) -> None:
         """Special tokens have no text, unless `visible_texts` consist of them: see `markers`."""
         visible = {

@@ -74,9 +74,7 @@ class TextCutter:
     """
 
     def __init__(
-        self,
-        places: Mapping[CutPlace, int] | None = None,
-        word_starts: Callable[[str], Sequence[int]] | None = None,
+        self, places: Mapping[CutPlace, int] | None = None, word_starts: Callable[[str], Sequence[int]] | None = None
     ) -> None:
         """`places` holds each context's number of tokens; `word_starts` returns, ascending, where words begin."""
         self._places = places or {}

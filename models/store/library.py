@@ -16,13 +16,7 @@ from models.names import BUILT_IN, find_stored, missing_files, parse_repository
 from models.short_names import find_family
 from models.store.manifest import user_manifest
 from models.store.modelfile import Modelfile, with_parameters
-from models.store.stored_model import (
-    LATEST,
-    ModelDefaults,
-    StoredModel,
-    WeightsPlace,
-    parse_full_name,
-)
+from models.store.stored_model import LATEST, ModelDefaults, StoredModel, WeightsPlace, parse_full_name
 from models.weights import read_header
 
 

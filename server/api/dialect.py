@@ -99,11 +99,7 @@ class Endpoint(Route):
     operation = Operation()
 
     def __init__(
-        self,
-        path: str,
-        endpoint: Callable[..., Any],
-        operation: Operation = operation,
-        methods: Collection[str] = (),
+        self, path: str, endpoint: Callable[..., Any], operation: Operation = operation, methods: Collection[str] = ()
     ) -> None:
         super().__init__(path, endpoint, methods=methods or ["GET" if operation.body is None else "POST"])
         self.operation = operation

@@ -17,14 +17,7 @@ from starlette.requests import Request
 
 from models.errors import GrammarFailed, InvalidGrammar
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams
-from models.output.grammar import (
-    JSON_STYLE,
-    Grammar,
-    GrammarKind,
-    OutputGrammar,
-    close_objects,
-    describes_members,
-)
+from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGrammar, close_objects, describes_members
 from models.output.tool_calls import CallMarkers, ToolFormat
 from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt

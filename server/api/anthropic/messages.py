@@ -11,13 +11,7 @@ from cache.snapshots import RestorePointKind
 from models.errors import ModelError
 from models.prompt.chat_template import Message
 from server.api.answer import Answer, Exchange, Question
-from server.api.anthropic.content import (
-    AnswerContent,
-    BlockBody,
-    BlockEvent,
-    ServerToolUseBody,
-    ToolSearchResultBody,
-)
+from server.api.anthropic.content import AnswerContent, BlockBody, BlockEvent, ServerToolUseBody, ToolSearchResultBody
 from server.api.anthropic.conversation import (
     as_function,
     find_model,
@@ -119,10 +113,7 @@ def diagnostics_of(started: Started, session_id: str | None, finished: Finished 
         reason = CacheMissReason(type=kind or "unavailable")
         if kind is not None:
             reason["cache_missed_input_tokens"] = miss.lost_tokens
-    body: DiagnosticsBody = {
-        "cache_miss_reason": reason,
-        "cache": cache_of(started, session_id),
-    }
+    body: DiagnosticsBody = {"cache_miss_reason": reason, "cache": cache_of(started, session_id)}
     if finished is not None:
         body["timings"] = timings_of(finished.timings)
     return body

@@ -465,8 +465,5 @@ _ROUTES = (
     ),
 )
 LLAMA_CPP = Api(
-    LlamaCppDialect(),
-    _ROUTES,
-    LlamaCppErrorBody,
-    own_paths=("/slots", "/infill", "/lora-adapters", "/embedding"),
+    LlamaCppDialect(), _ROUTES, LlamaCppErrorBody, own_paths=("/slots", "/infill", "/lora-adapters", "/embedding")
 )

@@ -431,9 +431,7 @@ class EmbedBody(_VectorsBody):
     """Body of `POST /api/embed`."""
 
     input: Annotated[
-        list[str],
-        Field(max_length=MAX_TEXTS),
-        BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
+        list[str], Field(max_length=MAX_TEXTS), BeforeValidator(_as_list, json_schema_input_type=str | list[str])
     ]
     truncate: bool | None = None
     """False: a long text is an error."""
