@@ -128,12 +128,9 @@ def _check_mlx(name: str, config: Mapping[str, Any]) -> None:
     kind = config.get("fine_tune_type", "lora")
     if kind == "full":
         raise ModelBroken(f"adapter {name}: it is a full fine-tune, a model of its own; make one with mlx_lm.fuse")
-    parameters = config.get("lora_parameters")
-    if (
-        kind not in ("lora", "dora")
-        or not isinstance(parameters, dict)
-        or not isinstance(config.get("num_layers"), int)
-    ):
+    parameters: Any = config.get("lora_parameters")
+    has_places = isinstance(parameters, dict) and isinstance(config.get("num_layers"), int)
+    if kind not in ("lora", "dora") or not has_places:
         raise ModelBroken(f"adapter {name}: {CONFIG} names no lora_parameters and num_layers, as mlx-lm writes them")
     missing = [key for key in ("rank", "scale") if not isinstance(parameters.get(key), int | float)]
     if missing:

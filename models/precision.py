@@ -95,12 +95,8 @@ def seconds_per_token(model: Module, active_share: float, clock: Callable[[], fl
     begun = clock()
     mx.eval(sample(row))
     pace = (clock() - begun) / _num_weights(sample)
-    shares = {
-        QuantizedSwitchLinear: active_share,
-        SwitchLinear: active_share,
-        QuantizedEmbedding: 0.0,
-        Embedding: 0.0,
-    }
+    shares = dict.fromkeys((QuantizedSwitchLinear, SwitchLinear), active_share)
+    shares |= dict.fromkeys((QuantizedEmbedding, Embedding), 0.0)
     return pace * sum(_num_weights(module) * shares.get(type(module), 1.0) for module in matrices)
 
 

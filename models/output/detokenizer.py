@@ -114,12 +114,8 @@ def _byte_encoding(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def _decoder_parts(decoder: dict[str, Any]) -> set[str]:
     if decoder["type"] == "Sequence":
         return {kind for part in decoder["decoders"] for kind in _decoder_parts(part)}
-    if decoder["type"] == "Replace" and (decoder.get("pattern"), decoder.get("content")) != (
-        {"String": _SPACE_MARK},
-        " ",
-    ):
-        return {"other"}
-    return {decoder["type"]}
+    makes_spaces = decoder.get("pattern") == {"String": _SPACE_MARK} and decoder.get("content") == " "
+    return {decoder["type"]} if decoder["type"] != "Replace" or makes_spaces else {"other"}
 
 
 class StreamDecoder:

@@ -174,14 +174,9 @@ class Connection(H11Protocol):
 
     @property
     def _may_say_continue(self) -> bool:
-        if (
-            self._is_lingering
-            or self._is_between_requests
-            or self.cycle.more_body
-            or self.scope["http_version"] != "1.1"
-        ):
+        if self._is_lingering or self._is_between_requests or self.cycle.more_body:
             return False
-        return self.conn.our_state is h11.SEND_RESPONSE
+        return self.scope["http_version"] == "1.1" and self.conn.our_state is h11.SEND_RESPONSE
 
     def _look_for_reset(self) -> None:
         if self.transport.is_closing():
