@@ -17,7 +17,7 @@ from server.api.anthropic.api import ANTHROPIC
 from server.api.console import PAGE_ROUTES, needs_no_key
 from server.api.context import ApiContext
 from server.api.dialect import Api, Endpoint, find_dialect, routes_of, with_and_without_v1
-from server.api.guard import ErrorBoundary, KeyCheck, WebAccess, WebAccessCheck, cross_origin_layer, raise_http_error
+from server.api.guard import Check, ErrorBoundary, WebAccess, check_key, cross_origin_layer, raise_http_error
 from server.api.llama_cpp.api import LLAMA_CPP
 from server.api.observe import Tracing
 from server.api.ollama.api import OLLAMA
@@ -64,12 +64,12 @@ def create_pool_app(
     """Returns the application that serves `pool`; `app.state.api` is its `ApiContext`."""
     access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.needs_key)
     name = config.name or socket.gethostname()
-    layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis), server_name=name)]
+    checks: list[Check] = [access.check]
+    if config.needs_key:
+        checks.append(partial(check_key, is_open=lambda scope: config.console and needs_no_key(scope)))
+    layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis), server_name=name, checks=checks)]
     if config.cors:
         layers.insert(0, cross_origin_layer(config.cors))
-    layers.append(Middleware(WebAccessCheck, access=access))
-    if config.needs_key:
-        layers.append(Middleware(KeyCheck, is_open=lambda scope: config.console and needs_no_key(scope)))
     app = Starlette(
         routes=[*(PAGE_ROUTES if config.console else ()), *(route for _, route in routes_of(apis)), *ADMIN_ROUTES],
         middleware=layers,

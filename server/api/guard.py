@@ -15,8 +15,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -39,6 +40,7 @@ from server.app.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRef
 
 logger = logging.getLogger(__name__)
 
+Check: TypeAlias = Callable[[Request], None]
 ANY = "*"
 CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 PREFLIGHT_SECONDS = 600
@@ -97,22 +99,12 @@ class WebAccess:
             return _wrong_type(kind)
         return None
 
-
-class WebAccessCheck:
-    """Refuses foreign web pages before key or body is read."""
-
-    def __init__(self, app: ASGIApp, access: WebAccess) -> None:
-        self._app = app
-        self._access = access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError (403, 415)."""
-        if scope["type"] == "http":
-            takes_any_type = dialect_of(Request(scope)).takes_any_content_type
-            error = self._access.refusal(scope["method"], Headers(scope=scope), takes_any_type=takes_any_type)
-            if error is not None:
-                raise error
-        await self._app(scope, receive, send)
+    def check(self, request: Request) -> None:
+        """Raises ApiError (403, 415) for a request of a foreign web page."""
+        takes_any_type = dialect_of(request).takes_any_content_type
+        error = self.refusal(request.method, request.headers, takes_any_type=takes_any_type)
+        if error is not None:
+            raise error
 
 
 def cross_origin_layer(origins: Iterable[str]) -> Middleware:
@@ -192,13 +184,13 @@ def key_of(request: Request) -> ApiKey | None:
 
 
 def known_key_of(request: Request) -> ApiKey | None:
-    """Returns the key found by `KeyCheck`; None if none is required."""
+    """Returns the key found by `check_key`; None if none is required."""
     key = request.scope["state"].get("key")
     return key if isinstance(key, ApiKey) else None
 
 
 def key_name_of(scope: Scope) -> str | None:
-    """Returns the name of the key found by `KeyCheck`, if any."""
+    """Returns the name of the key found by `check_key`, if any."""
     key = scope["state"].get("key")
     return key.name or None if isinstance(key, ApiKey) else None
 
@@ -277,22 +269,16 @@ def listed_namespace(request: Request) -> str | None:
     return request.query_params.get("namespace")
 
 
-class KeyCheck:
-    """Refuses requests without a key; sets `scope["state"]["key"]`."""
+def check_key(request: Request, is_open: Callable[[Scope], bool] = lambda scope: False) -> None:
+    """Raises ApiError without a key of the server; sets `scope["state"]["key"]`.
 
-    def __init__(self, app: ASGIApp, is_open: Callable[[Scope], bool] = lambda scope: False) -> None:
-        """Requests that are `is_open` need no key, nor do `OPEN_PATHS`."""
-        self._app = app
-        self._is_open = is_open
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError for refused requests."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_open(scope):
-            request = Request(scope)
-            request.state.key = key_of(request)
-            if request.state.key is None:
-                raise dialect_of(request).wrong_key()
-        await self._app(scope, receive, send)
+    Requests that are `is_open` need no key, nor do `OPEN_PATHS`.
+    """
+    if request.scope["path"] in OPEN_PATHS or is_open(request.scope):
+        return
+    request.state.key = key_of(request)
+    if request.state.key is None:
+        raise dialect_of(request).wrong_key()
 
 
 _OF_STRANGERS = frozenset({Code.INVALID_API_KEY, Code.HOST_NOT_ALLOWED, Code.ORIGIN_NOT_ALLOWED})
@@ -304,9 +290,12 @@ class ErrorBoundary:
     All exceptions are caught only here; one after an answer's begin closes the connection.
     """
 
-    def __init__(self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str) -> None:
-        """`server_name` is sent with every answer."""
+    def __init__(
+        self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str, checks: Sequence[Check]
+    ) -> None:
+        """`server_name` is sent with every answer; `checks` raise ApiError before a body is read."""
         self._app = app
+        self._checks = checks
         self._find_dialect = find_dialect
         self._server_name = ascii_text(server_name)
 
@@ -321,6 +310,8 @@ class ErrorBoundary:
         scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect, answer_headers=headers)
         tracked = _TrackedSend(send, headers)
         try:
+            for check in self._checks:
+                check(Request(scope))
             await self._app(scope, receive, tracked)
         except Exception as error:  # the border of the process: no exception may pass
             answer = explain(error, request_id)

@@ -166,14 +166,10 @@ OTHER_APIS: Mapping[str, str] = {
 def find_other_api(path: str) -> str | None:
     """Returns the name of the API that has `path`, with or without `/v1`."""
     asked = path.strip("/").removeprefix("v1/")
-    return next(
-        (
-            name
-            for name, paths in OTHER_APIS.items()
-            if any(f"{asked}/".startswith(f"{one}/") for one in paths.split())
-        ),
-        None,
-    )
+    for name, paths in OTHER_APIS.items():
+        if any(f"{asked}/".startswith(f"{one}/") for one in paths.split()):
+            return name
+    return None
 
 
 def explain_unknown_path(method: str, path: str) -> str:
