@@ -8,8 +8,8 @@ the new one.
 import codecs
 import json
 import re
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache
 from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
@@ -163,24 +163,13 @@ class StreamDecoder:
 MAX_KEPT = 256
 
 
-class TokenSearch:
-    """Finds tokens that contain a text. Any thread; the first search is slow."""
+def token_search(piece: Callable[[int], bytes], vocab_size: int) -> Callable[[str], tuple[int, ...]]:
+    """Returns a search for the tokens, ascending, with all of a text. Any thread; the first search is slow."""
+    pieces = cache(lambda: list(map(piece, range(vocab_size))))
 
-    def __init__(self, piece: Callable[[int], bytes], vocab_size: int) -> None:
-        self._piece = piece
-        self._vocab_size = vocab_size
-        self._lock = threading.Lock()
-        self._pieces: list[bytes] | None = None
-        self._found: dict[str, tuple[int, ...]] = {}
+    @lru_cache(MAX_KEPT)
+    def containing(text: str) -> tuple[int, ...]:
+        wanted = text.encode()
+        return tuple(index for index, held in enumerate(pieces()) if wanted in held)
 
-    def containing(self, text: str) -> tuple[int, ...]:
-        """Tokens, ascending, with all of `text`, not empty."""
-        with self._lock:
-            if self._pieces is None:
-                self._pieces = [self._piece(token_id) for token_id in range(self._vocab_size)]
-            if text not in self._found:
-                if len(self._found) >= MAX_KEPT:
-                    self._found.clear()
-                wanted = text.encode()
-                self._found[text] = tuple(index for index, piece in enumerate(self._pieces) if wanted in piece)
-            return self._found[text]
+    return containing

@@ -15,7 +15,7 @@ from cache.journal import Tell
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.formats import EmbeddingFormat, Judgement, Reading
 from models.inference.sampling_params import SamplingParams
-from models.output.detokenizer import TokenSearch
+from models.output.detokenizer import token_search
 from models.output.grammar import CompiledGrammar, Grammar
 from models.output.pieces import OutputParser, PlainParser
 from models.output.reasoning import ReasoningFormat, ReasoningParser, Thinking
@@ -226,9 +226,9 @@ class ServedModel:
         return lru_cache(MAX_PREVIEWS)(text)
 
     @cached_property
-    def token_search(self) -> TokenSearch:
-        """Finds texts in the model's tokens."""
-        return TokenSearch(self.token_texts.piece, self.vocab_size)
+    def tokens_containing(self) -> Callable[[str], tuple[int, ...]]:
+        """Returns the tokens that hold a text."""
+        return token_search(self.token_texts.piece, self.vocab_size)
 
     @property
     def tool_calls(self) -> Literal["parsed", "text", "none"]:

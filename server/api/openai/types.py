@@ -44,7 +44,7 @@ def breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int
     found: set[int] = set()
     for text in DEFAULT_BREAKERS if texts is None else filter(None, texts):
         last = model.renderer.tokenize(text)[-1:]
-        found.update(model.token_search.containing(text) or [token for token in last if token < model.vocab_size])
+        found.update(model.tokens_containing(text) or [token for token in last if token < model.vocab_size])
     return tuple(sorted(found))
 
 
