@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeAlias
 
 import jinja2
@@ -88,7 +88,7 @@ class ChatRenderer:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added_ids = np.array(sorted(added), dtype=np.int32)
         self._parts = _parts_of(self._backend, added, str(getattr(tokenizer, "chat_template", None) or ""))
-        self._adaptations: dict[bool, Adaptation] = {}
+        self._adaptation = cache(partial(adaptation_for, partial(_try_apply, tokenizer)))
         self._definitions = ToolDefinitions(self._prompt_with_tools)
 
     @property
@@ -138,13 +138,6 @@ class ChatRenderer:
         adaptation = self._adaptation(with_tools=True)
         shown = adaptation.tools([_without_cache_control(tool) for tool in tools])
         return _try_apply(self._tokenizer, adaptation.messages([_ASKS]), shown, MAX_STEPS)
-
-    def _adaptation(self, *, with_tools: bool) -> Adaptation:
-        found = self._adaptations.get(with_tools)
-        if found is None:
-            apply = partial(_try_apply, self._tokenizer)
-            found = self._adaptations[with_tools] = adaptation_for(apply, with_tools=with_tools)
-        return found
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         """`reply` followed `prompt` as `reply_ids`, without the end-of-turn token."""
