@@ -1,14 +1,7 @@
 """Which session a request belongs to, and what sessions' last turns and refused requests cost. Pure.
 
 A session is a hint for slot affinity and order, never a key to other tokens. Without one the tokens themselves
-decide. The first of these names it:
-
-1. `session_id` in the body
-2. the headers of `SESSION_HEADERS`, in that order
-3. `prompt_cache_key` in the body
-4. `metadata.user_id`: JSON with a `session_id`, or a text that ends in `_session_<uuid>`
-5. `metadata.session_id`, `metadata.chat_id`, `metadata.conversation_id`
-6. `previous_response_id`, `conversation` (a text, or an object with an `id`)
+decide. What may name it stands in `_candidates`, the strongest first.
 
 Bytes of HTTP headers have no encoding: the server reads them as Latin-1, clients write UTF-8. What is recorded
 belongs to its namespace and is bounded: the namespace with most sessions loses its oldest, so no client pushes out
@@ -296,7 +289,7 @@ def _candidates(body: Mapping[str, Any], headers: Mapping[str, str]) -> Iterator
 
 
 def _session_in_user_id(user_id: Any) -> Any:
-    """Agents put the session into a user's name."""
+    """Agents put the session into a user's name: as JSON with a `session_id`, or behind `_session_`."""
     if not isinstance(user_id, str):
         return None
     suffix = _SESSION_SUFFIX.search(user_id)
