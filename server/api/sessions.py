@@ -9,7 +9,6 @@ another's. Knows no clock, no engine and no HTTP.
 """
 
 import contextlib
-import json
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
 
+from models.texts import read_object
 from server.engine.diagnosis import Miss
 
 if TYPE_CHECKING:
@@ -295,13 +295,8 @@ def _session_in_user_id(user_id: Any) -> Any:
     suffix = _SESSION_SUFFIX.search(user_id)
     if suffix:
         return suffix.group(1)
-    if not user_id.startswith("{"):
-        return None
-    try:
-        fields = json.loads(user_id)
-    except (ValueError, RecursionError):
-        return None
-    return fields.get("session_id") if isinstance(fields, dict) else None
+    fields = read_object(user_id, allow_nan=True) if user_id.startswith("{") else None
+    return None if fields is None else fields.get("session_id")
 
 
 def _checked(param: str, value: Any) -> str:
