@@ -3,7 +3,8 @@
 One slot, so that every change of conversation goes through page-out and page-in.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,42 +35,21 @@ SYSTEM = some_tokens(1, 45)
 QUESTION = some_tokens(2, 20)
 
 
-class Chat:
-    """A model behind a prefix cache with one slot."""
+class Greedy:
+    """A model that answers with its likeliest tokens."""
 
-    def __init__(self, name: str, num_slots: int = 1, disk: DiskTier | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.model: Any = tiny_models.build(name)
-        self.prefix_cache = PrefixCache(
-            lambda: list(make_prompt_cache(self.model)), num_slots=num_slots, budget_bytes=1 << 30, disk=disk
-        )
         self.logits: Any = None
-        self._cold_replies: dict[tuple[int, ...], list[int]] = {}
+
+    def make_caches(self) -> list[LayerCache]:
+        return list(make_prompt_cache(self.model))
 
     def evaluate(self, caches: Sequence[LayerCache], tokens: Any) -> None:
         self.logits = self.model(mx.array(tokens)[None], cache=list(caches))[0, -1]
         mx.eval(self.logits, [cache.state for cache in caches])
 
-    def ask(self, prompt: list[int]) -> tuple[list[int], int]:
-        """Returns the greedy reply, which must be a cold run's, and how many prompt tokens were restored."""
-        tokens = np.array(prompt, np.int32)
-        points = [RestorePoint(len(SYSTEM), RestorePointKind.SYSTEM_END)]
-        lease = self.prefix_cache.begin(tokens, restore_points=points, expected_tokens=NUM_GENERATED)
-        assert lease is not None
-        cache_driver.prefill(lease, tokens, self.evaluate)
-        reply = self._decode(lease.caches, prompt[-1], lease.append)
-        lease.close()
-        self.prefix_cache.check()
-        assert reply == self._cold(prompt), f"after {lease.hit_tokens} restored tokens of {len(prompt)}"
-        return reply, lease.hit_tokens
-
-    def _cold(self, prompt: list[int]) -> list[int]:
-        if tuple(prompt) not in self._cold_replies:
-            caches = make_prompt_cache(self.model)
-            self.evaluate(caches, np.array(prompt[:-1], np.int32))
-            self._cold_replies[tuple(prompt)] = self._decode(caches, prompt[-1], lambda token: None)
-        return self._cold_replies[tuple(prompt)]
-
-    def _decode(self, caches: Sequence[LayerCache], token: int, record: Any) -> list[int]:
+    def decode(self, caches: Sequence[LayerCache], token: int, record: Callable[[int], object]) -> list[int]:
         reply: list[int] = []
         while len(reply) < NUM_GENERATED:
             self.evaluate(caches, np.array([token], np.int32))
@@ -77,6 +57,38 @@ class Chat:
             token = int(np.argmax(np.array(self.logits)))
             reply.append(token)
         return reply
+
+
+@functools.cache
+def cold_reply(name: str, prompt: tuple[int, ...]) -> list[int]:
+    """The reply on fresh caches; several tests have a prompt in common."""
+    greedy = Greedy(name)
+    caches = greedy.make_caches()
+    greedy.evaluate(caches, np.array(prompt[:-1], np.int32))
+    return greedy.decode(caches, prompt[-1], lambda _: None)
+
+
+class Chat:
+    """A model behind a prefix cache with one slot."""
+
+    def __init__(self, name: str, num_slots: int = 1, disk: DiskTier | None = None) -> None:
+        self.name = name
+        self.greedy = Greedy(name)
+        self.prefix_cache = PrefixCache(self.greedy.make_caches, num_slots=num_slots, budget_bytes=1 << 30, disk=disk)
+
+    def ask(self, prompt: list[int]) -> tuple[list[int], int]:
+        """Returns the greedy reply, which must be a cold run's, and how many prompt tokens were restored."""
+        tokens = np.array(prompt, np.int32)
+        points = [RestorePoint(len(SYSTEM), RestorePointKind.SYSTEM_END)]
+        lease = self.prefix_cache.begin(tokens, restore_points=points, expected_tokens=NUM_GENERATED)
+        assert lease is not None
+        cache_driver.prefill(lease, tokens, self.greedy.evaluate)
+        reply = self.greedy.decode(lease.caches, prompt[-1], lease.append)
+        lease.close()
+        self.prefix_cache.check()
+        expected = cold_reply(self.name, tuple(prompt))
+        assert reply == expected, f"after {lease.hit_tokens} restored tokens of {len(prompt)}"
+        return reply, lease.hit_tokens
 
 
 @pytest.mark.parametrize("name", tiny_models.NAMES)
@@ -145,7 +157,9 @@ def test_two_live_conversations_share_a_prefix(name: str) -> None:
 def test_a_cancelled_prefill_is_taken_up_again(name: str, num_evaluated: int) -> None:
     chat = Chat(name)
     prompt = [*SYSTEM, *QUESTION, *some_tokens(11, 30)]
-    cache_driver.run(chat.prefix_cache, prompt, evaluate=chat.evaluate, stop_at=num_evaluated, explicit=(30, 60))
+    cache_driver.run(
+        chat.prefix_cache, prompt, evaluate=chat.greedy.evaluate, stop_at=num_evaluated, explicit=(30, 60)
+    )
     chat.ask(some_tokens(12, 8))
     _, hit = chat.ask(prompt)
     assert hit >= num_evaluated, "what was evaluated stays restorable"

@@ -3,8 +3,8 @@
 The faults are planted in what a model is given in place of its layer caches when rows decode together, or in what it
 returns, so each row alone is right: as with a model whose own code takes a batch for rows of one length.
 
-Usually each model and precision is tried with one seed, and each fault on each model in one precision; with
-`--all-faults` with all seeds, and in all precisions.
+Usually each model and precision is tried with one seed, and each fault and other roundings on each model in one
+precision or two; with `--all-faults` with all seeds, and in all precisions.
 """
 
 import functools
@@ -53,12 +53,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Spreads seeds over healthy models, and precisions over faults, or takes all of them."""
     tries_all = metafunc.config.getoption("all_faults")
     if "seeds" in metafunc.fixturenames:
-        models = RAGGED if metafunc.function is test_a_healthy_model_passes else ROUNDED
+        is_healthy = metafunc.function is test_a_healthy_model_passes
         cases = [
             (name, precision, SEEDS if tries_all else [SEEDS[number % len(SEEDS)]])
-            for number, (name, precision) in enumerate(product(models, PRECISIONS))
+            for number, (name, precision) in enumerate(product(RAGGED if is_healthy else ROUNDED, PRECISIONS))
         ]
-        metafunc.parametrize(("name", "precision", "seeds"), cases)
+        metafunc.parametrize(("name", "precision", "seeds"), cases if is_healthy or tries_all else cases[::2])
     elif "fault" in metafunc.fixturenames and "precision" in metafunc.fixturenames:
         planted = [
             (fault, name, precision)
