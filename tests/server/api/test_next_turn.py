@@ -53,7 +53,7 @@ def test_what_is_known_or_short_is_left_to_the_next_turn(shown: list[int]) -> No
     assert next_turn_request(request(1, 2, 3, 4), [5, 6], prompt(*shown)) is None
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+@pytest.fixture(scope="module", params=["llama", "lfm2"])
 def thinking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server whose template drops what was thought."""
     folder: Path = tiny_models.write(request.param, tmp_path_factory.mktemp(request.param) / "tiny")

@@ -17,7 +17,7 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
 NUM_TURNS = 4
 
 
-@pytest.fixture(scope="module", params=["demo", "qwen3_5"])
+@pytest.fixture(scope="module", params=["demo", "lfm2"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp(request.param) / "tiny"
     if request.param == "demo":

@@ -78,12 +78,12 @@ class Served:
     restores_anywhere: bool
 
 
-MODELS = ("demo", "qwen3_5")
+MODELS = ("demo", "lfm2")
 ALL_CASES = tuple(product(MODELS, (False, True), FAULTS))
 USUAL_CASES = (
     *product(["llama"], [False], FAULTS),
     *product(["demo"], [False], FAULTS[::6]),
-    *product(["qwen3_5"], [True], FAULTS[::2]),
+    *product(["lfm2"], [True], FAULTS[::2]),
 )
 """A model, whether its clients name their sessions, and a row of the table."""
 
@@ -125,7 +125,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             service.engine.start()
             stack.callback(service.engine.stop)
             client = stack.enter_context(TestClient(create_app(service.engine, service.model, config)))
-            return Served(client, service.engine, restores_anywhere=name != "qwen3_5")
+            return Served(client, service.engine, restores_anywhere=name != "lfm2")
 
         yield serve
 

@@ -49,7 +49,7 @@ class Several:
     """A server of tiny models, and how to ask it."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        sources = [ModelSource(name, tiny_models.write(name, folder / name)) for name in ("llama", "qwen3_5")]
+        sources = [ModelSource(name, tiny_models.write(name, folder / name)) for name in ("llama", "lfm2")]
         cache = settings.pop("cache", {})
         config = ServerConfig(cache_memory_bytes=256 * MIB, heartbeat_seconds=0.02, **cache)
         self.opener = PausingOpener(config, PoolMemory(4096 * MIB, 256 * MIB))
@@ -104,7 +104,7 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield one
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("model", ["llama", "lfm2"])
 def test_a_conversation_is_found_again_when_its_model_is_loaded_again(several: Several, model: str) -> None:
     first = several.ask(model)
     turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
@@ -118,21 +118,21 @@ def test_a_conversation_is_found_again_when_its_model_is_loaded_again(several: S
 
 def test_an_unloaded_model_leaves_no_weights_behind(several: Several) -> None:
     several.ask("llama")
-    several.ask("qwen3_5")
+    several.ask("lfm2")
     weights = {member.source.id: member.opened.weights_bytes for member in several.pool.members}
     before = mx.get_active_memory()
-    several.unload("qwen3_5")
+    several.unload("lfm2")
     # What its conversations leave there is less than its weights, which are small themselves.
-    until(lambda: before - mx.get_active_memory() > 0.5 * weights["qwen3_5"])
+    until(lambda: before - mx.get_active_memory() > 0.5 * weights["lfm2"])
     assert content(several.ask("llama"))
 
 
 def test_a_stream_goes_on_while_another_model_is_loaded(several: Several) -> None:
     several.ask("llama")
-    several.unload("qwen3_5")
+    several.unload("lfm2")
     several.opener.may_finish.clear()
     other: list[Any] = []
-    asking = threading.Thread(target=lambda: other.append(several.ask("qwen3_5")))
+    asking = threading.Thread(target=lambda: other.append(several.ask("lfm2")))
     body = {"model": "llama", "messages": LONG, "max_tokens": 400, "ignore_eos": True, "stream": True}
     num_while_loading = 0
     with several.client.stream("POST", CHAT, json=body) as answer:
@@ -140,10 +140,11 @@ def test_a_stream_goes_on_while_another_model_is_loaded(several: Several) -> Non
         next(lines)
         asking.start()
         for line in lines:
-            if several.pool.loading.get("qwen3_5") == "trying it out":
+            if several.pool.loading.get("lfm2") == "trying it out":
                 num_while_loading += bool(json.loads(line.removeprefix("data: "))["choices"])
             if num_while_loading >= 5:
-                several.opener.may_finish.set()
+                break
+    several.opener.may_finish.set()
     asking.join(WAIT_SECONDS)
     assert num_while_loading >= 5, "the stream stood still while the other model was loaded"
     assert content(other[0])
@@ -152,7 +153,7 @@ def test_a_stream_goes_on_while_another_model_is_loaded(several: Several) -> Non
 def test_two_models_that_do_not_fit_together_take_turns_and_find_their_conversations(tmp_path: Path) -> None:
     with Several(tmp_path, max_models=1) as server:
         for _ in range(2):
-            for model in ("llama", "qwen3_5"):
+            for model in ("llama", "lfm2"):
                 answer = server.ask(model)
                 assert list(server.pool.models) == [model]
                 last = cached(answer)
@@ -247,21 +248,21 @@ def test_an_idle_model_leaves_memory_to_another_and_gets_what_it_is_due_for_its_
             return {name: engine.stats().cache.budget_bytes for name, engine in server.pool.engines.items()}
 
         first = server.ask("llama")
-        server.ask("qwen3_5")
+        server.ask("lfm2")
         time.sleep(0.3)
         # As if it used all of its budget.
-        engine = server.pool.engines["qwen3_5"]
+        engine = server.pool.engines["lfm2"]
         stats = engine.stats
         full = replace(stats().cache, stored_bytes=128 * MIB)
         monkeypatch.setattr(engine, "stats", lambda: replace(stats(), cache=full))
-        server.ask("qwen3_5", [{"role": "user", "content": "And the hills?"}])
+        server.ask("lfm2", [{"role": "user", "content": "And the hills?"}])
         # The memory is divided once the answer has been sent.
         until(lambda: budgets()["llama"] <= 96 * MIB)
         monkeypatch.undo()
         assert sum(budgets().values()) <= 256 * MIB
         turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
         again = server.ask("llama", turn)
-        assert budgets()["qwen3_5"] == budgets()["llama"] == 128 * MIB
+        assert budgets()["lfm2"] == budgets()["llama"] == 128 * MIB
         assert cached(again) > 0.8 * first["usage"]["prompt_tokens"], (
             "what it uses is taken while other memory is not"
         )
@@ -274,8 +275,8 @@ def test_a_damaged_model_is_told_by_its_file_but_not_by_its_path(tmp_path: Path)
         answer = server.client.post(CHAT, json={"model": "llama", "messages": LONG})
         assert answer.status_code == 503
         assert "model.safetensors is incomplete" in answer.text and str(tmp_path) not in answer.text
-        (tmp_path / "qwen3_5" / "config.json").write_text('{"model_type": "unheard_of"}')
-        answer = server.client.post(CHAT, json={"model": "qwen3_5", "messages": LONG})
+        (tmp_path / "lfm2" / "config.json").write_text('{"model_type": "unheard_of"}')
+        answer = server.client.post(CHAT, json={"model": "lfm2", "messages": LONG})
         assert answer.status_code == 503 and "unheard_of" in answer.text
 
 
@@ -286,4 +287,4 @@ def test_a_model_whose_disk_folder_another_server_has_open_is_told_so(tmp_path: 
         answer = other.client.post(CHAT, json={"model": "llama", "messages": LONG})
         assert answer.status_code == 503
         assert "--cache-disk" in answer.text and str(tmp_path) not in answer.text
-        assert content(other.ask("qwen3_5"))
+        assert content(other.ask("lfm2"))

@@ -34,7 +34,7 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a running server with a tiny model that has attention and recurrent layers."""
-    folder = tiny_models.write("qwen3_5", tmp_path_factory.mktemp("models") / "tiny")
+    folder = tiny_models.write("lfm2", tmp_path_factory.mktemp("models") / "tiny")
     with serving(ServerConfig(models=(str(folder),), cache_memory_bytes=1 << 26)) as client:
         yield client
 

@@ -17,7 +17,7 @@ QUESTIONS = [f"Question {number}: what comes after {number}?" for number in rang
 GREEDY = {"temperature": 0, "num_predict": 12}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "lfm2", "gemma3"])
 def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tiny_models.write(request.param, tmp_path_factory.mktemp(request.param) / "tiny")
     with serving(folder) as server:
