@@ -29,7 +29,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.pycache_prefix = str(Path(__file__).parents[1] / ".cache" / "bytecode")
 os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
-# As in a server, and before MLX is imported. Each worker has a core.
+# As in a server, and before MLX is imported. Workers take all cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 load_fast_blas()
 
@@ -58,10 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Spreads a run of everything over the cores; a part runs in this process, with its output and its debugger."""
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Spreads a run of everything over the cores; a part runs in this process, with its output and its debugger.
+
+    One process more than cores: a third of the time tests wait, for browsers, servers that end, and clocks.
+    """
     is_part = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.getoption("keyword")
-    return 0 if is_part else None
+    return 0 if is_part else (os.cpu_count() or 1) + 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
