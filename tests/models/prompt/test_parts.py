@@ -1,6 +1,7 @@
 """Piecewise tokenization equals whole tokenization, costs only new text, and keeps generated ids where they were."""
 
 import contextlib
+import string
 import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from models.errors import PromptTooLong, TokenizerFailed
 from models.prompt import added_tokens, chat_template
@@ -247,6 +248,50 @@ def test_a_long_text_is_tokenized_in_parts(shape: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(segments_module, "SLICE_CHARACTERS", 50)
     tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
     assert len(list(tokenizer._cutter.cut("some words and\nmore " * 40))) > 10
+
+
+def across(*tokens: str) -> Any:
+    """Returns a tokenizer without words, that has such tokens besides letters."""
+    letters = [*string.ascii_letters, *string.punctuation, *"1 \n\u0436é日語"]
+    scores = [("<unk>", 0.0), *((letter, -5.0) for letter in letters), *((token, -6.0) for token in tokens)]
+    return Tokenizer(models.Unigram(scores, unk_id=0))
+
+
+def changed(normalizer: Any) -> Any:
+    """Returns a tokenizer of bytes that first changes a text."""
+    backend: Any = tiny_tokenizers.tokenizer("bytes", {})
+    backend.normalizer = normalizer
+    return backend
+
+
+def marking() -> Any:
+    """Returns a tokenizer whose words begin at punctuation, and that marks the first behind an added token."""
+    backend: Any = tiny_tokenizers.tokenizer("metaspace_always", {})
+    words = [pre_tokenizers.Metaspace(prepend_scheme="always"), pre_tokenizers.Punctuation()]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(words)
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "sample"),
+    [
+        (across("\n\u0436"), "\u0436\n\u0436"),
+        (across("b c"), "ab cd"),
+        (across("\n<cd"), "x\n<cd"),
+        (changed(normalizers.Strip()), "one two\nthree\n<b>\n"),
+        (changed(normalizers.Replace("q ", "_")), "q r"),
+        (marking(), "a.b;"),
+    ],
+    ids=["line", "space", "bracket", "stripped", "replaced", "marked"],
+)
+def test_no_text_is_cut_where_the_tokenizer_would_notice(
+    backend: Any, sample: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three have a token across such a place that no sample of a trial contains."""
+    monkeypatch.setattr(segments_module, "SLICE_CHARACTERS", 20)
+    backend.add_special_tokens(["<|x|>"])
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
+    assert tokenizer.tokenize(sample * 50).ids.tolist() == whole(sample * 50, backend)
 
 
 @pytest.mark.parametrize(
