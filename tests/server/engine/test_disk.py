@@ -140,12 +140,23 @@ def test_a_stopped_engine_has_written_what_it_held(tmp_path: Path) -> None:
     again.stop()
 
 
+def test_an_unloaded_model_keeps_no_state_in_memory_that_a_disk_has(tmp_path: Path) -> None:
+    on_disk = engine_on(tmp_path)
+    in_memory = Engine(lambda: make_worker(FakeRunner("WR")), EngineConfig(max_slots=2, context_tokens=200))
+    in_memory.start()
+    for engine in (on_disk, in_memory):
+        answer(engine, 1)
+    kept = in_memory.park()
+    assert kept is not None and kept.num_bytes > 0
+    assert on_disk.park() is None
+
+
 def engine_on(folder: Path) -> Engine:
     """Returns a started engine that keeps state in a folder."""
 
     engine = Engine(
         lambda: make_worker(FakeRunner("WR"), disk=open_tier(folder)),
-        EngineConfig(max_slots=2, context_tokens=200),
+        EngineConfig(max_slots=2, context_tokens=200, disk_folder=folder),
     )
     engine.start()
     return engine
