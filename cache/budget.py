@@ -20,6 +20,8 @@ ASIDE = -1
 """Owner of memory without a slot."""
 UNBOUNDED_BYTES = 1 << 62
 """More than any machine has."""
+PADDING = -2
+"""Owner of what shared buffers hold beyond what their sequences reserved: a loan, given back first."""
 
 
 class Ledger:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from cache.budget import PADDING
 from cache.journal import CacheEvent, Happening
 from cache.layers.layout import Layout
 from cache.layers.state import RowSource, Segment
@@ -18,7 +19,7 @@ from cache.memory_tier import MemoryTier
 from cache.slots import Slot
 from cache.snapshots import RestorePointKind, Snapshot, cover, is_restorable, window_rows
 from cache.trie import Node, PrefixTrie
-from cache.types import LayerCache, TokenArray, TokenLog
+from cache.types import LayerCache, SharedBuffers, TokenArray, TokenLog
 
 CLEAR_BYTES = 64 << 20
 """After paging out this much MLX's pool is freed: nothing else needs such buffers."""
@@ -34,6 +35,8 @@ class Pager:
         self.ledger = memory.ledger
         self._memory = memory
         self._make_caches = make_caches
+        self.shared: SharedBuffers | None = None
+        """The runner's, once there is one."""
         self.slots: list[Slot] = []
         root = self.trie("").root
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
@@ -86,6 +89,7 @@ class Pager:
     def _source(self, node: Node) -> RowSource:
         if node.span is not None:
             return node.span  # type: ignore[return-value]
+        self._separate(node.home)
         return self.layout.live_rows(node.home.caches, node.start, node.stop)
 
     def _restore_snapshots(self, slot: Slot, path: list[Node], offset: int) -> None:
@@ -213,10 +217,34 @@ class Pager:
 
     def measure(self, slot: Slot) -> None:
         """Charges a slot with the bytes held now."""
-        self.ledger.set_live(slot.index, self.layout.live_bytes(slot.caches))
+        self.ledger.set_live(slot.index, self.live_bytes(slot))
+        if self.shared is not None:
+            self.ledger.set_live(PADDING, self.shared.padding_bytes)
+
+    def live_bytes(self, slot: Slot) -> int:
+        """Bytes of a slot's own buffers, or of its part of shared ones."""
+        num_bytes = self.layout.live_bytes(slot.caches)
+        return num_bytes + (self.shared.own_bytes(slot.caches) if self.shared is not None else 0)
+
+    def measure_running(self) -> None:
+        """After running sequences have begun to share buffers, or ended it."""
+        for slot in self.slots:
+            if slot.is_leased:
+                self.measure(slot)
+
+    def take_back_padding(self) -> None:
+        """Frees what shared buffers hold beyond what was reserved."""
+        if self.shared is not None and self.ledger.slot_bytes(PADDING):
+            self.shared.separate_all()
+            self.measure_running()
+
+    def _separate(self, slot: Slot) -> None:
+        if self.shared is not None:
+            self.shared.separate(slot.caches)
 
     def copy_live(self, node: Node) -> Segment:
         """Copies the rows of a live node."""
+        self._separate(node.home)
         (segment,) = self.layout.cut_spans(node.home.caches, [(node.start, node.stop)])
         return segment
 

@@ -164,6 +164,7 @@ class PrefixCache:
         for slot in self.slots:
             self.pager.page_out(slot, 0)
         self.pager.use_caches_of(_no_caches)
+        self.pager.shared = None
 
     def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
         """Continues after `park`, on the worker thread of the reloaded model."""

@@ -1,14 +1,14 @@
 """Frees memory of one model's budget, and reserves it, for live buffers or a sequence without a slot. Worker thread
 only.
 
-In this order: idle slots are paged out, stored state is evicted, soft pins end and more is evicted. Live buffers are
-reserved when a sequence begins, and grow while it generates.
+In this order: padding of shared buffers is given back, idle slots are paged out, stored state is evicted, soft pins
+end and more is evicted. Live buffers are reserved when a sequence begins, and grow while it generates.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cache.budget import ASIDE, Ledger
+from cache.budget import ASIDE, PADDING, Ledger
 from cache.layers import layout
 from cache.layers.layout import SequenceSizes
 from cache.lookup import nodes_to_restore
@@ -33,6 +33,11 @@ class Reclaimer:
     def ledger(self) -> Ledger:
         return self.memory.ledger
 
+    @property
+    def spare_bytes(self) -> int:
+        """What shared buffers may hold beyond what is reserved: nothing else needs it."""
+        return self.ledger.slot_bytes(PADDING) - self.ledger.excess_bytes()
+
     def free(
         self,
         excess_bytes: int,
@@ -48,6 +53,7 @@ class Reclaimer:
         if excess_bytes <= 0:
             return 0
         target = self.ledger.charged_bytes - excess_bytes
+        self.pager.take_back_padding()
         self.pager.page_out_idle(target, busy)
         kept, now = set(protected), self.clock.now
         self.memory.evict(target, kept, now, guards_sessions=is_background)
@@ -78,6 +84,9 @@ class Reclaimer:
         """
         excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         if excess > 0:
+            self.pager.take_back_padding()
+            excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
+        if excess > 0:
             self.pager.page_out_idle(self.ledger.charged_bytes - excess, slot)
             excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         return excess
@@ -95,6 +104,7 @@ class Reclaimer:
 
         Pages nothing out: that takes memory first.
         """
+        self.pager.take_back_padding()
         self.pins.release_soft()
         target = self.ledger.charged_bytes - self.ledger.stored_bytes // 2
         self.memory.evict(target, (), self.clock.now)

@@ -1,5 +1,6 @@
 """Token arrays, and types shared in the cache without knowing their implementation. Pure."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -23,6 +24,23 @@ class LayerKinds(Protocol):
     @property
     def needs_snapshots(self) -> bool:
         """Restoring needs more than spans: offsets are chosen ahead."""
+
+
+class SharedBuffers(Protocol):
+    """Buffers in which running sequences are evaluated together: their layer caches hold no arrays then."""
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes beyond what buffers of the sequences' own would have."""
+
+    def own_bytes(self, caches: Sequence[LayerCache]) -> int:
+        """Bytes that a sequence's own buffers would have; 0 if it shares none."""
+
+    def separate(self, caches: Sequence[LayerCache]) -> None:
+        """Gives a sequence its state back, evaluated, in its layer caches."""
+
+    def separate_all(self) -> None:
+        """Gives all sequences their state back; where that fails they are evaluated again."""
 
 
 TokenArray: TypeAlias = NDArray[np.int32]

@@ -14,8 +14,10 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
@@ -23,8 +25,12 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
+from cache.layers.layout import leaves_of
 from cache.types import LayerCache
-from models.inference.ragged import NotRagged, RaggedBatch, leaves, ragged_attention
+from models.inference.batch import DecodeBatch
+from models.inference.grouping import Buffer, Row, Wanted, capacity_for
+from models.inference.groups import bytes_per_token, used_leaves
+from models.inference.ragged import NotRagged, RaggedBatch, ragged_attention
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 logger = logging.getLogger(__name__)
@@ -43,7 +49,7 @@ def fill(
     `borders` are distances from the row's end. Raises NotRagged.
     """
     gains = _gains(num_tokens, borders)
-    for index, (cache, source) in enumerate(zip(leaves(caches), leaves(short), strict=True)):
+    for index, (cache, source) in enumerate(zip(leaves_of(caches), leaves_of(short), strict=True)):
         rng = np.random.default_rng([seed, index])
         if isinstance(source, ArraysCache):
             cache.cache = [None if state is None else _varied(state, rng) for state in source.cache]
@@ -55,7 +61,7 @@ def fill(
 
 def copy_row(caches: Sequence[LayerCache], source: Sequence[LayerCache]) -> None:
     """Copies `source`'s state into fresh `caches`."""
-    for cache, original in zip(leaves(caches), leaves(source), strict=True):
+    for cache, original in zip(leaves_of(caches), leaves_of(source), strict=True):
         vars(cache).update({name: _same(value) for name, value in vars(original).items()})
 
 
@@ -63,12 +69,6 @@ def _same(value: Any) -> Any:
     if isinstance(value, list):
         return [_same(part) for part in value]
     return value[...] if isinstance(value, mx.array) else value
-
-
-def bytes_per_token(caches: Sequence[LayerCache]) -> int:
-    """Of keys and values; an upper bound beyond a window."""
-    rows = [cache for cache in leaves(caches) if isinstance(cache, KVCache | RotatingKVCache)]
-    return sum(a.nbytes // a.shape[2] for cache in rows if cache.keys is not None for a in (cache.keys, cache.values))
 
 
 def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
@@ -134,7 +134,7 @@ _BLOCKS = re.compile(r"^(.*)topk_blocks$")
 
 def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[int]) -> list[int]:
     """Ascending lengths in tokens where attention may change; `asked_windows` is of `spy_on_masks`."""
-    kept = {int(size) for cache in leaves(caches) for size in _bounds(cache)}
+    kept = {int(size) for cache in leaves_of(caches) for size in _bounds(cache)}
     named = {size for size in _named_sizes(model, set()) if size <= MAX_NAMED_TOKENS}
     return sorted(size for size in kept | asked_windows | named if size > 1)
 
@@ -142,7 +142,7 @@ def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[in
 def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
     """Collects the windows for which a model asks masks."""
     windows: set[int] = set()
-    for cache in leaves(caches):
+    for cache in leaves_of(caches):
         if hasattr(cache, "make_mask"):
             cache.make_mask = _spying(cache.make_mask, windows)
     return windows
@@ -222,26 +222,54 @@ class _Observed(NamedTuple):
 _Trace: TypeAlias = dict[_Observed, NDArray[np.float32]]
 
 
-def is_ragged(
+class Form(Enum):
+    """How several rows are evaluated, in the words of the start report."""
+
+    GROUPS = "together, in groups"
+    """In one model call, rows of like lengths in shared buffers."""
+    ROWS = "together"
+    """In one model call, each row over its own caches."""
+    ALONE = "one by one"
+
+
+@dataclass(frozen=True)
+class FoundForm:
+    """The best form that is proven, and why it is no better one."""
+
+    form: Form
+    reason: str = ""
+
+
+_GROUPINGS: dict[Form, Sequence[Sequence[Sequence[int]]]] = {
+    Form.ROWS: [[]],
+    Form.GROUPS: [[[0, 1, 2]], [[0, 1]]],
+}
+"""Rows in groups, for each comparison. With one group a model may make masks itself; with more members only their
+caches can.
+"""
+
+
+def find_form(
     model: Any,
     vocab_size: int,
     *,
     clock: Callable[[], float] = time.monotonic,
     max_seconds: float = MAX_SECONDS,
     seed: int = 0,
-) -> bool:
-    """Whether rows of different lengths are proven, within `max_seconds`, to give the same together as alone."""
+) -> FoundForm:
+    """The best form in which rows of different lengths are proven to give the same as alone, within `max_seconds`."""
     try:
-        fault = _find_fault(_Evaluator(model, clock, max_seconds), vocab_size, seed)
-    except NotProven as reason:
-        logger.warning("rows decode one after another: not proven that they may together: %s", reason)
-        return False
-    except Exception as reason:  # an error only shows that this model cannot be called in this way
-        logger.info("rows decode one after another: %s: %s", type(reason).__name__, reason)
-        return False
-    if fault is not None:
-        logger.info("rows decode one after another: together they differ from each alone, %s", fault)
-    return fault is None
+        faults = _find_faults(_Evaluator(model, clock, max_seconds), vocab_size, seed)
+    except NotProven as error:
+        logger.warning("rows decode one by one: not proven that they may together: %s", error)
+        return FoundForm(Form.ALONE, f"not proven that they may together: {error}")
+    except Exception as error:  # it only shows that this model cannot be called in this way
+        faults = {Form.ROWS: f"{type(error).__name__}: {error}"}
+    found = Form.ALONE if Form.ROWS in faults else Form.ROWS if Form.GROUPS in faults else Form.GROUPS
+    reason = faults.get(Form.ROWS, faults.get(Form.GROUPS, ""))
+    if reason:
+        logger.info("rows decode %s: %s", found.value, reason)
+    return FoundForm(found, reason)
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -255,6 +283,8 @@ class _Evaluator:
         self._started = clock()
         self._token_seconds = 0.0
         self.eps = 0.0
+        self.can_share = False
+        """Rows can be in groups."""
 
     def make_caches(self) -> list[LayerCache]:
         return list(make_prompt_cache(self._model))
@@ -266,11 +296,20 @@ class _Evaluator:
         windows = spy_on_masks(caches)
         logits = self([[0]], caches)
         self._token_seconds = self._clock() - begun
+        self.can_share = used_leaves(caches) is not None
         self.eps = max(float(mx.finfo(array.dtype).eps) for array in (logits, *_arrays(caches)))
+        for cache in leaves_of(caches):
+            cache.__dict__.pop("make_mask", None)  # which refers to the cache: its arrays would not be freed at once
         return find_borders(self._model, caches, windows)
 
+    def affords(self, num_tokens: int) -> bool:
+        return self._seconds_after(num_tokens) <= self._max_seconds
+
+    def _seconds_after(self, num_tokens: int) -> float:
+        return self._clock() - self._started + num_tokens * self._token_seconds
+
     def require(self, num_tokens: int) -> None:
-        needed = self._clock() - self._started + num_tokens * self._token_seconds
+        needed = self._seconds_after(num_tokens)
         if needed > self._max_seconds:
             pace = f"at {self._token_seconds:.2g} s per token"
             raise NotProven(f"that takes {needed:.0f} s, {pace}, more than {self._max_seconds:.0f} s")
@@ -327,37 +366,66 @@ class _Rows:
             trace |= _observe(row, caches, list(self._evaluate([self._fed(row)], caches)[0]))
         return trace
 
-    def together(self) -> _Trace:
-        caches = [self.make(row) for row in range(3)]
+    def together(self, grouping: Sequence[Sequence[int]]) -> _Trace:
+        """With some rows in groups as long as they decode."""
+        rows = [_TrialRow(self.make(row)) for row in range(3)]
         logits: list[list[mx.array]] = [[], [], []]
-        for members, steps in groupby(_STEPS):
-            batch = RaggedBatch([caches[row] for row in members])
-            for _ in steps:
-                tokens = [[self.tokens[row][len(logits[row])]] for row in members]
-                with ragged_attention():
-                    found = self._evaluate(tokens, batch.layers)
-                for row, last in zip(members, found[:, -1], strict=True):
-                    logits[row].append(last)
-            for index, row in enumerate(members):
-                batch.extract(index, caches[row])
-        return {key: value for row in range(3) for key, value in _observe(row, caches[row], logits[row]).items()}
+        batch = DecodeBatch(None)
+        for members in _STEPS:
+            groups = [[members.index(row) for row in group if row in members] for group in grouping]
+            batch.choose = partial(_choose_these, groups) if grouping else None
+            layers = batch.arrange([rows[row] for row in members], float("inf"))
+            order = [row for one in batch.rows for row in members if rows[row] is one]
+            with ragged_attention():
+                found = self._evaluate([[self.tokens[row][len(logits[row])]] for row in order], layers)
+            batch.advance()
+            for row, last in zip(order, found[:, -1], strict=True):
+                logits[row].append(last)
+        batch.dissolve()
+        return {key: value for row in range(3) for key, value in _observe(row, rows[row].caches, logits[row]).items()}
 
     def _fed(self, row: int) -> list[int]:
         return self.tokens[row][: sum(row in members for members in _STEPS)]
 
 
-_TOKENS_PER_TRIAL = 2 * _SHORT_TOKENS + 3 * sum(len(members) for members in _STEPS)
+@dataclass(eq=False)
+class _TrialRow:
+    caches: list[LayerCache]
+    is_lost: bool = False
+
+
+def _choose_these(
+    members: Sequence[Sequence[int]], rows: Sequence[Row], groups: Sequence[Buffer], *, spare_tokens: float
+) -> list[Wanted]:
+    """Groups of these rows, with room for one more; they stay where they are while they fit."""
+    wanted = list[Wanted]()
+    for places in (tuple(member) for member in members if len(member) > 1):
+        found = [rows[place] for place in places]
+        kept = found[0].group
+        if kept is None or max(row.tokens for row in found) >= groups[kept].capacity:
+            wanted.append(Wanted(places, Buffer(len(places) + 1, capacity_for(found))))
+        else:
+            wanted.append(Wanted(places, groups[kept], kept))
+    return wanted
+
+
+_NUM_STEPS = sum(len(members) for members in _STEPS)
+
+
+def _tokens_per_trial(forms: Iterable[Form]) -> int:
+    """Evaluated to make up rows, and by each of them alone, in chunks and together."""
+    return 2 * _SHORT_TOKENS + (2 + sum(len(_GROUPINGS[form]) for form in forms)) * _NUM_STEPS
 
 
 def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
-    for cache in leaves(caches):
+    for cache in leaves_of(caches):
         held = cache.cache if isinstance(cache, ArraysCache) else (cache.keys, cache.values)
         yield from (array for array in held if array is not None and mx.issubdtype(array.dtype, mx.floating))
 
 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
     found = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
-    for layer, cache in enumerate(leaves(caches)):
+    for layer, cache in enumerate(leaves_of(caches)):
         if isinstance(cache, ArraysCache):
             states = [state for state in cache.cache if state is not None]
             found |= {_Observed((layer, part), row, -1): state for part, state in enumerate(states)}
@@ -372,35 +440,62 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 # ------------------------------------------------------------------------------------------------ comparison
 
 
-def _find_fault(evaluate: _Evaluator, vocab_size: int, seed: int) -> str | None:
+def _find_faults(evaluate: _Evaluator, vocab_size: int, seed: int) -> dict[Form, str]:
+    """What is wrong with each form; a form is not tried where time is short."""
     RaggedBatch([evaluate.make_caches()] * 2)  # raises for a class without ragged form, before anything is evaluated
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
-    evaluate.require(len(borders) * _TOKENS_PER_TRIAL)
+    faults = dict[Form, str]()
+    if not evaluate.can_share:
+        faults[Form.GROUPS] = "the model has no layer in which rows could share buffers"
+    elif not evaluate.affords(len(borders) * _tokens_per_trial(_GROUPINGS)):
+        faults[Form.GROUPS] = "that rows may share buffers is not proven: it takes too much time"
+    evaluate.require(len(borders) * _tokens_per_trial([Form.ROWS]))
     for border in borders:
-        if fault := _find_fault_at(evaluate, border, vocab_size, seed):
-            return fault
-    return None
+        forms = [form for form in _GROUPINGS if form not in faults]
+        faults |= _find_faults_at(evaluate, border, vocab_size, seed, forms)
+        if Form.ROWS in faults:
+            break
+    return faults
 
 
-def _find_fault_at(evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> str | None:
-    suspects: dict[_Observed, float] = {}
+def _find_faults_at(
+    evaluate: _Evaluator, border: int, vocab_size: int, seed: int, forms: Sequence[Form]
+) -> dict[Form, str]:
+    faults, suspects = dict[Form, str](), dict[Form, dict[_Observed, float]]()
     for trial in range(_NUM_TRIALS):
-        evaluate.require(_TOKENS_PER_TRIAL)
-        found = _suspects(_Rows(evaluate, border, vocab_size, seed + trial), evaluate.eps)
-        suspects = found if trial == 0 else {key: found[key] for key in suspects if key in found}
-        if not suspects:
-            return None
+        pending = [form for form in forms if form not in faults and (trial == 0 or suspects[form])]
+        if not pending:
+            break
+        evaluate.require(_tokens_per_trial(pending))
+        rows = _Rows(evaluate, border, vocab_size, seed + trial)
+        alone, in_chunks = rows.alone(), rows.in_chunks()
+        for form in pending:
+            try:
+                found = _suspects(rows, evaluate.eps, form, alone, in_chunks)
+            except (NotProven, NotRagged):
+                raise
+            except Exception as error:  # it only shows that this model cannot be called in this way
+                faults[form], suspects[form] = f"{type(error).__name__}: {error}", {}
+                continue
+            suspects[form] = {key: found[key] for key in suspects.get(form, found) if key in found}
+    return faults | {form: _told(found, border) for form, found in suspects.items() if found}
+
+
+def _told(suspects: dict[_Observed, float], border: int) -> str:
     key, error = max(suspects.items(), key=lambda item: item[1])
-    return f"by {error:.2g} of a value, row {key.row} at {border} tokens"
+    return f"they differ from each alone by {error:.2g} of a value, row {key.row} at {border} tokens"
 
 
-def _suspects(rows: _Rows, eps: float) -> dict[_Observed, float]:
+def _suspects(rows: _Rows, eps: float, form: Form, alone: _Trace, in_chunks: _Trace) -> dict[_Observed, float]:
     """Where, and by how much, rows together differ by more than rounding."""
-    alone, in_chunks, together = rows.alone(), rows.in_chunks(), rows.together()
     spreads: dict[tuple[int, int], float] = defaultdict(lambda: max(eps, _SMALLEST_SPREAD))
     for key, array in alone.items():
         spreads[key.place] = max(spreads[key.place], _difference(in_chunks[key], array))
-    errors = {key: min(_difference(together[key], one[key]) for one in (alone, in_chunks)) for key in alone}
+    traces = [rows.together(grouping) for grouping in _GROUPINGS[form]]
+    errors = {
+        key: max(min(_difference(trace[key], one[key]) for one in (alone, in_chunks)) for trace in traces)
+        for key in alone
+    }
     return {key: error for key, error in errors.items() if error > min(_LARGEST_ERROR, _SPREADS * spreads[key.place])}
 
 

@@ -1,17 +1,19 @@
-"""Ragged decode: one model call for rows of any lengths, attention over each row's own cache. Worker thread only.
+"""Ragged decode: one model call for rows of any lengths, attention over each row's own cache or group. Worker thread
+only.
 
 A model sees a batch of rows with one token each, so its linear layers run once. Two things differ per row:
 
-- *Span and window layers*: a `RaggedLayer` stands in for all rows' caches, passes each row's keys and values to its
-  own, and returns the content as `Rows`, over which MLX's attention loops within `ragged_attention()`. Nothing is
-  padded, nothing is copied when a row joins or leaves.
+- *Span and window layers*: a `RaggedLayer` stands in for the caches of all *members*, rows alone and groups of rows
+  (`groups.py`). It passes each member's keys and values on and returns the content as `Parts`, over which MLX's
+  attention loops within `ragged_attention()`. Where all rows are one group, its layer stands in by itself.
 - *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
 Knows no tokens, sampling or requests. Other threads' attention is unaffected.
 """
 
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +21,7 @@ import mlx.core as mx
 
 from cache.layers.state import owned
 from cache.types import LayerCache
+from models.inference.groups import Group, GroupLayer
 from models.mlx_lm_import import (
     ArraysCache,
     CacheList,
@@ -36,29 +39,33 @@ class NotRagged(Exception):
 _MISFIT = mx.array([0.0] * 10_007)  # a prime number, so that no reshape can fit it either; nothing to evaluate
 
 
-class Rows(mx.array):
-    """One item per row where a model expects one array: keys, values, masks or scores.
+class Parts(mx.array):
+    """One item per member where a model expects one array: keys, values, masks or scores.
 
     Its shape fits no operation: one not overridden here fails.
     """
 
     items: list[Any]
+    cuts: Sequence[int]
+    """Where a batch is split into members: the first row of each but the first."""
 
-    def __init__(self, items: Sequence[Any]) -> None:
+    def __init__(self, items: Sequence[Any], cuts: Sequence[int]) -> None:
         super().__init__(_MISFIT, next((item.dtype for item in items if isinstance(item, mx.array)), mx.bool_))
         self.items = list(items)
+        self.cuts = cuts
 
-    def swapaxes(self, axis1: int, axis2: int) -> "Rows":  # type: ignore[override]
+    def swapaxes(self, axis1: int, axis2: int) -> "Parts":  # type: ignore[override]
         """Swaps two axes of each item."""
-        return Rows([item.swapaxes(axis1, axis2) for item in self.items])
+        return Parts([item.swapaxes(axis1, axis2) for item in self.items], self.cuts)
 
-    def astype(self, dtype: mx.Dtype, *_: Any) -> "Rows":
+    def astype(self, dtype: mx.Dtype, *_: Any) -> "Parts":
         """Converts each item."""
-        return Rows([item.astype(dtype) for item in self.items])
+        return Parts([item.astype(dtype) for item in self.items], self.cuts)
 
-    def __rmatmul__(self, batch: mx.array) -> "Rows":
+    def __rmatmul__(self, batch: mx.array) -> "Parts":
         """Multi-head latent attention multiplies queries with cached positions outside of attention."""
-        return Rows([row @ item for row, item in zip(_split(batch, len(self.items)), self.items, strict=True)])
+        parts = zip(_split(batch, self.cuts), self.items, strict=True)
+        return Parts([part @ item for part, item in parts], self.cuts)
 
 
 class QuantizedRow(NamedTuple):
@@ -70,43 +77,47 @@ class QuantizedRow(NamedTuple):
 
 
 class RaggedLayer:
-    """Stands in for one span or window layer of all rows, whose caches it borrows.
+    """Stands in for one span or window layer of all members, whose caches it borrows.
 
     A live slice of a buffer makes the next update copy all of it: never store what `update_and_fetch` returns.
     """
 
-    def __init__(self, caches: Sequence[LayerCache], offsets: "OffsetArrays") -> None:
-        self._caches = list(caches)
+    def __init__(self, members: Sequence[LayerCache | GroupLayer], offsets: "OffsetArrays") -> None:
+        self._members = list(members)
+        self._cuts = list(itertools.accumulate(_num_rows(member) for member in members))[:-1]
         self._offsets = offsets
 
     @property
     def offset(self) -> mx.array:
         """Tokens in each row's cache, `[num_rows]`, for rotary embeddings."""
-        return self._offsets.of(self._caches)
+        return self._offsets.of(self._members)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Rows, Rows]:
-        """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns all of each row's cache."""
-        num_rows = len(self._caches)
-        updates = zip(self._caches, _split(keys, num_rows), _split(values, num_rows), strict=True)
-        return self._rows(cache.update_and_fetch(key, value) for cache, key, value in updates)
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+        """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns all of each member's cache."""
+        updates = zip(self._members, _split(keys, self._cuts), _split(values, self._cuts), strict=True)
+        return self._parts(member.update_and_fetch(key, value) for member, key, value in updates)
 
-    def keys_and_values(self) -> tuple[Rows, Rows]:
-        """Each row's cache, for layers that attend to another layer's keys."""
-        return self._rows(cache.keys_and_values() for cache in self._caches)
+    def keys_and_values(self) -> tuple[Parts, Parts]:
+        """Each member's cache, for layers that attend to another layer's keys."""
+        return self._parts(member.keys_and_values() for member in self._members)
 
-    def make_mask(self, num_tokens: int, **options: Any) -> Rows | None:
-        """Each row's mask for its next `num_tokens`; None if no row needs one."""
-        masks = [cache.make_mask(num_tokens, **options) for cache in self._caches]
-        return None if all(mask is None for mask in masks) else Rows(masks)
+    def make_mask(self, num_tokens: int, **options: Any) -> Parts | None:
+        """Each member's mask for its next `num_tokens`; None if none needs one."""
+        masks = [member.make_mask(num_tokens, **options) for member in self._members]
+        return None if all(mask is None for mask in masks) else Parts(masks, self._cuts)
 
-    def _rows(self, fetched: Iterator[tuple[Any, Any]]) -> tuple[Rows, Rows]:
+    def _parts(self, fetched: Iterator[tuple[Any, Any]]) -> tuple[Parts, Parts]:
         keys, values = [], []
-        for cache, (key, value) in zip(self._caches, fetched, strict=True):
-            if isinstance(cache, QuantizedKVCache):
-                key, value = (QuantizedRow(kv, cache.group_size, cache.bits) for kv in (key, value))
+        for member, (key, value) in zip(self._members, fetched, strict=True):
+            if isinstance(member, QuantizedKVCache):
+                key, value = (QuantizedRow(kv, member.group_size, member.bits) for kv in (key, value))
             keys.append(key)
             values.append(value)
-        return Rows(keys), Rows(values)
+        return Parts(keys, self._cuts), Parts(values, self._cuts)
+
+
+def _num_rows(member: LayerCache | GroupLayer) -> int:
+    return len(member.offsets) if isinstance(member, GroupLayer) else 1
 
 
 class OffsetArrays:
@@ -116,40 +127,56 @@ class OffsetArrays:
         self._offsets: tuple[int, ...] = ()
         self._array = mx.array([], dtype=mx.int32)
 
-    def of(self, caches: Sequence[LayerCache]) -> mx.array:
-        """Offsets of `caches`, int32 `[num_rows]`."""
-        offsets = tuple([cache.offset for cache in caches])
-        if offsets != self._offsets:
-            self._offsets, self._array = offsets, mx.array(offsets, dtype=mx.int32)
+    def of(self, members: Sequence[LayerCache | GroupLayer]) -> mx.array:
+        """Offsets of the members' rows, int32 `[num_rows]`."""
+        offsets: list[int] = []
+        for member in members:
+            offsets += member.offsets if isinstance(member, GroupLayer) else (member.offset,)
+        if (found := tuple(offsets)) != self._offsets:
+            self._offsets, self._array = found, mx.array(found, dtype=mx.int32)
         return self._array
 
 
 class RaggedBatch:
-    """Several rows' layer caches, borrowed and joined into a batch's cache.
+    """The layer caches of several rows, groups first, borrowed and joined into a batch's cache.
 
-    From the first model call until `extract`, rows' own recurrent state is outdated; other state never is.
+    From the first model call until `extract`, rows' own recurrent state is outdated; other state of rows in no group
+    never is.
     """
 
     layers: list[LayerCache]
 
-    def __init__(self, rows: Sequence[Sequence[LayerCache]]) -> None:
-        """Raises `NotRagged`."""
-        offsets = OffsetArrays()
-        self.layers = [_join(column, offsets) for column in zip(*rows, strict=True)]
+    def __init__(self, rows: Sequence[Sequence[LayerCache]], groups: Sequence[Group] = ()) -> None:
+        """`rows` begin with those of the groups, in order. Raises `NotRagged`."""
+        self._groups = groups
+        self._num_grouped = sum(len(group.rows) for group in groups)
+        self._offsets = OffsetArrays()
+        leaves = itertools.count()
+        self.layers = [self._join(column, leaves) for column in zip(*rows, strict=True)]
 
     def extract(self, index: int, caches: Sequence[LayerCache]) -> None:
         """Writes row `index`'s recurrent state into `caches`, the row's own, as lazy slices."""
         for merged, own in _recurrent_layers(self.layers, caches):
             own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
 
+    def _join(self, column: Sequence[LayerCache], leaves: Iterator[int]) -> LayerCache:
+        if isinstance(column[0], CacheList):
+            parts = zip(*(row.caches for row in column), strict=True)
+            return CacheList(*[self._join(part, leaves) for part in parts])
+        leaf = next(leaves)
+        if isinstance(column[0], ArraysCache):
+            return ArraysCache.merge(column)
+        if not all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
+            raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
+        members = self._members(column, leaf)
+        is_one_group = len(members) == 1 and isinstance(members[0], GroupLayer)
+        return members[0] if is_one_group else RaggedLayer(members, self._offsets)
 
-def leaves(caches: Iterable[LayerCache]) -> Iterator[LayerCache]:
-    """The layer caches with every `CacheList` replaced by its members."""
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from leaves(cache.caches)
-        else:
-            yield cache
+    def _members(self, column: Sequence[LayerCache], leaf: int) -> list[LayerCache | GroupLayer]:
+        """Every row by itself where the layer is unused."""
+        grouped = [layer for group in self._groups if (layer := group.layer(leaf)) is not None]
+        assert len(grouped) in (0, len(self._groups)), "groups of one model use the same layers"
+        return [*grouped, *column[self._num_grouped :]] if grouped else list(column)
 
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
@@ -158,17 +185,6 @@ def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
     mx.eval([layer.cache for layer in layers])
     for layer in layers:
         layer.cache = [state if state is None else owned(state) for state in layer.cache]
-
-
-def _join(column: Sequence[LayerCache], offsets: OffsetArrays) -> LayerCache:
-    first = column[0]
-    if isinstance(first, CacheList):
-        return CacheList(*(_join(part, offsets) for part in zip(*(row.caches for row in column), strict=True)))
-    if isinstance(first, ArraysCache):
-        return ArraysCache.merge(column)
-    if all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
-        return RaggedLayer(column, offsets)
-    raise NotRagged(f"{type(first).__name__} has no ragged form")
 
 
 def _recurrent_layers(
@@ -181,8 +197,8 @@ def _recurrent_layers(
             yield one, other
 
 
-def _split(batch: mx.array, num_rows: int) -> Sequence[mx.array]:
-    return cast(Sequence[mx.array], mx.split(batch, num_rows))  # the stub says array
+def _split(batch: mx.array, cuts: Sequence[int]) -> Sequence[mx.array]:
+    return cast(Sequence[mx.array], mx.split(batch, list(cuts)) if cuts else [batch])  # the stub says array
 
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -194,7 +210,7 @@ _mlx_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
 
 @contextmanager
 def ragged_attention() -> Iterator[None]:
-    """Lets `mx.fast.scaled_dot_product_attention` accept `Rows` in the block. Re-entrant.
+    """Lets `mx.fast.scaled_dot_product_attention` accept `Parts` in the block. Re-entrant.
 
     Models look the function up in `mx.fast` at each call.
     """
@@ -213,23 +229,22 @@ def _count_patch(change: int) -> None:
 
 
 def _attend(queries: mx.array, keys: Any, values: Any, *, scale: float, **options: Any) -> mx.array:
-    if not isinstance(keys, Rows):
+    if not isinstance(keys, Parts):
         return _mlx_attention(queries, keys, values, scale=scale, **options)
-    num_rows = len(keys.items)
-    masks = _masks(options.pop("mask", None), num_rows)
-    rows = zip(_split(queries, num_rows), keys.items, values.items, masks, strict=True)
-    return mx.concatenate([_attend_row(q, k, v, scale, m, options) for q, k, v, m in rows])
+    masks = _masks(options.pop("mask", None), len(keys.items))
+    parts = zip(_split(queries, keys.cuts), keys.items, values.items, masks, strict=True)
+    return mx.concatenate([_attend_member(q, k, v, scale, m, options) for q, k, v, m in parts])
 
 
-def _masks(mask: Any, num_rows: int) -> list[Any]:
-    if isinstance(mask, Rows):
+def _masks(mask: Any, num_members: int) -> list[Any]:
+    if isinstance(mask, Parts):
         return mask.items
     if mask is None or mask == "causal":
-        return [mask] * num_rows
+        return [mask] * num_members
     raise TypeError("a mask for rows of different lengths must be made by their caches")
 
 
-def _attend_row(
+def _attend_member(
     queries: mx.array, keys: Any, values: Any, scale: float, mask: mx.array | None, options: dict[str, Any]
 ) -> mx.array:
     if not isinstance(keys, QuantizedRow):

@@ -10,17 +10,20 @@ Where `current`'s tokens decide what `following` may sample, `following` is prep
 with the tokens read, `sample` takes the masks, and a second `start` computes the rest. Invariants:
 
 - `prepare` adds the tokens that it feeds to the rows' caches, which lack the token that the latest step samples.
-- Rows join and leave at any step. Span and window state is always in the row's own caches. Recurrent state of rows
-  that decode together is merged here until the set of rows changes; `detach` writes it back.
+- Rows join and leave at any step. State of rows that decode together may be in buffers that they share, until they
+  leave (`batch.py`); `detach` writes all of it back.
 - Nothing here keeps a slice of a growing cache: MLX would copy the whole cache at its next update.
 
 When `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost, for the
-caller to rebuild; other rows are unharmed. Knows no requests, no text, no stored state.
+caller to rebuild; other rows are unharmed, or raise `RowLost` in their next step. Knows no requests, no text, no
+stored state.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -30,8 +33,10 @@ from numpy.typing import NDArray
 from cache.types import LayerCache
 from models import lora
 from models.adapter import NO_ADAPTER
-from models.inference import probe
-from models.inference.ragged import RaggedBatch, own_recurrent_state, ragged_attention
+from models.inference import grouping, probe
+from models.inference.batch import DecodeBatch, RowLost, measure_member_tokens
+from models.inference.probe import Form
+from models.inference.ragged import own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import RowSampling, TokenIds
@@ -39,6 +44,8 @@ from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import make_prompt_cache
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -102,6 +109,8 @@ class DecodeRow:
     sampling: RowSampling
     next_token: int | None = None
     adapter: int = NO_ADAPTER
+    is_lost: bool = False
+    """An error has taken its state with that of others."""
 
 
 @dataclass(eq=False)
@@ -113,11 +122,16 @@ class DecodeStep:
     """`[num_rows, vocab_size]` until sampled from."""
     sampled: mx.array | None = None
     logprobs: StepLogprobs | None = None
+    on_error: Callable[[], None] = lambda: None
 
     def tokens(self) -> list[int]:
         """Blocks until the step is done; returns each row's sampled token."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
-        return cast(list[int], self.sampled.tolist())
+        try:
+            return cast(list[int], self.sampled.tolist())
+        except Exception:
+            self.on_error()
+            raise
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
         """Of `token` in a row, once the step is done; None if not requested."""
@@ -127,9 +141,12 @@ class DecodeStep:
 class Runner:
     """Runs one model. Worker thread only, construction included."""
 
-    is_ragged: bool
-    """False: a step evaluates rows one after another."""
+    form: Form
+    """How several rows are evaluated."""
+    member_tokens: float | None
+    """Cost of a member of a batch, in tokens read; None without groups. See `grouping.py`."""
     mixes: bool
+    """Rows of different adapters are evaluated in one call."""
     overlaps: bool
     """`start` returns with most of the step to be computed, as on a GPU. Else read tokens before `start`."""
 
@@ -146,13 +163,22 @@ class Runner:
         self._adapters = adapters
         self._vocab_size = vocab_size
         self._sampler = BatchSampler(vocab_size)
-        self._joined: RaggedBatch | None = None
-        self._joined_rows: list[DecodeRow | None] = []
+        self._batches: dict[int, DecodeBatch] = {}
+        """By adapter, where adapters do not mix."""
+        self._has_forgotten = False
         self._prefilled_tokens = 0
         self._num_steps = 0
-        self.is_ragged = probe.is_ragged(model, vocab_size, max_seconds=max_probe_seconds)
-        self.mixes = adapters is not None and self.is_ragged and lora.can_mix(model, adapters, vocab_size)
+        found = probe.find_form(model, vocab_size, max_seconds=max_probe_seconds)
+        self.form, self.form_reason = found.form, found.reason
+        self.member_tokens = self._measure_member_tokens() if self.form is Form.GROUPS else None
+        is_together = self.form is not Form.ALONE
+        self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
+
+    def _measure_member_tokens(self) -> float:
+        caches = self.make_caches()
+        mx.eval(self._model(mx.array([[0]]), cache=caches))
+        return measure_member_tokens(caches)
 
     def make_caches(self) -> list[LayerCache]:
         """Empty layer caches for one sequence."""
@@ -221,14 +247,25 @@ class Runner:
         if row.sampling.params.looks_back:
             row.sampling = row.sampling.after(prompt, generated)
 
-    def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None, *, samples: bool = True) -> DecodeStep:
+    def prepare(
+        self,
+        rows: Sequence[DecodeRow],
+        previous: DecodeStep | None,
+        *,
+        samples: bool = True,
+        spare_bytes: float = float("inf"),
+    ) -> DecodeStep:
         """Returns a step that evaluates one token per row and samples the next; computes nothing yet.
 
-        A row is fed its `next_token`, once, else `previous`'s sample. Without `samples` it waits for `sample`.
+        A row is fed its `next_token`, once, else `previous`'s sample. Without `samples` it waits for `sample`. Rows
+        may share buffers that take `spare_bytes` more than their own would.
         """
+        if any(row.is_lost for row in rows):
+            raise RowLost("the state of a row was lost by an earlier error")
         tokens = _inputs(rows, previous)
-        with self._dropping_merged_state_on_error():
-            step = DecodeStep(tuple(rows), self._evaluate(rows, tokens))
+        with self._forgetting_on_error(rows):
+            logits = self._evaluate(rows, tokens, spare_bytes)
+            step = DecodeStep(tuple(rows), logits, on_error=partial(self._forget, rows))
             if samples:
                 self.sample(step, ())
         for row in rows:
@@ -241,14 +278,14 @@ class Runner:
         `masks` holds the tokens that each row may sample, None for all; may be empty.
         """
         assert step.logits is not None, "a step samples once"
-        with self._dropping_merged_state_on_error():
+        with self._forgetting_on_error(step.rows):
             step.logprobs = StepLogprobs.of(step.logits, [row.sampling.params for row in step.rows])
             step.sampled = self._sampler.sample(step.logits, [row.sampling for row in step.rows], masks)
         step.logits = None
 
     def start(self, step: DecodeStep) -> None:
         """Makes the device compute a step's prepared part; does not wait."""
-        with self._dropping_merged_state_on_error():
+        with self._forgetting_on_error(step.rows):
             wanted = [step.logits if step.sampled is None else step.sampled]
             if step.logprobs is not None:
                 wanted += step.logprobs.arrays
@@ -260,82 +297,111 @@ class Runner:
             mx.clear_cache()
 
     def detach(self, row: DecodeRow) -> None:
-        """Takes a row out of the merged batch: `row.caches` hold all its state, evaluated, in own arrays."""
-        if row in self._joined_rows:
-            index = self._joined_rows.index(row)
-            self._extract(index)
-            self._joined_rows[index] = None
-            if not any(self._joined_rows):
-                self._forget_joined()  # frees the merged state now, not at the next step
+        """Takes a row out of the batch: `row.caches` hold all its state, evaluated, in own arrays."""
+        self.separate(row.caches)
         mx.eval([cache.state for cache in row.caches])
         own_recurrent_state(row.caches)
+
+    # -- buffers that rows share: see `cache.types.SharedBuffers`
+
+    def separate(self, caches: Sequence[LayerCache]) -> None:
+        """Gives the row with these caches its state back. An error loses the rows that share buffers with it."""
+        for batch in self._batches.values():
+            try:
+                batch.take_out(caches)
+            except BaseException:
+                batch.forget()
+                raise
+
+    def separate_all(self) -> None:
+        """Gives all rows their state back; after an error they are lost instead."""
+        for batch in self._batches.values():
+            try:
+                batch.dissolve_groups()
+            except Exception as error:
+                logger.warning("rows that decode together are evaluated again: %s", error)
+                batch.forget()
+
+    def own_bytes(self, caches: Sequence[LayerCache]) -> int:
+        """Bytes that buffers of a row's own would have in place of shared ones; 0 where nothing is shared."""
+        return sum(batch.own_bytes(caches) for batch in self._batches.values())
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of shared buffers beyond what the rows' own would have."""
+        return sum(max(0, batch.shared_bytes - batch.all_own_bytes) for batch in self._batches.values())
+
+    def take_change(self) -> bool:
+        """Whether shared buffers have changed since this was asked last."""
+        changed = self._has_forgotten or any(batch.has_changed for batch in self._batches.values())
+        self._has_forgotten = False
+        for batch in self._batches.values():
+            batch.has_changed = False
+        return changed
 
     def close(self) -> None:
         """Ends this thread's streams: ending with live ones can abort the process at exit."""
         mx.synchronize()
         mx.clear_streams()
 
-    def _evaluate(self, rows: Sequence[DecodeRow], tokens: mx.array) -> mx.array:
+    def _evaluate(self, rows: Sequence[DecodeRow], tokens: mx.array, spare_bytes: float) -> mx.array:
         """Logits `[num_rows, vocab_size]`."""
-        groups = self._groups(rows)
-        if len(groups) == 1:
-            return self._evaluate_group(rows, tokens)
-        parts = [self._evaluate_group([rows[i] for i in group], tokens[mx.array(group)]) for group in groups]
-        order = np.argsort(np.concatenate(groups))
-        return mx.concatenate(parts)[mx.array(order)]
+        batches: dict[int, list[DecodeRow]] = {}
+        for row in rows:
+            batches.setdefault(self._batch_of(row), []).append(row)
+        places = {row: place for place, row in enumerate(rows)}
+        logits, order = list[mx.array](), list[int]()
+        for name, members in batches.items():
+            for caches, called in self._calls(name, members, spare_bytes):
+                found = [places[row] for row in called]
+                logits.append(self._last_logits(_at(tokens, found)[:, None], caches, [row.adapter for row in called]))
+                order += found
+            self._batches[name].advance()
+        all_logits = logits[0] if len(logits) == 1 else mx.concatenate(logits)
+        return _at(all_logits, np.argsort(order).tolist())
 
-    def _groups(self, rows: Sequence[DecodeRow]) -> list[list[int]]:
-        """All rows, or those of one adapter."""
-        if self.mixes:
-            return [list(range(len(rows)))]
-        places: dict[int, list[int]] = {}
-        for place, row in enumerate(rows):
-            places.setdefault(row.adapter, []).append(place)
-        return list(places.values())
+    def _batch_of(self, row: DecodeRow) -> int:
+        return NO_ADAPTER if self.mixes else row.adapter
 
-    def _evaluate_group(self, rows: Sequence[DecodeRow], tokens: mx.array) -> mx.array:
-        if len(rows) > 1 and self.is_ragged:
-            layers = self._join(rows)
-            with ragged_attention():
-                return self._last_logits(tokens[:, None], layers, [row.adapter for row in rows])
-        self._dissolve()
-        logits = [self._last_logits(tokens[i : i + 1, None], row.caches, [row.adapter]) for i, row in enumerate(rows)]
-        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+    def _calls(
+        self, name: int, rows: Sequence[DecodeRow], spare_bytes: float
+    ) -> list[tuple[list[LayerCache], Sequence[DecodeRow]]]:
+        """Layer caches and rows of each model call."""
+        batch = self._batches.setdefault(name, DecodeBatch(self._choose if self.member_tokens is not None else None))
+        if len(rows) > 1 and self.form is not Form.ALONE:
+            return [(batch.arrange(rows, spare_bytes), cast(Sequence[DecodeRow], batch.rows))]
+        batch.dissolve()
+        return [(row.caches, [row]) for row in rows]
+
+    def _choose(
+        self, rows: Sequence[grouping.Row], groups: Sequence[grouping.Buffer], *, spare_tokens: float
+    ) -> list[grouping.Wanted]:
+        assert self.member_tokens is not None
+        return grouping.plan(rows, groups, member_tokens=self.member_tokens, spare_tokens=spare_tokens)
 
     def _last_logits(self, tokens: mx.array, caches: list[LayerCache], adapters: Sequence[int]) -> mx.array:
-        with selecting(self._adapters, *adapters):
+        with selecting(self._adapters, *adapters), ragged_attention():
             logits: mx.array = self._model(tokens, cache=caches)
         return logits[:, -1]
 
-    def _join(self, rows: Sequence[DecodeRow]) -> list[LayerCache]:
-        if self._joined is None or self._joined_rows != list(rows):
-            self._dissolve()
-            self._joined = RaggedBatch([row.caches for row in rows])
-            self._joined_rows = list(rows)
-        return self._joined.layers
-
-    def _dissolve(self) -> None:
-        """Gives rows their recurrent state back, as lazy slices."""
-        for index in range(len(self._joined_rows)):
-            self._extract(index)
-        self._forget_joined()
-
-    def _extract(self, index: int) -> None:
-        row = self._joined_rows[index]
-        if self._joined is not None and row is not None:
-            self._joined.extract(index, row.caches)
-
     @contextmanager
-    def _dropping_merged_state_on_error(self) -> Iterator[None]:
-        """It may be damaged then."""
+    def _forgetting_on_error(self, rows: Sequence[DecodeRow]) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._forget_joined()
+            self._forget(rows)
             raise
 
-    def _forget_joined(self) -> None:
-        self._joined, self._joined_rows = None, []
+    def _forget(self, rows: Sequence[DecodeRow]) -> None:
+        """Drops what rows share: it may be damaged."""
+        for name in {self._batch_of(row) for row in rows}:
+            if (batch := self._batches.pop(name, None)) is not None:
+                batch.forget()
+                self._has_forgotten = True
+
+
+def _at(rows: mx.array, places: list[int]) -> mx.array:
+    return rows if places == list(range(len(rows))) else rows[mx.array(places)]
 
 
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:

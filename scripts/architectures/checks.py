@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from cache.disk import connector
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
+from models.inference.probe import Form
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import load
@@ -116,7 +117,7 @@ def together(subject: Subject) -> str:
     worker.run(*sinks)
     for sink, prompt in zip(sinks, prompts, strict=True):
         subject.compare(sink, prompt)
-    return "in one batch" if subject.runner.is_ragged else "row by row"
+    return "row by row" if subject.runner.form is Form.ALONE else "in one batch"
 
 
 def cancelled(subject: Subject) -> str:

@@ -38,6 +38,7 @@ from models.output.pieces import TokenLogprob
 from scripts.bench.common import Report, Target, median, write_json
 from server.engine.request import Event, Finished, GenerationRequest
 from server.engine.worker import Worker
+from tests.support.fake_runner import SharesNothing
 
 # isort: split
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
@@ -283,7 +284,7 @@ class Sampled:
         """Nobody asks."""
 
 
-class ShapeRunner:
+class ShapeRunner(SharesNothing):
     """Does to caches what a runner over a model of some shape would do."""
 
     overlaps = False
@@ -318,7 +319,9 @@ class ShapeRunner:
         """Nothing is ever forced here."""
         raise AssertionError("no request of this benchmark forces a token")
 
-    def prepare(self, rows: Sequence[Row], previous: Sampled | None, *, samples: bool = True) -> Sampled:
+    def prepare(
+        self, rows: Sequence[Row], previous: Sampled | None, *, samples: bool = True, spare_bytes: float = 0
+    ) -> Sampled:
         """Evaluates a token for each row."""
         for row in rows:
             self._shape.evaluate(row.caches, 1)

@@ -84,7 +84,12 @@ class DecodePipeline:
             self._feed(sequence, previous)
         rows = [sequence.decode.row for sequence in sequences]
         waits = any(sequence.output.is_bound for sequence in sequences)
-        step = self._runner.prepare(rows, previous.step if previous else None, samples=not waits)
+        spare_bytes = self._prefix_cache.reclaimer.spare_bytes
+        step = self._runner.prepare(
+            rows, previous.step if previous else None, samples=not waits, spare_bytes=spare_bytes
+        )
+        if self._runner.take_change():
+            self._prefix_cache.pager.measure_running()
         for sequence in sequences:
             sequence.decode.num_launched += 1
             sequence.record()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from cache.types import LayerCache
+from cache.types import LayerCache, SharedBuffers
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
@@ -20,7 +20,7 @@ class Step(Protocol):
         """Returns the log-probability of `token`, if it was asked for; `tokens` must come first."""
 
 
-class RunnerPort(Protocol):
+class RunnerPort(SharedBuffers, Protocol):
     """Prefill of one sequence, decode of many rows. Rows and steps are opaque to the engine."""
 
     overlaps: bool
@@ -49,10 +49,11 @@ class RunnerPort(Protocol):
     def force(self, row: Any, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """Has the next step take `token`, the last of `generated`, for the sampled one."""
 
-    def prepare(self, rows: Sequence[Any], previous: Any, *, samples: bool = True) -> Step:
+    def prepare(self, rows: Sequence[Any], previous: Any, *, samples: bool = True, spare_bytes: float = 0) -> Step:
         """Returns a step; a row without a next token takes what `previous` samples.
 
-        Without `samples` the step evaluates, and `sample` samples.
+        Without `samples` the step evaluates, and `sample` samples. Buffers that rows share may hold `spare_bytes`
+        more than was reserved for them.
         """
 
     def sample(self, step: Any, masks: Sequence[MaskWords | None]) -> None:
@@ -60,6 +61,9 @@ class RunnerPort(Protocol):
 
     def start(self, step: Any) -> None:
         """Starts a prepared step, without waiting."""
+
+    def take_change(self) -> bool:
+        """Whether shared buffers have changed since this was asked last."""
 
     def detach(self, row: Any) -> None:
         """Evaluates all state of a row into the row's own caches."""

@@ -46,6 +46,7 @@ class Worker:
         self.prefix_cache = prefix_cache
         self.sessions = sessions or EngineSessions(prefix_cache)
         self.now = clock
+        prefix_cache.pager.shared = runner
         self._scheduler = Scheduler(chunk_tokens)
         self._table = SequenceTable(runner, prefix_cache, self._scheduler, self.sessions, clock)
         self._decode = DecodePipeline(runner, prefix_cache, self._table, clock)

@@ -87,8 +87,28 @@ class FakeStep:
         return None if count is None else logprob_of(token, count)
 
 
+class SharesNothing:
+    """A runner whose rows are evaluated each over its own caches."""
+
+    padding_bytes = 0
+
+    def own_bytes(self, caches: Sequence[LayerCache]) -> int:
+        """Nothing is shared."""
+        return 0
+
+    def separate(self, caches: Sequence[LayerCache]) -> None:
+        """Nothing is shared."""
+
+    def separate_all(self) -> None:
+        """Nothing is shared."""
+
+    def take_change(self) -> bool:
+        """Nothing is shared."""
+        return False
+
+
 @dataclass
-class FakeRunner:
+class FakeRunner(SharesNothing):
     """Records what it was asked to do in `log`, and fails where `fault` says so."""
 
     layout: str = "T"
@@ -135,7 +155,9 @@ class FakeRunner:
         assert generated[-1] == token
         row.next_token = token
 
-    def prepare(self, rows: Sequence[FakeRow], previous: FakeStep | None, *, samples: bool = True) -> FakeStep:
+    def prepare(
+        self, rows: Sequence[FakeRow], previous: FakeStep | None, *, samples: bool = True, spare_bytes: float = 0
+    ) -> FakeStep:
         """Evaluates one token for each row; what it gives is to be read once the step was started."""
         fed = [self._input(row, previous) for row in rows]
         held = [[*tokens_in(row.caches), token] for row, token in zip(rows, fed, strict=True)]

@@ -20,7 +20,8 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
 from models.inference import probe
-from models.inference.ragged import RaggedLayer, Rows
+from models.inference.probe import Form
+from models.inference.ragged import Parts, RaggedLayer
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import CacheList, RotatingKVCache, make_prompt_cache
@@ -38,8 +39,12 @@ MIXTURES = {"qwen3_next", "gpt_oss", "deepseek_v3"}
 """Mixtures of experts, which MLX's CPU backend evaluates in float32 or quantized only."""
 
 
+def form_of(model: Any, seed: int = 0) -> Form:
+    return probe.find_form(model, VOCAB, max_seconds=float("inf"), seed=seed).form
+
+
 def is_ragged(model: Any, seed: int = 0) -> bool:
-    return probe.is_ragged(model, VOCAB, max_seconds=float("inf"), seed=seed)
+    return form_of(model, seed) is not Form.ALONE
 
 
 @functools.cache
@@ -87,7 +92,7 @@ class FaultyLayer:
 
     def __init__(self, layer: RaggedLayer) -> None:
         self._layer = layer
-        self._caches = layer._caches
+        self._caches, self._cuts = layer._members, layer._cuts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -131,7 +136,7 @@ class MaskOffByOne(FaultyLayer):
     num_hidden = 1
 
     def make_mask(self, num_tokens: int, **options: Any) -> Any:
-        return Rows([self._mask(cache) for cache in self._caches])
+        return Parts([self._mask(cache) for cache in self._caches], self._cuts)
 
     def _mask(self, cache: Any) -> mx.array | None:
         size = min(cache.offset + 1, getattr(cache, "max_size", cache.offset + 1))
@@ -156,11 +161,12 @@ class WindowTooLong(FaultyLayer):
         oldest = [self._oldest(cache) for cache in self._caches]
         found = self._layer.update_and_fetch(keys, values)
         return tuple(
-            Rows(
+            Parts(
                 [
                     item if old is None else mx.concatenate([old[part], item], axis=2)
                     for item, old in zip(rows.items, oldest, strict=True)
-                ]
+                ],
+                self._cuts,
             )
             for part, rows in enumerate(found)
         )  # type: ignore[return-value]
@@ -309,7 +315,7 @@ def test_a_slow_machine_decodes_row_by_row_soon_and_says_why(
     seconds_per_token: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = SlowModel(seconds_per_token)
-    assert not probe.is_ragged(model, VOCAB, clock=lambda: model.now, max_seconds=20)
+    assert probe.find_form(model, VOCAB, clock=lambda: model.now, max_seconds=20).form is Form.ALONE
     assert model.now <= 20 or model.now <= 2 * seconds_per_token
     (record,) = [record for record in caplog.records if record.name == "models.inference.probe"]
     assert record.levelno == logging.WARNING
@@ -319,7 +325,7 @@ def test_a_slow_machine_decodes_row_by_row_soon_and_says_why(
 def test_the_time_is_kept_while_trials_are_repeated() -> None:
     slow = SlowModel(0.1)
     faulty = FaultyModel(slow, OffsetOffByOne)
-    assert not probe.is_ragged(faulty, VOCAB, clock=lambda: slow.now, max_seconds=8)
+    assert probe.find_form(faulty, VOCAB, clock=lambda: slow.now, max_seconds=8).form is Form.ALONE
     assert slow.now <= 8
 
 
@@ -368,5 +374,5 @@ def test_a_faulty_model_says_row_by_row_what_each_row_says_alone(fault: type[Fau
 
     rng = np.random.default_rng(3)
     prompts: list[list[int]] = [rng.integers(0, VOCAB, length).tolist() for length in (5, WINDOW, 70, 90)]
-    assert not runner.is_ragged
+    assert runner.form is Form.ALONE
     assert outputs(prompts) == [output for prompt in prompts for output in outputs([prompt])]

@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.inference.ragged import Rows, ragged_attention
+from models.inference.probe import Form
+from models.inference.ragged import Parts, ragged_attention
 from models.inference.runner import DecodeRow, DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import CacheList, make_prompt_cache
@@ -25,6 +26,8 @@ from tests.support.tiny_models import VOCAB, WINDOW
 
 GREEDY = SamplingParams(temperature=0)
 ROW_BY_ROW = {"gemma2", "deepseek_v32", "llama4"}
+WITHOUT_GROUPS = {"deepseek_v3", "mamba2"}
+"""Masks that the model makes itself fit no members of a batch; no layer keeps rows of tokens."""
 ALL_NAMES = (*tiny_models.NAMES, "deepseek_v3", "gemma4", "gemma3n")
 
 
@@ -110,7 +113,8 @@ def assert_like_alone(name: str, *sequences: Sequence) -> None:
 
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_the_probe_finds_which_models_decode_ragged(name: str) -> None:
-    assert runner_of(name).is_ragged == (name not in ROW_BY_ROW)
+    expected = Form.ALONE if name in ROW_BY_ROW else Form.ROWS if name in WITHOUT_GROUPS else Form.GROUPS
+    assert runner_of(name).form is expected
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
@@ -250,7 +254,7 @@ class FlakyModel:
 def test_a_failing_launch_harms_no_row_outside_of_it(name: str) -> None:
     model = FlakyModel(name)
     decoding = Decoding(Runner(model, vocab_size=VOCAB, max_probe_seconds=float("inf")))
-    assert decoding.runner.is_ragged
+    assert decoding.runner.form is Form.GROUPS
     bystander, victims = decoding.join(9), [decoding.join(20), decoding.join(30)]
     decoding.step(4)
     decoding.read()
@@ -384,7 +388,7 @@ def test_attention_is_replaced_only_within_the_call_and_only_for_rows() -> None:
         other.join()
         assert mx.array_equal(attention(plain), expected)
         with pytest.raises(TypeError, match="mask"):
-            attention(Rows([plain]), mask=mx.zeros((1, 3)))
+            attention(Parts([plain], []), mask=mx.zeros((1, 3)))
     assert seen == [True]
     with pytest.raises(ZeroDivisionError), ragged_attention():
         raise ZeroDivisionError
@@ -404,7 +408,7 @@ def test_attention_is_replaced_only_within_the_call_and_only_for_rows() -> None:
         lambda rows: rows.swapaxes(-1, -2) + mx.ones((2, 1, 3, 4)),
     ],
 )
-def test_what_rows_do_not_know_fails_instead_of_computing_nonsense(use: Callable[[Rows], object]) -> None:
-    rows = Rows([mx.ones((1, 1, 4, 3)), mx.ones((1, 1, 2, 3))])
+def test_what_rows_do_not_know_fails_instead_of_computing_nonsense(use: Callable[[Parts], object]) -> None:
+    rows = Parts([mx.ones((1, 1, 4, 3)), mx.ones((1, 1, 2, 3))], [1])
     with pytest.raises((TypeError, ValueError, IndexError)):
         use(rows)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.budget import PADDING
 from cache.layers import layout
 from cache.layers.layout import Layout
 from models.inference.runner import Runner
@@ -367,7 +368,7 @@ def texts(name: str, *, is_tight: bool) -> tuple[list[str], int]:
         harness.step()
     if is_tight:
         ledger = harness.prefix_cache.ledger
-        ledger.budget_bytes = ledger.charged_bytes - ledger.stored_bytes
+        ledger.budget_bytes = ledger.charged_bytes - ledger.stored_bytes - ledger.slot_bytes(PADDING)
     harness.run(limit=5000)
     told = [f"{sink.text} {sink.last.reason} {sink.last.stop_text}" for sink in sinks]
     return told, harness.worker.stats().num_preempted

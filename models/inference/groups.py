@@ -1,0 +1,320 @@
+"""Rows that share padded buffers while they decode: one write and one attention per layer for all of them.
+
+A group has a buffer `[room, num_heads, capacity, head_dim]` for the keys and one for the values of each span and
+window layer. Its rows are the first ones, each left-aligned at its own length. A window layer is a ring: token `p` is
+at `p % window`. A row joins at the end; where one leaves, the last takes its place.
+
+While a row is in a group, its own layer caches hold no arrays; `step` of a span cache says how many tokens the row's
+own buffers are to have, so that whoever resizes them needs not know of groups. Worker thread only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+
+from cache.layers.layout import GROWTH_TOKENS, leaves_of
+from cache.types import LayerCache
+from models.inference.grouping import Buffer, Row, capacity_for
+from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
+
+
+def length_of(caches: Sequence[LayerCache]) -> int:
+    """Tokens in a row's caches; 0 if none of them can be in a group."""
+    return max((int(cache.offset) for cache in leaves_of(caches) if _can_share(cache)), default=0)
+
+
+def reserved_tokens_of(caches: Sequence[LayerCache]) -> int:
+    """Tokens that fit a row's own span buffers, at least those that it has."""
+    return max((_own_capacity(cache) for cache in leaves_of(caches) if _can_share(cache)), default=0)
+
+
+def bytes_per_token(caches: Sequence[LayerCache]) -> int:
+    """Of keys and values; an upper bound beyond a window."""
+    rows = [cache for cache in leaves_of(caches) if _can_share(cache) and cache.keys is not None]
+    return sum(array.nbytes // array.shape[2] for cache in rows for array in (cache.keys, cache.values))
+
+
+def used_leaves(caches: Sequence[LayerCache]) -> tuple[int, ...] | None:
+    """The leaves whose rows can be in a group; None if the row must stay alone.
+
+    A model may leave caches empty whose layers share the keys of others.
+    """
+    rows = [(index, cache) for index, cache in enumerate(leaves_of(caches)) if not isinstance(cache, ArraysCache)]
+    used = tuple(index for index, cache in rows if cache.keys is not None)
+    return used if used and all(_can_share(cache) for _, cache in rows) else None
+
+
+def _can_share(cache: LayerCache) -> bool:
+    return type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
+
+
+def _own_capacity(cache: LayerCache) -> int:
+    if isinstance(cache, RotatingKVCache):
+        return int(cache.offset)
+    return max(int(cache.step if cache.keys is None else cache.keys.shape[2]), int(cache.offset))
+
+
+class Clock:
+    """Lengths of a group's rows, and arrays made from them once a step for all layers."""
+
+    def __init__(self) -> None:
+        self.set([])
+
+    def set(self, offsets: Sequence[int]) -> None:
+        """After rows have come or gone."""
+        self.offsets = list(offsets)
+        self.device = mx.array(self.offsets, dtype=mx.int32)
+        """`offsets` as an array `[num_rows]`, for rotary embeddings."""
+        self._made: dict[Any, Any] = {}
+
+    def advance(self) -> None:
+        """After a step."""
+        self.offsets = [offset + 1 for offset in self.offsets]
+        self.device = self.device + 1
+        self._made = {}
+
+    def made(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, once a step for each key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows have one length."""
+        return bool(self.made("even", lambda: len(set(self.offsets)) == 1))
+
+
+class GroupLayer:
+    """One span or window layer of a group's rows; stands in for a layer cache where a model expects one."""
+
+    def __init__(self, like: LayerCache, clock: Clock, buffer: Buffer) -> None:
+        self._clock = clock
+        self.window = int(like.max_size) if isinstance(like, RotatingKVCache) else None
+        self.capacity = min(buffer.capacity, self.window or buffer.capacity)
+        self.keys, self.values = (_empty(rows, buffer.room, self.capacity) for rows in (like.keys, like.values))
+
+    @property
+    def offset(self) -> mx.array:
+        """Tokens before this step, int32 `[num_rows]`."""
+        return self._clock.device
+
+    @property
+    def offsets(self) -> list[int]:
+        return self._clock.offsets
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes of one row's own buffers for `num_tokens`."""
+        room, held = self.keys.shape[0], min(num_tokens, self.window or num_tokens)
+        return held * (self.num_bytes // (room * self.capacity))
+
+    # -- in a model
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns views of all rows, with padding."""
+        num_rows, num_heads = keys.shape[:2]
+        if self._clock.is_even:
+            place = self._place_of(self._clock.offsets[0])
+            self.keys[:num_rows, :, place : place + 1] = keys
+            self.values[:num_rows, :, place : place + 1] = values
+        else:
+            # Whole index arrays, made once a step, leave one operation per layer.
+            at = self._clock.made(("at", num_heads, self.window), lambda: self._indices(num_heads))
+            self.keys[at] = keys[:, :, 0]
+            self.values[at] = values[:, :, 0]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Views of all rows up to the longest, this step's token included."""
+        num_rows, stop = len(self._clock.offsets), self._stop
+        return self.keys[:num_rows, :, :stop], self.values[:num_rows, :, :stop]
+
+    def make_mask(self, num_tokens: int, window_size: int | None = None, **_: Any) -> mx.array | None:
+        """Boolean `[num_rows, 1, 1, num_places]` of the places each row may attend to; None if all may to all."""
+        assert num_tokens == 1, "a group decodes one token of each row"
+        seen = min(window_size or self.window or self._stop, self.window or self._stop)
+        if (self._clock.is_even or min(self._clock.offsets) + 1 >= self._stop) and seen >= self._stop:
+            return None
+        key = "mask", self.window, self._stop, seen
+        return cast(mx.array, self._clock.made(key, lambda: self._mask(seen)))
+
+    @property
+    def _stop(self) -> int:
+        return min(max(self._clock.offsets) + 1, self.window or self.capacity)
+
+    def _place_of(self, offset: int) -> int:
+        return offset % self.window if self.window else offset
+
+    def _indices(self, num_heads: int) -> tuple[mx.array, ...]:
+        shape = len(self._clock.offsets), num_heads
+        places = [self._place_of(offset) for offset in self._clock.offsets]
+        rows, heads = mx.arange(shape[0], dtype=mx.uint32)[:, None], mx.arange(num_heads, dtype=mx.uint32)[None]
+        at = mx.array(places, dtype=mx.uint32)[:, None]
+        return tuple(mx.broadcast_to(index, shape) for index in (rows, heads, at))
+
+    def _mask(self, seen: int) -> mx.array:
+        """By age: how many tokens ago a place was written, as a ring where there is a window."""
+        last, places = self._clock.device[:, None, None, None], mx.arange(self._stop, dtype=mx.int32)
+        if self.window is None:
+            return (places <= last) & (places > last - seen)
+        age = (last % self.window + self.window - places) % self.window
+        return (age < seen) & (age <= last)
+
+    # -- rows that come and go
+
+    def take(self, cache: LayerCache, index: int) -> None:
+        """Moves the rows of `cache` to row `index`."""
+        offset = int(cache.offset)
+        for held, rows in ((self.keys, cache.keys), (self.values, cache.values)):
+            rows = self._as_ring(cache, rows, offset) if self.window else rows[:, :, :offset]
+            held[index : index + 1, :, : rows.shape[2]] = rows
+        mx.eval(self.keys, self.values)
+        if self.window is None:
+            cache.step = cache.keys.shape[2]
+        cache.keys = cache.values = None
+
+    def _as_ring(self, cache: LayerCache, rows: mx.array, offset: int) -> mx.array:
+        assert self.window is not None
+        rows = cache._temporal_order(rows)
+        rows = rows[:, :, max(0, rows.shape[2] - self.window) :]
+        return mx.roll(rows, offset % self.window, 2) if offset > self.window else rows
+
+    def give(self, cache: LayerCache, index: int) -> None:
+        """Copies row `index` into a row's own `cache`, evaluated."""
+        offset = self._clock.offsets[index]
+        num_kept = min(offset, self.window) if self.window else max(offset, cache.step)
+        cache.keys, cache.values = (_copied(rows, index, num_kept) for rows in (self.keys, self.values))
+        cache.offset = offset
+        mx.eval(cache.keys, cache.values)
+        if self.window:
+            cache._idx = offset % self.window or min(offset, self.window)
+        else:
+            cache.__dict__.pop("step", None)  # buffers grow again as much as before they were shared
+
+    def move(self, source: int, target: int) -> None:
+        """Row `source` overwrites row `target`."""
+        for held in (self.keys, self.values):
+            held[target : target + 1] = _copied(held, source, self.capacity)
+        mx.eval(self.keys, self.values)
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for rows of `capacity` tokens."""
+        capacity = min(capacity, self.window or capacity)
+        for name in ("keys", "values"):
+            held = getattr(self, name)
+            spare = _empty(held, held.shape[0], capacity - self.capacity)
+            setattr(self, name, mx.concatenate([held, spare], axis=2) if spare.size else held)
+            del held
+            mx.eval(getattr(self, name))
+        self.capacity = capacity
+
+
+def _empty(like: mx.array, num_rows: int, num_tokens: int) -> mx.array:
+    return mx.zeros((num_rows, like.shape[1], num_tokens, like.shape[3]), like.dtype)
+
+
+def _copied(rows: mx.array, index: int, num_tokens: int) -> mx.array:
+    """Row `index` in a buffer of its own for `num_tokens`: a slice would keep all rows in memory."""
+    if num_tokens == rows.shape[2]:
+        return mx.take(rows, mx.array([index]), axis=0)
+    row = rows[index : index + 1, :, :num_tokens]
+    if num_tokens < rows.shape[2]:
+        return mx.contiguous(row)
+    return mx.concatenate([row, _empty(rows, 1, num_tokens - row.shape[2])], axis=2)
+
+
+class Group:
+    """Rows that decode as one member of a batch, each named by its layer caches."""
+
+    def __init__(self, like: Sequence[LayerCache], buffer: Buffer) -> None:
+        """Empty; its layers are like those of a row."""
+        used, all_leaves = used_leaves(like), leaves_of(like)
+        assert used is not None, "a row that must stay alone was put into a group"
+        self.used = used
+        self.room, self.capacity = buffer.room, buffer.capacity
+        self.rows: list[Sequence[LayerCache]] = []
+        self.clock = Clock()
+        self._layers = {index: GroupLayer(all_leaves[index], self.clock, buffer) for index in used}
+
+    def layer(self, leaf: int) -> GroupLayer | None:
+        """That of a leaf of the rows' caches; None if the leaf is unused."""
+        return self._layers.get(leaf)
+
+    @property
+    def buffer(self) -> Buffer:
+        return Buffer(self.room, self.capacity)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self._layers.values())
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_bytes // (self.room * self.capacity)
+
+    def index_of(self, caches: Sequence[LayerCache]) -> int | None:
+        """A row's place, if it is in the group."""
+        return next((index for index, row in enumerate(self.rows) if row is caches), None)
+
+    def own_bytes(self, index: int) -> int:
+        """Bytes that a row's own buffers would have."""
+        held = leaves_of(self.rows[index])
+        offset = self.clock.offsets[index]
+        return sum(
+            layer.bytes_for(offset if layer.window else max(offset, held[leaf].step))
+            for leaf, layer in self._layers.items()
+        )
+
+    def join(self, rows: Sequence[Sequence[LayerCache]]) -> None:
+        """Moves rows into the group, one layer after another: the extra memory is one layer's."""
+        offsets = [length_of(row) for row in rows]
+        for leaf, layer in self._layers.items():
+            for index, row in enumerate(rows, start=len(self.rows)):
+                layer.take(leaves_of(row)[leaf], index)
+        self.rows += rows
+        self.clock.set([*self.clock.offsets, *offsets])
+
+    def leave(self, index: int) -> None:
+        """Gives a row its state back; the last row takes its place."""
+        last = len(self.rows) - 1
+        for leaf, layer in self._layers.items():
+            layer.give(leaves_of(self.rows[index])[leaf], index)
+            if index != last:
+                layer.move(last, index)
+        offsets = self.clock.offsets
+        self.rows[index], offsets[index] = self.rows[last], offsets[last]
+        self.rows.pop()
+        self.clock.set(offsets[:-1])
+
+    def dissolve(self) -> None:
+        """Gives all rows their state back, one layer after another, and frees each layer's buffers."""
+        for leaf in list(self._layers):
+            layer = self._layers.pop(leaf)
+            for index, row in enumerate(self.rows):
+                layer.give(leaves_of(row)[leaf], index)
+        self.rows = []
+        self.clock.set([])
+
+    def make_room(self) -> bool:
+        """Whether buffers had to grow for the next token."""
+        if not self.rows or max(self.clock.offsets) < self.capacity:
+            return False
+        for index, offset in enumerate(self.clock.offsets):
+            self._extend_own(index, offset)
+        rows = [Row(self.clock.offsets[index], reserved_tokens_of(row)) for index, row in enumerate(self.rows)]
+        self.capacity = capacity_for(rows)
+        for layer in self._layers.values():
+            layer.grow(self.capacity)
+        return True
+
+    def _extend_own(self, index: int, offset: int) -> None:
+        """A row that has used up its own buffers gets larger ones, as a layer cache grows by itself."""
+        for leaf, layer in self._layers.items():
+            cache = leaves_of(self.rows[index])[leaf]
+            if not layer.window and offset >= cache.step:
+                cache.step = offset + GROWTH_TOKENS

@@ -1,0 +1,337 @@
+"""Rows that share buffers: which are put together, what is copied when rows come and go, and the tokens they give."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.inference import grouping, ragged
+from models.inference.batch import RowLost
+from models.inference.grouping import Buffer, Row, Wanted, plan
+from models.inference.groups import GroupLayer
+from models.inference.runner import Runner
+from server.measure import launch
+from tests.models.inference import test_runner as driver
+from tests.models.inference.test_runner import Decoding
+from tests.models.inference.test_runner import Sequence as Decoded
+from tests.support.tiny_models import WINDOW
+
+PLENTY = 1e9
+
+
+def rows_of(*lengths: int, spare: int = 200, group: int | None = None) -> list[Row]:
+    return [Row(length, length + spare, group) for length in lengths]
+
+
+def members(wanted: Sequence[Wanted]) -> list[set[int]]:
+    return [set(one.rows) for one in wanted]
+
+
+# ------------------------------------------------------------------------------------------------- the choice
+
+
+def test_rows_of_one_length_share_where_members_cost_and_lengths_that_differ_do_not() -> None:
+    assert members(plan(rows_of(500, 500, 500), [], member_tokens=100, spare_tokens=PLENTY)) == [{0, 1, 2}]
+    assert members(plan(rows_of(4000, 100, 100), [], member_tokens=100, spare_tokens=PLENTY)) == [{1, 2}]
+    assert members(plan(rows_of(4000, 100, 100), [], member_tokens=9000, spare_tokens=PLENTY)) == [{0, 1, 2}]
+    assert plan(rows_of(500, 500), [], member_tokens=0, spare_tokens=PLENTY) == []
+
+
+def test_a_group_without_spare_memory_has_no_room_and_no_padding() -> None:
+    (wanted,) = plan(rows_of(500, 500, 500), [], member_tokens=100, spare_tokens=0)
+    assert wanted.buffer.room == 3 and wanted.buffer.capacity <= 700
+    assert plan(rows_of(4000, 100), [], member_tokens=9000, spare_tokens=0) == []
+
+
+def test_a_newcomer_joins_a_group_that_has_room_and_a_full_one_is_made_anew() -> None:
+    running = rows_of(500, 510, group=0)
+    joined = plan([*running, *rows_of(505)], [Buffer(4, 640)], member_tokens=100, spare_tokens=PLENTY)
+    assert joined == [Wanted((0, 1, 2), Buffer(4, 640), 0)]
+    (anew,) = plan([*running, *rows_of(505)], [Buffer(2, 640)], member_tokens=1000, spare_tokens=PLENTY)
+    assert anew.kept is None and anew.buffer.room == 4
+
+
+def test_nothing_is_copied_that_the_steps_to_come_do_not_repay() -> None:
+    """Two groups that one would serve a little better: the copies cost more than 128 steps save."""
+    running = [*rows_of(4000, 4000, group=0), *rows_of(4001, 4001, group=1)]
+    kept = plan(running, [Buffer(2, 4100), Buffer(2, 4100)], member_tokens=20, spare_tokens=PLENTY)
+    assert members(kept) == [{0, 1}, {2, 3}]
+    together = plan(running, [Buffer(2, 4100), Buffer(2, 4100)], member_tokens=2000, spare_tokens=PLENTY)
+    assert members(together) == [{0, 1, 2, 3}]
+
+
+def partitions(places: list[int]) -> Iterator[list[list[int]]]:
+    if not places:
+        yield []
+        return
+    for rest in partitions(places[1:]):
+        yield [[places[0]], *rest]
+        for number, member in enumerate(rest):
+            yield [*rest[:number], [places[0], *member], *rest[number + 1 :]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 300), st.booleans()), min_size=1, max_size=6),
+    st.floats(0, 5000),
+    st.one_of(st.just(PLENTY), st.floats(0, 5000)),
+)
+def test_a_plan_is_the_cheapest_and_fits_into_the_spare_memory(
+    described: list[tuple[int, int, bool]], member_tokens: float, spare_tokens: float
+) -> None:
+    rows = [Row(tokens, tokens + 1 + spare, can_share=shares) for tokens, spare, shares in described]
+    wanted = plan(rows, [], member_tokens=member_tokens, spare_tokens=spare_tokens)
+    places = [place for one in wanted for place in one.rows]
+    assert len(places) == len(set(places)) and all(rows[place].can_share for place in places)
+    for one in wanted:
+        assert 1 < len(one.rows) <= one.buffer.room
+        assert max(rows[place].tokens for place in one.rows) < one.buffer.capacity
+    held = sum(one.buffer.room * one.buffer.capacity for one in wanted)
+    assert held - sum(rows[place].reserved_tokens for place in places) <= spare_tokens
+
+    def cost(partition: list[list[int]]) -> float:
+        return sum(member_tokens + len(m) * max(rows[place].tokens for place in m) for m in partition)
+
+    sharing = [place for place, row in enumerate(rows) if row.can_share]
+    apart = [[place] for place in sharing if place not in places]
+    if wanted and spare_tokens == PLENTY:
+        least = min(cost(partition) for partition in partitions(sharing))
+        assert cost([*(list(one.rows) for one in wanted), *apart]) == pytest.approx(least)
+
+
+# ------------------------------------------------------------------------------------------ what is moved
+
+
+def grouped(name: str, *, member_tokens: float = 1e6) -> Runner:
+    """The model's runner, which puts rows together as if another member cost so many tokens."""
+    runner = driver.runner_of(name)
+    runner.separate_all()
+    runner.member_tokens = member_tokens
+    return runner
+
+
+def groups_of(runner: Runner) -> list[int]:
+    """Rows in each group."""
+    return [len(group.rows) for batch in runner._batches.values() for group in batch._groups]
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a row was moved in a layer, in and out and within."""
+    counted: Counter[str] = Counter()
+    for name in ("take", "give", "move", "grow"):
+        original = getattr(GroupLayer, name)
+
+        def counting(layer: GroupLayer, *args: Any, name: str = name, original: Any = original) -> None:
+            counted[name] += 1
+            original(layer, *args)
+
+        monkeypatch.setattr(GroupLayer, name, counting)
+    return counted
+
+
+def test_a_join_moves_one_row_and_a_leave_at_most_two(moves: Counter[str]) -> None:
+    decoding = Decoding(grouped("llama"))
+    num_layers = len(decoding.runner.make_caches())
+    rows = [decoding.join(length) for length in (40, 41, 42)]
+    decoding.step(2)
+    assert groups_of(decoding.runner) == [3]
+    moves.clear()
+    rows.append(decoding.join(39))
+    decoding.step(2)
+    assert moves == {"take": num_layers} and groups_of(decoding.runner) == [4]
+    moves.clear()
+    decoding.leave(rows[0])
+    decoding.step(2)
+    assert moves == {"give": num_layers, "move": num_layers} and groups_of(decoding.runner) == [3]
+    driver.assert_like_alone("llama", *rows)
+
+
+def test_a_group_grows_where_its_longest_row_needs_it(moves: Counter[str]) -> None:
+    decoding = Decoding(grouped("llama_swa"))
+    rows = [decoding.join(length) for length in (20, 25)]
+    decoding.step()
+    moves.clear()
+    decoding.step(grouping.GROWTH_TOKENS + 20)
+    decoding.read()
+    assert moves["grow"] >= len(decoding.runner.make_caches()) and moves["give"] == 0
+    driver.assert_like_alone("llama_swa", *rows)
+
+
+@pytest.mark.parametrize("name", [name for name in driver.ALL_NAMES if name not in driver.ROW_BY_ROW])
+def test_long_histories_of_rows_that_come_and_go_change_no_token(name: str) -> None:
+    """Joins, leaves, returns, separated rows, memory that comes and goes, and other costs."""
+    rng, decoding = np.random.default_rng(len(name)), Decoding(grouped(name))
+    if name in driver.WITHOUT_GROUPS:
+        decoding.runner.member_tokens = None
+    away: list[Decoded] = []
+    all_rows = [decoding.join(int(length)) for length in rng.integers(2, 3 * WINDOW, 3)]
+    for _ in range(40):
+        change = rng.integers(7)
+        if change == 0 and len(decoding.live) < 7:
+            all_rows.append(decoding.join(int(rng.integers(1, 3 * WINDOW))))
+        elif change == 1 and len(decoding.live) > 1:
+            decoding.read()
+            leaving = decoding.live[rng.integers(len(decoding.live))]
+            if leaving.output:
+                decoding.leave(leaving)
+                away.append(leaving)
+        elif change == 2 and away:
+            decoding.return_(away.pop())
+        elif change == 3:
+            decoding.runner.separate(decoding.live[rng.integers(len(decoding.live))].row.caches)
+        elif change == 4:
+            decoding.runner.separate_all()
+        elif change == 5 and decoding.runner.member_tokens is not None:
+            decoding.runner.member_tokens = float(rng.choice([0, 20, 1e6]))
+        elif change == 6:
+            rng.shuffle(cast(Any, decoding.live))
+        decoding.step(int(rng.integers(1, 9)))
+    decoding.read()
+    driver.assert_like_alone(name, *[row for row in all_rows if row.output])
+
+
+def test_shared_buffers_stay_within_the_spare_memory() -> None:
+    runner = grouped("llama")
+    decoding = Decoding(runner)
+    rows = [decoding.join(length).row for length in (90, 10, 11)]
+    own_bytes = [sum(cache.nbytes for cache in row.caches) for row in rows]
+    for spare_bytes in (0.0, float(own_bytes[0])):
+        runner.separate_all()
+        step = runner.prepare(rows, None, spare_bytes=spare_bytes)
+        runner.start(step)
+        for row, token in zip(rows, step.tokens(), strict=True):
+            row.next_token = token
+        assert groups_of(runner), "rows of like lengths share what they have"
+        assert runner.padding_bytes <= spare_bytes
+        assert [runner.own_bytes(row.caches) for row in rows if runner.own_bytes(row.caches)]
+    runner.separate_all()
+    assert runner.padding_bytes == 0 and all(runner.own_bytes(row.caches) == 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_row_that_leaves_keeps_no_other_in_memory_and_its_own_size(name: str, exact_buffers: None) -> None:
+    decoding = Decoding(grouped(name))
+    rows = [decoding.join(length) for length in (30, 60, 61, 62)]
+    before = [cache.nbytes for cache in rows[0].row.caches]
+    decoding.step(3)
+    decoding.read()
+    decoding.leave(rows[0])
+    after = [cache.nbytes for cache in rows[0].row.caches]
+    held = [int(mx.get_array_buffer_size(cache.keys, cache.values)) for cache in rows[0].row.caches]
+    assert held == after and all(size <= largest + 4096 for size, largest in zip(after, before, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("call", ["separate", "separate_all", "detach"])
+def test_rows_whose_state_was_lost_are_never_decoded(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(grouped("llama"))
+    rows = [decoding.join(length) for length in (30, 31, 32)]
+    decoding.step(2)
+    decoding.read()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("[malloc] out of memory")
+
+    monkeypatch.setattr(GroupLayer, "give", fail)
+    if call == "separate_all":
+        decoding.runner.separate_all()
+    else:
+        with pytest.raises(RuntimeError, match="memory"):
+            getattr(decoding.runner, call)(rows[0].row.caches if call == "separate" else rows[0].row)
+    monkeypatch.undo()
+    assert decoding.runner.padding_bytes == 0
+    with pytest.raises(RowLost):
+        launch(decoding.runner, [rows[1].row, rows[2].row], None)
+    decoding = Decoding(decoding.runner)
+    again = [decoding.join(length) for length in (30, 31)]
+    decoding.step(3)
+    decoding.read()
+    driver.assert_like_alone("llama", *again)
+
+
+def test_a_step_that_fails_when_it_is_read_takes_shared_state_with_it() -> None:
+    decoding = Decoding(grouped("llama"))
+    rows = [decoding.join(length) for length in (30, 31)]
+    decoding.step(2)
+    decoding.read()
+    rows[0].row.next_token, rows[1].row.next_token = 1, 2
+    step = launch(decoding.runner, [row.row for row in rows], None)
+    step.sampled = cast(Any, _Failing())
+    with pytest.raises(RuntimeError, match="device"):
+        step.tokens()
+    assert groups_of(decoding.runner) == [] and all(row.row.is_lost for row in rows)
+
+
+class _Failing:
+    def tolist(self) -> list[int]:
+        raise RuntimeError("the device was lost")
+
+
+# ----------------------------------------------------------------------------------- cost of a step
+
+
+VIEWS = {
+    "Reshape",
+    "Transpose",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "ExpandDims",
+    "Broadcast",
+    "Unflatten",
+    "Flatten",
+    "Copy",
+}
+"""Nodes of MLX's graph that compute nothing."""
+
+
+def num_launches(array: mx.array, folder: Path) -> int:
+    """Operations of a graph that a GPU would be given; a concatenation copies each of its inputs."""
+    mx.export_to_dot(str(folder / "graph.dot"), array)
+    text = (folder / "graph.dot").read_text()
+    labels = dict(re.findall(r'\{ (\d+) \[label ="([A-Za-z]+)', text))
+    inputs = Counter(labels.get(node) for node in re.findall(r"-> (\d+)", text))
+    computing = [name for name in labels.values() if name not in VIEWS and name != "Concatenate"]
+    return len(computing) + inputs["Concatenate"]
+
+
+NUM_ONCE = 8
+"""Operations of a step for all layers: index arrays, offsets and a mask. The model here has three layers."""
+
+
+@pytest.mark.parametrize("num_rows", [8, 32])
+def test_a_step_of_many_rows_has_few_more_operations_than_one_of_one(
+    num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU gets them: fused attention, rotary embeddings and norms are one operation each."""
+
+    def attention(queries: mx.array, keys: mx.array, values: mx.array, *, mask: Any = None, **_: Any) -> mx.array:
+        return mx.abs(mx.depends(queries, [keys, values, *([mask] if isinstance(mask, mx.array) else [])]))
+
+    monkeypatch.setattr(ragged, "_mlx_attention", attention)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(mx.fast, "rope", lambda x, *_, offset, **options: mx.abs(x))
+    monkeypatch.setattr(mx.fast, "rms_norm", lambda x, *_: mx.abs(x))
+    runner = grouped("llama")
+    counts = []
+    for lengths in ([50], [40 + row % 5 for row in range(num_rows)]):
+        decoding = Decoding(runner)
+        rows = [decoding.join(length).row for length in lengths]
+        first = launch(runner, rows, None)
+        first.tokens()
+        step = runner.prepare(rows, first)
+        assert step.sampled is not None
+        counts.append(num_launches(step.sampled, tmp_path))
+        runner.start(step)
+        step.tokens()
+        runner.separate_all()
+    assert counts[1] <= 1.1 * counts[0] + NUM_ONCE, counts
