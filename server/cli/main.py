@@ -35,21 +35,21 @@ show (stored) Show what a model is: weights, context, parameters, files.
     mlx-serve show writer --modelfile > Modelfile
 cp (stored) Give a model another name; its weights are shared.
     mlx-serve cp qwen3:8b writer
-tag (stored) Give a name of your own another tag, which stays as it is when the name changes.
+tag (stored) Give a name of your own another tag. The tag stays as it is when the name changes.
     mlx-serve tag writer v1
-rm (stored) Remove a name of your own, or the files of a repository that no name uses.
+rm (stored) Remove a name of your own, or a repository that no name uses.
     mlx-serve rm writer:v1
     mlx-serve rm mlx-community/Qwen3-4B-4bit
-verify (stored) Compare every file of a model with the hub's hash; the exit status is 1 if one is missing or damaged.
+verify (stored) Compare a model's files with the hub's hashes. The exit status is 1 if one is missing or damaged.
     mlx-serve verify qwen3:8b
-create (stored) Make a model with a system prompt and parameters of your own from another, by a Modelfile.
+create (stored) Make a model of your own from another, by a Modelfile. It may have a system prompt and parameters.
     mlx-serve create writer -f Modelfile
 ps (ask) List the models that servers on this machine have loaded.
     mlx-serve ps --json
 top (top) Watch what a server does: slots, queue, memory, what was saved.
     mlx-serve top
     mlx-serve top --once --json
-stop (ask) Unload a model; its conversations are found again when it is loaded again.
+stop (ask) Unload a model. Its conversations are found again when it is loaded again.
     mlx-serve stop qwen3:8b
 pull (pull) Download a model into the Hugging Face cache, or resume doing so.
     mlx-serve pull qwen3:0.6b
@@ -57,30 +57,30 @@ pull (pull) Download a model into the Hugging Face cache, or resume doing so.
 doctor (ask) Say which text keeps prompts from being reused, and how to mend it.
     mlx-serve doctor
     mlx-serve doctor --file requests.jsonl --speed 400
-bench (bench) Measure in at most three minutes what this machine does, beside mlx-lm, and print a table to send.
+bench (bench) Measure what this machine does, beside mlx-lm. In three minutes at most, as a table to send.
     mlx-serve bench
     mlx-serve bench qwen3:4b --markdown > result.md
-launch (launch) Start a coding agent that asks this server, which is started too if none runs.
+launch (launch) Start a coding agent that asks this server. The server is started too if none runs.
     mlx-serve launch claude
     mlx-serve launch codex --model qwen3:30b -- exec 'Explain this folder.'
-config (config) Show the settings of `serve`, and whether a flag, a variable or the file says so.
+config (config) Show the settings of `serve`, and where each comes from. A flag, a variable, the file or the default.
     mlx-serve config --port 9000
     mlx-serve config --template > ~/.config/mlx-serve/config.toml
-completion (options) Print a script by which a shell completes commands, flags and models.
+completion (options) Print a script by which a shell completes commands and models.
     mlx-serve completion bash > ~/.local/share/bash-completion/completions/mlx-serve
     mlx-serve completion fish > ~/.config/fish/completions/mlx-serve.fish
-cache (cache) Show the prefix tree of a running server, or what --cache-disk keeps. Without a command: `tree`.
+cache (cache) Show a server's prefix tree, or what --cache-disk keeps. Without a command: `tree`.
     mlx-serve cache
 cache list (cache) List each model's folder, its size, and whether a server has it open.
     mlx-serve cache list --json
-cache tree (cache) Show the prefix tree of a running server: what is shared, where it lies, and how large it is.
+cache tree (cache) Show the prefix tree of a running server. What is shared, where it lies, and how large it is.
     mlx-serve cache tree --depth 3
 cache rm (cache) Delete the conversations of a model from the disk.
     mlx-serve cache rm --all
-service (at_login) Have a server start when you log in, by systemd or launchd, with the settings of the file.
-service install (at_login) Start a server now and at each login; again after a change of settings.
+service (at_login) Have a server start when you log in. systemd or launchd starts it, with the settings of the file.
+service install (at_login) Start a server now and at each login. Type it again after a change of settings.
     mlx-serve service install
-service status (at_login) Say whether the server runs; the exit status is 1 if not.
+service status (at_login) Say whether the server runs. The exit status is 1 if not.
     mlx-serve service status --json
 service logs (at_login) Show the last 100 lines of the server's log.
     mlx-serve service logs --follow
@@ -96,8 +96,23 @@ COMMANDS: Mapping[str, tuple[str, str, Sequence[str]]] = {
 """The file, the help and the examples by the words."""
 
 
+_GROUPS = {
+    "Talk and serve": "run serve pull list ps stop launch",
+    "Look inside": "doctor top cache bench",
+    "Models": "show create cp tag rm verify",
+    "Set up": "config service completion",
+}
+"""The commands under headings, those that are used most first."""
+
+
 class LazyCommands(TyperGroup):
     """The commands, each imported when it is named."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the first sentence of each command's help, which fits 80 columns."""
+        for heading, names in _GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, _first_sentence(name)) for name in names.split()])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Raises typer's error for an unknown name."""
@@ -112,7 +127,12 @@ def load(name: str) -> Any:
     for below in [command, *getattr(command, "commands", {}).values()]:
         words = name if below is command else f"{name} {below.name}"
         below.help, below.epilog = COMMANDS[words][1], _epilog(examples_of(words))
+        below.short_help = _first_sentence(words)
     return command
+
+
+def _first_sentence(words: str) -> str:
+    return COMMANDS[words][1].partition(".")[0]
 
 
 def examples_of(name: str) -> Sequence[str]:

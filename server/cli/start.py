@@ -31,6 +31,12 @@ def serve(**given: Any) -> None:
     raise typer.Exit(run_server(config, runtime_folder(os.environ), fast_blas))
 
 
+def is_question(text: str) -> bool:
+    """Whether a text in the place of a MODEL is for the usual model: only a folder's name has blanks."""
+    # `Path.is_dir` raises for a long text.
+    return len(text.split()) > 1 and not os.path.isdir(os.path.expanduser(text))  # noqa: PTH111, PTH112
+
+
 @app.command()
 def run(
     model: Annotated[str | None, typer.Argument(**USUAL_MODEL)] = None,
@@ -55,6 +61,8 @@ def run(
     from server.cli.chat import Opening, chat_somewhere
     from server.cli.repl.terminal import history_file
 
+    if model is not None and is_question(model):
+        question, model = [model, *(question or ())], None
     opening = Opening(system, " ".join(question or ()), None if no_history else history_file(os.environ))
     limits = {"context_tokens": context, "cache_memory_bytes": cache_memory}
     # From the start: keys that come while the model is loaded are read at the first prompt.

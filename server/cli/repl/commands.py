@@ -159,6 +159,8 @@ class Commands:
         said = self._dialogue.parameters
         if not name:
             return conversation.describe(said)
+        if name == "system":
+            raise ParameterError("the system message is no parameter; /system TEXT sets it")
         conversation.check_name(name)
         if value.strip() == "default":
             said.pop(name, None)

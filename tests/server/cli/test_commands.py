@@ -88,6 +88,7 @@ def test_what_is_set_rules_the_answers_until_it_is_unset(models: OneModel, engin
     ("line", "words"),
     [
         ("/set temprature 1", "there is no parameter 'temprature'; did you mean temperature?"),
+        ("/set system Be brief.", "the system message is no parameter; /system TEXT sets it"),
         ("/set xyzzy 1", "there is no parameter 'xyzzy'; there are temperature, "),
         ("/set temperature 9", "temperature must be a number in [0, 2], not 9.0"),
         ("/set temperature nan", "temperature must be a number in [0, 2], not nan"),

@@ -131,8 +131,9 @@ def test_the_template_has_every_setting_and_its_default(capsys: pytest.CaptureFi
 
 def test_run_takes_the_model_of_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("model = ['org/unknown', 'demo']")
-    assert execute(["run"]) == 1
-    assert "mlx-serve pull org/unknown" in capsys.readouterr().err
+    for question in ([], ["What is an hourglass?"], ["what is", "it"], ["word " * 1000]):
+        assert execute(["run", *question]) == 1
+        assert "mlx-serve pull org/unknown" in capsys.readouterr().err
 
 
 def test_the_doctor_asks_the_server_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from models import names
 from models.short_names import FAMILIES, SHORT_NAMES
 from server.app.config import ConfigError, ServerConfig, parse_size, parse_size_per_day
 from server.cli.config import load_config
-from server.cli.main import execute
+from server.cli.main import COMMANDS, execute
 from server.cli.repl.commands import HELP
 
 PORT = {"serve": ("--port", "0"), "run": ()}
@@ -37,6 +37,18 @@ def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, errors) == (0, "")
     for command in ("serve", "run", "list", "pull", "doctor", "cache"):
         assert re.search(rf"^  {command} +\S", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", ["", "cache", "service"])
+def test_the_help_has_every_command_once_and_whole_on_a_line_of_80_columns(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, output, _ = run(capsys, *words.split(), "--help")
+    assert all(len(line) <= 80 and not re.search(r"\w\.\.\.$", line) for line in output.splitlines())
+    for name, (_, told, _) in COMMANDS.items():
+        if name.rpartition(" ")[0] == words:
+            assert len(re.findall(rf"^  {name.split()[-1]} +{re.escape(told.partition('.')[0])}$", output, re.M)) == 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
