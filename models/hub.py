@@ -42,6 +42,7 @@ from models.names import (
     suggest_smaller,
 )
 from models.short_names import size_text
+from models.weights import other_formats
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class _Download:
     repository: RepositoryName
     commit: str
     files: tuple[PlannedFile, ...]
+    others: tuple[str, ...]
+    """Names of files that MLX does not need."""
 
     @property
     def blobs(self) -> Path:
@@ -158,7 +161,8 @@ def _plan(repository: RepositoryName) -> _Download:
         for name, file in siblings.items()
         if _is_wanted(name)
     )
-    return _Download(repository, info.sha or repository.revision, tuple(files))
+    others = tuple(name for name in siblings if not _is_wanted(name))
+    return _Download(repository, info.sha or repository.revision, tuple(files), others)
 
 
 def _is_wanted(name: str) -> bool:
@@ -171,8 +175,8 @@ def _require_weights(download: _Download) -> None:
     names = {file.name for file in download.files}
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
         raise PullFailed(
-            f"{download.repository} holds no weights that MLX can load (config.json and model*.safetensors); "
-            "look for a conversion of it under mlx-community"
+            f"{download.repository} holds no weights that MLX can load (config.json and model*.safetensors)"
+            f"{other_formats(download.others) or '; look for a conversion of it under mlx-community'}"
         )
 
 
@@ -309,7 +313,8 @@ def _explained(repository: RepositoryName) -> Iterator[None]:
         raise PullFailed("HF_HUB_OFFLINE is set, so nothing can be downloaded") from error
     except GatedRepoError as error:
         raise PullFailed(
-            f"{repository} asks for consent: accept its terms on its page, set HF_TOKEN, and pull it again"
+            f"{repository} asks for consent: accept its terms on {endpoint}/{repository.repository}, set "
+            f"HF_TOKEN to a token of {endpoint}/settings/tokens, and pull it again"
         ) from error
     except RevisionNotFoundError as error:
         raise RepositoryNotFound(f"{repository.repository} has no revision {repository.revision!r}") from error

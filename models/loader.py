@@ -5,8 +5,10 @@ of word × odd random multiplier, modulo 2^32, changes with nearly any change (m
 et al., 1997), equally on every device. It withstands no attacker.
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +25,15 @@ from transformers import PreTrainedTokenizerBase
 from models import weights
 from models.errors import ModelBroken, ModelNotFound, brief
 from models.lora import AdapterSet
-from models.mlx_lm_import import MODEL_REMAPPING, TokenizerWrapper, load_model, load_tokenizer, make_prompt_cache
+from models.mlx_lm_import import (
+    MODEL_REMAPPING,
+    TokenizerWrapper,
+    load_model,
+    load_tokenizer,
+    make_prompt_cache,
+    quantize_model,
+    save,
+)
 from models.output.detokenizer import Detokenizer, markers
 from models.output.reasoning import ReasoningFormat, find_reasoning_format
 from models.output.tool_calls import ToolFormat
@@ -218,6 +228,31 @@ def read_config(path: Path) -> tuple[dict[str, Any], int]:
     """A folder's configuration, and the most tokens of prompt and output; raises like `check`."""
     config = _load_config(path, path.name)
     return config, _context_tokens(config)
+
+
+def convert_weights(
+    path: Path, name: str, target: Path, bits: int | None, tell: Callable[[int, int], object]
+) -> None:
+    """Writes a model of the folder `path` into `target`, with `bits` for each weight or as it is stored.
+
+    `tell` hears of the bytes that are ready, and of all. Raises like `load`.
+    """
+    check(path, name)
+    try:
+        model, config = load_model(path, lazy=True)
+        if bits is not None:
+            # It prints.
+            with contextlib.redirect_stdout(io.StringIO()):
+                model, config = quantize_model(model, config, None, bits)
+        arrays = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]
+        done_bytes, total_bytes = 0, sum(array.nbytes for array in arrays)
+        for array in arrays:
+            mx.eval(array)
+            done_bytes += array.nbytes
+            tell(done_bytes, total_bytes)
+        save(target, path, model, _load_tokenizer(path, name, config), config)
+    except (ValueError, KeyError, TypeError) as error:  # an architecture's code, as for a wrong configuration
+        raise ModelBroken(f"{name}: cannot be converted: {brief(str(error), _MAX_REASON)}") from error
 
 
 def release(loaded: LoadedModel) -> None:

@@ -10,7 +10,7 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantiz
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_model, load_tokenizer
+from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_model, load_tokenizer, quantize_model, save
 
 __all__ = [
     "MODEL_REMAPPING",
@@ -26,5 +26,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "make_prompt_cache",
+    "quantize_model",
     "quantized_attention",
+    "save",
 ]

@@ -18,7 +18,7 @@ from models.errors import ModelBroken, ModelError, ModelNotFound, reason
 from models.short_names import FAMILIES, SHORT_NAMES, ShortName, find_family, find_short_name, largest, like
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel, WeightsPlace
-from models.weights import other_formats, read_json
+from models.weights import ADVICE, other_formats, read_json
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
@@ -104,6 +104,8 @@ def _found(name: str) -> tuple[WeightsPlace, Path]:
         raise ModelBroken(f"{name} is not readable: {reason(error)}") from error
     if is_folder:
         return WeightsPlace("folder", str(path.resolve())), _complete(path, f"the folder {name}", _NEEDED)
+    if name.lower().endswith(".gguf"):
+        raise ModelNotFound(f"{name} is a GGUF file, made for llama.cpp, which MLX does not read: {ADVICE}")
     if is_file:
         raise ModelNotFound(f"{name} is a file; name the folder that holds config.json and model*.safetensors")
     if name.startswith(("/", "./", "../", "~")):
@@ -302,7 +304,7 @@ def _complete(folder: Path, what: str, advice: str) -> Path:
     except OSError as error:
         raise ModelBroken(f"{what[0].upper()}{what[1:]} is not readable: {reason(error)}") from error
     if missing:
-        hint = other_formats(folder) if any(name.endswith(".safetensors") for name in missing) else ""
+        hint = other_formats(folder.iterdir()) if any(name.endswith(".safetensors") for name in missing) else ""
         raise ModelBroken(f"{what[0].upper()}{what[1:]} lacks {', '.join(missing[:3])}{hint or f'; {advice}'}")
     return folder
 

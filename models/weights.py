@@ -6,19 +6,20 @@ shape and place. MLX trusts the header and reads lazily: a file cut short would 
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from models.errors import ModelBroken, ModelNotFound, reason
 
 _OTHER_FORMATS = {
-    "a GGUF file is": ("*.gguf",),
-    "PyTorch weights are": ("*.bin", "*.pt", "*.pth", "*.ckpt"),
-    "a pickle is": ("*.pkl", "*.pickle"),
-    "NumPy arrays are": ("*.npz", "*.npy"),
-    "weights of another framework are": ("*.h5", "*.msgpack", "*.onnx"),
+    "a GGUF file is": (".gguf",),
+    "PyTorch weights are": (".bin", ".pt", ".pth", ".ckpt"),
+    "a pickle is": (".pkl", ".pickle"),
+    "NumPy arrays are": (".npz", ".npy"),
+    "weights of another framework are": (".h5", ".msgpack", ".onnx"),
 }
+ADVICE = "pull MLX weights of the model, or make some from its safetensors: mlx-serve convert org/name --quantize 4"
 _SAMPLE_BYTES = 1024
 _IDENTITY_FILES = (
     *("config.json", "hf_quant_config.json", "tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab*"),
@@ -35,7 +36,7 @@ def find_weight_files(folder: Path) -> list[Path]:
     if missing:
         raise ModelBroken(f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}")
     if not files:
-        raise ModelNotFound(f"{folder} holds no weights: no model*.safetensors{other_formats(folder)}")
+        raise ModelNotFound(f"{folder} holds no weights: no model*.safetensors{other_formats(folder.iterdir())}")
     for file in files:
         read_header(file)
     return files
@@ -59,14 +60,12 @@ def _files_of_index(folder: Path) -> set[str]:
         raise ModelBroken(f"{index} is damaged: {error}") from error
 
 
-def other_formats(folder: Path) -> str:
-    """A message about unsupported weights, if any: a pickle runs its author's code."""
-    for what, patterns in _OTHER_FORMATS.items():
-        if any(any(folder.glob(pattern)) for pattern in patterns):
-            return (
-                f"; {what} there, but only the safetensors format is read: "
-                "choose a conversion to it, or make one with mlx_lm.convert"
-            )
+def other_formats(files: Iterable[Path | str]) -> str:
+    """A message about unsupported weights among files, if any: a pickle runs its author's code."""
+    found = [str(file).lower() for file in files]
+    for what, suffixes in _OTHER_FORMATS.items():
+        if any(name.endswith(suffixes) for name in found):
+            return f"; {what} there, but only the safetensors format is read: {ADVICE}"
     return ""
 
 

@@ -54,6 +54,9 @@ stop (ask) Unload a model. Its conversations are found again when it is loaded a
 pull (pull) Download a model into the Hugging Face cache, or resume doing so.
     mlx-serve pull qwen3:0.6b
     mlx-serve pull mlx-community/Qwen3-4B-4bit
+convert (pull) Make MLX weights of a repository or a folder, quantized or not.
+    mlx-serve convert Qwen/Qwen3-4B --quantize 4
+    mlx-serve convert ./my-finetune writer --quantize 8
 doctor (ask) Say which text keeps prompts from being reused, and how to mend it.
     mlx-serve doctor
     mlx-serve doctor --file requests.jsonl --speed 400
@@ -99,7 +102,7 @@ COMMANDS: Mapping[str, tuple[str, str, Sequence[str]]] = {
 _GROUPS = {
     "Talk and serve": "run serve pull list ps stop launch",
     "Look inside": "doctor top cache bench",
-    "Models": "show create cp tag rm verify",
+    "Models": "show create convert cp tag rm verify",
     "Set up": "config service completion",
 }
 """The commands under headings, those that are used most first."""

@@ -1,12 +1,16 @@
-"""`mlx-serve pull`, and the offer of `run` to pull: a download as a person or a program sees it."""
+"""`mlx-serve pull` and `convert`, and the offer of `run` to pull: getting weights, as a person sees it."""
 
 import json
 import logging
+import math
 import os
+import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -15,12 +19,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from models.errors import ModelNotFound
+from models.errors import ModelNotFound, StoreError, reason
 from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, pull
-from models.names import parse_repository, resolve, shorten
+from models.names import find_stored, parse_repository, resolve, shorten
 from models.short_names import ShortName, find_family, find_short_name, largest, size_text
+from models.store.library import create, parse_free_name
+from models.store.manifest import data_folder
+from models.store.modelfile import Modelfile
+from models.store.stored_model import WeightsPlace
+from models.weights import find_weight_files, read_header, read_json, total_bytes
+from server.app.config import ConfigError, StartError
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
-from server.cli.keys import handling
+from server.cli.keys import handling, loading
 from server.cli.options import command_group
 
 app = command_group()
@@ -65,6 +75,91 @@ def pull_for_person(
         return
     console.print(f"{name} is here: {folder}", soft_wrap=True)
     console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
+
+
+BITS = (2, 3, 4, 5, 6, 8)
+
+
+@app.command("convert")
+def convert(
+    name: Annotated[
+        str, typer.Argument(metavar="REPO|FOLDER", help="Weights in safetensors; a repository is pulled.")
+    ],
+    own: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Its name afterwards. Default: that of REPO, with the bits.")
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="BITS", help="Bits of a weight: 2, 3, 4, 5, 6 or 8. Default: as they are.")
+    ] = None,
+) -> None:
+    """Makes MLX weights, and a name for them. Raises ConfigError, ModelError and StartError."""
+    if quantize is not None and quantize not in map(str, BITS):
+        raise ConfigError(f"--quantize is {quantize!r}; it must be one of {', '.join(map(str, BITS))}")
+    bits = None if quantize is None else int(quantize)
+    usual = re.sub(r"[^a-z0-9._-]+", "-", _last_part(name).lower())
+    full = parse_free_name(own or usual + ("" if bits is None else f"-{bits}bit"))
+    target = data_folder(os.environ) / "converted" / full.removesuffix(":latest").replace(":", "-")
+    if target.exists() or find_stored(full) is not None:
+        raise StoreError(f"there is a {full.removesuffix(':latest')} already; choose another NAME")
+    folder = _source(name)
+    _check_result(name, folder, bits, target)
+    with loading(str(folder)):
+        from models.loader import convert_weights
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as part, _bar(f"converting {name}") as tell:
+            convert_weights(folder, name, Path(part) / "model", bits, tell)
+            (Path(part) / "model").rename(target)
+    except KeyboardInterrupt:
+        typer.echo(f"\nmlx-serve: stopped; nothing was made of {name}", err=True)
+        raise typer.Exit(130) from None
+    except (OSError, RuntimeError) as error:  # MLX's own for a file that cannot be written
+        raise StartError(f"{target} cannot be written: {reason(error)}") from error
+    made = create(full, WeightsPlace("folder", str(target)), Modelfile(str(target)))
+    typer.echo(f"{made.short_name} is here: {target}\nTry it: mlx-serve run {made.short_name}")
+
+
+def _last_part(name: str) -> str:
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else shorten(name).partition("@")[0].rpartition("/")[2]
+
+
+def _source(name: str) -> Path:
+    with suppress(ModelNotFound):
+        return resolve(name)
+    if Path(name).expanduser().exists() or parse_repository(name) is None:
+        return resolve(name)
+    console = Console(markup=False, highlight=False)
+    with handling(lambda *_: _stop_pull(name), signal.SIGINT), _reporting(console, name, as_json=False) as tell:
+        return pull(name, tell)
+
+
+def _check_result(name: str, folder: Path, bits: int | None, target: Path) -> None:
+    """Raises StartError where neither memory nor disk can hold the result."""
+    tensors = [one for file in find_weight_files(folder) for one in read_header(file).values()]
+    if bits is not None and read_json(folder / "config.json").get("quantization"):
+        raise StartError(f"{name} is quantized already; convert the weights that it was made from")
+    # A scale and a bias of 16 bits for 64 weights.
+    quantized_bytes = int(sum(math.prod(one["shape"]) for one in tensors) * ((bits or 4) + 0.5) / 8)
+    needed_bytes = total_bytes(folder) if bits is None else quantized_bytes
+    limit_bytes = largest_weights_bytes(this_machine())
+    if needed_bytes > limit_bytes:
+        hint = "; --quantize 4 takes " + size_text(quantized_bytes) if bits is None else ""
+        fits = f"this machine has memory for {size_text(max(limit_bytes, 0))}"
+        raise StartError(f"the weights made of {name} would take {size_text(needed_bytes)}, and {fits}{hint}")
+    place = next(parent for parent in target.parents if parent.exists())
+    free_bytes = shutil.disk_usage(place).free
+    if needed_bytes > free_bytes:
+        raise StartError(f"{name} needs {size_text(needed_bytes)}, and {place} has {size_text(free_bytes)} left")
+
+
+@contextmanager
+def _bar(told: str) -> Iterator[Callable[[int, int], object]]:
+    console = Console(markup=False, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(told, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def choose(name: str, limit_bytes: int) -> ShortName | None:

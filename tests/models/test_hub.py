@@ -269,7 +269,7 @@ def test_no_such_revision(person: Person) -> None:
 
 def test_gated(hub: FakeHub, person: Person) -> None:
     hub.gated.add("org/model")
-    says_one_sentence(person.is_told("pull", "org/model"), "consent", "HF_TOKEN")
+    says_one_sentence(person.is_told("pull", "org/model"), "consent", f"{hub.url}/org/model,", "HF_TOKEN")
 
 
 def test_a_full_disk_is_noticed_before_anything_is_fetched(hub: FakeHub, person: Person) -> None:
@@ -286,7 +286,9 @@ def test_what_is_here_already_needs_no_disk(hub: FakeHub, person: Person) -> Non
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_repository_without_mlx_weights_is_refused(missing: str, hub: FakeHub, person: Person) -> None:
     del hub.repositories["org/model"][missing]
-    says_one_sentence(person.is_told("pull", "org/model"), "no weights that MLX can load")
+    says_one_sentence(
+        person.is_told("pull", "org/model"), "no weights that MLX can load", "a GGUF file is there", "convert"
+    )
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
 
 

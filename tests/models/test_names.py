@@ -71,8 +71,10 @@ def test_a_path_that_is_not_there_is_never_taken_for_a_repository(
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     file = tmp_path / "weights.gguf"
     file.touch()
-    with pytest.raises(ModelNotFound, match="is a file"):
+    with pytest.raises(ModelNotFound, match=r"is a GGUF file.*mlx-serve convert"):
         resolve(str(file))
+    with pytest.raises(ModelNotFound, match="is a file"):
+        resolve(__file__)
 
 
 def test_a_folder_without_weights_says_what_is_missing(tmp_path: Path) -> None:

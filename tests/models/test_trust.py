@@ -169,7 +169,7 @@ def test_a_process_that_was_started_in_the_folder_runs_none_of_it(folder: Path) 
 def test_weights_in_another_format_are_refused_by_name(folder: Path, file: str, what: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / file).write_bytes(b"cposix\nsystem\n(S'touch run'\ntR.")
-    message = rf"{what}.*only the safetensors format is read.*mlx_lm\.convert"
+    message = rf"{what}.*only the safetensors format is read.*mlx-serve convert"
     with pytest.raises(ModelNotFound, match=message):
         load(folder, "x")
     with pytest.raises(ModelBroken, match=message):

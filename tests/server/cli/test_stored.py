@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from models import loader
+from models.errors import ModelBroken
 from models.names import DEMO_FOLDER, find_stored, resolve
+from server.app.memory_budget import Machine
 from server.cli.main import execute
 from tests.models.test_names import COMMIT, hub_cache, write_model
 
@@ -194,3 +197,47 @@ def test_weights_that_a_name_needs_are_not_deleted(capsys: pytest.CaptureFixture
     status, output, _ = run(capsys, "rm", "org/name", "--force")
     assert (status, snapshot.exists()) == (0, False)
     assert "is deleted" in output
+
+
+def test_weights_are_converted_into_a_name_of_ones_own(capsys: pytest.CaptureFixture[str], manifest: Path) -> None:
+    status, output, _ = run(capsys, "convert", str(DEMO_FOLDER), "small", "--quantize", "4")
+    folder = manifest.parent / "converted" / "small"
+    assert (status, output) == (0, f"small is here: {folder}\nTry it: mlx-serve run small\n")
+    assert json.loads((folder / "config.json").read_text())["quantization"]["bits"] == 4
+    loaded = loader.load(resolve("small"), "small")
+    assert loaded.tokenizer.chat_template == loader.load(DEMO_FOLDER, "demo").tokenizer.chat_template
+    assert run(capsys, "convert", str(DEMO_FOLDER), "--quantize", "8")[0] == 0
+    assert find_stored("demo-8bit") is not None
+    for given, words in (
+        (("demo", "small"), "there is a small already"),
+        (("demo", "other", "--quantize", "7"), "--quantize is '7'; it must be one of 2, 3, 4, 5, 6, 8"),
+        ((str(folder), "other", "--quantize", "8"), "is quantized already"),
+        (("x.gguf", "other"), "is a GGUF file"),
+        (("/gone", "other"), "no folder /gone"),
+    ):
+        status, _, errors = run(capsys, "convert", *given)
+        assert status > 0 and words in errors
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ModelBroken("it breaks"), OSError(28, "No space left")])
+def test_nothing_is_left_of_half_a_conversion(
+    error: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, manifest: Path
+) -> None:
+    def write_half(path: Path, name: str, target: Path, bits: object, tell: object) -> None:
+        target.mkdir()
+        (target / "model.safetensors").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(loader, "convert_weights", write_half)
+    assert run(capsys, "convert", "demo", "other")[0] == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    assert list((manifest.parent / "converted").iterdir()) == []
+    assert find_stored("other") is None
+
+
+def test_what_no_memory_can_hold_is_not_converted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.cli.pull.this_machine", lambda: Machine(310 << 20))
+    monkeypatch.setattr("server.cli.pull.total_bytes", lambda folder: 12 * 10**9)
+    _, _, errors = run(capsys, "convert", "demo", "other")
+    assert "would take 12.0 GB, and this machine has memory for 24.1 MB; --quantize 4 takes 1.3 MB" in errors
