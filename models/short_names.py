@@ -84,6 +84,11 @@ def _plain(text: str) -> str:
     return re.sub(r"[\s_-]", "", text).lower()
 
 
+def grouped(number: int) -> str:
+    """Returns a number such as `12 340`."""
+    return f"{number:,}".replace(",", " ")
+
+
 def size_text(num_bytes: int) -> str:
     """A size for people, such as `3.4 GB`; a GB is 10^9 bytes."""
     for unit, bytes_per_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

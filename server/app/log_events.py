@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 from rich.cells import cell_len, set_cell_size
 
+from models.short_names import grouped
+
 SHORT_ID_LENGTH = 6
 MAX_SESSION_LENGTH = 24
 MAX_REASON_LENGTH = 300
@@ -230,11 +232,6 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def grouped(number: int) -> str:
-    """Returns a number such as `12 340`."""
-    return f"{number:,}".replace(",", " ")
-
-
 def percent_text(part: int, whole: int) -> str:
     """Returns a share: 100 % for the whole only, 0 % for nothing only."""
     percent = 100 * part / whole if whole else 0.0
@@ -245,13 +242,16 @@ def percent_text(part: int, whole: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """`0.03 s`, `0.3 s`, `41 s`, `3 min 20 s`."""
+    """`0.03 s`, `0.3 s`, `41 s`, `3 min 20 s`, `5 h 3 min`, `2.5 days`."""
     if 0 < seconds < 0.095:
         return f"{max(seconds, 0.01):.2f} s"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
-    return f"{whole} s" if whole < 100 else f"{whole // 60} min {whole % 60} s"
+    if whole < 3600:
+        return f"{whole} s" if whole < 100 else f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 2880 else f"{minutes / 1440:.1f} days"
 
 
 def rate_text(per_second: float) -> str:
@@ -268,7 +268,7 @@ def printable(text: str) -> str:
 
 GAP = "  "
 
-_BREAK = re.compile(r" (?!(?<=\d )(?:\d{3}\b|%|s\b|min\b))")
+_BREAK = re.compile(r" (?!(?<=\d )(?:\d{3}\b|%|s\b|min\b|h\b))")
 """Where a line may end: not in a number, nor before its unit."""
 
 Paint = Callable[[str, Tone], str]

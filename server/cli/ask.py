@@ -16,7 +16,7 @@ from urllib.parse import urlencode, urlsplit
 import typer
 
 from models.names import parse_repository
-from models.short_names import size_text
+from models.short_names import grouped, size_text
 from server.app.config import DEFAULT_URL, ConfigError, StartError
 from server.app.memory_budget import running, runtime_folder
 from server.cli.models import plain_table
@@ -147,7 +147,7 @@ def _loaded(model: dict[str, Any], url: str) -> dict[str, Any]:
 def _cells(loaded: Mapping[str, Any]) -> tuple[str, ...]:
     left = loaded["idle_seconds_left"]
     until = "for ever" if left is None else f"{left / 60:.0f} minutes from now, if not used"
-    size, context = size_text(loaded["size_bytes"]), str(loaded["context_tokens"])
+    size, context = size_text(loaded["size_bytes"]), grouped(loaded["context_tokens"])
     return loaded["name"], size, context, until, loaded["server"]
 
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from models.names import settle
-from models.short_names import size_text
+from models.short_names import grouped, size_text
 from server.app.config import ConfigError, ServerConfig, StartError
-from server.app.log_events import grouped
 from server.app.memory_budget import Claim, read_machine, running, runtime_folder
 from server.cli.config import load_model_config
 from server.cli.keys import handling, interruptible, leave, loading

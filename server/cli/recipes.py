@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from models.short_names import grouped
+from server.app.log_events import percent_text, seconds_text
+
 NO_KEY = "none"
 """For agents that want a key, where the server wants none."""
 CODEX_KEY = "MLX_LAUNCH_KEY"
@@ -145,9 +148,10 @@ class LaunchSavings:
         if not total:
             return "Nothing was asked of the server."
         seconds = self.cached_tokens / self.tokens_per_second if self.tokens_per_second else 0
-        saved = f", which saved about {_duration(seconds)}" if seconds >= 1 else ""
-        share = f"{self.cached_tokens:,} of {total:,} prompt tokens ({self.cached_tokens / total:.0%})"
-        return f"{share} were reused{saved}; {self.evaluated_tokens:,} were evaluated."
+        saved = f", which saved about {seconds_text(seconds)}" if seconds >= 1 else ""
+        share = percent_text(self.cached_tokens, total)
+        told = f"{grouped(self.cached_tokens)} of {grouped(total)} prompt tokens ({share}) were reused{saved}"
+        return f"{told}; {grouped(self.evaluated_tokens)} were evaluated."
 
 
 def count_sessions(sessions: Iterable[Mapping[str, Any]]) -> SessionCounts:
@@ -179,10 +183,3 @@ def prompt_speed(turns: Sequence[Mapping[str, Any]]) -> float:
     tokens = sum(int(turn["evaluated_tokens"]) for turn in turns)
     milliseconds = sum(float(turn["prompt_ms"]) for turn in turns)
     return 1000 * tokens / milliseconds if milliseconds else 0.0
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

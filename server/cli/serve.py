@@ -35,7 +35,7 @@ from models import weights
 from models.fast_blas import ADVICE
 from models.names import resolve
 from models.precision import Precision
-from models.short_names import size_text
+from models.short_names import grouped, size_text
 from server.api.app import create_pool_app, replace_keys, start_draining
 from server.api.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
 from server.api.observe import check_otlp
@@ -84,7 +84,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
         told = f"{size_text(other.memory_bytes)} are claimed by {other.model}"
         yield "beside", f"{told if other.model else 'a server is starting'}, process {other.pid}"
     limit = "" if model.context_tokens < service.model_context_tokens else " (the model's limit)"
-    yield "context", f"{model.context_tokens} tokens{limit}"
+    yield "context", f"{grouped(model.context_tokens)} tokens{limit}"
     if config.cache_disk_bytes is not None:
         yield from _disk_facts(service, config, config.cache_disk_bytes)
     yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
@@ -156,7 +156,7 @@ def round_count(number: float) -> str:
     if number >= 10**6:
         return count_text(int(number))
     unit = 1000 if number >= 10_000 else 100 if number >= 1000 else 1
-    return f"{int(number / unit) * unit:,}".replace(",", " ")
+    return grouped(int(number / unit) * unit)
 
 
 _ELSEWHERE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1", 9)}

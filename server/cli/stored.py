@@ -13,7 +13,7 @@ import typer
 from models import names
 from models.errors import ModelfileError, ModelNotFound, StoreError, reason
 from models.names import InstalledModel
-from models.short_names import size_text
+from models.short_names import grouped, size_text
 from models.store import library
 from models.store.library import FileFault, verify
 from models.store.modelfile import WITHOUT_EFFECT, Modelfile, modelfile_of, parameters_of, parse_modelfile
@@ -184,7 +184,7 @@ def _facts(record: Mapping[str, Any], place: WeightsPlace) -> Iterator[tuple[str
     yield "size", size_text(record["size_bytes"])
     yield "architecture", record["architecture"]
     yield "weights", record["quantization"] or "not quantized"
-    yield "context", f"{record['context_tokens']} tokens"
+    yield "context", f"{grouped(record['context_tokens'])} tokens"
     if record["created"] is not None:
         yield "parameters", "\n".join(f"{key} {value}" for key, value in record["parameters"]) or "none"
         yield "system", record["system"] or "none"

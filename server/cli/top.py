@@ -16,9 +16,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from models.short_names import size_text
+from models.short_names import grouped, size_text
 from server.app.config import StartError
-from server.app.log_events import grouped, one_line
+from server.app.log_events import one_line, percent_text, seconds_text
 from server.cli.ask import AskedServer, usual_url
 from server.cli.keys import handling, keys_unseen, leave
 from server.cli.options import Key, Url, command_group
@@ -64,7 +64,9 @@ def clean(text: str) -> str:
 
 def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
     """Returns as many lines as fit."""
-    up = "" if stats is None else f" {stats['version']}  up {duration(stats['uptime_seconds'])}  {stats['status']}"
+    up = (
+        "" if stats is None else f" {stats['version']}  up {seconds_text(stats['uptime_seconds'])}  {stats['status']}"
+    )
     found = [Text.assemble(("mlx-serve", "bold"), f"{up}  {screen.url}")]
     if screen.problem is not None:
         found.append(Text(f"{screen.problem}; trying again", "red"))
@@ -98,9 +100,9 @@ def _body(stats: Mapping[str, Any], screen: TopPage, height: int) -> list[Text]:
 
 def _totals(stats: Mapping[str, Any], *, is_narrow: bool) -> Iterator[Text]:
     totals = stats["totals"]
-    share = f"{totals['cached_tokens'] / totals['prompt_tokens']:.0%}" if totals["prompt_tokens"] else "0%"
+    share = percent_text(totals["cached_tokens"], totals["prompt_tokens"])
     saved = f"{grouped(totals['cached_tokens'])} tokens ({share})"
-    yield Text.assemble("saved ", (saved, "bold"), f", {duration(totals['saved_seconds'])}")
+    yield Text.assemble("saved ", (saved, "bold"), f", {seconds_text(totals['saved_seconds'])}")
     ended = f"requests {grouped(totals['requests'])}, failed {totals['failed']}, left early {totals['cancelled']}"
     yield Text(f"requests {grouped(totals['requests'])}" if is_narrow else f"{ended}, sessions {stats['sessions']}")
 
@@ -139,13 +141,13 @@ def _requests(requests: Sequence[Mapping[str, Any]], screen: TopPage, room: int)
 def _request(one: Mapping[str, Any], speed: float | None, *, is_narrow: bool) -> str:
     done = one["cached_tokens"] + one["evaluated_tokens"]
     is_prefill = one["phase"] == "prefill"
-    prompt = f"{done / max(1, one['prompt_tokens']):.0%} of " if is_prefill else ""
+    prompt = f"{percent_text(done, one['prompt_tokens'])} of " if is_prefill else ""
     output = f"{grouped(one['completion_tokens'])}"
     if speed and not is_prefill:
         output += f" {speed:.0f}/s"
     slot, session = "-" if one["slot"] is None else str(one["slot"]), clean(one["session_id"] or "-")
     told = f"{prompt}{grouped(one['prompt_tokens'])}"
-    return _row((slot, session, one["phase"], told, output, duration(one["seconds"])), is_narrow=is_narrow)
+    return _row((slot, session, one["phase"], told, output, seconds_text(one["seconds"])), is_narrow=is_narrow)
 
 
 def _row(cells: Sequence[str], *, is_narrow: bool) -> str:
@@ -173,17 +175,6 @@ def gauge(parts: Sequence[tuple[float, str]], whole: float, width: int) -> Text:
         bar.append("|" * columns, style)
         used += columns
     return bar.append(" " * (width - used)).append("]")
-
-
-def duration(seconds: float) -> str:
-    """Returns a time as people read it."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{seconds // 60:.0f} min"
-    if seconds < 86400:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
-    return f"{seconds / 86400:.1f} d"
 
 
 TIMEOUT_SECONDS = 5.0

@@ -53,6 +53,7 @@ _NUMBER = re.compile(r"[-+]?\d+(?:[,._]\d+)*(?:\s?%)?(?![A-Za-z\d])")
 _FIGURE = re.compile(r"\d\s?%|^\s*[\[(<{][^\])>}]*\d[^\[(<{]*[\])>}]\s*$")
 """A percentage, or a note in brackets that holds a number."""
 _WORD = re.compile(r"[A-Za-z0-9_+/~-]+")
+_WORD_THERE = re.compile(r".?\s*\S*", re.DOTALL)
 _QUOTES = str.maketrans("“”„‟«»‘’‚‛–—‐‑", '"' * 6 + "'" * 4 + "-" * 4)
 _ID_PREFIX = re.compile(
     r"(?:\b|_)(?:id|uuid|guid|nonce|hash|sha\d*|token|commit|cch|etag|trace|request|session)[\"']?\s*[:=#]\s*[\"'(]?$",
@@ -212,6 +213,31 @@ def excerpt(text: str, offset: int) -> str:
     return text[begin:end]
 
 
+def told_apart(before: str, after: str) -> tuple[str, str]:
+    """Returns texts in which a reader sees the difference: `\\ufeff`, `\\u0301`, `␣` for a blank that counts."""
+    shown, other = _visible(before), _visible(after)
+    if not before or not after or before == after or _looks(shown) != _looks(other):
+        return shown, other
+    start = shared_length(before, after)
+    return _spelled(before, start), _spelled(after, start)
+
+
+def _visible(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def _looks(text: str) -> str:
+    return normalize("NFKC", " ".join(text.split()))
+
+
+def _spelled(text: str, start: int) -> str:
+    """Shows blanks, and letters that look like others, from just before `start` to the end of the word there."""
+    begin = max(0, start - 1)
+    stop = begin + len(_WORD_THERE.match(text, begin)[0])  # type: ignore[index]
+    shown = "".join("␣" if c == " " else ascii(c)[1:-1] if not c.isascii() else c for c in text[begin:stop])
+    return _visible(text[:begin]) + shown + _visible(text[stop:])
+
+
 MAX_ALIGNED = 400
 """With more messages behind the first difference, only that difference is searched."""
 SIMILAR = 0.5
@@ -251,7 +277,7 @@ def _miss(
     before: str = "",
     after: str = "",
 ) -> Miss:
-    return Miss(reason, index, role, None, before, after, cause)
+    return Miss(reason, index, role, None, *told_apart(before, after), cause)
 
 
 def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:

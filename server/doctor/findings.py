@@ -13,9 +13,6 @@ from server.engine.diagnosis import UNBLAMED, Cause, Miss, MissReason
 
 NEGLIGIBLE_TOKENS = 128
 """So many lost tokens or fewer need no cure: state is kept at some offsets only."""
-SECONDS_PER_DAY = 86_400
-SHORTEST_SECONDS = 60.0
-"""Turns within a shorter time give no rate per day."""
 _SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
 """Reported only above `NEGLIGIBLE_TOKENS`."""
 _PLACELESS = _SMALL | {Cause.CLEARED, Cause.UNLOADED, Cause.DECLINED}
@@ -105,15 +102,15 @@ class Checkup:
 
 @dataclass(frozen=True)
 class Savings:
-    """What all cures together would save. Seconds are None where no speed or no rate is known."""
+    """What all cures together would save. Seconds are None where no speed or no time is known."""
 
     tokens: int
     turns: int
     """Good ones too."""
     seconds: float | None
     seconds_per_turn: float | None
-    seconds_per_day: float | None
-    """At the rate of the turns."""
+    within_seconds: float | None
+    """From the first turn to the last. No more is told of the time to come."""
 
 
 def savings_of(checkups: Sequence[Checkup]) -> Savings:
@@ -123,10 +120,9 @@ def savings_of(checkups: Sequence[Checkup]) -> Savings:
     seconds = sum(one.seconds for one in checkups) if has_speed else None
     began = [one.began for one in checkups if one.began is not None]
     ended = [one.ended for one in checkups if one.ended is not None]
-    took = max(ended) - min(began) if began and ended else 0.0
-    per_day = seconds * SECONDS_PER_DAY / took if seconds is not None and took >= SHORTEST_SECONDS else None
+    took = max(ended) - min(began) if began and ended else None
     per_turn = None if seconds is None else seconds / max(1, num_turns)
-    return Savings(sum(one.tokens for one in checkups), num_turns, seconds, per_turn, per_day)
+    return Savings(sum(one.tokens for one in checkups), num_turns, seconds, per_turn, took)
 
 
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:

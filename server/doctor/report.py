@@ -1,6 +1,7 @@
 """What `mlx-serve doctor` prints, of a running server's sessions or of recorded requests. Raises DoctorError."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,8 +16,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from models.short_names import grouped
 from models.texts import shared_length
 from server.app.config import DEFAULT_URL, DoctorError
+from server.app.log_events import percent_text, printable, seconds_text
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
 
 TIMEOUT_SECONDS = 10.0
@@ -99,6 +102,10 @@ def _reason(error: OSError) -> str:
 NO_SESSIONS = """\
 No conversations yet. A server that asks for no key shows all of them to its own machine, \
 else each key its own: give the key that the client sends with --api-key."""
+SHORTEST_SECONDS = 60.0
+"""Of traffic that is worth a word on how long it took."""
+PIPE_WIDTH = 200
+"""Columns where nobody says how wide a line may be."""
 LEAD_CHARACTERS = 20
 """Shown before the changed words."""
 REFUSED: Mapping[str, Callable[[Any], object]] = {
@@ -129,7 +136,7 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
     parts = [_report(checkups)] if checkups else [] if refused else [NO_SESSIONS]
     parts += [""] if checkups and refused else []
     parts += [_refused(refused)] if refused else []
-    _console().print(Group(*parts))
+    _print(*parts)
 
 
 def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool = False) -> None:
@@ -144,9 +151,7 @@ def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool =
     if as_json:
         _print_json(checkups)
         return
-    console = _console()
-    console.print(_report(checkups))
-    console.print("Tokens are estimated as characters / 4.", style="dim")
+    _print(_report(checkups), Text("Tokens are estimated as characters / 4.", "dim"))
 
 
 def _print_json(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -176,8 +181,14 @@ def _finding_body(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _console() -> Console:
-    return Console(markup=False, highlight=False)
+def _print(*parts: RenderableType) -> None:
+    """A pipe gets whole lines, without the spaces that fill a terminal's."""
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    with console.capture() as captured:
+        console.print(Group(*parts))
+    console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def _report(checkups: Sequence[Checkup]) -> RenderableType:
@@ -189,9 +200,9 @@ def _report(checkups: Sequence[Checkup]) -> RenderableType:
 
 
 def _session(checkup: Checkup) -> Iterator[RenderableType]:
-    heading = Text.assemble((printable(checkup.name), "bold"), f": {_plural(checkup.num_turns, 'turn')}")
+    heading = Text.assemble((_one_line(checkup.name), "bold"), f": {_plural(checkup.num_turns, 'turn')}")
     if checkup.kept is not None:
-        heading.append(f", {checkup.kept:.0%} of the previous prompt reused on average")
+        heading.append(f", {percent_text(round(1000 * checkup.kept), 1000)} of the previous prompt reused on average")
     if not checkup.losses:
         heading.append("; nothing to mend")
     yield heading
@@ -206,7 +217,8 @@ def _refused(refused: Sequence[Mapping[str, Any]]) -> RenderableType:
     rows.add_column(overflow="fold")
     for one in refused:
         whose = f" ({one['session_id']})" if one["session_id"] else ""
-        rows.add_row(f"{one['count']} ×", printable(f"{one['path']}{whose}: {one['status']} {one['message']}"))
+        told = _one_line(f"{one['path']}{whose}: {one['status']} {one['message']}")
+        rows.add_row(f"{grouped(one['count'])} ×", told)
     title = Text(f"{_plural(num_requests, 'request')} refused", "bold yellow")
     return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
 
@@ -243,7 +255,7 @@ def _excerpt(text: str, start: int) -> Text:
     begin += text[begin : word.start()].find(" ") + 1 if begin and not text[begin - 1].isspace() else 0
     lead = text[begin : word.start()]
     excerpt = Text("…" if begin else "", no_wrap=True, overflow="ellipsis")
-    return excerpt.append(printable(lead)).append(printable(word[0]), "bold").append(printable(text[word.end() :]))
+    return excerpt.append(_one_line(lead)).append(_one_line(word[0]), "bold").append(_one_line(text[word.end() :]))
 
 
 def _cost(finding: Finding) -> str:
@@ -251,8 +263,8 @@ def _cost(finding: Finding) -> str:
         return "none yet, as the change before it costs all that follows; mend both"
     per_turn = finding.tokens / finding.num_turns
     seconds = finding.seconds
-    time = "" if seconds is None else f" and {_seconds(seconds / finding.num_turns)}"
-    return f"{finding.tokens:,} tokens evaluated again: {per_turn:,.0f}{time} per turn"
+    time = "" if seconds is None else f" and {seconds_text(seconds / finding.num_turns)}"
+    return f"{_plural(finding.tokens, 'token')} evaluated again: {grouped(round(per_turn))}{time} per turn"
 
 
 def _summary(checkups: Sequence[Checkup], num_ailing: int) -> str:
@@ -260,24 +272,18 @@ def _summary(checkups: Sequence[Checkup], num_ailing: int) -> str:
     if not num_ailing:
         return f"{sessions}; nothing to mend."
     savings = savings_of(checkups)
-    time = f" ({_seconds(savings.seconds)})" if savings.seconds else ""
-    told = f"{sessions}, {num_ailing} with something to mend: {savings.tokens:,} tokens{time} evaluated again."
+    time = "" if savings.seconds is None else f" ({seconds_text(savings.seconds)})"
+    told = f"{sessions}, {grouped(num_ailing)} with something to mend: {_plural(savings.tokens, 'token')}{time}"
     if not savings.seconds_per_turn:
-        return told
-    per_day = "" if savings.seconds_per_day is None else f", {_seconds(savings.seconds_per_day)} per day at this rate"
-    return f"{told}\nMended, that saves {_seconds(savings.seconds_per_turn)} per turn{per_day}."
+        return f"{told} evaluated again."
+    took = savings.within_seconds or 0.0
+    within = "" if took < SHORTEST_SECONDS else f"; {_plural(savings.turns, 'turn')} within {seconds_text(took)}"
+    return f"{told} evaluated again.\nMended, that saves {seconds_text(savings.seconds_per_turn)} per turn{within}."
 
 
-def printable(text: str) -> str:
-    """Returns a text on one line, without control of the terminal."""
-    return "".join(c if c.isprintable() else "⏎" if c == "\n" else " " for c in text)
-
-
-def _seconds(seconds: float) -> str:
-    if 0 < seconds < 0.095:
-        return f"{max(seconds, 0.01):.2f} s"
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
+def _one_line(text: str) -> str:
+    return printable(text.replace("\n", "⏎"))
 
 
 def _plural(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    return f"{grouped(number)} {word}" if number == 1 else f"{grouped(number)} {word}s"

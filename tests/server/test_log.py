@@ -103,7 +103,18 @@ def test_all_and_nothing_are_said_of_all_and_nothing_only(part: int, whole: int,
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0.0 s"), (0.001, "0.01 s"), (0.31, "0.3 s"), (9.96, "10 s"), (99.4, "99 s"), (200, "3 min 20 s")],
+    [
+        (0, "0.0 s"),
+        (0.001, "0.01 s"),
+        (0.31, "0.3 s"),
+        (9.96, "10 s"),
+        (99.4, "99 s"),
+        (200, "3 min 20 s"),
+        (599.7, "10 min 0 s"),
+        (3599.8, "1 h 0 min"),
+        (86_399, "24 h 0 min"),
+        (200_000, "2.3 days"),
+    ],
 )
 def test_times_have_the_digits_that_matter(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text

@@ -179,7 +179,7 @@ function miss(one) {
   return h(
     "div",
     { class: "miss" },
-    h("p", {}, h("b", {}, `${count(one.lost_tokens)} tokens again: `), `${one.reason.replaceAll("_", " ")}, ${one.cause}`, one.message_index !== null && ` in message ${one.message_index + 1}${one.role ? ` (${one.role})` : ""}`),
+    h("p", {}, h("b", {}, `${count(one.lost_tokens)} tokens again: `), `${one.reason.replaceAll("_", " ")}, ${one.cause}`, one.message_index !== null && ` in message ${one.message_index}${one.role ? ` (${one.role})` : ""}`),
     (one.before || one.after) && h("p", { class: "words" }, h("del", {}, one.before || "nothing"), " ", h("ins", {}, one.after || "nothing")),
     one.cure && h("p", { class: "hint" }, one.cure),
   );

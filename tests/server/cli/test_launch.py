@@ -125,8 +125,8 @@ def test_a_session_that_was_dropped_and_came_again_counts_from_its_beginning() -
     ("savings", "said"),
     [
         (LaunchSavings(0, 0), "Nothing was asked of the server."),
-        (LaunchSavings(0, 10), "0 of 10 prompt tokens (0%) were reused; 10 were evaluated."),
-        (LaunchSavings(9000, 1000, 100.0), "(90%) were reused, which saved about 1 min 30 s; 1,000 were"),
+        (LaunchSavings(0, 10), "0 of 10 prompt tokens (0 %) were reused; 10 were evaluated."),
+        (LaunchSavings(9000, 1000, 100.0), "(90 %) were reused, which saved about 90 s; 1 000 were"),
         (LaunchSavings(720_000, 0, 100.0), "which saved about 2 h 0 min"),
         (LaunchSavings(50, 0, 100.0), "were reused; 0 were"),
     ],
@@ -217,7 +217,7 @@ def test_an_agent_runs_against_a_server_and_its_status_is_ours(
     captured = capfd.readouterr()
     assert captured.out == ""
     assert f"Asking the server at {url}.\n" in captured.err
-    assert re.search(r"^4 of \d+ prompt tokens \(\d+%\) were reused", captured.err, re.MULTILINE)
+    assert re.search(r"^4 of \d+ prompt tokens \(\d+ %\) were reused", captured.err, re.MULTILINE)
 
 
 def test_an_agent_that_is_not_installed_starts_nothing(tmp_path: Path, url: str) -> None:

@@ -70,9 +70,9 @@ def shown(found: Any, **screen: Any) -> list[str]:
 def test_everything_is_there_on_a_common_terminal() -> None:
     text = "\n".join(shown(stats(request(0), request(1, phase="prefill")), speeds={"r0": 41.7}))
     for part in (
-        "1.2.3", "up 1 h 6 min", "15 000 tokens (75%)", "1 min", "failed 1, left early 2", "3 of 8 slots, 1 wait",
+        "1.2.3", "up 1 h 7 min", "15 000 tokens (75 %)", "62 s", "failed 1, left early 2", "3 of 8 slots, 1 wait",
         "live 1 byte", "stored 1.0 GB of 4.0 GB", "500.0 MB of 1.0 GB", "session 0", "40 42/s",
-        "50% of 1 200", "again",
+        "50 % of 1 200", "again",
         "history edited 700",
     ):  # fmt: skip
         assert part in text, part

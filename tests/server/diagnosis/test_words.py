@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.texts import shared_length
-from server.diagnosis.compare import MAX_WORDS, classify_text, excerpt, find_changes
+from server.diagnosis.compare import MAX_WORDS, classify_text, excerpt, find_changes, told_apart
 from server.engine.diagnosis import Cause
 
 UUIDS = ("2fec6ce7-1d24-4c3a-8f32-8f887b6b9fee", "28539b52-4569-4afe-802d-84510b521cf2")
@@ -135,3 +135,19 @@ def test_the_shared_length_is_that_of_the_common_beginning(one: str, other: str)
     length = shared_length(one, other)
     assert one[:length] == other[:length]
     assert length in (len(one), len(other)) or one[length] != other[length]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("Hi there", "\ufeffHi there", ("Hi there", "\\ufeffHi there")),
+        ("Question 1", "Ques\u200btion 1", ("Question 1", "Ques\\u200btion 1")),
+        ("a caf\u00e9 here", "a cafe\u0301 here", ("a caf\\xe9 here", "a cafe\\u0301 here")),
+        ("one word", "one  word", ("one␣word", "one␣␣word")),
+        ("Be kind.", "Be kind. ", ("Be kind.", "Be kind.␣")),
+        ("one\ntwo", "one\r\ntwo", ("one\ntwo", "one\\r\ntwo")),
+        ("at 9", "at 10", ("at 9", "at 10")),
+    ],
+)
+def test_a_difference_is_never_shown_as_two_texts_that_look_alike(before: str, after: str, told: object) -> None:
+    assert told_apart(before, after) == told

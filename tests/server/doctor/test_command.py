@@ -40,10 +40,12 @@ def _width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str], str]:
-    """Returns exit status, the lines of standard output without trailing spaces, and standard error."""
+    """Returns exit status, the lines of standard output, of which none is padded, and standard error."""
     status = execute(["doctor", *arguments])
     captured = capsys.readouterr()
-    return status, [line.rstrip() for line in captured.out.splitlines()], captured.err
+    lines = captured.out.splitlines()
+    assert not [line for line in lines if line != line.rstrip()]
+    return status, lines, captured.err
 
 
 def served(api_key: str | None = None) -> Any:
@@ -75,10 +77,10 @@ def test_a_running_server_is_examined(engine: FakeEngine, address: str, capsys: 
     status, lines, errors = doctor(capsys, address)
     assert (status, errors) == (0, "")
     assert lines == [
-        "a/b [c]: 3 turns, 50% of the previous prompt reused on average",
+        "a/b [c]: 3 turns, 50 % of the previous prompt reused on average",
         "  date or time in the system message, in 2 turns",
         "    before  It is 09:16. Be [kind].⏎",
-        "    after   It is 09:17. Be [kind]. [31m⏎",
+        "    after   It is 09:17. Be [kind].\\x1b[31m⏎",
         "    cost    10 tokens evaluated again: 5 and 0.02 s per turn",
         "    mend    Put the date or time into a message of its own just before the",
         "            newest one, or round it to the day.",
@@ -144,7 +146,7 @@ def test_recorded_requests_are_examined(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text("\n".join(lines))
     status, shown, errors = doctor(capsys, "--file", str(path), "--speed", "100")
     assert (status, errors) == (0, "")
-    assert shown[0] == "s: 3 turns, 3% of the previous prompt reused on average"
+    assert shown[0] == "s: 3 turns, 3 % of the previous prompt reused on average"
     assert shown[4] == "    cost    341 tokens evaluated again: 170 and 1.7 s per turn"
     assert shown[-2] == "Mended, that saves 1.1 s per turn."
     assert shown[-1] == "Tokens are estimated as characters / 4."

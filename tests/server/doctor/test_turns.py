@@ -55,14 +55,12 @@ def test_what_turns_lost_is_added_up_by_cause() -> None:
     assert checkup.kept == pytest.approx(1.2 / 3)
 
 
-def test_what_would_be_saved_is_told_per_turn_and_per_day() -> None:
+def test_what_would_be_saved_is_told_per_turn_and_of_no_day_that_nobody_saw() -> None:
     checkups = [checkup_of(session(FIRST, turn(miss(**CLOCK)))), checkup_of(session(FIRST, FINE))]
     savings = savings_of(checkups)
     assert (savings.tokens, savings.turns) == (800, 4)
     assert savings.seconds_per_turn == pytest.approx(1.6 / 4)
-    assert savings.seconds_per_day == pytest.approx(1.6 * 24 * 60)
-    sudden = checkup_of({**session(FIRST, turn(miss(**CLOCK))), "last_used": 1.0})
-    assert savings_of([sudden]).seconds_per_day is None
+    assert savings.within_seconds == 60.0
 
 
 def test_turns_are_numbered_past_those_that_are_kept_no_more() -> None:
