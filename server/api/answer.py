@@ -11,21 +11,31 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
+from cache.journal import CacheStats
 from models.output.pieces import OutputParser, Piece, PlainParser
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, next_turn_requests, sent_back
 from server.api.dialect import Payload
 from server.api.record import Arrival, Moment, OpenRequest, RequestRecord, TokenCounts
-from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, declined, explain
+from server.diagnosis.account import (
+    Conversations,
+    EvaluatedTurn,
+    Name,
+    Rendered,
+    declined,
+    explain,
+    with_missing_bytes,
+)
 from server.diagnosis.compare import Turn
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, plain_prompt, prompt_of
 from server.engine.commands import PinTurn
-from server.engine.diagnosis import Reuse
+from server.engine.diagnosis import Cause, Reuse
 from server.engine.messages import Generation
 from server.engine.request import (
     Delta,
@@ -121,7 +131,7 @@ class TurnAccount:
         """The earlier request that this one was compared with."""
         self._is_recorded = False
 
-    async def explained(self, started: Started) -> Started:
+    async def explained(self, started: Started, cache: CacheStats) -> Started:
         """Returns the event with reasons for misses; long texts are compared on another thread."""
         request = self._exchange.request
         rendered = Rendered(self._exchange.asked, request.tokens, request.outline)
@@ -133,9 +143,14 @@ class TurnAccount:
         if not request.cache_prompt:
             return _with_reuse(started, declined(previous, rendered))
         match, hit = started.match_tokens, started.hit_tokens
+        is_unseen = self._conversations.is_unseen(rendered)
+        why = partial(explain, previous, rendered, match=match, hit=hit, is_unseen=is_unseen)
         if previous is None or hit >= min(len(previous.tokens), len(request.tokens) - 1):
-            return _with_reuse(started, explain(previous, rendered, match=match, hit=hit))
-        reuse = await asyncio.to_thread(explain, previous, rendered, match=match, hit=hit)
+            return _with_reuse(started, why())
+        reuse = await asyncio.to_thread(why)
+        if any(miss.cause is Cause.EVICTED for miss in reuse.misses):
+            needed = self._conversations.num_tokens_since(self.name, rendered) * cache.bytes_per_token
+            reuse = with_missing_bytes(reuse, int(needed) - cache.budget_bytes)
         return _with_reuse(started, reuse)
 
     def record(self, num_evaluated: int, reply_ids: Sequence[int], reply: str | None) -> None:
@@ -217,7 +232,8 @@ class Run:
         self._generation.cancel()
 
     async def _explained(self, started: Started) -> Started:
-        started = await self.account.explained(started)
+        engine = self._context.pool.engines.get(self.exchange.model.base_id)
+        started = await self.account.explained(started, engine.stats().cache if engine is not None else CacheStats())
         if self.account.name is not None:
             self.open.session_id = self.account.name.id
         return started

@@ -55,6 +55,7 @@ class ApiContext:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        self.conversations.is_whole = self.config.cache_disk_bytes is None
         self.metrics = Metrics(lambda: self.pool.engines, self.config.slots)
         log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
         self.activity = Activity(log, lambda: self.pool.engines)

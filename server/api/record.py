@@ -328,6 +328,7 @@ class MissBody(TypedDict):
     before: str
     after: str
     lost_tokens: int
+    missing_bytes: int | None
     cure: str
 
 
@@ -372,7 +373,7 @@ def miss_of(miss: Miss | None) -> MissBody | None:
 def miss_body(miss: Miss) -> MissBody:
     """Returns a miss in the form of answers."""
     place = TOOLS if miss.reason is MissReason.TOOLS_CHANGED else miss.role
-    return body_of(MissBody, miss, cure=advice(miss.cause, place))
+    return body_of(MissBody, miss, cure=advice(miss.cause, place, miss.missing_bytes))
 
 
 def timings_of(timings: Timings) -> TimingsBody:

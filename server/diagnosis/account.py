@@ -53,8 +53,14 @@ class Rendered:
     outline: Outline
 
 
-def explain(previous: EvaluatedTurn | None, request: Rendered, *, match: int, hit: int) -> Reuse:
-    """Returns why only `hit` of the `match` tokens in the cache were restored."""
+def explain(
+    previous: EvaluatedTurn | None, request: Rendered, *, match: int, hit: int, is_unseen: bool = False
+) -> Reuse:
+    """Returns why only `hit` of the `match` tokens in the cache were restored; `is_unseen` as in `Conversations`."""
+    num_unseen = _num_answered(request) - hit if is_unseen and (previous is None or previous.is_neighbour) else 0
+    if num_unseen > EDGE_TOKENS:
+        miss = Miss(MissReason.RESTARTED, token=hit, cause=Cause.RESTARTED, lost_tokens=num_unseen)
+        return Reuse(match, hit, None, miss, num_unseen, (miss,))
     if previous is None:
         return _of_first(request, match, hit)
     if previous.is_neighbour:
@@ -73,6 +79,23 @@ def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
     reach = min(len(previous.tokens), len(request.tokens) - 1) if previous is not None else 0
     miss = Miss(MissReason.DISABLED, cause=Cause.DECLINED, lost_tokens=reach)
     return Reuse(0, 0, None, miss, reach, (miss,))
+
+
+def _num_answered(request: Rendered) -> int:
+    """Tokens up to the end of the last reply, which a server has evaluated; 0 without one."""
+    outline = request.outline
+    replies = [index for index, role in enumerate(outline.roles) if role == "assistant"]
+    return next((start for start in outline.starts[replies[-1] + 1 :]), 0) if replies else 0
+
+
+def with_missing_bytes(reuse: Reuse, missing_bytes: int) -> Reuse:
+    """Says of evicted state how much more memory would have kept it, if that is known to be above 0."""
+    if missing_bytes <= 0:
+        return reuse
+    misses = tuple(
+        replace(one, missing_bytes=missing_bytes) if one.cause is Cause.EVICTED else one for one in reuse.misses
+    )
+    return replace(reuse, misses=misses, miss=max(misses, key=lambda miss: miss.lost_tokens))
 
 
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
@@ -180,10 +203,14 @@ class Name:
 class Conversations:
     """The last turns of each conversation, bounded in number and bytes; the least recently used are dropped."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES, *, is_of_one_owner: bool = False) -> None:
+        """`is_of_one_owner`: all keys and salts may be told of each other."""
         self._turns: OrderedDict[Name, list[EvaluatedTurn]] = OrderedDict()
         self._max_bytes = max_bytes
+        self._is_of_one_owner = is_of_one_owner
         self.num_bytes = 0
+        self.is_whole = False
+        """All conversations since the start are here, and no state of earlier ones is on disk."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -215,8 +242,20 @@ class Conversations:
         while len(self._turns) > MAX_CONVERSATIONS or self.num_bytes > self._max_bytes:
             self._drop_one()
 
+    def is_unseen(self, request: Rendered) -> bool:
+        """Whether the request goes on from replies that were given before the server started, or elsewhere."""
+        return self.is_whole and any(part.role == "assistant" for part in request.prompt.parts)
+
+    def num_tokens_since(self, name: Name, request: Rendered) -> int:
+        """Returns how many tokens a cache must hold to keep a conversation while the others are asked after it."""
+        later = itertools.takewhile(lambda other: other != name, reversed(self._turns))
+        turns = [self._turns[other][-1] for other in later]
+        own = (turn.tokens for turn in turns if turn.turn.prompt.model == request.prompt.model)
+        return len(request.tokens) + sum(len(one) - common_prefix_length(one, request.tokens) for one in own)
+
     def forget(self, namespace: str, conversation_id: str) -> None:
         """An unknown conversation is no error."""
+        self.is_whole = False
         for is_named in (True, False):
             self._take(Name(namespace, conversation_id, is_named))
 
@@ -243,6 +282,7 @@ class Conversations:
         self.num_bytes += sum(turn.num_bytes for turn in turns)
 
     def _drop_one(self) -> None:
+        self.is_whole = False
         name = next(iter(self._turns))
         turns = self._take(name)
         if not self._turns and len(turns) > 1:
@@ -266,7 +306,8 @@ class Conversations:
             is_same = name.id == session_id if session_id is not None else not name.is_named
             if name.namespace != request.prompt.namespace and is_same:
                 for turn in reversed(turns):
-                    if turn.turn.is_answered and turn.turn.reply in request.prompt.said:
+                    is_seen = turn.turn.is_answered and turn.turn.reply in request.prompt.said
+                    if is_seen or (self._is_of_one_owner and _goes_on(turn.turn, request.prompt)):
                         return turn
         return None
 

@@ -2,22 +2,27 @@
 
 from collections.abc import Mapping
 
+from models.short_names import size_text
 from server.engine.diagnosis import Cause
 
 TOOLS = "tools"
 """Stands for a role where the place is the tools."""
 
 _ADVICE: Mapping[Cause, str] = {
-    Cause.CLOCK: "Put the date or time into a message of its own just before the newest one, or round it to the day.",
+    Cause.CLOCK: "Put the date or time into a message of its own just before the newest one and leave it there, or "
+    "round it to the day.",
     Cause.COUNTER: "Put figures that change with each turn just before the newest message, or leave them out.",
     Cause.NONCE: "Send ids in a header or in `metadata` instead, or keep one for the whole conversation.",
+    Cause.EARLY: "Put what differs from one conversation to the next behind all that they share.",
     Cause.REORDERED: "Write tools, keys and lists in one fixed order, for example sorted by name.",
     Cause.REFORMATTED: "Send the text with the spaces and line breaks that it had before.",
     Cause.ENCODED: "Send the text as it was, without escaping or converting its characters anew.",
     Cause.EDITED: "Send earlier messages exactly as they were; where a person edited them, there is nothing to mend.",
+    Cause.ROLE: "Send each message in the role that it first had.",
     Cause.TOOLS: "Offer the same tools in the whole conversation, and say in the newest message which ones count.",
     Cause.TRIMMED: "Drop old messages seldom and many at once, so that most turns only add to the one before.",
     Cause.SUMMARISED: "Sum up seldom and much at once, so that most turns only add to the one before.",
+    Cause.COMPACTED: "There is nothing to mend: the whole history was summed up at once.",
     Cause.REMOVED: "Leave old messages where they are, or drop many at once and seldom.",
     Cause.MERGED: "Send each message by itself as it was first sent; do not join it with its neighbours later.",
     Cause.INSERTED: "Add new messages at the end, not between those that were sent before.",
@@ -31,12 +36,16 @@ _ADVICE: Mapping[Cause, str] = {
     Cause.MODEL: "Keep one model for a whole conversation: what one evaluated is of no use to another.",
     Cause.SIDE_REQUEST: "Give titles, summaries and other conversations no `session_id`, or one of their own.",
     Cause.BRANCHED: "There is nothing to mend: the last message was asked again in other words.",
-    Cause.NOTE: "There is nothing to mend: a note beside the newest message moves with it.",
+    Cause.NOTE: "Leave what you add to the newest message where it was first sent, or put it behind that message: "
+    "all behind it is evaluated again once it has moved.",
     Cause.TEMPLATE: "There is nothing to mend: the model's template shows finished turns in another way.",
     Cause.COLD: "There is nothing to mend: nothing like it was asked before.",
-    Cause.EVICTED: "Give the server more memory with --cache-memory: this was known once and had to go.",
+    Cause.EVICTED: "Give the server {more}memory with --cache-memory: this was known once and had to go.",
     Cause.CLEARED: "Do not clear the cache within a conversation: it was known until then.",
-    Cause.UNLOADED: "Give the server more memory, or --cache-disk: another model needed what this one had.",
+    Cause.UNLOADED: "Give the server more memory, or --cache-disk: what a model held went when it was unloaded, and "
+    "fewer than 256 tokens are not read back.",
+    Cause.RESTARTED: "Start the server with --cache-disk, which keeps conversations: it has not seen this one since "
+    "its start.",
     Cause.NOT_RESTORABLE: "Put `cache_control` on the last message, or part of one, that is the same: "
     "requests can then resume there.",
     Cause.DECLINED: "Leave out `cache_prompt: false`: it keeps the server from reusing anything.",
@@ -67,6 +76,7 @@ _BY_PLACE: Mapping[tuple[Cause, str], str] = {
 }
 
 
-def advice(cause: Cause, place: str | None) -> str:
+def advice(cause: Cause, place: str | None, missing_bytes: int | None = None) -> str:
     """Returns what to change; `place` is the role of the message, or `TOOLS`."""
-    return _BY_PLACE.get((cause, place or ""), _ADVICE[cause])
+    more = "more " if missing_bytes is None else f"about {size_text(missing_bytes)} more "
+    return _BY_PLACE.get((cause, place or ""), _ADVICE[cause]).replace("{more}", more)

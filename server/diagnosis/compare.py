@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from html import unescape
 from itertools import pairwise
@@ -50,11 +50,12 @@ _CLOCK = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _NUMBER = re.compile(r"[-+]?\d+(?:[,._]\d+)*(?:\s?%)?(?![A-Za-z\d])")
-_FIGURE = re.compile(r"\d\s?%|^\s*[\[(<{][^\])>}]*\d[^\[(<{]*[\])>}]\s*$")
-"""A percentage, or a note in brackets that holds a number."""
+_FIGURE = re.compile(r"\d\s?%|^\s*[\[(<{][^\])>}]*\d[^\[(<{]*[\])>}]\s*$|\w:\s*[$€£]?\d")
+"""A percentage, a note in brackets that holds a number, or a number behind its name."""
 _WORD = re.compile(r"[A-Za-z0-9_+/~-]+")
 _WORD_THERE = re.compile(r".?\s*\S*", re.DOTALL)
-_QUOTES = str.maketrans("“”„‟«»‘’‚‛–—‐‑", '"' * 6 + "'" * 4 + "-" * 4)
+_QUOTES = str.maketrans("“”„‟«»‘’‚‛–—‐‑", '"' * 6 + "'" * 4 + "-" * 4, "\ufeff\u200b\u200c\u200d\u2060\u00ad")
+"""Quotes and hyphens that mean the same, and letters that nobody sees."""
 _ID_PREFIX = re.compile(
     r"(?:\b|_)(?:id|uuid|guid|nonce|hash|sha\d*|token|commit|cch|etag|trace|request|session)[\"']?\s*[:=#]\s*[\"'(]?$",
     re.IGNORECASE,
@@ -244,6 +245,15 @@ SIMILAR = 0.5
 """Two versions of a message have this share of the longer text in common."""
 MAX_COMPARED_CHARACTERS = 1 << 16
 _VOLATILE = frozenset({Cause.CLOCK, Cause.COUNTER, Cause.NONCE})
+MIN_SUMMARY_CHARACTERS = 40
+"""A shorter reply may stand in another conversation by chance."""
+MIN_TAIL_CHARACTERS = 512
+"""Some 128 tokens: as many as are worth a word."""
+_SUMMARY = re.compile(
+    r"continued from a previous|previous conversation|conversation (?:so far|history|above) |produced a summary"
+    r"|(?:been|was|is) (?:summari[sz]ed|compacted)|summary of (?:the|our|this) |<\w*summary>|<state_snapshot>",
+    re.IGNORECASE,
+)
 _THOUGHTS = re.compile(r"<(think|thinking|thought|reasoning)>.*?(</\1>|\Z)|^.*?</think>", re.DOTALL | re.IGNORECASE)
 
 
@@ -297,14 +307,17 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
 
 
 def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
-    """Returns values that change by themselves in the system messages of two conversations.
+    """Returns what keeps two conversations from sharing their system messages: a clock, or what differs too early.
 
-    None where anything else of their beginnings differs, or nothing does.
+    None where their beginnings are no versions of each other, or differ at the end only.
     """
     is_same = (earlier.tools, earlier.arguments) == (later.tools, later.arguments)
     if not is_same or earlier.num_head != later.num_head or not earlier.shares_state_with(later):
         return []
-    return _MessageDiff(Turn(earlier), later).volatile_head(only=True)
+    return [
+        change if change.cause is Cause.CLOCK else replace(change, cause=Cause.EARLY)
+        for change in _MessageDiff(Turn(earlier), later).volatile_head(only=True)
+    ]
 
 
 def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
@@ -363,12 +376,34 @@ class _MessageDiff:
             return []
         if not self._is_related and ours[: len(self._prompt.parts)] != theirs[: len(self._prompt.parts)]:
             head = self.volatile_head()
+            if self._is_compacted():
+                return [*head, self._change(Cause.COMPACTED, MissReason.HISTORY_TRIMMED, self._head, *self._firsts())]
             return [*head, self._side_request(behind=self._head if head else 0)]
         return [change for block in self._blocks() for change in self._changes_of(*block)]
 
+    def _firsts(self) -> list[Part]:
+        """The first messages that are no system messages, of either that has one."""
+        both = (self._prompt.parts[self._prompt.num_head :], self._theirs[self._head :])
+        return [parts[0] for parts in both if parts]
+
     def _are_similar(self) -> bool:
-        firsts = [next((part for part in parts if not part.is_system), None) for parts in (self._ours, self._theirs)]
-        return firsts[0] is not None and firsts[1] is not None and is_version(firsts[0], firsts[1])
+        firsts = self._firsts()
+        return len(firsts) == 2 and is_version(*firsts)
+
+    def _is_compacted(self) -> bool:
+        """Whether a summary stands for the whole conversation: its last reply, or what says of itself to be one.
+
+        A request for a title has instructions of its own.
+        """
+        firsts, reply = self._firsts(), self._ours[self._reply].text.strip() if self._reply is not None else ""
+        if len(firsts) < 2 or not _is_answered(self._ours):
+            return False
+        told = [part.text for part in self._theirs[self._head : self._head + 2]]
+        if len(reply) > MIN_SUMMARY_CHARACTERS and any(reply in text for text in told):
+            return True
+        ours, theirs = self._ours[0], self._theirs[0]
+        is_same_agent = self._prompt.num_head == self._head == 0 or is_version(ours, theirs)
+        return is_same_agent and any(_SUMMARY.search(text[:MIN_TAIL_CHARACTERS]) for text in told)
 
     def _side_request(self, *, behind: int) -> Miss:
         index = min(max(shared_length(self._ours, self._theirs), behind), len(self._theirs) - 1)
@@ -376,7 +411,7 @@ class _MessageDiff:
         return _miss(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
 
     def volatile_head(self, *, only: bool = False) -> list[Miss]:
-        """As `find_volatile_head`; with `only`, none if other values differ too."""
+        """As `find_volatile_head`; with `only`, none if more differs, unless much is the same behind it."""
         found: list[Miss] = []
         for index in range(min(self._head, self._prompt.num_head)):
             if self._ours[index] == self._theirs[index]:
@@ -385,7 +420,10 @@ class _MessageDiff:
                 return [] if only else found
             found += self._edits(index, index)
         volatile = [change for change in found if change.cause in _VOLATILE]
-        return [] if only and len(volatile) < len(found) else volatile
+        if not only or len(volatile) == len(found):
+            return volatile
+        ours, theirs = ("\n".join(part.shown for part in parts[: self._head]) for parts in (self._ours, self._theirs))
+        return found[:1] if shared_ends(ours, theirs)[1] >= MIN_TAIL_CHARACTERS else []
 
     def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
         head = shared_length(self._ours, self._theirs)
@@ -402,6 +440,9 @@ class _MessageDiff:
         if i1 < i2 and j1 < j2 and self._is_asked_anew(i1, i2, j1):
             yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, self._ours[i1], self._theirs[j1])
             return
+        if i2 - i1 > 1 and j1 < j2 and _holds_all(self._theirs[j1], self._ours[i1:i2]):
+            yield self._change(Cause.MERGED, MissReason.MESSAGES_CHANGED, j1, self._ours[i1], self._theirs[j1])
+            return
         while i1 < i2 and j1 < j2 and self._is_pair(i1, j1):
             yield from self._edits(i1, j1)
             i1, j1 = i1 + 1, j1 + 1
@@ -413,8 +454,7 @@ class _MessageDiff:
             yield from self._replaced(i1, i2, j1, j2)
         elif i1 < i2:
             yield from self._removed(i1, i2, j1)
-        elif j1 < j2 and i1 < len(self._ours):
-            part = self._theirs[j1]
+        elif j1 < j2 and i1 < len(self._ours) and (part := self._theirs[j1]) not in self._ours:
             excerpted = excerpt(part.shown, 0)
             yield _miss(Cause.INSERTED, MissReason.MESSAGES_CHANGED, j1, part.role, "", excerpted)
         yield from tail
@@ -422,11 +462,17 @@ class _MessageDiff:
     def _is_pair(self, i: int, j: int) -> bool:
         one, other = self._ours[i], self._theirs[j]
         if one.role != other.role:
-            return False
+            return one.shown == other.shown != ""
         return i == self._reply or (one.is_system and i < self._prompt.num_head) or is_version(one, other)
 
     def _edits(self, i: int, j: int) -> Iterator[Miss]:
         one, other = self._ours[i], self._theirs[j]
+        if one.role != other.role:
+            yield _miss(Cause.ROLE, MissReason.MESSAGES_CHANGED, j, other.role, one.role, other.role)
+            return
+        if self._has_shed_a_note(i, other):
+            yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j, one, other)
+            return
         is_reply = one.role == "assistant"
         if one.is_system and j < self._head:
             reason = MissReason.SYSTEM_CHANGED
@@ -436,7 +482,7 @@ class _MessageDiff:
             if cause is Cause.THOUGHTS:
                 yield _miss(cause, MissReason.THOUGHTS_REMOVED, j, other.role, before, after)
             else:
-                named = Cause.REPLY if is_reply and cause is Cause.EDITED else cause
+                named = Cause.REPLY if is_reply and cause in (Cause.EDITED, Cause.COUNTER) else cause
                 yield _miss(named, reason, j, other.role, before, after)
 
     def _removed(self, i1: int, i2: int, j: int) -> Iterator[Miss]:
@@ -446,9 +492,9 @@ class _MessageDiff:
                 yield self._change(Cause.REPLY_LEFT_OUT, MissReason.REPLY_CHANGED, j, self._ours[i1])
             return
         part = self._ours[i1]
-        if self._is_newest(i1):
+        if self._is_newest(i1) or part in self._theirs[j:]:
             yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j, part)
-        elif i2 - i1 > 1 or i1 <= self._prompt.num_head:
+        elif i2 - i1 > 1 or i1 == self._prompt.num_head:
             yield self._change(Cause.TRIMMED, MissReason.HISTORY_TRIMMED, j, part)
         else:
             yield self._change(Cause.REMOVED, MissReason.HISTORY_TRIMMED, j, part)
@@ -458,16 +504,20 @@ class _MessageDiff:
         is_last = stop == len(self._ours) and i != self._reply and i >= self._prompt.num_head
         return is_last and self._is_newest(i) and not _is_answered(self._theirs[j:])
 
+    def _has_shed_a_note(self, i: int, other: Part) -> bool:
+        """Whether a message was sent with more around it, as passages to answer from, while it was the newest."""
+        return i >= self._prompt.num_head and self._is_newest(i) and _encloses(self._ours[i].text, other.text)
+
     def _is_newest(self, i: int) -> bool:
         return all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
 
     def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
         ours, theirs = self._ours[i1:i2], self._theirs[j1:j2]
         part, other = ours[0], theirs[0]
-        if i1 == self._reply:
+        if part.role == other.role and self._has_shed_a_note(i1, other):
+            yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j1, part, other)
+        elif i1 == self._reply:
             yield self._change(Cause.REPLY_LEFT_OUT, MissReason.REPLY_CHANGED, j1, part)
-        elif len(ours) > 1 and _holds_all(other, ours):
-            yield self._change(Cause.MERGED, MissReason.MESSAGES_CHANGED, j1, part, other)
         elif i2 == len(self._ours) and self._is_newest(i1):
             yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, part, other)
         elif len(ours) > len(theirs):
@@ -479,8 +529,15 @@ class _MessageDiff:
 
     @staticmethod
     def _change(cause: Cause, reason: MissReason, index: int, part: Part, other: Part | None = None) -> Miss:
-        after = excerpt(other.shown, 0) if other is not None else ""
-        return _miss(cause, reason, index, (other or part).role, excerpt(part.shown, 0), after)
+        start = shared_length(part.shown, other.shown) if other is not None else 0
+        after = excerpt(other.shown, start) if other is not None else ""
+        return _miss(cause, reason, index, (other or part).role, excerpt(part.shown, start), after)
+
+
+def _encloses(text: str, inner: str) -> bool:
+    """Whether a text holds another, and words more than a clock or an id."""
+    added = len(text.split()) - len(inner.split())
+    return added > MAX_ADDED_WORDS and bool(inner.strip()) and inner.strip() in text
 
 
 def _is_answered(parts: Sequence[Part]) -> bool:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from server.diagnosis.advice import TOOLS, advice
-from server.engine.diagnosis import UNBLAMED, Cause, Miss, MissReason
+from server.engine.diagnosis import UNBLAMED, UNTOLD, Cause, Miss, MissReason
 
 NEGLIGIBLE_TOKENS = 128
 """So many lost tokens or fewer need no cure: state is kept at some offsets only."""
-_SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
+_OF_STATE = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.UNLOADED, Cause.RESTARTED, Cause.SIDE_REQUEST})
+_SMALL = _OF_STATE | {Cause.NOTE}
 """Reported only above `NEGLIGIBLE_TOKENS`."""
-_PLACELESS = _SMALL | {Cause.CLEARED, Cause.UNLOADED, Cause.DECLINED}
+_PLACELESS = _OF_STATE | {Cause.CLEARED, Cause.DECLINED}
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Loss:
     after: str = ""
     is_hidden: bool = False
     """The loss stands behind another change, so it cost nothing by itself."""
+    missing_bytes: int | None = None
+    """As of `Miss`."""
+
+    @property
+    def is_mendable(self) -> bool:
+        return self.cause not in UNBLAMED
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,8 @@ class Finding:
 
     @property
     def cure(self) -> str:
-        return advice(self.cause, self.losses[0].place)
+        missing = [loss.missing_bytes for loss in self.losses if loss.missing_bytes is not None]
+        return advice(self.cause, self.losses[0].place, max(missing, default=None))
 
     @property
     def example(self) -> Loss:
@@ -92,12 +100,18 @@ class Checkup:
     ended: float | None = None
 
     @property
+    def mendable(self) -> Sequence[Loss]:
+        return [loss for loss in self.losses if loss.is_mendable]
+
+    @property
     def tokens(self) -> int:
-        return sum(loss.tokens for loss in self.losses)
+        """To be saved."""
+        return sum(loss.tokens for loss in self.mendable)
 
     @property
     def seconds(self) -> float:
-        return sum(loss.seconds or 0.0 for loss in self.losses)
+        """To be saved."""
+        return sum(loss.seconds or 0.0 for loss in self.mendable)
 
 
 @dataclass(frozen=True)
@@ -136,18 +150,19 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
 def losses_of(
     turn: int, misses: Iterable[Miss], tokens_of: Callable[[int], int], seconds_per_token: float | None
 ) -> tuple[Loss, ...]:
-    """Returns the losses that can be mended; `tokens_of` turns `lost_tokens` into tokens."""
+    """Returns the losses to tell of; `tokens_of` turns `lost_tokens` into tokens."""
     found = list[Loss]()
     for miss in misses:
         tokens, is_hidden = tokens_of(miss.lost_tokens), miss.lost_tokens == 0
         limit = NEGLIGIBLE_TOKENS if miss.cause in _SMALL else 0
-        if miss.cause in UNBLAMED or (tokens <= limit and not is_hidden):
+        if miss.cause in UNTOLD or (tokens <= limit and not is_hidden):
             continue
         is_of_tools = miss.reason is MissReason.TOOLS_CHANGED
         place = TOOLS if is_of_tools else None if miss.cause in _PLACELESS else miss.role
         where = TOOLS if place == TOOLS else place_name(miss.message_index, place)
         seconds = None if seconds_per_token is None else tokens * seconds_per_token
-        found.append(Loss(turn, miss.cause, place, where, tokens, seconds, miss.before, miss.after, is_hidden))
+        words = (miss.before, miss.after)
+        found.append(Loss(turn, miss.cause, place, where, tokens, seconds, *words, is_hidden, miss.missing_bytes))
     return tuple(found)
 
 
@@ -231,6 +246,7 @@ def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:
             after=miss["after"],
             cause=Cause(miss["cause"]),
             lost_tokens=int(miss["lost_tokens"]),
+            missing_bytes=miss.get("missing_bytes"),
         )
         for miss in turn["misses"]
     ]

@@ -151,7 +151,7 @@ def checkups_of(requests: Iterable[Recorded], tokens_per_second: float | None = 
     """Returns each conversation's losses; with a speed of prefill, also in seconds."""
     seconds_per_token = 1 / tokens_per_second if tokens_per_second else None
     visits: dict[Name, list[LinkedTurn]] = {}
-    conversations = Conversations(MAX_BYTES)
+    conversations = Conversations(MAX_BYTES, is_of_one_owner=True)
     for number, request in enumerate(requests):
         rendered = Rendered(request.prompt, characters_of(request.prompt), NO_OUTLINE)
         name, previous = conversations.find(request.session_id, rendered, str(number))

@@ -192,8 +192,8 @@ def _print(*parts: RenderableType) -> None:
 
 
 def _report(checkups: Sequence[Checkup]) -> RenderableType:
-    ailing = sorted((one for one in checkups if one.losses), key=lambda one: -one.tokens)
-    healthy = [one for one in checkups if not one.losses]
+    ailing = sorted((one for one in checkups if one.mendable), key=lambda one: -one.tokens)
+    healthy = [one for one in checkups if not one.mendable]
     return Group(
         *(part for checkup in [*ailing, *healthy] for part in _session(checkup)), "", _summary(checkups, len(ailing))
     )
@@ -203,7 +203,7 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
     heading = Text.assemble((_one_line(checkup.name), "bold"), f": {_plural(checkup.num_turns, 'turn')}")
     if checkup.kept is not None:
         heading.append(f", {percent_text(round(1000 * checkup.kept), 1000)} of the previous prompt reused on average")
-    if not checkup.losses:
+    if not checkup.mendable:
         heading.append("; nothing to mend")
     yield heading
     for finding in findings_of(checkup.losses):
@@ -242,6 +242,9 @@ def _in_place(where: str) -> str:
 
 def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
     """Yields both texts on a line each, around their first difference, with the changed word in bold."""
+    if before.isidentifier() and after.isidentifier():
+        yield "now", Text(f"{before} → {after}", "bold")  # roles and names of models, of which no part says more
+        return
     start = shared_length(before, after)
     for label, text in (("before", before), ("after", after)):
         if text:

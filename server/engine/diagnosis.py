@@ -25,6 +25,7 @@ class MissReason(StrEnum):
     EVICTED = "evicted"
     CLEARED = "cleared"
     UNLOADED = "model_unloaded"
+    RESTARTED = "restarted"
     DISABLED = "disabled"
 
 
@@ -34,13 +35,16 @@ class Cause(StrEnum):
     CLOCK = "date or time"
     COUNTER = "counter or percentage"
     NONCE = "nonce or id"
+    EARLY = "early difference"
     REORDERED = "other order"
     REFORMATTED = "other spacing"
     ENCODED = "other encoding"
     EDITED = "edited text"
+    ROLE = "changed role"
     TOOLS = "other tools"
     TRIMMED = "trimmed history"
     SUMMARISED = "summarised history"
+    COMPACTED = "wholly summarised history"
     REMOVED = "removed message"
     MERGED = "merged messages"
     INSERTED = "inserted message"
@@ -59,12 +63,15 @@ class Cause(StrEnum):
     EVICTED = "evicted state"
     CLEARED = "cleared cache"
     UNLOADED = "unloaded model"
+    RESTARTED = "restarted server"
     NOT_RESTORABLE = "no restore point"
     DECLINED = "declined cache"
     LOGPROBS = "log-probabilities of the prompt"
 
 
-UNBLAMED = frozenset({Cause.BRANCHED, Cause.NOTE, Cause.TEMPLATE, Cause.COLD, Cause.LOGPROBS})
+UNTOLD = frozenset({Cause.BRANCHED, Cause.TEMPLATE, Cause.COLD, Cause.LOGPROBS})
+"""Causes of which the doctor is silent."""
+UNBLAMED = UNTOLD | {Cause.COMPACTED}
 """Causes that nobody can mend."""
 
 
@@ -84,6 +91,8 @@ class Miss:
     cause: Cause = Cause.EDITED
     lost_tokens: int = 0
     """0 for a change behind another one."""
+    missing_bytes: int | None = None
+    """Of memory, with which evicted state would have been kept; None where nobody knows."""
 
 
 @dataclass(frozen=True)

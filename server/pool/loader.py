@@ -346,6 +346,8 @@ class Loader:
             state = await asyncio.to_thread(member.opened.unload)
             if state is not None:
                 self.budgets.unloaded[model_id] = UnloadedModel(model_id, state, member.last_used)
+            else:
+                self.budgets.on_given_up(model_id)  # at most on disk
             logger.info("unloaded %s", model_id)
             self.on_change(ModelChange(ChangeKind.UNLOADED, model_id))
 

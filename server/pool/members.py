@@ -194,7 +194,7 @@ class Budgets:
         self.on_change: Callable[[], None] = lambda: None
         """Called when the taken memory has changed."""
         self.on_given_up: Callable[[str], None] = lambda model_id: None
-        """Called with the id of an unloaded model whose last state is dropped."""
+        """Called with the id of an unloaded model of which memory holds no state any more."""
 
     @property
     def taken_bytes(self) -> int:

@@ -187,6 +187,66 @@ def late_note(turn: int, messages: list[Body]) -> None:
     messages.insert(4, {"role": "developer", "content": f"Note for you: the time is now 10:{20 + turn} in the shop."})
 
 
+NOTES = "Here is what the shop keeps: apples, pears, plums, soap, bread and five kinds of tea, all in tins. " * 8
+RULES = "Answer with numbers only, never with a word, and give the sum of all items of the list before it. " * 8
+COMPACTED: list[Body] = [
+    {
+        "role": "user",
+        "content": "This session is being continued from a previous conversation that ran out of context. " + NOTES,
+    },
+    {"role": "assistant", "content": "Let us go on, then."},
+]
+"""As Claude Code begins after `/compact`."""
+SKILLS = ("weighing: for fruit", "pricing: for all items", "wrapping: for presents", "counting: for the till")
+
+
+def compacted(turn: int, messages: list[Body]) -> None:
+    """Puts a summary in place of all that was said before the second question."""
+    if turn >= LASTING:
+        messages[1 : len(SEED) + 3] = copy.deepcopy(COMPACTED)
+
+
+def joined_systems(turn: int, messages: list[Body]) -> None:
+    """Sends two system messages at first, and one that holds both later."""
+    rules = {"role": "system", "content": RULES}
+    if turn < LASTING:
+        messages.insert(1, rules)
+    else:
+        messages[0]["content"] += f"\n\n{RULES}"
+
+
+def at_depth(depth: int) -> Apply:
+    """Returns a fault that keeps a note so many messages before the end, as chats with characters do."""
+    return on_messages(lambda _, messages: messages.insert(-depth, {"role": "system", "content": NOTES}))
+
+
+def before_the_newest(turn: int, messages: list[Body]) -> None:
+    """Puts passages before the newest question, and takes them out again later."""
+    for message in messages[1 + len(SEED) :: 2]:
+        message["content"] += f" Here is my list: {RULES}"
+    messages.insert(-1, {"role": "user", "content": f"{turn}: {NOTES}"})
+
+
+def stamped(turn: int, messages: list[Body]) -> None:
+    """Puts the time of this turn before each reply."""
+    for message in messages[1:]:
+        if message["role"] == "assistant":
+            message["content"] = f"(1{turn}:05) {message['content']}"
+
+
+def with_folder(turn: int) -> list[Body]:
+    """The tools of an agent that says in them where it is."""
+    return [tool("weigh", f"Weighs an item. It runs in /home/shop{'/till' * turn}."), TOOLS[1]]
+
+
+def with_agents(turn: int) -> list[Body]:
+    """Tools with a list of the agents that may be called, which grows."""
+    agents = {"type": "string", "enum": ["clerk", "cook", "guard"][: turn + 1]}
+    call = tool("ask", "Asks another agent.")
+    call["function"]["parameters"]["properties"]["agent"] = agents
+    return [call, *TOOLS]
+
+
 REVERSED = [{key: one[key] for key in reversed(one)} for one in TOOLS]
 SCHEMA = "Weighs an item of\n  the shop on the\n  scale."
 SUMMARY: Body = {"role": "user", "content": "Summary: they said hello, and a pear was weighed: five grams."}
@@ -344,6 +404,160 @@ FAULTS: tuple[Fault, ...] = (
         "kwargs",
         may_be_hidden=True,
     ),
+    # As coding agents send it.
+    Fault(
+        "git status in system",
+        edited(0, lambda t, s: f"{s}\nChanged files:{' till.py' * t} shop.py"),
+        Cause.EDITED,
+        "system",
+        "one",
+        0,
+    ),
+    Fault(
+        "trace in system",
+        edited(0, lambda t, s: f"traceparent: 00-{nonce(t)[:8]}4bf92f35-01\n{s}"),
+        Cause.NONCE,
+        "system",
+        "header",
+        0,
+    ),
+    Fault(
+        "skills shuffled in system",
+        edited(0, lambda t, s: "\n".join([s, *SKILLS[t:], *SKILLS[:t]])),
+        Cause.REORDERED,
+        "system",
+        "order",
+        0,
+    ),
+    Fault("folder in tools", tools_at(with_folder), Cause.EDITED, "tools", "descriptions"),
+    Fault("agents in a schema", tools_at(with_agents), Cause.EDITED, "tools", "schemas"),
+    Fault(
+        "tool result cleared",
+        edited(5, lambda _, s: "[Old tool result content cleared]", LASTING),
+        Cause.EDITED,
+        "tool",
+        "result",
+        5,
+    ),
+    Fault("rules behind the newest message", in_latest(lambda _, s: f"{s}\n\n{RULES}"), Cause.NOTE, "user", "Leave"),
+    Fault(
+        "cost in last message",
+        in_latest(lambda t, s: f"{s}\nCost so far: $0.{17 + t}"),
+        Cause.COUNTER,
+        "user",
+        "once",
+    ),
+    Fault(
+        "whole history summarised",
+        with_a_long_head(on_messages(compacted)),
+        Cause.COMPACTED,
+        "user",
+        "nothing to mend",
+        1,
+    ),
+    # As chat programs send it.
+    Fault(
+        "greeting by the hour in system",
+        edited(0, lambda t, s: f"Good {('morning', 'afternoon', 'evening')[t]}! {s}"),
+        Cause.CLOCK,
+        "system",
+        "newest",
+        0,
+    ),
+    Fault(
+        "entry of a lorebook in system",
+        edited(0, lambda t, s: f"{s} {NOTES[: 98 * t]}"),
+        Cause.EDITED,
+        "system",
+        "one",
+        0,
+    ),
+    Fault(
+        "passages around the newest message",
+        in_latest(lambda t, s: f"Answer from this, number {t}: {NOTES}\n\nQuestion: {s}"),
+        Cause.NOTE,
+        "user",
+        "Leave",
+    ),
+    Fault("passages before the newest message", on_messages(before_the_newest), Cause.NOTE, "user", "Leave"),
+    Fault("note at a depth", at_depth(3), Cause.NOTE, "system", "Leave"),
+    Fault(
+        "role changed",
+        on_messages(lambda t, m: m[3].update(role="system" if t >= LASTING else "user")),
+        Cause.ROLE,
+        "system",
+        "role",
+        3,
+    ),
+    Fault(
+        "reply as the user's",
+        on_messages(lambda t, m: m[6].update(role="user" if t >= LASTING else "assistant")),
+        Cause.ROLE,
+        "user",
+        "role",
+        6,
+    ),
+    Fault("system prompt left out", spliced(0, 1), Cause.REMOVED, "system", "where they are", 0),
+    Fault("system messages joined", on_messages(joined_systems), Cause.MERGED, "system", "by itself", 0),
+    Fault(
+        "welcome put in",
+        spliced(1, 1, {"role": "assistant", "content": "Welcome to the shop!"}),
+        Cause.INSERTED,
+        "assistant",
+        "end",
+        1,
+    ),
+    Fault("replies stamped", on_messages(stamped), Cause.CLOCK, "assistant", "stamp", 2),
+    Fault("reply cut short", edited(6, lambda _, s: f"{s[:32]}…", LASTING), Cause.REPLY, "assistant", "back", 6),
+    Fault(
+        "citations left out",
+        edited(6, lambda t, s: s if t >= LASTING else s.replace("grams,", "grams [1],")),
+        Cause.REPLY,
+        "assistant",
+        "back",
+        6,
+    ),
+    Fault(
+        "quotes of a word processor",
+        edited(3, lambda t, s: s + (" “Five”, says Ada’s list." if t >= LASTING else ' "Five", says Ada\'s list.')),
+        Cause.ENCODED,
+        "user",
+        "escaping",
+        3,
+    ),
+    Fault(
+        "letters composed anew",
+        edited(6, lambda t, s: s + (" Cafe\u0301!" if t >= LASTING else " Caf\u00e9!")),
+        Cause.ENCODED,
+        "assistant",
+        "characters",
+        6,
+    ),
+    Fault(
+        "line ends of Windows",
+        edited(1, lambda t, s: s.replace(", ", ",\r\n" if t >= LASTING else ",\n")),
+        Cause.REFORMATTED,
+        "user",
+        "line breaks",
+        1,
+    ),
+    Fault("byte order mark", edited(1, lambda _, s: f"\ufeff{s}", LASTING), Cause.ENCODED, "user", "escaping", 1),
+    Fault(
+        "zero-width space",
+        edited(3, lambda _, s: s.replace("heavy", "heavy\u200b"), LASTING),
+        Cause.ENCODED,
+        "user",
+        "escaping",
+        3,
+    ),
+    Fault(
+        "effort changed",
+        with_fields(lambda t: {"reasoning_effort": "low" if t >= LASTING else "high"}),
+        Cause.TEMPLATE_ARGUMENTS,
+        None,
+        "kwargs",
+        may_be_hidden=True,
+    ),
     Fault("title request", with_a_long_head(beside(lambda _: TITLE)), Cause.SIDE_REQUEST, None, "titles"),
     Fault("two clients on one id", with_a_long_head(beside(lambda _: OTHER)), Cause.SIDE_REQUEST, None, "their own"),
     Fault(
@@ -357,7 +571,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
 )
 """All that can be told from the requests alone. What the server lacks is in the tests beside."""
-NEED_A_NAME = frozenset({"title request", "two clients on one id"})
+NEED_A_NAME = frozenset({"title request", "two clients on one id", "whole history summarised"})
 """Faults of a session's name: without one, other conversations are other conversations."""
 
 

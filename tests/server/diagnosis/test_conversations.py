@@ -1,11 +1,22 @@
 """Which conversation a request without a name belongs to, and how the messages of two turns are aligned."""
 
+from dataclasses import replace
+
 import pytest
 
 from cache.types import common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
 from server.diagnosis import account as conversations_module
-from server.diagnosis.account import MAX_TURNS, Conversations, EvaluatedTurn, Name, Rendered, explain
+from server.diagnosis.account import (
+    MAX_TURNS,
+    Conversations,
+    EvaluatedTurn,
+    Name,
+    Rendered,
+    explain,
+    with_missing_bytes,
+)
+from server.diagnosis.advice import advice
 from server.diagnosis.compare import Turn, find_changes, find_changes_between
 from server.diagnosis.prompt import Part, Prompt
 from server.doctor.recorded import characters_of
@@ -237,3 +248,45 @@ def test_what_went_with_an_unloaded_model_is_told_so() -> None:
         _, previous = conversations.find(model, request, "2")
         causes[model] = [miss.cause for miss in explain(previous, request, match=0, hit=0).misses]
     assert causes == {"a": [Cause.UNLOADED], "b": [Cause.EVICTED]}
+
+
+def test_of_evicted_state_is_told_how_much_more_memory_would_have_kept_it() -> None:
+    """What must fit is the conversation and all that was asked since, beginnings that they share counted once."""
+    conversations, turns = Conversations(), {}
+    for number, words in enumerate(("milk", "soap", "bread")):
+        one = asked("You sell wine.", f"Do you sell {words}?" * 9)
+        name, _ = conversations.find(str(number), rendered(one), str(number))
+        turns[words] = (name, one, EvaluatedTurn(Turn(one), characters_of(one), 1))
+        conversations.record(name, turns[words][2])
+    name, one, _ = turns["milk"]
+    request = rendered(Prompt((*one.parts, Part("assistant", "Yes."), Part("user", "How much?"))))
+    _, previous = conversations.find("0", request, "3")
+    rests = (len(turn.tokens) - common_prefix_length(turn.tokens, request.tokens) for _, _, turn in turns.values())
+    num_tokens = conversations.num_tokens_since(name, request)
+    assert num_tokens == len(request.tokens) + sum(rests) > 400
+    reuse = with_missing_bytes(explain(previous, request, match=0, hit=0), 3_000_000)
+    assert reuse.miss is not None and (reuse.miss.cause, reuse.miss.missing_bytes) == (Cause.EVICTED, 3_000_000)
+    assert "about 3.0 MB more memory" in advice(reuse.miss.cause, None, reuse.miss.missing_bytes)
+    assert with_missing_bytes(explain(previous, request, match=0, hit=0), -1).miss == replace(
+        reuse.miss, missing_bytes=None
+    )
+
+
+def test_a_summary_of_all_is_told_from_another_conversation_and_from_a_title() -> None:
+    said = asked("It is noon.", "Which apples do you sell?").parts
+    earlier = Turn(
+        Prompt((*said, Part("assistant", "Red ones."), Part("user", "Sum up."))), Part("assistant", SUMMARY)
+    )
+    system = said[:1]
+
+    def cause(*parts: Part) -> Cause:
+        return find_changes_between(earlier, Prompt(parts))[0].cause
+
+    assert cause(*system, Part("user", f"<state>\n{SUMMARY}</state>")) is Cause.COMPACTED
+    assert cause(*system, Part("user", "The conversation so far was summarized: apples.")) is Cause.COMPACTED
+    assert cause(*system, Part("user", "How far is the sea?")) is Cause.SIDE_REQUEST
+    title = (Part("system", "You write titles. Nothing else."), Part("user", "A title of the previous conversation!"))
+    assert cause(*title) is Cause.SIDE_REQUEST
+
+
+SUMMARY = "They asked for apples, and were told that the shop sells red ones only."

@@ -1,6 +1,6 @@
 """Every fault of the table is named: cause, place and cure; by the answer, by the doctor live, and from a recording.
 
-Usually each row without a session on a model of attention, and every other row with one on a model with recurrent
+Usually each row without a session on a model of attention, and every fifth row with one on a model with recurrent
 layers; with the option `--all-faults` each row both ways on the built-in model and on that one.
 """
 
@@ -24,7 +24,7 @@ from server.app.service import open_service
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of
 from server.doctor.recorded import checkups_of, read_requests
 from server.engine.commands import ClearCache
-from server.engine.diagnosis import UNBLAMED, Cause
+from server.engine.diagnosis import UNTOLD, Cause
 from server.engine.engine import Engine
 from server.pool.members import OpenedModel
 from server.pool.pool import ModelPool
@@ -82,8 +82,8 @@ MODELS = ("demo", "lfm2")
 ALL_CASES = tuple(product(MODELS, (False, True), FAULTS))
 USUAL_CASES = (
     *product(["llama"], [False], FAULTS),
-    *product(["demo"], [False], FAULTS[::6]),
-    *product(["lfm2"], [True], FAULTS[::2]),
+    *product(["demo"], [False], FAULTS[::11]),
+    *product(["lfm2"], [True], FAULTS[::5]),
 )
 """A model, whether its clients name their sessions, and a row of the table."""
 
@@ -125,6 +125,8 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             service.engine.start()
             stack.callback(service.engine.stop)
             client = stack.enter_context(TestClient(create_app(service.engine, service.model, config)))
+            # The table's conversations begin with what was said elsewhere, as after a restart.
+            client.app.state.api.conversations.is_whole = False  # type: ignore[attr-defined]
             return Served(client, service.engine, restores_anywhere=name != "lfm2")
 
         yield serve
@@ -157,7 +159,7 @@ def findings_of_all(checkups: list[Checkup]) -> list[Finding]:
     return findings_of([loss for checkup in checkups for loss in checkup.losses])
 
 
-def written(folder: Path, lines: list[Body], session_id: str | None) -> Path:
+def written(folder: Path, lines: list[Body], session_id: str | None = None) -> Path:
     path = folder / "requests.jsonl"
     path.write_text("\n".join(json.dumps({"session_id": session_id, **line}) for line in lines), "utf-8")
     return path
@@ -173,7 +175,7 @@ def test_a_fault_is_named(served: Served, is_named: bool, fault: Fault, tmp_path
         assert not findings_of_all(case.checkups())
         return
     check(recorded, fault, "file")
-    lost = [miss for miss in case.misses if miss["cause"] not in UNBLAMED]
+    lost = [miss for miss in case.misses if miss["cause"] not in UNTOLD]
     if not lost and fault.may_be_hidden:
         return
     assert fault.cause.value in [miss["cause"] for miss in lost], f"answers: {lost}"
@@ -190,7 +192,7 @@ def test_the_docs_hold_the_whole_table() -> None:
     assert rows == [[fault.name, cause, fault.role or ""] for fault, cause in zip(FAULTS, named, strict=True)]
     told = {line.split("|")[2].strip() for line in others.splitlines()[2:] if line.startswith("|")}
     assert told | {cause for name in named for cause in name.split(" and ")} >= {
-        cause.value for cause in Cause if cause not in UNBLAMED
+        cause.value for cause in Cause if cause not in UNTOLD
     }
 
 
@@ -243,6 +245,46 @@ def test_questions_about_one_long_text_are_told_how_to_resume_behind_it(
     assert answer["cache"]["hit_tokens"] > 100
 
 
+def test_a_conversation_from_before_the_start_is_told_to_need_the_disk(served: Served) -> None:
+    case = Case(served.client, "before the start")
+    conversations = case.client.app.state.api.conversations  # type: ignore[attr-defined]
+    conversations.is_whole = True
+    said = "Here is all that I would like to buy this week. " * 20
+    messages = [{"role": role, "content": said} for role in ("user", "assistant", "user")]
+    miss = case.ask({"messages": messages})["cache"]["miss"]
+    conversations.is_whole = False
+    assert (miss["reason"], miss["cause"], "--cache-disk" in miss["cure"]) == ("restarted", Cause.RESTARTED, True)
+    (finding,) = findings_of_all(case.checkups())
+    assert finding.cause is Cause.RESTARTED and finding.tokens == miss["lost_tokens"] > 128
+
+
+SHOP_RULES = "Answer briefly and politely, never speak of prices, and count each item twice. " * 12
+
+
+@pytest.mark.parametrize("system", ["You serve store {0}. {1}", "You help {2}. {1}"], ids=["number", "name"])
+def test_conversations_that_differ_early_are_told_to_put_it_last(
+    served: Served, system: str, is_named: bool, tmp_path: Path
+) -> None:
+    lines, cases = list[Body](), list[Case]()
+    for store, person, question in ((12, "Ada", "How far is the sea?"), (47, "Bob", "Do you sell soap?")):
+        case = Case(served.client, f"early {system} {is_named}", f"s{store}" if is_named else None)
+        messages = [{"role": "system", "content": system.format(store, SHOP_RULES, person)}]
+        for words in (question, "And what else?"):
+            messages.append({"role": "user", "content": words})
+            body = {"messages": list(messages), **({"session_id": case.session_id} if is_named else {})}
+            answer = case.ask(body)
+            lines.append({"body": body, "response": answer})
+            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""})
+        cases.append(case)
+    for found in (
+        findings_of_all(cases[0].checkups()),
+        findings_of_all(checkups_of(read_requests(written(tmp_path, lines)))),
+    ):
+        (finding,) = found
+        assert (finding.cause, finding.example.where, finding.num_turns) == (Cause.EARLY, "system message", 1)
+        assert finding.tokens > 128 and "behind all that they share" in finding.cure
+
+
 def text(words: str) -> Body:
     return {"type": "text", "text": words}
 
@@ -283,10 +325,12 @@ def portal_of(case: Case) -> BlockingPortal:
     ids=["model", "key", "salt"],
 )
 @pytest.mark.parametrize("session_id", ["s", None])
+@pytest.mark.parametrize("has_answers", [True, False])
 def test_another_model_key_or_salt_is_told_from_a_recording(
-    change: Body, cause: Cause, session_id: str | None, tmp_path: Path
+    change: Body, cause: Cause, session_id: str | None, has_answers: bool, tmp_path: Path
 ) -> None:
     lines = turns_of(None, lambda body: {"choices": [{"message": {"role": "assistant", "content": "It is so."}}]})
+    lines = lines if has_answers else [{"body": line["body"]} for line in lines]
     headers = change.get("headers", {})
     lines[1:] = [{**line, "headers": headers, "body": {**line["body"], **change}} for line in lines[1:]]
     (finding,) = findings_of_all(checkups_of(read_requests(written(tmp_path, lines, session_id))))

@@ -83,7 +83,7 @@ def test_a_running_server_is_examined(engine: FakeEngine, address: str, capsys: 
         "    after   It is 09:17. Be [kind].\\x1b[31m⏎",
         "    cost    10 tokens evaluated again: 5 and 0.02 s per turn",
         "    mend    Put the date or time into a message of its own just before the",
-        "            newest one, or round it to the day.",
+        "            newest one and leave it there, or round it to the day.",
         "",
         "steady: 1 turn; nothing to mend",
         "",

@@ -170,14 +170,19 @@ def test_a_known_nonce_that_the_server_replaces_is_no_loss(tmp_path: Path) -> No
     assert checkup(tmp_path, *chat(*(line.format(f"eb6c{n}") + RULES for n in range(3)))).losses == ()
 
 
-def test_a_clock_that_moves_with_the_newest_message_is_as_it_should_be(tmp_path: Path) -> None:
-    long_question = "Here is my file. " * 100
+@pytest.mark.parametrize(("num_words", "expected"), [(1, []), (400, [(Cause.NOTE, "message 3 (user)", 2)])])
+def test_a_clock_that_moves_with_the_newest_message_costs_what_stands_behind_it(
+    tmp_path: Path, num_words: int, expected: list[tuple[Cause, str, int]]
+) -> None:
+    long_question = "Here " * num_words
     bodies = chat(RULES, RULES, RULES)
     for number, one in enumerate(bodies):
         one["messages"] = [*one["messages"][:-1], user(f"It is 09:1{number}"), user(f"{number} {long_question}")]
         for later in bodies[number + 1 :]:
             later["messages"][1 + 2 * number] = user(f"{number} {long_question}")
-    assert checkup(tmp_path, *bodies).losses == ()
+        for reply in one["messages"][2::2] if num_words == 1 else ():
+            reply["content"] = reply["content"][:40]
+    assert causes(checkup(tmp_path, *bodies)) == expected
 
 
 def test_tools_in_another_order_and_other_tools(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from server.doctor.findings import NEGLIGIBLE_TOKENS, checkup_of, findings_of, savings_of
-from server.engine.diagnosis import UNBLAMED, Cause
+from server.engine.diagnosis import UNBLAMED, UNTOLD, Cause
 
 CLOCK = {"cause": "date or time", "before": "It is 09:16.", "after": "It is 09:17."}
 
@@ -76,11 +76,12 @@ def test_what_changed_behind_another_change_is_told_and_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("cause", sorted(UNBLAMED))
-def test_what_nobody_can_mend_is_not_told(cause: Cause) -> None:
-    assert checkup_of(session(FIRST, turn(miss("template", cause=cause.value)))).losses == ()
+def test_what_nobody_can_mend_counts_for_nothing(cause: Cause) -> None:
+    checkup = checkup_of(session(FIRST, turn(miss("template", cause=cause.value))))
+    assert (len(checkup.losses), checkup.mendable, checkup.tokens) == (cause not in UNTOLD, [], 0)
 
 
-@pytest.mark.parametrize("cause", [Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST])
+@pytest.mark.parametrize("cause", [Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST, Cause.NOTE])
 def test_what_costs_a_few_tokens_of_state_is_not_told(cause: Cause) -> None:
     for tokens, num_told in ((NEGLIGIBLE_TOKENS, 0), (NEGLIGIBLE_TOKENS + 1, 1)):
         told = checkup_of(session(FIRST, turn(miss("evicted", cause=cause.value, lost_tokens=tokens)))).losses

@@ -197,7 +197,10 @@ def test_each_model_gets_its_share_of_the_memory_for_state() -> None:
         (await held(pool, "a")).close()
         (await held(pool, "b")).close()
         assert opener.engines["a"].budget_bytes == opener.engines["b"].budget_bytes == 300 * MIB
+        gone: list[str] = []
+        pool.budgets.on_given_up = gone.append
         assert await pool.unload(pool.source_of("b"))
+        assert gone == ["b"], "memory holds nothing of it any more"
         assert opener.engines["a"].budget_bytes == 900 * MIB
         assert not await pool.unload(pool.source_of("b"))
 

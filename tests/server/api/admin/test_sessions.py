@@ -69,6 +69,7 @@ def test_a_turn_is_there_with_its_cost_and_its_miss(client: TestClient, engine: 
         "before": "It is 09:16",
         "after": "It is 09:17",
         "lost_tokens": 3,
+        "missing_bytes": None,
         "cure": advice(Cause.CLOCK, "system"),
     }
     turn = session["turns"][-1]
