@@ -188,7 +188,7 @@ def load(
         precision = choose_precision(measure(model), max_float32_bytes)
     convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
     tell("reading the tokenizer")
-    wrapper = _load_tokenizer(path, name, config)
+    wrapper = open_tokenizer(path, name, config)
     tokenizer = cast(PreTrainedTokenizerBase, wrapper._tokenizer)
     eos_token_ids = frozenset(_eos_token_ids(config, wrapper))
     tool_syntax = _tool_syntax(wrapper)
@@ -368,7 +368,8 @@ def _check_normalizer(path: Path, name: str) -> None:
         raise ModelBroken(f"{name}: {path} makes texts more than {_MAX_NORMALIZER_GROWTH} times as long (normalizer)")
 
 
-def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerWrapper:
+def open_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerWrapper:
+    """The folder's tokenizer and template; raises ModelBroken."""
     # Without these two, a folder could ask on the terminal to run its own code, or load files from elsewhere.
     extra = {"trust_remote_code": False, "local_files_only": True}
     try:

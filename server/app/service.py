@@ -23,7 +23,7 @@ from models.formats import EmbeddingFormat, read_embedding_format, read_rerank_f
 from models.inference.grammar import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
-from models.loader import LoadedModel, check, load, read_config, release
+from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release
 from models.mlx_lm_import import get_total_parameters, make_prompt_cache
 from models.names import BUILT_IN, find_stored, identity_of, resolve, shorten, suggest_smaller
 from models.output.reasoning import ReasoningFormat
@@ -292,7 +292,7 @@ def _opened(
 
 def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) -> ServedModel:
     context_tokens = _context_tokens(loaded, config)
-    renderer = ChatRenderer(_template_owner(loaded), max_tokens=context_tokens - 1)
+    renderer = ChatRenderer(_template_owner(loaded.tokenizer_wrapper), max_tokens=context_tokens - 1)
     served = ServedModel(
         id=loaded.name,
         renderer=renderer,
@@ -344,12 +344,21 @@ def _describe_tokenizer(loaded: LoadedModel) -> str:
     return str(backend.to_str())
 
 
-def _template_owner(loaded: LoadedModel) -> Any:
+def open_renderer(name: str) -> ChatRenderer:
+    """Returns a model's template and tokenizer without loading its weights. Raises ModelError."""
+    source = source_of(name)
+    check(source.path, source.id)
+    config, context_tokens = read_config(source.path)
+    wrapper = open_tokenizer(source.path, source.id, config)
+    return ChatRenderer(_template_owner(wrapper), max_tokens=context_tokens - 1)
+
+
+def _template_owner(wrapper: Any) -> Any:
     """Returns the tokenizer, whose template decides whether to think.
 
     mlx-lm's wrapper asks every template to think; templates that are code of mlx-lm need it.
     """
-    return loaded.tokenizer if loaded.tokenizer.chat_template else loaded.tokenizer_wrapper
+    return wrapper._tokenizer if wrapper._tokenizer.chat_template else wrapper
 
 
 def read_sampling(path: Path, vocab_size: int) -> SamplingParams:

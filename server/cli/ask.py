@@ -20,7 +20,7 @@ from models.short_names import grouped, size_text
 from server.app.config import DEFAULT_URL, ConfigError, StartError
 from server.app.memory_budget import running, runtime_folder
 from server.cli.models import plain_table
-from server.cli.options import Json, Key, Url, command_group, key_option
+from server.cli.options import Json, Key, Url, command_group, key_option, model_names
 
 logger = logging.getLogger(__name__)
 
@@ -191,19 +191,35 @@ def doctor(
         float | None,
         typer.Option(metavar="NUMBER", help="With --file: prompt tokens per second, to show seconds too."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="With --file: the model whose template and tokenizer read it; its weights are not loaded.",
+            autocompletion=model_names,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Prints what `server/doctor/` finds. Raises ConfigError and DoctorError."""
+    """Prints what `server/doctor/` finds. Raises ConfigError, DoctorError and ModelError."""
     from server.doctor.report import examine_file, examine_server
 
     if speed is not None and not 0 < speed < math.inf:
         raise ConfigError(f"--speed is {speed}; it must be above 0")
+    if file is None and model is not None:
+        raise ConfigError("--model is of use with --file only: a server knows its own")
     if file is None:
         examine_server(url or usual_url(), api_key, cache_salt, as_json=as_json)
     elif url is not None:
         raise ConfigError("give the address of a server or --file, not both")
     else:
-        examine_file(Path(file), speed, as_json=as_json)
+        reader = None
+        if model is not None:
+            from server.api.openai.recorded import ModelReader  # these two need what a server needs
+            from server.app.service import open_renderer
+
+            reader = ModelReader(open_renderer(model))
+        examine_file(Path(file), speed, reader, as_json=as_json)
 
 
 # ------------------------------------------------------------------------------------------ where a model is loaded

@@ -140,11 +140,17 @@ class _Loss:
     def misses(self) -> list[Miss]:
         by_state = max(0, min(self._common, self._reach) - self._hit)
         by_change = max(0, self._reach - max(self._common, self._hit))
-        changes = find_changes_between(self._previous.turn, self._request.prompt) if by_change else []
+        found = find_changes_between(self._previous.turn, self._request.prompt) if by_change else []
+        changes = [change for change in found if not self._is_left_out(change)]
         if by_change and self._is_consequence(changes, by_state):
             by_state, by_change = 0, by_change + by_state
         state = [self._state_miss(by_state)] if by_state else []
         return [*state, *self._change_misses(changes, by_change)]
+
+    def _is_left_out(self, change: Miss) -> bool:
+        """Whether the template does not show a change: the tokens of its message are the same."""
+        index, _ = self._request.outline.message_at(self._common)
+        return index is not None and change.message_index is not None and change.message_index + 1 < index
 
     def _is_consequence(self, changes: Sequence[Miss], by_state: int) -> bool:
         """State is missing only because of the change: it is kept for prompts that go on unchanged.

@@ -2,16 +2,16 @@
 
 A line is the body of a chat completion, or an object with the body as `body` or `request` and the answer as
 `response`. Sessions are named as for the server. Requests are in the order of `timestamp`, `time` or `created` where
-every line has one, else of the file. They are compared as by a server whose cache forgets nothing; a character stands
-for a token, and tokens are then estimated as characters / 4.
+every line has one, else of the file. They are compared as by a server whose cache forgets nothing. A `Reader` makes
+tokens of prompts: that of a model, or one of characters, by which tokens are estimated.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,7 +37,46 @@ class Recorded:
     prompt: Prompt
     session_id: str | None = None
     time: str | float | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
+    reply: Mapping[str, Any] | None = None
+    """The message of the answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A request and its tokens."""
+
+    prompt: Rendered
+    answered: TokenArray
+    """What the cache holds after the answer."""
     reply: Part | None = None
+
+
+class Reader(Protocol):
+    """Makes tokens of requests, one after the other."""
+
+    characters_per_token: int
+    """Of an array, for one token."""
+    refused: list[dict[str, Any]]
+    """As `/v1/sessions` lists them."""
+
+    def read(self, request: Recorded) -> Read | None:
+        """Returns None for a request that a server refuses."""
+
+
+class CharacterReader:
+    """Stands for a model where none is known: a character is a token, and a template shows all."""
+
+    characters_per_token = 4
+
+    def __init__(self) -> None:
+        self.refused: list[dict[str, Any]] = []
+
+    def read(self, request: Recorded) -> Read:
+        """Refuses nothing."""
+        reply = None if request.reply is None else part_of(request.reply)
+        prompt = Rendered(request.prompt, characters_of(request.prompt), NO_OUTLINE)
+        return Read(prompt, characters_of(request.prompt, reply), reply)
 
 
 def read_requests(path: Path) -> list[Recorded]:
@@ -73,6 +112,7 @@ def _parse_line(line: str, place: str) -> Recorded:
         prompt=_prompt(outer, body, place),
         session_id=_session_id(outer, body, place),
         time=_time(outer, body),
+        body=body,
         reply=_reply(outer),
     )
 
@@ -99,14 +139,14 @@ def _namespace(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str:
     return f"{digest}/{body.get('cache_salt') or ''}"
 
 
-def _reply(outer: Mapping[str, Any]) -> Part | None:
+def _reply(outer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     answer = outer.get("response")
     if not isinstance(answer, dict):
         return None
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else answer
     message = first.get("message", first) if isinstance(first, dict) else None
-    return part_of({"role": "assistant", **message}) if isinstance(message, dict) and "content" in message else None
+    return {"role": "assistant", **message} if isinstance(message, dict) and "content" in message else None
 
 
 def _headers(outer: Mapping[str, Any]) -> dict[str, str]:
@@ -142,27 +182,33 @@ def _time(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str | float | No
 
 # -------------------------------------------------------------------------------------------------- what they lose
 
-CHARACTERS_PER_TOKEN = 4
 MAX_BYTES = 1 << 30
 """For the last turns of all conversations."""
 
 
-def checkups_of(requests: Iterable[Recorded], tokens_per_second: float | None = None) -> list[Checkup]:
+def checkups_of(
+    requests: Iterable[Recorded], tokens_per_second: float | None = None, reader: Reader | None = None
+) -> list[Checkup]:
     """Returns each conversation's losses; with a speed of prefill, also in seconds."""
+    reader = reader or CharacterReader()
+    per_token = reader.characters_per_token
     seconds_per_token = 1 / tokens_per_second if tokens_per_second else None
     visits: dict[Name, list[LinkedTurn]] = {}
     conversations = Conversations(MAX_BYTES, is_of_one_owner=True)
     for number, request in enumerate(requests):
-        rendered = Rendered(request.prompt, characters_of(request.prompt), NO_OUTLINE)
+        read = reader.read(request)
+        if read is None:
+            continue
+        rendered = read.prompt
         name, previous = conversations.find(request.session_id, rendered, str(number))
         turns = visits.setdefault(name, [])
         hit = _restorable(previous, rendered)
         reuse = explain(previous, rendered, match=hit, hit=hit)
-        losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // CHARACTERS_PER_TOKEN, seconds_per_token)
+        losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // per_token, seconds_per_token)
         previous_id = previous.request_id if previous is not None else None
         turns.append(LinkedTurn(str(number), previous_id, losses, reuse.kept))
-        turn, tokens = Turn(request.prompt, request.reply), characters_of(request.prompt, request.reply)
-        conversations.record(name, EvaluatedTurn(turn, tokens, len(rendered.tokens), request_id=str(number)))
+        turn = Turn(rendered.prompt, read.reply)
+        conversations.record(name, EvaluatedTurn(turn, read.answered, len(rendered.tokens), request_id=str(number)))
     return [checkup_from(label, turns) for label, turns in zip(_labels(visits), visits.values(), strict=True)]
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode, urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
@@ -21,6 +21,10 @@ from models.texts import shared_length
 from server.app.config import DEFAULT_URL, DoctorError
 from server.app.log_events import percent_text, printable, seconds_text
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
+from server.engine.diagnosis import Cause
+
+if TYPE_CHECKING:
+    from server.doctor.recorded import Reader
 
 TIMEOUT_SECONDS = 10.0
 
@@ -139,19 +143,35 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
     _print(*parts)
 
 
-def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool = False) -> None:
-    """Prints what recorded requests would lose."""
+def examine_file(
+    path: Path, tokens_per_second: float | None, reader: "Reader | None" = None, *, as_json: bool = False
+) -> None:
+    """Prints what recorded requests would lose; without a model's reader, what it cannot know."""
     try:
         path.stat()
     except OSError as error:
         raise DoctorError(f"{path} cannot be read: {error.strerror}") from error
     from server.doctor.recorded import checkups_of, read_requests  # need NumPy, which takes its time
 
-    checkups = checkups_of(read_requests(path), tokens_per_second)
+    checkups = checkups_of(read_requests(path), tokens_per_second, reader)
     if as_json:
-        _print_json(checkups)
+        _print_json(checkups, [] if reader is None else reader.refused)
         return
-    _print(_report(checkups), Text("Tokens are estimated as characters / 4.", "dim"))
+    parts: list[RenderableType] = [_report(checkups)] if checkups else []
+    parts += ["", _refused(reader.refused)] if reader is not None and reader.refused else []
+    _print(*parts, *([Text(_unknown(checkups), "dim")] if reader is None else []))
+
+
+_OF_THE_TEMPLATE = (Cause.TEMPLATE_ARGUMENTS, Cause.THOUGHTS, Cause.CALL_IDS)
+"""Changes that many templates do not show."""
+
+
+def _unknown(checkups: Sequence[Checkup]) -> str:
+    """Says what a recording does not tell."""
+    found = {loss.cause for one in checkups for loss in one.losses}
+    unsure = [cause.value for cause in _OF_THE_TEMPLATE if cause in found]
+    decides = f" Only the model's template decides whether {' and '.join(unsure)} cost anything." if unsure else ""
+    return f"Tokens are estimated as characters / 4; --model counts them as the model does.{decides}"
 
 
 def _print_json(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -18,9 +18,11 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from starlette.testclient import TestClient
 
+from models.prompt.chat_template import ChatRenderer
 from server.api.app import create_app, create_pool_app
+from server.api.openai.recorded import ModelReader
 from server.app.config import ServerConfig
-from server.app.service import open_service
+from server.app.service import open_renderer, open_service
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of
 from server.doctor.recorded import checkups_of, read_requests
 from server.engine.commands import ClearCache
@@ -76,6 +78,8 @@ class Served:
     client: TestClient
     engine: Engine
     restores_anywhere: bool
+    renderer: ChatRenderer
+    """As `--model` opens it."""
 
 
 MODELS = ("demo", "lfm2")
@@ -127,7 +131,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             client = stack.enter_context(TestClient(create_app(service.engine, service.model, config)))
             # The table's conversations begin with what was said elsewhere, as after a restart.
             client.app.state.api.conversations.is_whole = False  # type: ignore[attr-defined]
-            return Served(client, service.engine, restores_anywhere=name != "lfm2")
+            return Served(client, service.engine, name != "lfm2", open_renderer(folder))
 
         yield serve
 
@@ -155,6 +159,14 @@ def check(findings: list[Finding], fault: Fault, where: str) -> None:
     assert fault.also is None or any(one.cause is fault.also for one in findings), f"{where}: {told}"
 
 
+def told(findings: list[Finding]) -> list[tuple[str, str, str, str, str]]:
+    """What a person reads of findings, besides the costs, of which live ones depend on what was kept where."""
+    shown = (
+        (one.cause.value, one.example.where, one.example.before, one.example.after, one.cure) for one in findings
+    )
+    return sorted(shown)
+
+
 def findings_of_all(checkups: list[Checkup]) -> list[Finding]:
     return findings_of([loss for checkup in checkups for loss in checkup.losses])
 
@@ -175,6 +187,9 @@ def test_a_fault_is_named(served: Served, is_named: bool, fault: Fault, tmp_path
         assert not findings_of_all(case.checkups())
         return
     check(recorded, fault, "file")
+    reader = ModelReader(served.renderer, hygiene=False)
+    by_model = findings_of_all(checkups_of(read_requests(tmp_path / "requests.jsonl"), reader=reader))
+    assert told(by_model) == told(findings_of_all(case.checkups())), "file with --model, and live"
     lost = [miss for miss in case.misses if miss["cause"] not in UNTOLD]
     if not lost and fault.may_be_hidden:
         return

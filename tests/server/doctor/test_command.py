@@ -149,7 +149,7 @@ def test_recorded_requests_are_examined(tmp_path: Path, capsys: pytest.CaptureFi
     assert shown[0] == "s: 3 turns, 3 % of the previous prompt reused on average"
     assert shown[4] == "    cost    341 tokens evaluated again: 170 and 1.7 s per turn"
     assert shown[-2] == "Mended, that saves 1.1 s per turn."
-    assert shown[-1] == "Tokens are estimated as characters / 4."
+    assert shown[-1] == "Tokens are estimated as characters / 4; --model counts them as the model does."
     assert all(len(line) <= 80 for line in shown)
     _, shown, _ = doctor(capsys, "--file", str(path))
     assert shown[4] == "    cost    341 tokens evaluated again: 170 per turn"
@@ -158,6 +158,27 @@ def test_recorded_requests_are_examined(tmp_path: Path, capsys: pytest.CaptureFi
     (finding,) = told["conversations"][0]["findings"]
     assert (finding["cause"], finding["tokens"], finding["turns"]) == ("date or time", 341, 2)
     assert told["savings"]["seconds_per_turn"] == pytest.approx(3.41 / 3)
+
+
+def test_with_a_model_a_recording_is_read_by_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The template decides what a thought that is turned off costs; the model takes no images."""
+    path, messages = tmp_path / "requests.jsonl", [{"role": "user", "content": "How far is the sea? " * 30}]
+    lines: list[dict[str, Any]] = [{"messages": messages, "session_id": "s", "enable_thinking": True}]
+    messages = [*messages, {"role": "assistant", "content": "Far."}, {"role": "user", "content": "Why?"}]
+    lines.append({"messages": messages, "session_id": "s", "enable_thinking": False})
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    lines.append({"messages": [{"role": "user", "content": [image]}], "session_id": "photos"})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    status, shown, errors = doctor(capsys, "--file", str(path))
+    assert (status, errors) == (0, "")
+    assert "other template arguments" in " ".join(shown)
+    assert "Only the model's template decides whether other template arguments cost" in " ".join(shown)
+    status, shown, _ = doctor(capsys, "--file", str(path), "--model", "demo")
+    assert status == 0 and shown[0] == "s: 2 turns, 100 % of the previous prompt reused on average; nothing to mend"
+    assert "1 request refused" in shown and "takes no images" in " ".join(shown)
+    assert doctor(capsys, "--model", "demo")[0] == 2
+    status, _, errors = doctor(capsys, "--file", str(path), "--model", str(tmp_path))
+    assert status == 1 and str(tmp_path) in errors
 
 
 # ------------------------------------------------------------------------------------- what is in its way
@@ -263,5 +284,7 @@ def test_every_cause_and_every_flag_is_documented() -> None:
     section = DOCS.split("## `mlx-serve doctor")[1].split("\n## ")[0]
     told = set(re.findall(r"^\| ([a-z' -]+) \|", section, re.MULTILINE)) - {"cause"}
     assert told == {cause.value for cause in Cause}
-    assert all(f"`{flag}" in section for flag in ("--file", "--api-key", "--cache-salt", "--speed", "--json"))
+    assert all(
+        f"`{flag}" in section for flag in ("--file", "--model", "--api-key", "--cache-salt", "--speed", "--json")
+    )
     assert f"up to {NEGLIGIBLE_TOKENS} tokens" in section

@@ -1,0 +1,63 @@
+"""A recorded chat completion, read as the server reads it: by the dialect, with a model's template and tokenizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.errors import ModelError
+from models.prompt.hygiene import ToolOrders, with_constant_headers
+from server.api.conversation import Conversation
+from server.api.dialect import parse_body, validated
+from server.api.errors import ApiError, explain
+from server.api.openai.fields import IN_CHAT
+from server.api.openai.types import ChatBody, ChatMessage, template_messages
+from server.diagnosis.account import Rendered
+from server.diagnosis.prompt import part_of, prompt_of
+from server.doctor.recorded import Read, Recorded
+from server.pool.served import PromptRenderer
+
+PATH = "/v1/chat/completions"
+
+
+class ModelReader:
+    """Tokens as of the model's server, whose idle time shows the next turn each reply as the template does."""
+
+    characters_per_token = 1
+    """A number of an array is a token."""
+
+    def __init__(self, renderer: PromptRenderer, *, hygiene: bool = True) -> None:
+        """`hygiene`: the server runs without `--no-prompt-hygiene`."""
+        self.refused: list[dict[str, Any]] = []
+        self._renderer = renderer
+        self._orders = ToolOrders() if hygiene else None
+
+    def read(self, request: Recorded) -> Read | None:
+        """Returns a request's tokens; None for one that the server refuses, which is noted."""
+        namespace, model = request.prompt.namespace, request.prompt.model
+        try:
+            source = self._conversation(request.body, namespace)
+            shown = source.render()
+            reply = template_messages([validated(ChatMessage, request.reply)]) if request.reply else []
+            answered = source.followed_by(reply).stable_prefix()
+        except (ApiError, ModelError) as error:
+            self._refuse(request, explain(error, ""))
+            return None
+        parts = prompt_of(source.asked, source.tools, source.template_arguments, model=model, namespace=namespace)
+        return Read(
+            Rendered(parts, shown.tokens, shown.outline), answered.tokens, part_of(reply[0]) if reply else None
+        )
+
+    def _conversation(self, fields: Mapping[str, Any], namespace: str) -> Conversation:
+        body = parse_body(ChatBody, dict(fields), IN_CHAT)
+        messages, tools = template_messages(body.messages), fields.get("tools") or ()
+        if self._orders is not None:
+            messages, tools = with_constant_headers(messages), self._orders.settle(namespace, tools)
+        arguments = {**(body.chat_template_kwargs or {}), **body.thinking_wish().template_arguments()}
+        return Conversation(self._renderer, messages, tools, arguments, namespace, continues=body.continues())
+
+    def _refuse(self, request: Recorded, error: ApiError) -> None:
+        told = {"path": PATH, "session_id": request.session_id, "status": error.status, "code": error.code.value}
+        same = next((one for one in self.refused if one["message"] == error.message), None)
+        if same is None:
+            self.refused.append({**told, "message": error.message, "count": 1})
+        else:
+            same["count"] += 1
