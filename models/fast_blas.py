@@ -16,15 +16,14 @@ ADVICE = "apt install libopenblas0-pthread"
 
 def load_fast_blas(open_library: Callable[[str, int], object] = ctypes.CDLL) -> str | None:
     """Loads the first library found; returns its name, None if there is none or MLX needs none."""
-    if sys.platform != "linux" or "mlx.core" in sys.modules:
-        return None
-    for name in LIBRARIES:
-        try:
-            library = open_library(name, ctypes.RTLD_GLOBAL)
-        except OSError:
-            continue
-        if hasattr(library, "cblas_sgemm"):
-            return name
+    if sys.platform == "linux" and "mlx.core" not in sys.modules:
+        for name in LIBRARIES:
+            try:
+                library = open_library(name, ctypes.RTLD_GLOBAL)
+            except OSError:
+                continue
+            if hasattr(library, "cblas_sgemm"):
+                return name
     return None
 
 
