@@ -7,6 +7,7 @@ import plistlib
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +30,26 @@ Command = Sequence[str]
 
 LOG_LINES = 100
 NO_SESSION = "; this user has no session of systemd here: log in as that user, not by su or sudo"
+NO_SCREEN = "; launchd starts agents of users who are logged in at the screen: log in there, or run `mlx-serve serve`"
+HINTS = {"connect to bus": NO_SESSION, "failed: 125:": NO_SCREEN}
+"""By what the system says."""
 NO_SERVICE = "there is no service; `mlx-serve service install` makes one"
 
 LABEL = "mlx-serve"
 UNIT = f"{LABEL}.service"
+AGENT = f"local.{LABEL}"
+"""To launchd, whose labels are names of hosts in reverse."""
 MARK = "Written by `mlx-serve service install`."
 """No other file is overwritten or removed."""
 STOP_SECONDS = 30
 """Beyond `drain_seconds`, for writing conversations to the disk."""
 MAX_FILES = 8192
 """launchd's own limit is 256."""
+PAUSE_SECONDS = 0.5
+MAX_PAUSES = {"bootout": 240, "bootstrap": 10}
+"""An agent ends in its own time; a file that launchd refuses for good has the error of one that comes too early."""
+TOO_EARLY = (5, 37)
+"""What `launchctl bootstrap` ends with while the agent before is being cleaned up."""
 
 PASSED_ON = (
     *("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "LD_PRELOAD"),
@@ -96,6 +107,8 @@ class ServiceManager:
     """Run once the file is gone."""
     leftover: Path
     """Removed with the file."""
+    former: Path | None = None
+    """The file of older versions, removed where there is a new one."""
     folders: Sequence[Path]
     """Made before the file is written."""
     ask: Command
@@ -125,6 +138,8 @@ class ServiceManager:
             else:
                 self.file.write_text(before, encoding="utf-8")
             raise
+        if self.former is not None and self._read(self.former) is not None:
+            self.former.unlink()
 
     def remove(self) -> bool:
         """Ends the server and deletes the file; False if there was none. Raises StartError."""
@@ -144,16 +159,17 @@ class ServiceManager:
         """Raises StartError."""
         return ServiceState(False) if self._read() is None else self.read(self._call(self.ask))
 
-    def _read(self) -> str | None:
+    def _read(self, file: Path | None = None) -> str | None:
         """Raises StartError for a file of another program."""
+        file = file or self.file
         try:
-            text = self.file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise StartError(f"{self.file} cannot be read: {reason(error)}") from error
+            raise StartError(f"{file} cannot be read: {reason(error)}") from error
         if MARK not in text:
-            raise StartError(f"{self.file} was not written by mlx-serve, so it is left alone; remove or rename it")
+            raise StartError(f"{file} was not written by mlx-serve, so it is left alone; remove or rename it")
         return text
 
     def _call(self, command: Command) -> Ended:
@@ -165,7 +181,7 @@ class ServiceManager:
             raise StartError(f"{program} cannot be run: {reason(error)}") from error
         if done.returncode and program == command[0]:
             said = " ".join((done.stderr or done.stdout).split()) or f"status {done.returncode}"
-            hint = NO_SESSION if "connect to bus" in said else ""
+            hint = next((hint for text, hint in HINTS.items() if text in said), "")
             raise StartError(f"`{' '.join(words)}` failed: {said}{hint}")
         return done
 
@@ -237,34 +253,53 @@ def _unit_state(done: Ended) -> ServiceState:
     return ServiceState(True, values.get("ActiveState") == "active", pid or None, detail)
 
 
-def launchd(home: Path, run: Callable[[Command], Ended] = run_program) -> ServiceManager:
+def launchd(
+    home: Path, run: Callable[[Command], Ended] = run_program, pause: Callable[[float], object] = time.sleep
+) -> ServiceManager:
     """Returns launchd's manager of a user's agents, on macOS."""
-    file, log = home / "Library" / "LaunchAgents" / f"{LABEL}.plist", home / "Library" / "Logs" / f"{LABEL}.log"
+    file, log = home / "Library" / "LaunchAgents" / f"{AGENT}.plist", home / "Library" / "Logs" / f"{LABEL}.log"
     domain = f"gui/{os.getuid()}"
-    agent = f"{domain}/{LABEL}"
-    # Returns once the agent has ended.
+    agent = f"{domain}/{AGENT}"
     unload = ("-launchctl", "bootout", agent)
+
+    def run_to_the_end(command: Command) -> Ended:
+        """`bootout` returns before the agent has ended, and `bootstrap` fails until then."""
+        done = run(command)
+        for _ in range(MAX_PAUSES.get(command[1], 0)):
+            is_gone = command[1] == "bootout" and run(("launchctl", "print", command[2])).returncode != 0
+            if is_gone or (command[1] == "bootstrap" and done.returncode not in TOO_EARLY):
+                break
+            pause(PAUSE_SECONDS)
+            done = done if command[1] == "bootout" else run(command)
+        return done
+
     return ServiceManager(
         file=file,
         describe=lambda spec: launchd_plist(spec, log),
-        start=[unload, ("launchctl", "enable", agent), ("launchctl", "bootstrap", domain, str(file))],
+        start=[
+            ("-launchctl", "bootout", f"{domain}/{LABEL}"),
+            unload,
+            ("launchctl", "enable", agent),
+            ("launchctl", "bootstrap", domain, str(file)),
+        ],
         stop=unload,
         forget=(),
         leftover=log,
+        former=file.with_name(f"{LABEL}.plist"),
         folders=[file.parent, log.parent],
         # There is only launchctl's output for people.
         ask=("-launchctl", "print", agent),
         read=_agent_state,
         log=("tail", "-n", str(LOG_LINES), str(log)),
         follow="-F",
-        run=run,
+        run=run_to_the_end,
     )
 
 
 def launchd_plist(spec: ServiceSpec, log: Path) -> str:
     """Returns a property list for an agent of one user."""
     entries = {
-        "Label": LABEL,
+        "Label": AGENT,
         "ProgramArguments": list(spec.command),
         "EnvironmentVariables": dict(spec.environment),
         "RunAtLoad": True,

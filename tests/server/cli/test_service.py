@@ -27,12 +27,22 @@ class Programs:
         self.commands: list[str] = []
         self.failing = ""
         self.output = ""
+        self.early = 0
+        """How often `bootstrap` comes too early."""
+        self.ending = 0
+        """How often `print` still finds an agent that is to end."""
 
     def __call__(self, command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         line = " ".join(command)
         self.commands.append(line)
         if self.failing and self.failing in line:
             return subprocess.CompletedProcess(command, 1, "", "Failed to connect\n to bus")
+        if "bootstrap" in line and self.early:
+            self.early -= 1
+            return subprocess.CompletedProcess(command, 5, "", "Bootstrap failed: 5: Input/output error")
+        if "print" in line and not self.output:
+            self.ending -= 1
+            return subprocess.CompletedProcess(command, 0 if self.ending >= 0 else 113, self.output, "")
         return subprocess.CompletedProcess(command, 0, self.output, "")
 
 
@@ -131,9 +141,46 @@ def test_launchd_is_told_in_order(programs: Programs, tmp_path: Path) -> None:
     domain = f"gui/{os.getuid()}"
     assert programs.commands == [
         f"launchctl bootout {domain}/mlx-serve",
-        f"launchctl enable {domain}/mlx-serve",
-        f"launchctl bootstrap {domain} {tmp_path}/Library/LaunchAgents/mlx-serve.plist",
+        f"launchctl print {domain}/mlx-serve",
+        f"launchctl bootout {domain}/local.mlx-serve",
+        f"launchctl print {domain}/local.mlx-serve",
+        f"launchctl enable {domain}/local.mlx-serve",
+        f"launchctl bootstrap {domain} {tmp_path}/Library/LaunchAgents/local.mlx-serve.plist",
     ]
+
+
+def test_launchd_is_waited_for_until_the_agent_before_has_ended(programs: Programs, tmp_path: Path) -> None:
+    pauses: list[float] = []
+    manager = launchd(tmp_path, programs, pauses.append)
+    programs.ending, programs.early = 3, 2
+    manager.install(SPEC)
+    assert [line.split()[1] for line in programs.commands] == [
+        *("bootout", "print", "print", "print", "print", "bootout", "print"),
+        *("enable", "bootstrap", "bootstrap", "bootstrap"),
+    ]
+    assert len(pauses) == 5
+    programs.early = 1000
+    with pytest.raises(StartError, match="Bootstrap failed: 5: Input/output error"):
+        manager.install(SPEC)
+    assert len(pauses) < 20
+
+
+def test_launchd_needs_somebody_at_the_screen_and_the_error_says_so(tmp_path: Path) -> None:
+    def over_ssh(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        said = "Bootstrap failed: 125: Domain does not support specified action"
+        return subprocess.CompletedProcess(command, 125, "", said)
+
+    with pytest.raises(StartError, match=r"failed: 125: .*; launchd starts agents of users who are logged in at the"):
+        launchd(tmp_path, over_ssh).install(SPEC)
+
+
+def test_the_agent_of_an_older_version_goes(programs: Programs, tmp_path: Path) -> None:
+    manager = launchd(tmp_path, programs)
+    assert manager.former is not None
+    manager.former.parent.mkdir(parents=True)
+    manager.former.write_text(launchd_plist(SPEC, tmp_path))
+    manager.install(SPEC)
+    assert not manager.former.exists() and manager.file.exists()
 
 
 @pytest.mark.parametrize("failing", ["daemon-reload", "enable", "restart", "bootstrap"])
