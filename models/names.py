@@ -36,6 +36,8 @@ _REPOSITORY = re.compile(
     rf"(?!.*(?:--|\.\.))(?!(?i:www\.)?(?i:huggingface\.co|hf\.co)/){_PART}/{_PART}(?:@[A-Za-z0-9][A-Za-z0-9_./+-]*)?"
 )
 
+_HOME = "models--"
+"""How the folder of a repository begins."""
 _ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>[^/?#]+/[^/?#]+)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>refs/[^/?#]+/[^/?#]+|[^/?#]+)[^?#]*)?/?(?:[?#].*)?",
@@ -86,6 +88,21 @@ def parse_repository(name: str) -> RepositoryName | None:
     return RepositoryName(full, revision or "main")
 
 
+def as_stored(repository: str) -> str:
+    """A repository in the letters of its folder: case is ignored by the hub, and by the disk of most Macs."""
+    home = _home_name(repository)
+    with contextlib.suppress(OSError):
+        names = [one.name for one in cache_folder().iterdir()]
+        near = next((one for one in names if one.lower() == home.lower()), home)
+        if home not in names and near != home:
+            return near.removeprefix(_HOME).replace("--", "/")
+    return repository
+
+
+def _home_name(repository: str) -> str:
+    return _HOME + repository.replace("/", "--")
+
+
 def resolve(name: str) -> Path:
     """The folder of model `name`; raises ModelNotFound or ModelBroken."""
     return _found(name)[1]
@@ -118,6 +135,7 @@ def _downloaded(name: str) -> tuple[WeightsPlace, Path]:
     repository = parse_repository(_largest_here(family, name) if family else name)
     if repository is None:
         raise ModelNotFound(f"There is no model {name!r}: {suggest(name)}")
+    repository = replace(repository, repository=as_stored(repository.repository))
     folder = _cached(name, repository)
     return WeightsPlace("repository", repository.repository, folder.name), folder
 
@@ -197,6 +215,8 @@ def place_of(name: str) -> WeightsPlace:
 def files_of(name: str) -> tuple[WeightsPlace, Path]:
     """Place and folder of `name`, whose files may be missing; raises ModelNotFound."""
     repository = None if _is_no_download(name) else parse_repository(name)
+    if repository is not None:
+        repository = replace(repository, repository=as_stored(repository.repository))
     snapshot = None if repository is None else _snapshot(repository)
     if repository is not None and snapshot is not None:
         return WeightsPlace("repository", repository.repository, snapshot.name), snapshot
@@ -207,7 +227,7 @@ def files_of(name: str) -> tuple[WeightsPlace, Path]:
 
 
 def _snapshot(repository: RepositoryName) -> Path | None:
-    home = cache_folder() / f"models--{repository.repository.replace('/', '--')}"
+    home = cache_folder() / _home_name(repository.repository)
     ref = home / "refs" / repository.revision
     folder = home / "snapshots" / (ref.read_text().strip() if ref.is_file() else repository.revision)
     return folder if folder.is_dir() else None

@@ -9,8 +9,19 @@ from huggingface_hub import constants
 
 from models import names
 from models.errors import ModelBroken, ModelNotFound
-from models.names import RepositoryName, installed, missing_files, parse_repository, resolve, shorten, used_last
+from models.names import (
+    RepositoryName,
+    files_of,
+    find_installed,
+    installed,
+    missing_files,
+    parse_repository,
+    resolve,
+    shorten,
+    used_last,
+)
 from models.short_names import SHORT_NAMES
+from server.app.service import model_id
 
 COMMIT = "a" * 40
 OTHER_COMMIT = "b" * 40
@@ -105,6 +116,20 @@ def test_a_cached_repository_is_found_by_name_revision_commit_and_short_name(hub
 def test_what_is_not_cached_comes_with_the_command_that_fetches_it(name: str, hub_cache: Path) -> None:
     with pytest.raises(ModelNotFound, match=f"mlx-serve pull {name}$"):
         resolve(name)
+
+
+def test_a_repository_in_other_letters_is_the_same_model(hub_cache: Path) -> None:
+    folder = write_download(hub_cache, "mlx-community/Qwen3-8B-4bit")
+    for name in (
+        "MLX-Community/qwen3-8b-4bit",
+        "mlx-community/Qwen3-8B-4bit",
+        "https://hf.co/MLX-community/qwen3-8b-4BIT",
+    ):
+        assert resolve(name) == folder
+        assert find_installed(name) == ("mlx-community/Qwen3-8B-4bit", folder)
+        assert model_id(name) == "mlx-community/Qwen3-8B-4bit"
+        assert files_of(name)[0].name == "mlx-community/Qwen3-8B-4bit"
+    assert model_id("Other/Model--x@v2") == "Other/Model--x@v2"
 
 
 def test_another_revision_than_the_cached_one_is_not_served_in_its_place(hub_cache: Path) -> None:
