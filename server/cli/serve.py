@@ -13,6 +13,7 @@ import ipaddress
 import json
 import logging
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -45,6 +46,7 @@ from server.app.keys import read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
 from server.app.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
+from server.cli.at_login import MAX_FILES
 from server.cli.keys import Sigterm, interruptible
 from server.pool.catalog import Catalog
 from server.pool.memory import PoolSettings
@@ -199,6 +201,7 @@ CLOSE_SECONDS = 5
 """Time for the last bytes to reach their clients."""
 SWITCH_SECONDS = 0.001
 """After this time a planning thread gives Python's lock to a waiting engine or event loop."""
+CONNECT_SECONDS = 0.25
 KERNEL_BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
@@ -213,13 +216,16 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
     sigterm = Sigterm(lambda: os._exit(0))
     console = Console(highlight=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
-        address, port = listener.getsockname()[:2]
-        _check_exposure(config, address)
+        listeners = bind(config.host, config.port)
+        for listener in listeners:
+            stack.enter_context(contextlib.closing(listener))
+            _check_exposure(config, listener.getsockname()[0])
+        address, port = listeners[0].getsockname()[:2]
         keys = read_keys(config)
         _check_cache_dir(config)
         if config.otlp is not None:
             check_otlp(config.otlp)
+        raise_file_limit()
         max_connections = find_max_connections()
         claim, others = _claim(runtime, stack)
         around = Surroundings(others, fast_blas, urls(address, port))
@@ -231,7 +237,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
             limits = Limits(config.client_seconds, max_connections)
             http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
             stopper = _Stopper(_Server(http_config, on_listening), pool, app, config.drain_seconds)
-            asyncio.run(_serve(stopper, config, listener, sigterm))
+            asyncio.run(_serve(stopper, config, listeners, sigterm))
             return 0
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.
@@ -246,6 +252,14 @@ def _check_exposure(config: ServerConfig, address: str) -> None:
             f"other machines can reach {config.host}, and without a key anyone there could use this server: give "
             "--api-key-file FILE, or --insecure-no-key if that is meant"
         )
+
+
+def raise_file_limit() -> None:
+    """Lets the process open more files: the soft limit is 256 in a terminal of macOS."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check_cache_dir(config: ServerConfig) -> None:
@@ -339,22 +353,41 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
                 handler.setStream(stream or sys.__stderr__)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that does not listen yet. Raises StartError."""
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Returns a socket that does not listen yet; for `localhost` one for each address. Raises StartError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise StartError(f"{host!r} is no address to listen on: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from error
-    return listener
+    addresses = list(dict.fromkeys((entry[0], str(entry[4][0])) for entry in found))
+    if all(is_for_this_machine(address) for _, address in addresses):
+        # Clients try either first.
+        addresses.sort(key=lambda one: one[0] is not socket.AF_INET)
+    else:
+        del addresses[1:]
+    with contextlib.ExitStack() as stack:
+        bound: list[socket.socket] = []
+        for family, address in addresses:
+            try:
+                listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                _bind(listener, address, bound[0].getsockname()[1] if bound else port)
+                bound.append(listener)
+            except OSError as error:
+                if not bound or error.errno == errno.EADDRINUSE:
+                    raise _cannot_listen(host, port, error) from error
+        stack.pop_all()
+    return bound
+
+
+def _bind(listener: socket.socket, address: str, port: int) -> None:
+    """Raises OSError. On macOS an address can be had beside a program that listens on all of them: so it is asked."""
+    with socket.socket(listener.family, socket.SOCK_STREAM) as caller:
+        caller.settimeout(CONNECT_SECONDS)
+        asked = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+        if port and caller.connect_ex((asked, port)) == 0 and caller.getsockname() != caller.getpeername():
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
@@ -365,7 +398,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
     return StartError(f"cannot listen on {host}, port {port}: {error.strerror}")
 
 
-async def _serve(stopper: "_Stopper", config: ServerConfig, listener: socket.socket, sigterm: Sigterm) -> None:
+async def _serve(stopper: "_Stopper", config: ServerConfig, listeners: list[socket.socket], sigterm: Sigterm) -> None:
     app = stopper.app
     stopper.pool.watch()
     loop = asyncio.get_running_loop()
@@ -374,7 +407,7 @@ async def _serve(stopper: "_Stopper", config: ServerConfig, listener: socket.soc
     if config.api_keys_file is not None:
         loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, app, config))
     try:
-        await stopper.server.serve(sockets=[listener])
+        await stopper.server.serve(sockets=listeners)
     except OSError as error:
         raise _cannot_listen(config.host, config.port, error) from error
     if stopper.draining is not None:

@@ -30,7 +30,7 @@ from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running
 from server.app.service import _bound_pool, model_id, open_service, read_sampling
 from server.cli import serve
 from server.cli.main import execute
-from server.cli.serve import _Stopper, bind, count_text, example_call, is_for_this_machine, urls
+from server.cli.serve import _Stopper, bind, count_text, example_call, is_for_this_machine, raise_file_limit, urls
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
@@ -373,8 +373,51 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(
 
 
 def test_a_bound_socket_does_not_listen_yet() -> None:
-    with contextlib.closing(bind("127.0.0.1", 0)) as listener, pytest.raises(ConnectionRefusedError):
+    (listener,) = bind("127.0.0.1", 0)
+    with contextlib.closing(listener), pytest.raises(ConnectionRefusedError):
         socket.create_connection(listener.getsockname())
+
+
+def test_a_port_of_which_another_program_has_all_addresses_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, where such an address can be bound: clients of the other program would come here."""
+    monkeypatch.setattr("socket.socket.bind", lambda *given: None)
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = other.getsockname()[1]
+        for host in ("127.0.0.1", "0.0.0.0", "localhost"):
+            with pytest.raises(StartError, match=f"port {port} of {host} is in use"):
+                bind(host, port)
+
+
+def test_localhost_is_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(*others: str) -> list[tuple[object, ...]]:
+        kind = socket.SOCK_STREAM
+        six = [(socket.AF_INET6, kind, 6, "", (address, 0, 0, 0)) for address in others]
+        return [*six, *[(socket.AF_INET, kind, 6, "", ("127.0.0.1", 0))] * 2]
+
+    monkeypatch.setattr("socket.getaddrinfo", lambda *given, **more: listed("::1"))
+    with contextlib.ExitStack() as stack:
+        bound = [stack.enter_context(one) for one in bind("localhost", 0)]
+        # A system without IPv6 has only the first.
+        assert [one.getsockname()[0] for one in bound] == ["127.0.0.1", "::1"][: len(bound)]
+        assert len({one.getsockname()[1] for one in bound}) == 1 and len(bound) == 1 + socket.has_dualstack_ipv6()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *given, **more: listed("2001:db8::1"))
+    with pytest.raises(StartError, match="cannot listen on name"):
+        bind("name.example", 0)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [(256, -1, 8192), (256, 1024, 1024), (20_000, 1 << 20, None), (-1, -1, None)],
+)
+def test_the_soft_limit_of_files_is_raised(
+    soft: int, hard: int, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: told.append(limits))
+    raise_file_limit()
+    assert told == ([] if wanted is None else [(wanted, hard)])
 
 
 @pytest.mark.parametrize(
