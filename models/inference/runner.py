@@ -21,7 +21,7 @@ stored state.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -96,6 +96,8 @@ def _likeliest(found: mx.array, count: int) -> mx.array:
 CLEAR_CACHE_PREFILL_TOKENS = 2048
 CLEAR_CACHE_STEPS = 256
 """Steps between emptyings of MLX's buffer pool: prefill leaves sizes that decode never uses."""
+MAX_UNREAD_ERRORS = 16
+"""More than steps are ever under way: beyond it the device raises at everything."""
 
 
 @dataclass(eq=False)
@@ -295,6 +297,14 @@ class Runner:
         self._num_steps += 1
         if self._num_steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
+
+    def drain(self) -> None:
+        """Waits for all that was started, and takes its errors: MLX raises one that nobody read at the next use."""
+        for _ in range(MAX_UNREAD_ERRORS):
+            with suppress(Exception):
+                mx.synchronize()
+                mx.eval(mx.zeros(1) + 1)
+                return
 
     def detach(self, row: DecodeRow) -> None:
         """Takes a row out of the batch: `row.caches` hold all its state, evaluated, in own arrays."""

@@ -334,6 +334,9 @@ class ShapeRunner(SharesNothing):
     def start(self, step: Sampled) -> None:
         """Steps are done when they are prepared."""
 
+    def drain(self) -> None:
+        """Nothing is under way."""
+
     def detach(self, row: Row) -> None:
         """A row's caches always hold all of its state."""
 

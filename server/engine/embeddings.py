@@ -20,7 +20,7 @@ from cache.reclaim import SetAside
 from models.adapter import NO_ADAPTER
 from models.errors import ModelError
 from models.formats import Reading
-from server.engine.request import EngineError, PromptTooLarge, StepFailed, TokenArray
+from server.engine.request import EngineError, PromptTooLarge, StepFailed, TokenArray, check_device
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +220,7 @@ class Embeddings:
 
 
 def _told(error: Exception) -> Exception:
+    check_device(error)
     if isinstance(error, EngineError | ModelError):
         return error
     logger.warning("texts could not be embedded", exc_info=error)

@@ -34,7 +34,15 @@ from models.output.detokenizer import StreamDecoder
 from server.engine.commands import ResizeBudget, give_back
 from server.engine.embeddings import EmbeddingJob, Vector
 from server.engine.messages import Command, Generation, Inbox, Mailbox, WorkerMessage
-from server.engine.request import EngineStats, EngineStopped, GenerationRequest, QueueFull, StepFailed, TokenArray
+from server.engine.request import (
+    DeviceLost,
+    EngineStats,
+    EngineStopped,
+    GenerationRequest,
+    QueueFull,
+    StepFailed,
+    TokenArray,
+)
 from server.engine.sequence import EngineSessions
 from server.engine.worker import Worker
 
@@ -262,6 +270,10 @@ class Engine:
             while self._handle_messages(worker):
                 self._step(worker)
                 self._stats = worker.stats()
+        except DeviceLost as error:
+            # `/health` says so before anything else is tried on the device.
+            self._is_accepting = False
+            logger.critical("%s: %s", error, error.__cause__)
         finally:
             try:
                 worker.stop(parks=self._parks)
@@ -275,6 +287,8 @@ class Engine:
     def _step(self, worker: Worker) -> None:
         try:
             worker.step()
+        except DeviceLost:
+            raise
         except Exception as error:  # a bug of ours: every request fails, the engine goes on with the next
             logger.exception("the engine failed between requests")
             worker.fail_all(StepFailed(f"the server failed: {error}"))

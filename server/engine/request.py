@@ -1,7 +1,7 @@
 """A request to the engine, its events, its errors, and the engine's counters. All values are immutable. Pure.
 
 The server has already parsed the client's dialect and tokenized the text. The events of a request, in order: Started,
-Progress*, Delta*, then Finished or Failed. No error ends the engine:
+Progress*, Delta*, then Finished or Failed. No error ends the engine, but the last:
 
 EngineError
 ├── QueueFull
@@ -9,7 +9,8 @@ EngineError
 ├── PromptTooLarge
 ├── OutOfMemory
 ├── AnswerUnbound
-└── StepFailed
+├── StepFailed
+└── DeviceLost, which does end it
 """
 
 from dataclasses import dataclass, field
@@ -222,6 +223,19 @@ class AnswerUnbound(EngineError):
 
 class StepFailed(EngineError):
     """The model failed on this sequence; other sequences went on."""
+
+
+class DeviceLost(EngineError):
+    """The device takes no more work from this process; another process may have better luck."""
+
+    def __init__(self) -> None:
+        super().__init__("the GPU refuses all work of this process, after errors before; the server must start again")
+
+
+def check_device(error: Exception) -> None:
+    """Raises DeviceLost for what macOS makes of a process whose work has failed too often: nothing mends it."""
+    if "submissionsignored" in str(error).lower():
+        raise DeviceLost from error
 
 
 _NO_MEMORY = ("unable to allocate", "out of memory", "outofmemory", "insufficient memory", "[metal::malloc]")

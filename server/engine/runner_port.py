@@ -65,6 +65,9 @@ class RunnerPort(SharedBuffers, Protocol):
     def take_change(self) -> bool:
         """Whether shared buffers have changed since this was asked last."""
 
+    def drain(self) -> None:
+        """Waits for all that was started and takes its errors, which else meet whoever evaluates next."""
+
     def detach(self, row: Any) -> None:
         """Evaluates all state of a row into the row's own caches."""
 

@@ -34,6 +34,7 @@ from server.engine.request import (
     StepFailed,
     Timings,
     TokenArray,
+    check_device,
     is_out_of_memory,
 )
 from server.engine.runner_port import RunnerPort
@@ -367,7 +368,8 @@ class SequenceTable:
                 self.close(sequence)
 
     def fail_step(self, sequence: Sequence, error: Exception) -> None:
-        """Fails a sequence, unless memory for it may come."""
+        """Fails a sequence, unless memory for it may come. Raises DeviceLost."""
+        check_device(error)
         lacks_memory = is_out_of_memory(error)
         if lacks_memory and sequence.output.reason is None and self._try_later(sequence):
             logger.warning("request %s is tried again: %s", sequence.request.request_id, error)

@@ -190,6 +190,9 @@ class FakeRunner(SharesNothing):
             raise step.start_error
         step.is_started = True
 
+    def drain(self) -> None:
+        """Nothing is under way here."""
+
     def detach(self, row: FakeRow) -> None:
         """A row's caches always hold all of its state here."""
 

@@ -412,3 +412,11 @@ def test_what_rows_do_not_know_fails_instead_of_computing_nonsense(use: Callable
     rows = Parts([mx.ones((1, 1, 4, 3)), mx.ones((1, 1, 2, 3))], [1])
     with pytest.raises((TypeError, ValueError, IndexError)):
         use(rows)
+
+
+def test_the_error_of_a_step_that_nobody_reads_meets_no_other() -> None:
+    runner = runner_of("qwen3")
+    mx.async_eval(mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu))  # type: ignore[no-untyped-call]
+    # MLX raises it at the next use of the stream, whatever that evaluates.
+    runner.drain()
+    mx.eval(mx.ones(3, stream=mx.cpu) + 1)

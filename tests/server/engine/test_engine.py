@@ -372,3 +372,24 @@ def test_a_bug_while_a_request_is_taken_fails_it_and_the_engine_goes_on(served: 
     kinds = [type(last) for last in last_events(served, sabotage)]
     assert kinds == [Failed, Finished, Finished]
     assert served.engine.stats().num_open == 0
+
+
+LOST = (
+    "[METAL] Command buffer execution failed: Ignored (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
+)
+
+
+@pytest.mark.parametrize("operation", ["prefill", "prepare", "start"])
+def test_a_device_that_takes_no_more_work_ends_the_engine(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **more: Any) -> Any:
+        raise RuntimeError(LOST)
+
+    served = Served()
+    monkeypatch.setattr(served.runner, operation, refuse)
+
+    async def run() -> None:
+        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request())), 10))[-1], Failed)
+
+    asyncio.run(run())
+    served.engine.stop()  # waits for the thread to be gone
+    assert not served.engine.is_running

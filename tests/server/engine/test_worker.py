@@ -422,6 +422,17 @@ def test_a_row_that_fails_fails_alone(layout: str, part: str) -> None:
         assert sink.tokens == reference(prompt_of(seed, 12), 15, ignore_eos=True)
 
 
+def test_an_error_that_nobody_read_is_taken_before_the_next_step() -> None:
+    drained: list[int] = []
+    runner = FakeRunner(fault=lambda kind, rows: "read" if kind == "decode" and len(runner.log) == 4 else None)
+    runner.drain = lambda: drained.append(len(runner.log))  # type: ignore[method-assign]
+    harness = Harness(runner=runner)
+    sinks = [harness.submit(prompt_of(seed, 12), max_tokens=5, ignore_eos=True) for seed in (1, 2)]
+    harness.run()
+    assert drained
+    assert [sink.tokens for sink in sinks] == [reference(prompt_of(seed, 12), 5, ignore_eos=True) for seed in (1, 2)]
+
+
 def test_a_prefill_that_fails_harms_nobody_else() -> None:
     poison = 77
     runner = FakeRunner("R", fault=lambda kind, rows: "x" if kind == "prefill" and poison in rows[0] else None)
