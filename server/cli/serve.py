@@ -46,6 +46,7 @@ from server.app.keys import read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
 from server.app.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
+from server.app.upkeep import Upkeep, exclude_from_backups
 from server.cli.at_login import MAX_FILES
 from server.cli.keys import Sigterm, interruptible
 from server.pool.catalog import Catalog
@@ -238,7 +239,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
             http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
             stopper = _Stopper(_Server(http_config, on_listening), pool, app, config.drain_seconds)
             asyncio.run(_serve(stopper, config, listeners, sigterm))
-            return 0
+            return stopper.status
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.
             sigterm.on_signal = lambda: None
@@ -271,6 +272,7 @@ def _check_cache_dir(config: ServerConfig) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise FolderUnusable(folder, error) from error
+    exclude_from_backups(folder)
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise FolderUnusable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     name = config.models[0]
@@ -406,10 +408,13 @@ async def _serve(stopper: "_Stopper", config: ServerConfig, listeners: list[sock
     sigterm.on_signal = partial(loop.call_soon_threadsafe, stopper.signalled)
     if config.api_keys_file is not None:
         loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, app, config))
+    upkeep = loop.create_task(Upkeep(stopper.pool, stopper.fail).run())
     try:
         await stopper.server.serve(sockets=listeners)
     except OSError as error:
         raise _cannot_listen(config.host, config.port, error) from error
+    finally:
+        upkeep.cancel()
     if stopper.draining is not None:
         await stopper.draining
     if app.state.api.tracing is not None:
@@ -457,6 +462,17 @@ class _Stopper:
     app: Starlette
     drain_seconds: float
     draining: asyncio.Task[None] | None = None
+    status: int = 0
+    """The exit status."""
+
+    def fail(self) -> None:
+        """Ends the server with an error, so that launchd or systemd starts it again."""
+        if self.draining is None:
+            logger.critical(
+                "the engine of a model has ended by itself, so the server ends: it is to be started again"
+            )
+            self.status = 1
+            self.signalled()
 
     def signalled(self) -> None:
         if self.draining is not None:

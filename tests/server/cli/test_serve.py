@@ -265,6 +265,29 @@ def test_a_second_signal_speaks_of_answers_only_where_some_ran(
     assert "stopped at once" in caplog.text
 
 
+def test_a_gpu_that_refuses_all_work_ends_the_process_with_an_error(folder: Path, tmp_path: Path) -> None:
+    """So that launchd or systemd starts another, which macOS lets work again."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading, time\n"
+        "def plant():\n"
+        "    while not hasattr(sys.modules.get('models.inference.runner'), 'Runner'): time.sleep(0.01)\n"
+        "    runner = sys.modules['models.inference.runner'].Runner\n"
+        "    real = runner.prefill\n"
+        "    def prefill(self, caches, tokens, *more):\n"
+        "        if len(tokens) > 60: raise RuntimeError('kIOGPUCommandBufferCallbackErrorSubmissionsIgnored')\n"
+        "        real(self, caches, tokens, *more)\n"
+        "    runner.prefill = prefill\n"
+        "threading.Thread(target=plant, daemon=True).start()\n"
+    )
+    with serving(folder, environment={"PYTHONPATH": str(tmp_path)}, fresh=True) as server:
+        assert ask(server.port, "POST", "/v1/completions", prompt="a", max_tokens=1)[0].status == 200
+        assert ask(server.port, "POST", "/v1/completions", prompt="a " * 200, max_tokens=1)[0].status >= 500
+        assert get(server.port, "/health")[0] == 503
+        assert server.wait() == 1
+        assert "the GPU refuses all work of this process" in server.output
+        assert "Traceback" not in server.output
+
+
 def test_a_key_is_asked_for_and_not_shown(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("geheim\n")
     with serving(folder, "--api-key-file", str(tmp_path / "key")) as server:

@@ -1,0 +1,77 @@
+"""What a server does every few seconds beside its requests, and what it tells macOS. Event loop only.
+
+* An engine that has ended by itself ends the process, for launchd or systemd to start it again.
+* A Mac does not fall asleep while requests run.
+"""
+
+import asyncio
+import contextlib
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from server.pool.pool import ModelPool
+
+SECONDS = 2.0
+"""Between two rounds."""
+
+
+Child: TypeAlias = "subprocess.Popen[bytes]"
+
+
+def start_program(command: Sequence[str]) -> Child:
+    """Starts a program by its path; it inherits no files, and without closing them Python need not fork."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, close_fds=False)
+
+
+class Awake:
+    """Keeps a Mac from falling asleep, by caffeinate(8), which ends with this process at the latest."""
+
+    def __init__(self, start: Callable[[Sequence[str]], Child] = start_program) -> None:
+        self._start = start
+        self._child: Child | None = None
+
+    def keep(self, is_busy: bool) -> None:
+        """Lets the Mac sleep again once nothing is busy."""
+        if is_busy and self._child is None:
+            with contextlib.suppress(OSError):
+                self._child = self._start(("/usr/bin/caffeinate", "-i", "-w", str(os.getpid())))
+        elif self._child is not None and not is_busy:
+            self._child.terminate()
+            self._child.wait()
+            self._child = None
+
+
+def exclude_from_backups(folder: Path) -> None:
+    """Keeps Time Machine from copying state, of which gigabytes change each day."""
+    if platform.system() == "Darwin":
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            command = ("/usr/bin/tmutil", "addexclusion", str(folder))
+            subprocess.run(command, capture_output=True, timeout=10, check=False)
+
+
+@dataclass
+class Upkeep:
+    """The rounds of one server."""
+
+    pool: ModelPool
+    on_lost: Callable[[], object]
+    """Called in each round in which an engine does not run."""
+    awake: Awake | None = field(default_factory=lambda: Awake() if platform.system() == "Darwin" else None)
+
+    async def run(self) -> None:
+        """Goes on until cancelled."""
+        while True:
+            await asyncio.sleep(SECONDS)
+            await self.tick()
+
+    async def tick(self) -> None:
+        """One round."""
+        if any(not engine.is_running for engine in self.pool.engines.values()):
+            self.on_lost()
+        if self.awake is not None:
+            self.awake.keep(any(member.is_busy for member in self.pool.members))

@@ -1,0 +1,92 @@
+"""What a server does every few seconds, in rounds that the test begins."""
+
+import asyncio
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.app.upkeep import Awake, Upkeep, exclude_from_backups
+from server.pool.members import OpenedModel
+from server.pool.pool import ModelPool
+from tests.support.fake_engine import FakeEngine, fake_model
+
+
+class Caffeinate:
+    """Stands for the program."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def __call__(self, command: Sequence[str]) -> "Caffeinate":
+        self.events.append(tuple(command))
+        return self
+
+    def terminate(self) -> None:
+        self.events.append("ended")
+
+    def wait(self) -> int:
+        return -15
+
+
+def pool_of(*engines: FakeEngine) -> ModelPool:
+    return ModelPool.of(*(OpenedModel(fake_model(id=f"m{number}"), one) for number, one in enumerate(engines)))
+
+
+def test_an_engine_that_ended_is_told_in_the_next_round() -> None:
+    lost: list[int] = []
+    first, second = FakeEngine(), FakeEngine()
+
+    async def run() -> None:
+        upkeep = Upkeep(pool_of(first, second), lambda: lost.append(1), awake=None)
+        await upkeep.tick()
+        assert not lost
+        second.is_running = False
+        await upkeep.tick()
+        assert lost
+
+    asyncio.run(run())
+
+
+def test_a_mac_stays_awake_while_requests_run_and_no_longer() -> None:
+    program = Caffeinate()
+
+    async def run() -> None:
+        pool = pool_of(FakeEngine())
+        upkeep = Upkeep(pool, lambda: None, awake=Awake(program))  # type: ignore[arg-type]
+        await upkeep.tick()
+        assert program.events == []
+        hold = await pool.load(pool.source_of("m0"))
+        await upkeep.tick()
+        await upkeep.tick()
+        assert program.events == [("/usr/bin/caffeinate", "-i", "-w", str(os.getpid()))]
+        hold.close()
+        await upkeep.tick()
+        await upkeep.tick()
+        assert program.events[1:] == ["ended"]
+
+    asyncio.run(run())
+
+
+def test_a_mac_without_the_program_serves_nevertheless() -> None:
+    def missing(command: Sequence[str]) -> Any:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    awake = Awake(missing)
+    awake.keep(True)
+    awake.keep(False)
+
+
+@pytest.mark.parametrize(("system", "is_told"), [("Darwin", True), ("Linux", False)])
+def test_time_machine_leaves_the_cache_out(
+    system: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: told.append(command))
+    exclude_from_backups(tmp_path)
+    assert told == ([("/usr/bin/tmutil", "addexclusion", str(tmp_path))] if is_told else [])
