@@ -3,7 +3,7 @@
 If a release of mlx-lm moves a name, only this file changes.
 """
 
-import cache.layers  # noqa: F401
+from cache.layers import set_wired_limit
 
 # isort: split
 from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantized_attention
@@ -29,4 +29,5 @@ __all__ = [
     "quantize_model",
     "quantized_attention",
     "save",
+    "set_wired_limit",
 ]

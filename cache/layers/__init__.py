@@ -27,6 +27,10 @@ def _file_limit_kept() -> Iterator[None]:
         resource.setrlimit = original
 
 
+set_wired_limit = mx.set_wired_limit
+"""MLX's own."""
+
+
 def _ignore_wired_limit(limit: int) -> int:
     """Replaces `mx.set_wired_limit`: returns 0 bytes, the limit still in force."""
     return 0

@@ -92,6 +92,11 @@ class ServerConfig:
         "Memory for the state of past tokens, live and stored, at any time; by default from the machine's memory.",
         between=(MEBIBYTE, math.inf),
     )
+    wire_weights: bool = _setting(
+        True,
+        "Let macOS page the weights out as it does other memory; by default they are wired, so that a Mac whose "
+        "memory is nearly full stays quick.",
+    )
     cache_disk_bytes: int | None = _setting(
         None,
         "Disk space for state that outlives memory and restarts; by default nothing is written.",

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from models.inference.grammar import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release
-from models.mlx_lm_import import get_total_parameters, make_prompt_cache
+from models.mlx_lm_import import get_total_parameters, make_prompt_cache, set_wired_limit
 from models.names import BUILT_IN, as_stored, find_stored, identity_of, resolve, shorten, suggest_smaller
 from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
@@ -50,6 +51,40 @@ FLOAT32_SHARE = 0.5
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
+LARGEST_REST_BYTES = 64 << 20
+"""Memory beside the weights in which no state can be."""
+
+
+class Wiring:
+    """Keeps weights in memory, where macOS 15 or later would page them out when memory is nearly full.
+
+    MLX wires whatever buffers fit under a limit, and is known to panic macOS where wired buffers come and go while
+    several streams run. So the limit is the size of the weights, and rises only while nothing runs and there is
+    nothing but weights: no state is ever wired. For any thread, one at a time.
+    """
+
+    def __init__(self, machine: Machine, *, is_wanted: bool) -> None:
+        is_new = (int(platform.mac_ver()[0].partition(".")[0] or 0)) >= 15
+        self._largest_bytes = (machine.recommended_bytes or 0) if is_wanted and is_new else 0
+        self.wired_bytes = 0
+
+    @property
+    def is_possible(self) -> bool:
+        return self._largest_bytes > 0
+
+    def update(self, weights_bytes: int, *, is_quiet: bool) -> None:
+        """Wires all loaded weights, if that `is_quiet`; as many bytes fewer as were unloaded in any case."""
+        wanted_bytes = min(weights_bytes, self._largest_bytes)
+        if wanted_bytes > self.wired_bytes:
+            mx.clear_cache()
+            if not is_quiet or mx.get_active_memory() - weights_bytes > LARGEST_REST_BYTES:
+                logger.info("%s of weights stay wired: beside them there is state", size_text(self.wired_bytes))
+                return
+        if wanted_bytes != self.wired_bytes:
+            set_wired_limit(wanted_bytes)
+            self.wired_bytes = wanted_bytes
+
+
 @dataclass(frozen=True, eq=False)
 class Service:
     """One model with the facts of its start-up report; the engine is not started."""
@@ -64,8 +99,14 @@ class Service:
     """Measured on one matrix; None on a GPU."""
     model_context_tokens: int
     """`model.context_tokens` may be lower."""
+    wiring: Wiring
     named: ServedModel | None = None
     """Set where a name of our own was asked for."""
+
+    def start(self) -> None:
+        """Starts the engine, and wires the weights. Raises any error of the engine's start."""
+        self.engine.start()
+        self.wiring.update(self.memory.weights_bytes, is_quiet=True)
 
     @property
     def model(self) -> ServedModel:
@@ -107,6 +148,7 @@ def open_service(
         opened.model.facts.stored_bytes,
         seconds_per_token=seconds_per_token(loaded.model, _active_share(loaded.config)) if is_cpu else None,
         model_context_tokens=loaded.context_tokens,
+        wiring=Wiring(machine, is_wanted=config.wire_weights),
         named=None if source.label is None else opened.model.labelled(source.label, source.defaults),
     )
 

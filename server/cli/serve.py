@@ -80,6 +80,8 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
         yield "adapters", ", ".join(service.opened.variants)
     if service.seconds_per_token is not None and sys.platform == "linux":
         yield "blas", around.fast_blas or f"MLX's own, slow with long prompts; {ADVICE}"
+    if service.wiring.is_possible:
+        yield "wired", f"{size_text(service.wiring.wired_bytes)}, which macOS does not page out (--no-wire-weights)"
     yield "cache", _cache_text(service, config)
     yield "rest", _rest_text(service)
     for other in around.others:
@@ -305,7 +307,7 @@ def _start(config: ServerConfig, console: Console, around: Surroundings, claim: 
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(SWITCH_SECONDS)
-        service.engine.start()
+        service.start()
     return service
 
 
@@ -323,6 +325,7 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
         keep_alive_seconds=None if config.keep_alive is None else parse_keep_alive(config.keep_alive),
         aliases=tuple(map(parse_alias, config.aliases)),
         default_id=first.name,
+        wire=lambda num_bytes, is_quiet: service.wiring.update(num_bytes, is_quiet=is_quiet),
     )
     catalog = Catalog(sources, has_others=config.max_models != 1)
     pool = ModelPool(catalog, [service.opened], ServiceOpener(config, memory), settings)

@@ -332,6 +332,7 @@ class Loader:
         if former is not None and not former.state.num_bytes:
             self.budgets.on_given_up(source.id)
         member = self.loaded[source.id] = Member(source, opened, budget_bytes, self._clock())
+        await self._wire()
         seconds = self._clock() - began
         logger.info("loaded %s in %.1f s", source.id, seconds)
         self.on_change(ModelChange(ChangeKind.LOADED, source.id, seconds))
@@ -344,12 +345,19 @@ class Loader:
             model_id = member.source.id
             del self.loaded[model_id]
             state = await asyncio.to_thread(member.opened.unload)
+            await self._wire()
             if state is not None:
                 self.budgets.unloaded[model_id] = UnloadedModel(model_id, state, member.last_used)
             else:
                 self.budgets.on_given_up(model_id)  # at most on disk
             logger.info("unloaded %s", model_id)
             self.on_change(ModelChange(ChangeKind.UNLOADED, model_id))
+
+    async def _wire(self) -> None:
+        members = self.loaded.values()
+        is_quiet = not any(one.is_busy for one in members)
+        weights_bytes = sum(one.opened.weights_bytes for one in members)
+        await asyncio.to_thread(self._settings.wire, weights_bytes, is_quiet)
 
     def expires(self, member: Member) -> float:
         """Returns when an idle model is unloaded: as a client or the setting says, else if memory is short."""

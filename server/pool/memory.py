@@ -4,7 +4,7 @@ What the weights leave is divided into budgets for state: one for each loaded mo
 model left. Sizes are bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cache.budget import UNBOUNDED_BYTES
@@ -160,3 +160,5 @@ class PoolSettings:
     aliases: Sequence[Alias] = ()
     default_id: str | None = None
     """For requests that name none."""
+    wire: Callable[[int, bool], object] = lambda weights_bytes, is_quiet: None
+    """Told the bytes of all loaded weights, and whether nothing runs. Blocks."""

@@ -1,5 +1,6 @@
 """How much memory is shared out."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from server.app.memory_budget import (
     largest_weights_bytes,
     read_machine,
 )
+from server.app.service import Wiring
 
 GIB = 1 << 30
 
@@ -83,3 +85,52 @@ def test_a_plan_fits_the_machine_or_says_why_not() -> None:
     assert MemoryPlan(16 * GIB, 4 * GIB, 12 * GIB, 10 * GIB).rest_bytes == -10 * GIB
     found = find_excess(MemoryPlan(16 * 10**9, 4 * 10**9, 13 * 10**9, 0))
     assert found == "13.0 GB of cache memory and 4.0 GB of weights are more than the 16.0 GB of this machine"
+
+
+@dataclass
+class Metal:
+    """Stands for MLX's allocator on a Mac: what is in memory, and the limit that it was given."""
+
+    active_bytes: int = 0
+    limits: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def metal(monkeypatch: pytest.MonkeyPatch) -> Metal:
+    found = Metal()
+    monkeypatch.setattr("platform.mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr("server.app.service.set_wired_limit", found.limits.append)
+    monkeypatch.setattr("mlx.core.get_active_memory", lambda: found.active_bytes)
+    return found
+
+
+def test_exactly_the_weights_are_wired_and_state_never(metal: Metal) -> None:
+    wiring = Wiring(Machine(64 * GIB, recommended_bytes=48 * GIB), is_wanted=True)
+    metal.active_bytes = 5 * GIB + 1000
+    wiring.update(5 * GIB, is_quiet=True)
+    assert metal.limits == [5 * GIB]
+    # Another model comes, while this one runs or has state; then this one goes, which lowers a number only.
+    metal.active_bytes = 9 * GIB
+    wiring.update(9 * GIB, is_quiet=False)
+    metal.active_bytes = 10 * GIB
+    wiring.update(9 * GIB, is_quiet=True)
+    assert metal.limits == [5 * GIB]
+    wiring.update(4 * GIB, is_quiet=False)
+    assert metal.limits == [5 * GIB, 4 * GIB] and wiring.wired_bytes == 4 * GIB
+    # Metal refuses a limit beyond what it recommends.
+    metal.active_bytes = 50 * GIB
+    wiring.update(50 * GIB, is_quiet=True)
+    assert metal.limits[-1] == 48 * GIB
+
+
+@pytest.mark.parametrize(
+    ("recommended", "is_wanted", "version"),
+    [(None, True, "15.1"), (GIB, False, "15.1"), (GIB, True, "14.7"), (GIB, True, "")],
+)
+def test_nothing_is_wired_elsewhere(
+    recommended: int | None, is_wanted: bool, version: str, metal: Metal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.mac_ver", lambda: (version, ("", "", ""), ""))
+    wiring = Wiring(Machine(64 * GIB, recommended), is_wanted=is_wanted)
+    wiring.update(GIB // 2, is_quiet=True)
+    assert not metal.limits and not wiring.is_possible

@@ -34,7 +34,7 @@ def local_model(config: ServerConfig) -> "Iterator[LocalModel]":
     console = Console()
     with console.status(f"Loading {config.models[0]} …") if console.is_terminal else nullcontext():
         service = open_service(config)
-        service.engine.start()
+        service.start()
     try:
         yield LocalModel(service.asked_for, service.engine)
     finally:

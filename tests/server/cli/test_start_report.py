@@ -8,8 +8,8 @@ import pytest
 
 from models.precision import Precision
 from server.app.config import ServerConfig
-from server.app.memory_budget import Claim, MemoryPlan
-from server.app.service import Service, open_service
+from server.app.memory_budget import Claim, Machine, MemoryPlan
+from server.app.service import Service, Wiring, open_service
 from server.cli.serve import Surroundings, facts, round_count, slowness
 from tests.support.tiny_models import write
 
@@ -33,6 +33,15 @@ def test_memory_is_shared_out_to_the_last_byte(service: Service) -> None:
     assert report["weights"] == "3.0 GB"
     assert report["cache"] == "16.0 GB (--cache-memory)"
     assert report["rest"] == "6.0 GB of 25.0 GB for everything else on this machine"
+
+
+def test_what_is_wired_is_told_on_a_mac(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "wired" not in told(service)
+    monkeypatch.setattr("platform.mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
+    wiring = Wiring(Machine(64 * GB, 48 * GB), is_wanted=True)
+    wiring.wired_bytes = 5 * GB
+    report = told(replace(service, wiring=wiring))
+    assert report["wired"] == "5.0 GB, which macOS does not page out (--no-wire-weights)"
 
 
 def test_tokens_are_told_once_the_engine_has_measured_them(service: Service) -> None:

@@ -351,3 +351,19 @@ def test_twenty_clients_that_name_models_at_random_are_all_served(max_models: in
         assert not any(member.is_busy for member in pool.members)
 
     run(test)
+
+
+def test_the_weights_of_all_models_are_told_when_one_came_or_went() -> None:
+    told: list[tuple[int, bool]] = []
+    opener = FakeOpener(sizes={"a": 5, "b": 7})
+    pool = make_pool(opener, wire=lambda *given: told.append(given))
+
+    async def test() -> None:
+        (await held(pool, "a")).close()
+        hold = await held(pool, "a")
+        (await held(pool, "b")).close()
+        hold.close()
+        assert await pool.unload(pool.source_of("a"))
+        assert told == [(5, True), (12, False), (7, True)]
+
+    run(test)
