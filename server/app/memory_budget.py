@@ -26,6 +26,8 @@ USABLE_SHARE = 0.75
 """Share of the machine's memory for weights and state."""
 RECOMMENDED_SHARE = 0.9
 """Above this share of what the device recommends, Metal pages and everything becomes slow."""
+STATE_SHARE = 0.25
+"""Share of a machine's memory for state: the rest is its owner's."""
 WEIGHTS_SHARE = 0.8
 """Share of the usable memory for weights, where there is a choice of models."""
 SMALLEST_BUDGET_BYTES = 256 << 20
@@ -47,6 +49,8 @@ class Machine:
     """A card's own, else the machine's, or less inside a container."""
     recommended_bytes: int | None = None
     """The most that the device recommends to use; None on a CPU."""
+    is_card: bool = False
+    """Nothing but the server wants the memory."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,13 @@ def choose_budget_bytes(
     machine: Machine, weights_bytes: int, others_bytes: int = 0, useful_bytes: int = UNBOUNDED_BYTES
 ) -> int:
     """Returns the default for state, beside the claims of others: at most `useful_bytes`, a full context per slot."""
-    left_bytes = min(usable_bytes(machine) - others_bytes - weights_bytes, useful_bytes)
-    return max(left_bytes, SMALLEST_BUDGET_BYTES)
+    left_bytes = usable_bytes(machine) - others_bytes - weights_bytes
+    return max(min(left_bytes, useful_bytes, largest_state_bytes(machine)), SMALLEST_BUDGET_BYTES)
+
+
+def largest_state_bytes(machine: Machine) -> int:
+    """Returns the most that state takes by default."""
+    return machine.memory_bytes if machine.is_card else int(machine.memory_bytes * STATE_SHARE)
 
 
 def find_excess(plan: MemoryPlan) -> str | None:
@@ -108,7 +117,7 @@ def choose_pool_bytes(budget_bytes: int) -> int:
 def read_machine(device_info: dict[str, Any]) -> Machine:
     """Returns a machine's memory from the result of `mx.device_info()`."""
     if device_info.get("total_memory"):
-        return Machine(int(device_info["total_memory"]))
+        return Machine(int(device_info["total_memory"]), is_card=True)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):

@@ -159,7 +159,9 @@ def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim])
         return PoolMemory(machine.memory_bytes, config.cache_memory_bytes)
     left_bytes = max(memory_budget.usable_bytes(machine) - sum(claim.memory_bytes for claim in others), 0)
     largest_bytes = memory_budget.largest_weights_bytes(machine)
-    return PoolMemory(left_bytes, None, largest_bytes, memory_budget.SMALLEST_BUDGET_BYTES)
+    smallest_bytes = memory_budget.SMALLEST_BUDGET_BYTES
+    most_bytes = max(memory_budget.largest_state_bytes(machine), smallest_bytes)
+    return PoolMemory(left_bytes, None, largest_bytes, smallest_bytes, most_bytes)
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,15 @@ class PoolMemory:
     """Weights up to this are loaded if alone, whatever they leave for state."""
     smallest_alone_bytes: int = 0
     """For state beside a single model."""
+    largest_state_bytes: int | None = None
+    """The most for state; None: whatever the weights leave."""
 
     def for_state(self, weights: Sequence[int]) -> int:
         """Returns the memory that these weights leave for state."""
         if self.state_bytes is not None:
             return self.state_bytes
-        return max(self.total_bytes - sum(weights), self.smallest_alone_bytes if len(weights) == 1 else 0)
+        left_bytes = max(self.total_bytes - sum(weights), self.smallest_alone_bytes if len(weights) == 1 else 0)
+        return left_bytes if self.largest_state_bytes is None else min(left_bytes, self.largest_state_bytes)
 
     def fits(self, weights: Sequence[int]) -> bool:
         """Whether models fit together, each with a useful budget for state."""

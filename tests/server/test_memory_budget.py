@@ -20,17 +20,23 @@ from server.app.service import Wiring
 GIB = 1 << 30
 
 
-def test_three_quarters_of_the_machine_less_the_weights() -> None:
-    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB) == 8 * GIB
+def test_a_quarter_of_the_machine_or_what_the_weights_leave_of_three() -> None:
+    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB) == 4 * GIB
+    assert choose_budget_bytes(Machine(128 * GIB, 96 * GIB), 5 * GIB) == 32 * GIB
+    assert choose_budget_bytes(Machine(16 * GIB), 10 * GIB) == 2 * GIB
+
+
+def test_a_card_is_nobody_elses() -> None:
+    assert choose_budget_bytes(Machine(80 * GIB, is_card=True), 4 * GIB) == 56 * GIB
 
 
 def test_never_more_than_the_device_recommends() -> None:
-    budget = choose_budget_bytes(Machine(16 * GIB, recommended_bytes=10 * GIB), 4 * GIB)
-    assert budget == int(10 * GIB * 0.9) - 4 * GIB
+    budget = choose_budget_bytes(Machine(16 * GIB, recommended_bytes=10 * GIB), 6 * GIB)
+    assert budget == int(10 * GIB * 0.9) - 6 * GIB
 
 
 def test_a_generous_recommendation_does_not_raise_the_budget() -> None:
-    assert choose_budget_bytes(Machine(16 * GIB, recommended_bytes=100 * GIB), 0) == 12 * GIB
+    assert choose_budget_bytes(Machine(16 * GIB, recommended_bytes=100 * GIB), 9 * GIB) == 3 * GIB
 
 
 def test_large_weights_leave_the_smallest_budget() -> None:
@@ -45,7 +51,7 @@ def test_this_machine_has_memory() -> None:
 
 def test_metal_recommends_and_a_card_has_memory_of_its_own() -> None:
     assert read_machine({"max_recommended_working_set_size": GIB}).recommended_bytes == GIB
-    assert read_machine({"total_memory": 80 * GIB}) == Machine(80 * GIB)
+    assert read_machine({"total_memory": 80 * GIB}) == Machine(80 * GIB, is_card=True)
 
 
 def test_a_container_with_less_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

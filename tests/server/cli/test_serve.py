@@ -477,7 +477,7 @@ def test_weights_that_the_machine_cannot_hold_are_refused_with_a_smaller_model_n
 
 def test_a_budget_beyond_the_machine_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(8 * GB))
-    with pytest.raises(StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; .* 6.0 GB"):
+    with pytest.raises(StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; 2.0 GB is"):
         open_service(ServerConfig(models=(str(folder),), cache_memory_bytes=8 * GB))
 
 
@@ -486,9 +486,10 @@ def test_the_budget_leaves_what_others_have_claimed(folder: Path, monkeypatch: p
     monkeypatch.setattr("server.app.service._useful_bytes", lambda loaded, config: 100 * GB)
     config = ServerConfig(models=(str(folder),))
     alone = open_service(config).memory
-    beside = open_service(config, [Claim(1, "a", 2 * GB, ""), Claim(2, "b", GB, "")]).memory
-    assert alone.budget_bytes - beside.budget_bytes == 3 * GB
-    assert alone.rest_bytes == beside.rest_bytes == 2 * GB
+    beside = open_service(config, [Claim(1, "a", 4 * GB, ""), Claim(2, "b", GB, "")]).memory
+    assert alone.budget_bytes == 2 * GB
+    assert beside.budget_bytes + beside.weights_bytes == GB
+    assert beside.rest_bytes == 2 * GB
 
 
 def test_a_budget_is_no_more_than_a_full_context_in_each_slot() -> None:

@@ -29,6 +29,7 @@ def test_the_weights_leave_memory_for_state() -> None:
     assert AMPLE.for_state([400 * MIB]) == 600 * MIB
     assert AMPLE.for_state([400 * MIB, 200 * MIB]) == 400 * MIB
     assert PoolMemory(1000 * MIB, 300 * MIB).for_state([1, 1, 1]) == 300 * MIB
+    assert PoolMemory(1000 * MIB, largest_state_bytes=250 * MIB).for_state([400 * MIB]) == 250 * MIB
     alone = PoolMemory(1000 * MIB, largest_alone_bytes=1200 * MIB, smallest_alone_bytes=256 * MIB)
     assert alone.for_state([1100 * MIB]) == alone.for_state([900 * MIB]) == 256 * MIB
 
