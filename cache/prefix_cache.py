@@ -9,6 +9,7 @@ parameters, or time.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cache.admission import Admission, CacheRequest
+from cache.budget import ASIDE
 from cache.disk.connector import DiskConnector
 from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
@@ -129,6 +130,13 @@ class PrefixCache:
         if excess_bytes:
             self.ledger.budget_bytes = before
         return excess_bytes
+
+    def limit_idle(self, max_bytes: int) -> bool:
+        """Evicts what no request holds down to `max_bytes`; returns whether there was more."""
+        running_bytes = sum(self.ledger.slot_bytes(slot.index) for slot in self.slots if slot.is_leased)
+        idle_bytes = self.ledger.charged_bytes - running_bytes - self.ledger.slot_bytes(ASIDE)
+        self.reclaimer.free(idle_bytes - max_bytes)
+        return idle_bytes > max_bytes
 
     # ------------------------------------------------------------------------------------------------- pins
 

@@ -6,19 +6,22 @@ claim and reading the others' is one step under a lock of the folder.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import logging
 import os
+import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cache.budget import UNBOUNDED_BYTES
 from models.short_names import size_text
+from server.pool.memory import Pressure
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +127,32 @@ def read_machine(device_info: dict[str, Any]) -> Machine:
             limits.append(int(path.read_text()))
     recommended = device_info.get("max_recommended_working_set_size")
     return Machine(min(limits), int(recommended) if recommended else None)
+
+
+PSI = Path("/proc/pressure/memory")
+PSI_PERCENT = {Pressure.WARN: ("some", 10.0), Pressure.CRITICAL: ("full", 20.0)}
+"""Shares of the last ten seconds in which some, or all, programs waited for memory."""
+_MACOS_LEVEL = b"kern.memorystatus_vm_pressure_level"
+
+
+def read_pressure(system: str, sysctl: Callable[[bytes], int | None] | None = None) -> Pressure:
+    """Returns how short memory is, as macOS says, or Linux by PSI; NORMAL where nothing is told."""
+    if system == "Darwin":
+        level = (sysctl or _sysctl)(_MACOS_LEVEL)
+        return Pressure.NORMAL if level is None or level < 2 else Pressure.WARN if level < 4 else Pressure.CRITICAL
+    try:
+        waits = dict(re.findall(r"^(some|full) avg10=([\d.]+)", PSI.read_text(), re.MULTILINE))
+    except OSError:
+        return Pressure.NORMAL
+    found = (level for level, (kind, percent) in PSI_PERCENT.items() if float(waits.get(kind, 0)) >= percent)
+    return max(found, default=Pressure.NORMAL)
+
+
+def _sysctl(name: bytes) -> int | None:
+    """Returns a number of macOS's kernel by sysctlbyname(3)."""
+    value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    failed = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, 0)
+    return None if failed else value.value
 
 
 def this_machine() -> Machine:

@@ -1,11 +1,13 @@
 """What a server does every few seconds beside its requests, and what it tells macOS. Event loop only.
 
 * An engine that has ended by itself ends the process, for launchd or systemd to start it again.
+* A machine that is short of memory gets back what idle conversations hold.
 * A Mac does not fall asleep while requests run.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
 import platform
 import subprocess
@@ -14,7 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from models.short_names import size_text
+from server.pool.memory import Pressure
 from server.pool.pool import ModelPool
+
+logger = logging.getLogger(__name__)
 
 SECONDS = 2.0
 """Between two rounds."""
@@ -61,6 +67,8 @@ class Upkeep:
     pool: ModelPool
     on_lost: Callable[[], object]
     """Called in each round in which an engine does not run."""
+    read_pressure: Callable[[], Pressure] | None = None
+    """None where state is in memory that nothing else wants."""
     awake: Awake | None = field(default_factory=lambda: Awake() if platform.system() == "Darwin" else None)
 
     async def run(self) -> None:
@@ -73,5 +81,17 @@ class Upkeep:
         """One round."""
         if any(not engine.is_running for engine in self.pool.engines.values()):
             self.on_lost()
+        if self.read_pressure is not None and self.pool.budgets.relieve(self.read_pressure()):
+            self._tell_pressure()
         if self.awake is not None:
             self.awake.keep(any(member.is_busy for member in self.pool.members))
+
+    def _tell_pressure(self) -> None:
+        limit = self.pool.budgets.idle_limit
+        if limit.level is Pressure.NORMAL:
+            logger.info("the machine has memory again: conversations may grow by and by")
+        else:
+            kept = size_text(limit.max_bytes or 0)
+            logger.warning(
+                "the machine is short of memory (%s): idle state is cut to %s", limit.level.name.lower(), kept
+            )

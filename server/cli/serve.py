@@ -13,6 +13,7 @@ import ipaddress
 import json
 import logging
 import os
+import platform
 import resource
 import shlex
 import shutil
@@ -411,7 +412,9 @@ async def _serve(stopper: "_Stopper", config: ServerConfig, listeners: list[sock
     sigterm.on_signal = partial(loop.call_soon_threadsafe, stopper.signalled)
     if config.api_keys_file is not None:
         loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, app, config))
-    upkeep = loop.create_task(Upkeep(stopper.pool, stopper.fail).run())
+    machine = read_machine(mx.device_info())
+    pressure = None if machine.is_card else partial(memory_budget.read_pressure, platform.system())
+    upkeep = loop.create_task(Upkeep(stopper.pool, stopper.fail, pressure).run())
     try:
         await stopper.server.serve(sockets=listeners)
     except OSError as error:

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from models.short_names import grouped
+from models.short_names import grouped, size_text
 from models.texts import shared_length
 from server.app.config import DEFAULT_URL, DoctorError
 from server.app.log_events import percent_text, printable, seconds_text
@@ -48,6 +48,15 @@ class Sessions:
         # A session may have been forgotten since the list was made.
         found = (self._read_one(str(session["id"]), session.get("namespace")) for session in listed["data"])
         return [session for session in found if session is not None], list(listed.get("refused", ()))
+
+    def memory_note(self) -> str | None:
+        """Returns what the server says of a machine that is short of memory."""
+        told = (self._get("/v1/stats") or {}).get("memory")
+        kept = told.get("idle_limit_bytes") if isinstance(told, dict) else None
+        if not isinstance(told, dict) or not isinstance(kept, int):
+            return None
+        kept_text = size_text(kept)
+        return f"Memory of the machine: {told.get('pressure')}. Idle state is cut to {kept_text} until it has enough."
 
     def _read_one(self, session_id: str, namespace: str | None) -> dict[str, Any] | None:
         """Without key and salt, which limit what is seen, the server needs the session's namespace."""
@@ -137,9 +146,11 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
     if as_json:
         _print_json(checkups, refused)
         return
+    note = sessions.memory_note()
     parts = [_report(checkups)] if checkups else [] if refused else [NO_SESSIONS]
     parts += [""] if checkups and refused else []
     parts += [_refused(refused)] if refused else []
+    parts += ["", printable(note)] if note else []
     _print(*parts)
 
 

@@ -171,3 +171,14 @@ class ResizeBudget:
 
     def __call__(self, worker: Worker) -> int:
         return worker.prefix_cache.try_resize(self.budget_bytes)
+
+
+@dataclass(frozen=True)
+class LimitIdle:
+    """Evicts state beyond `max_bytes` that no request holds and nobody has pinned, and gives memory back."""
+
+    max_bytes: int
+
+    def __call__(self, worker: Worker) -> None:
+        if worker.prefix_cache.limit_idle(self.max_bytes):
+            give_back()

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cache.budget import UNBOUNDED_BYTES
+from server.engine.commands import LimitIdle
 from server.engine.engine import KeptState
 from server.engine.request import EngineStopped, QueueFull
-from server.pool.memory import IDLE_SECONDS, ModelUse, PoolMemory, divide, due_bytes
+from server.pool.memory import IDLE_SECONDS, IdleLimit, ModelUse, PoolMemory, Pressure, divide, due_bytes
 from server.pool.names import ModelSource
 from server.pool.served import EnginePort, ServedModel
 
@@ -104,6 +105,12 @@ class Member:
     def is_busy(self) -> bool:
         return self.num_holds > 0
 
+    @property
+    def held_bytes(self) -> int:
+        """Its state, live and stored."""
+        cache = self.opened.engine.stats().cache
+        return cache.stored_bytes + cache.live_bytes
+
     def use(self, now: float) -> ModelUse:
         """Returns the facts for `memory`."""
         cache = self.opened.engine.stats().cache
@@ -113,7 +120,7 @@ class Member:
             self.source.id,
             self.last_used,
             self.opened.weights_bytes,
-            max(cache.stored_bytes + cache.live_bytes + moving_bytes, 1),  # a budget is never 0
+            max(self.held_bytes + moving_bytes, 1),  # a budget is never 0
             self.opened.useful_bytes,
             self.is_busy,
             is_in_use=not self.is_leaving and (self.is_busy or now - self.last_used < IDLE_SECONDS),
@@ -191,6 +198,7 @@ class Budgets:
         self.joining: ModelUse | None = None
         """A model being loaded, which counts already."""
         self._due_bytes = 0
+        self.idle_limit = IdleLimit()
         self.on_change: Callable[[], None] = lambda: None
         """Called when the taken memory has changed."""
         self.on_given_up: Callable[[str], None] = lambda model_id: None
@@ -224,6 +232,9 @@ class Budgets:
                     break
                 tell_wait(member)
                 await asyncio.sleep(RETRY_SECONDS)
+        self._shrink_unloaded(plan)
+
+    def _shrink_unloaded(self, plan: Mapping[str, int]) -> None:
         for gone in list(self.unloaded.values()):
             if gone.state.num_bytes > plan[gone.id]:
                 gone.state.shrink(plan[gone.id])
@@ -240,6 +251,23 @@ class Budgets:
             if budget_bytes > member.budget_bytes:
                 await member.try_resize(budget_bytes)
         self.on_change()
+
+    def relieve(self, level: Pressure) -> bool:
+        """Heeds the machine's lack of memory: returns whether that has changed."""
+        held = {member.source.id: member.held_bytes for member in self.members.values()}
+        held |= {gone.id: gone.state.num_bytes for gone in self.unloaded.values()}
+        total_bytes = sum(held.values())
+        limit = self.idle_limit
+        has_changed = limit.update(level, self._clock(), total_bytes, self._for_state(self._uses()))
+        if limit.max_bytes is None or total_bytes <= limit.max_bytes:
+            return has_changed
+        for member in self.members.values():
+            part_bytes = limit.max_bytes * held[member.source.id] // total_bytes
+            member.opened.engine.execute_later(LimitIdle(part_bytes))
+        self._shrink_unloaded(
+            {gone.id: limit.max_bytes * held[gone.id] // total_bytes for gone in self.unloaded.values()}
+        )
+        return has_changed
 
     def give_up(self, model_id: str) -> None:
         """Drops all state of an unloaded model."""

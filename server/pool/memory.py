@@ -6,6 +6,7 @@ model left. Sizes are bytes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from cache.budget import UNBOUNDED_BYTES
 from models.short_names import size_text
@@ -18,6 +19,8 @@ MUCH_WEIGHTS = 0.5
 """Memory is short where weights take more than this share."""
 IDLE_SECONDS = 60.0
 """A model used within this time counts as in use."""
+QUIET_SECONDS = 30.0
+"""Without pressure, until idle state may grow."""
 FLOOR_PART = 4
 """An idle model keeps such a part of what it is due, all unloaded ones of everything; one in use grows by one."""
 
@@ -58,6 +61,44 @@ class PoolMemory:
     def is_short(self, weights: Sequence[int]) -> bool:
         """Whether idle models should be unloaded after a while."""
         return sum(weights) > self.total_bytes * MUCH_WEIGHTS
+
+
+class Pressure(IntEnum):
+    """How short of memory the whole machine is, as its system says."""
+
+    NORMAL = 0
+    WARN = 1
+    CRITICAL = 2
+
+
+class IdleLimit:
+    """The most state that may stay while the machine is short of memory: half of it at a warning, at critical none.
+
+    What running requests hold stays anyway. Without pressure the limit doubles each `QUIET_SECONDS`, until it is as
+    large as the budget.
+    """
+
+    def __init__(self) -> None:
+        self.level = Pressure.NORMAL
+        self.max_bytes: int | None = None
+        """None: the budget alone limits."""
+        self._since = 0.0
+
+    def update(self, level: Pressure, now: float, held_bytes: int, budget_bytes: int) -> bool:
+        """Takes a reading; returns whether the level has changed."""
+        has_changed, is_worse = level is not self.level, level > self.level
+        if level is Pressure.CRITICAL:
+            self.max_bytes = 0
+        elif is_worse:
+            self.max_bytes = held_bytes // 2
+        elif level is Pressure.NORMAL and self.max_bytes is not None and now - self._since >= QUIET_SECONDS:
+            grown_bytes = max(2 * self.max_bytes, SMALLEST_PART_BYTES)
+            self.max_bytes = None if grown_bytes >= budget_bytes else grown_bytes
+            self._since = now
+        if has_changed or level is not Pressure.NORMAL:
+            self._since = now
+        self.level = level
+        return has_changed
 
 
 @dataclass(frozen=True)

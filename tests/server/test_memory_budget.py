@@ -14,8 +14,10 @@ from server.app.memory_budget import (
     find_excess,
     largest_weights_bytes,
     read_machine,
+    read_pressure,
 )
 from server.app.service import Wiring
+from server.pool.memory import Pressure
 
 GIB = 1 << 30
 
@@ -140,3 +142,22 @@ def test_nothing_is_wired_elsewhere(
     wiring = Wiring(Machine(64 * GIB, recommended), is_wanted=is_wanted)
     wiring.update(GIB // 2, is_quiet=True)
     assert not metal.limits and not wiring.is_possible
+
+
+@pytest.mark.parametrize(("level", "pressure"), [(1, 0), (2, 1), (4, 2), (None, 0)])
+def test_macos_tells_its_pressure(level: int | None, pressure: int) -> None:
+    told = {b"kern.memorystatus_vm_pressure_level": level}
+    assert read_pressure("Darwin", lambda name: told[name]) == pressure
+
+
+@pytest.mark.parametrize(
+    ("some", "full", "pressure"), [("0.00", "0.00", 0), ("11.20", "1.00", 1), ("60.00", "25.31", 2)]
+)
+def test_linux_tells_how_long_programs_wait(
+    some: str, full: str, pressure: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.app.memory_budget.PSI", tmp_path / "memory")
+    assert read_pressure("Linux") == Pressure.NORMAL
+    rest = "avg60=99.00 avg300=99.00 total=1"
+    (tmp_path / "memory").write_text(f"some avg10={some} {rest}\nfull avg10={full} {rest}\n")
+    assert read_pressure("Linux") == pressure

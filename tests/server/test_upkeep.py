@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from cache.journal import CacheStats
 from server.app.upkeep import Awake, Upkeep, exclude_from_backups
+from server.engine.commands import LimitIdle
+from server.engine.request import EngineStats
 from server.pool.members import OpenedModel
+from server.pool.memory import Pressure
 from server.pool.pool import ModelPool
 from tests.support.fake_engine import FakeEngine, fake_model
 
@@ -90,3 +94,32 @@ def test_time_machine_leaves_the_cache_out(
     monkeypatch.setattr(subprocess, "run", lambda command, **how: told.append(command))
     exclude_from_backups(tmp_path)
     assert told == ([("/usr/bin/tmutil", "addexclusion", str(tmp_path))] if is_told else [])
+
+
+def test_the_machines_lack_of_memory_reaches_every_model_by_its_share(caplog: pytest.LogCaptureFixture) -> None:
+    class Holding(FakeEngine):
+        num_bytes = 0
+
+        def stats(self) -> EngineStats:
+            return EngineStats(cache=CacheStats(1, self.num_bytes, 0, 1 << 40))
+
+    first, second = Holding(), Holding()
+    first.num_bytes, second.num_bytes = 300 << 20, 100 << 20
+    level = Pressure.NORMAL
+
+    async def run() -> None:
+        nonlocal level
+        upkeep = Upkeep(pool_of(first, second), lambda: None, lambda: level, awake=None)
+        await upkeep.tick()
+        assert not first.commands
+        level = Pressure.WARN
+        await upkeep.tick()
+        assert (first.commands, second.commands) == ([LimitIdle(150 << 20)], [LimitIdle(50 << 20)])
+        assert "short of memory (warn): idle state is cut to 209.7 MB" in caplog.text
+        first.num_bytes, second.num_bytes = 150 << 20, 50 << 20
+        await upkeep.tick()
+        level = Pressure.CRITICAL
+        await upkeep.tick()
+        assert first.commands[1:] == second.commands[1:] == [LimitIdle(0)]
+
+    asyncio.run(run())

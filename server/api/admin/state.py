@@ -216,6 +216,13 @@ class TotalsBody(TypedDict):
     misses: list[LostBody]
 
 
+class MemoryBody(TypedDict):
+    """What the machine says of its memory."""
+
+    pressure: str
+    idle_limit_bytes: int | None
+
+
 class StatsBody(TypedDict):
     """What the server is doing."""
 
@@ -227,6 +234,7 @@ class StatsBody(TypedDict):
     uptime_seconds: float
     scope: str
     """`namespace` if all is of one namespace, else `all`."""
+    memory: MemoryBody
     models: list[ModelStatsBody]
     loading: list[LoadingBody]
     requests: list[OpenRequestBody]
@@ -238,7 +246,7 @@ async def get_stats(request: Request) -> Response:
     """Tells what the server is doing."""
     context = context_of(request)
     namespace = listed_namespace(request)
-    now = time.monotonic()
+    now, limit = time.monotonic(), context.pool.budgets.idle_limit
     body: StatsBody = {
         "object": "stats",
         "time": round(time.time(), 3),
@@ -246,6 +254,7 @@ async def get_stats(request: Request) -> Response:
         "version": metadata.version("mlx-serve"),
         "uptime_seconds": round(now - context.started, 1),
         "scope": "all" if namespace is None else "namespace",
+        "memory": {"pressure": limit.level.name.lower(), "idle_limit_bytes": limit.max_bytes},
         "models": [_model_body(context, model_id, one.stats()) for model_id, one in context.pool.engines.items()],
         "loading": [{"id": model_id, "step": step} for model_id, step in context.pool.loading.items()],
         "requests": [_request_body(one, now) for one in context.activity.open_requests(namespace)],

@@ -18,6 +18,7 @@ from server.app.config import ServerConfig
 from server.cli.main import execute
 from server.doctor.findings import NEGLIGIBLE_TOKENS
 from server.engine.diagnosis import Cause, Miss, MissReason
+from server.pool.memory import Pressure
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 
@@ -288,3 +289,15 @@ def test_every_cause_and_every_flag_is_documented() -> None:
         f"`{flag}" in section for flag in ("--file", "--model", "--api-key", "--cache-salt", "--speed", "--json")
     )
     assert f"up to {NEGLIGIBLE_TOKENS} tokens" in section
+
+
+def test_a_machine_that_is_short_of_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    app = create_app(FakeEngine(), fake_model(), ServerConfig())
+    app.state.api.pool.budgets.relieve(Pressure.CRITICAL)
+    with running(app) as url:
+        assert httpx.get(f"{url}/v1/stats").json()["memory"] == {"pressure": "critical", "idle_limit_bytes": 0}
+        status, lines, _ = doctor(capsys, url)
+    assert status == 0
+    assert " ".join(lines).endswith(
+        "Memory of the machine: critical. Idle state is cut to 0 bytes until it has enough."
+    )

@@ -9,6 +9,7 @@ from server.engine.commands import (
     DescribeCache,
     DescribeEdge,
     ForgetSession,
+    LimitIdle,
     PinSession,
     PinTurn,
     UnpinSession,
@@ -192,3 +193,20 @@ def test_a_running_request_of_a_forgotten_session_goes_on() -> None:
     assert len(sink.tokens) == 6
     harness.step(2)
     assert harness.worker.sessions.history.last("", "s") is not None
+
+
+def test_idle_state_goes_as_far_as_asked_and_running_requests_keep_theirs() -> None:
+    harness = Harness(num_slots=3)
+    for number in range(6):
+        harness.run(harness.submit([number] * 40, max_tokens=0))
+    running = harness.submit([9] * 40, max_tokens=20, ignore_eos=True)
+    harness.step(3)
+    charged = harness.prefix_cache.ledger.charged_bytes
+    LimitIdle(charged)(harness.worker)
+    assert all(known(harness, [number] * 40) for number in range(6))
+    LimitIdle(0)(harness.worker)
+    assert not any(known(harness, [number] * 40) for number in range(6))
+    assert 0 < harness.prefix_cache.ledger.charged_bytes < charged
+    harness.run()
+    assert running.tokens == reference([9] * 40, 20, ignore_eos=True)
+    assert known(harness, [9] * 40)

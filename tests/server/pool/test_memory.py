@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from server.pool.errors import ModelTooLarge
 from server.pool.memory import (
     FLOOR_PART,
+    QUIET_SECONDS,
     SMALLEST_PART_BYTES,
+    IdleLimit,
     ModelUse,
     PoolMemory,
+    Pressure,
     choose_to_unload,
     divide,
     due_bytes,
@@ -187,3 +190,25 @@ def test_nothing_is_cut_where_all_fits_and_what_is_cut_first_was_used_longest_ag
 
 def num_in_use(models: list[ModelUse]) -> int:
     return sum(one.is_in_use for one in models)
+
+
+def test_idle_state_makes_way_and_comes_back_by_and_by() -> None:
+    limit, budget = IdleLimit(), 1000 * MIB
+    # A warning that lasts halves nothing again.
+    history = [
+        (Pressure.NORMAL, 0.0, 800, False, None),
+        (Pressure.WARN, 1.0, 800, True, 400 * MIB),
+        (Pressure.WARN, 90.0, 400, False, 400 * MIB),
+        (Pressure.CRITICAL, 91.0, 400, True, 0),
+        (Pressure.WARN, 92.0, 100, True, 0),
+        (Pressure.NORMAL, 100.0, 0, True, 0),
+    ]
+    for level, now, held, has_changed, max_bytes in history:
+        assert limit.update(level, now, held * MIB, budget) == has_changed
+        assert limit.max_bytes == max_bytes
+    found: list[int | None] = []
+    for tick in range(1, 100):
+        limit.update(Pressure.NORMAL, 100.0 + 2 * tick, 0, budget)
+        found.append(limit.max_bytes)
+    grown = [0, 64 * MIB, 128 * MIB, 256 * MIB, 512 * MIB, None]
+    assert list(dict.fromkeys(found)) == grown and found.count(64 * MIB) == QUIET_SECONDS / 2
