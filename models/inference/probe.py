@@ -237,7 +237,14 @@ class FoundForm:
     """The best form that is proven, and why it is no better one."""
 
     form: Form
-    reason: str = ""
+    reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """For a person."""
+        if self.reason is None:
+            return self.form.value
+        return f"{self.form.value}{', not in groups' if self.form is Form.ROWS else ''}, because {self.reason}"
 
 
 _GROUPINGS: dict[Form, Sequence[Sequence[Sequence[int]]]] = {
@@ -261,15 +268,19 @@ def find_form(
     try:
         faults = _find_faults(_Evaluator(model, clock, max_seconds), vocab_size, seed)
     except NotProven as error:
-        logger.warning("rows decode one by one: not proven that they may together: %s", error)
-        return FoundForm(Form.ALONE, f"not proven that they may together: {error}")
+        found = FoundForm(Form.ALONE, f"it is not proven that they may together: {error}")
+        logger.warning("rows decode %s", found.text)
+        return found
     except Exception as error:  # it only shows that this model cannot be called in this way
-        faults = {Form.ROWS: f"{type(error).__name__}: {error}"}
-    found = Form.ALONE if Form.ROWS in faults else Form.ROWS if Form.GROUPS in faults else Form.GROUPS
-    reason = faults.get(Form.ROWS, faults.get(Form.GROUPS, ""))
-    if reason:
-        logger.info("rows decode %s: %s", found.value, reason)
-    return FoundForm(found, reason)
+        faults = {Form.ROWS: _refusal(error)}
+    form = Form.ALONE if Form.ROWS in faults else Form.ROWS if Form.GROUPS in faults else Form.GROUPS
+    found = FoundForm(form, faults.get(Form.ROWS) or faults.get(Form.GROUPS))
+    logger.info("rows decode %s", found.text)
+    return found
+
+
+def _refusal(error: Exception) -> str:
+    return f"the model cannot be called in this way: {type(error).__name__}: {error}"
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -448,7 +459,7 @@ def _find_faults(evaluate: _Evaluator, vocab_size: int, seed: int) -> dict[Form,
     if not evaluate.can_share:
         faults[Form.GROUPS] = "the model has no layer in which rows could share buffers"
     elif not evaluate.affords(len(borders) * _tokens_per_trial(_GROUPINGS)):
-        faults[Form.GROUPS] = "that rows may share buffers is not proven: it takes too much time"
+        faults[Form.GROUPS] = "trying it takes too much time"
     evaluate.require(len(borders) * _tokens_per_trial([Form.ROWS]))
     for border in borders:
         forms = [form for form in _GROUPINGS if form not in faults]
@@ -475,7 +486,7 @@ def _find_faults_at(
             except (NotProven, NotRagged):
                 raise
             except Exception as error:  # it only shows that this model cannot be called in this way
-                faults[form], suspects[form] = f"{type(error).__name__}: {error}", {}
+                faults[form], suspects[form] = _refusal(error), {}
                 continue
             suspects[form] = {key: found[key] for key in suspects.get(form, found) if key in found}
     return faults | {form: _told(found, border) for form, found in suspects.items() if found}

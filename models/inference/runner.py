@@ -145,6 +145,8 @@ class Runner:
 
     form: Form
     """How several rows are evaluated."""
+    rows_form: str
+    """The same for a person, with the reason where it is not the best."""
     member_tokens: float | None
     """Cost of a member of a batch, in tokens read; None without groups. See `grouping.py`."""
     mixes: bool
@@ -171,7 +173,7 @@ class Runner:
         self._prefilled_tokens = 0
         self._num_steps = 0
         found = probe.find_form(model, vocab_size, max_seconds=max_probe_seconds)
-        self.form, self.form_reason = found.form, found.reason
+        self.form, self.rows_form = found.form, found.text
         self.member_tokens = self._measure_member_tokens() if self.form is Form.GROUPS else None
         is_together = self.form is not Form.ALONE
         self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)

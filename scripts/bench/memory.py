@@ -287,6 +287,7 @@ class Sampled:
 class ShapeRunner(SharesNothing):
     """Does to caches what a runner over a model of some shape would do."""
 
+    rows_form = "together"
     overlaps = False
 
     def __init__(self, shape: Shape) -> None:

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import re
 import resource
 import shlex
 import shutil
@@ -23,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import mlx.core as mx
@@ -58,6 +60,8 @@ from server.pool.pool import ModelPool
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS = 0.5
+M5_MACOS = 26
+"""MLX's wheel for this macOS and later has kernels for the matrix units of the M5; wheels for others do not."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,9 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     if config.cache_disk_bytes is not None:
         yield from _disk_facts(service, config, config.cache_disk_bytes)
     yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
+    yield "rows", service.engine.stats().rows_form
+    if platform.system() == "Darwin":
+        yield "kernels", kernels_text(_wheel_of("mlx-metal"))
     if config.insecure_no_key and not config.needs_key:
         yield "key", "none: anyone who reaches the address can use this server"
     yield "address", f"{around.urls[0]}/v1"
@@ -132,6 +139,22 @@ def _disk_facts(service: Service, config: ServerConfig, limit_bytes: int) -> Ite
         room_bytes = free_bytes + service.engine.stats().cache.disk_bytes
         if room_bytes < limit_bytes:
             yield "", f"of which the disk has room for {size_text(room_bytes)}"
+
+
+def kernels_text(wheel: str) -> str:
+    """Says for which macOS the installed MLX was made, given the file `WHEEL` of its kernels."""
+    tag = re.search(r"^Tag: .*-macosx_(\d+)_", wheel, re.MULTILINE)
+    if tag is None:
+        return "of an MLX that was not installed from a wheel"
+    rest = "with" if int(tag[1]) >= M5_MACOS else f"without what only MLX for macOS {M5_MACOS} has:"
+    return f"of MLX for macOS {tag[1]}, {rest} those of the M5"
+
+
+def _wheel_of(distribution: str) -> str:
+    try:
+        return metadata.distribution(distribution).read_text("WHEEL") or ""
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _rest_text(service: Service) -> str:

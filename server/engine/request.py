@@ -262,5 +262,7 @@ class EngineStats:
     requests: RequestCounts = field(default_factory=RequestCounts)
     num_preempted: int = 0
     cache: CacheStats = field(default_factory=CacheStats)
+    rows_form: str = ""
+    """How several answers decode, for a person."""
     num_open: int = 0
     """Requests that have not ended, those that the worker has not seen included."""

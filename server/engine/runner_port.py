@@ -23,6 +23,8 @@ class Step(Protocol):
 class RunnerPort(SharedBuffers, Protocol):
     """Prefill of one sequence, decode of many rows. Rows and steps are opaque to the engine."""
 
+    rows_form: str
+    """How several rows are evaluated, for a person."""
     overlaps: bool
     """`start` returns while most of the step is still ahead."""
 

@@ -63,7 +63,7 @@ class Worker:
         self._make_decoder = make_decoder
         self._eos = eos_token_ids
         self._arrivals = itertools.count(1)
-        self._close_runner = runner.close
+        self._close_runner, self._rows_form = runner.close, runner.rows_form
 
     @property
     def has_work(self) -> bool:
@@ -119,7 +119,7 @@ class Worker:
         """Returns current counts and bytes."""
         count = self._scheduler.count
         requests = RequestCounts(count(Phase.WAITING), count(Phase.PREFILLING), count(Phase.DECODING))
-        return EngineStats(requests, self._table.num_suspended, self.prefix_cache.stats())
+        return EngineStats(requests, self._table.num_suspended, self.prefix_cache.stats(), self._rows_form)
 
     def idle_work(self) -> Iterator[None]:
         """Writes idle state to disk, piece by piece."""

@@ -130,6 +130,23 @@ def test_now_shows_what_was_saved_and_the_first_steps_work(page: Page, demo: str
     assert page.title() == "Now · mlx-serve"
 
 
+def test_a_tab_that_is_not_shown_gives_its_connection_up(page: Page, demo: str) -> None:
+    def show(is_hidden: bool) -> None:
+        page.evaluate(
+            "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
+            " document.dispatchEvent(new Event('visibilitychange')); }",
+            is_hidden,
+        )
+
+    with page.expect_request("**/v1/events"):
+        page.goto(demo)
+    page.get_by_text("slots answer").wait_for()
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/v1/events")):
+        show(True)
+    with page.expect_request("**/v1/events"):
+        show(False)
+
+
 def test_a_running_request_has_a_lane(page: Page, demo: str) -> None:
     page.goto(demo)
     page.get_by_text("slots answer").wait_for()

@@ -112,6 +112,7 @@ class FakeRunner(SharesNothing):
     """Records what it was asked to do in `log`, and fails where `fault` says so."""
 
     layout: str = "T"
+    rows_form: str = "together"
     overlaps: bool = field(default_factory=lambda: OVERLAPS)
     fault: Callable[[str, list[list[int]]], str | None] = lambda kind, rows: None
     """Called with "prefill" or "decode" and the tokens of each row; "prepare", "start" or "read" makes that part

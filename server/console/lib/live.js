@@ -29,7 +29,7 @@ export class Live {
   start() {
     this.poll();
     this.listen();
-    document.addEventListener("visibilitychange", () => document.hidden || this.poll());
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.leaving?.abort() : this.poll()));
   }
 
   /** Has `listener` called after each change, at most once a frame; returns what ends that. */
@@ -125,11 +125,14 @@ export class Live {
     return last[name] - first[name];
   }
 
+  /** A tab that is not shown gives its connection up: a browser has six for all tabs of a server. */
   async listen() {
     for (;;) {
+      if (document.hidden) await new Promise((done) => document.addEventListener("visibilitychange", done, { once: true }));
+      this.leaving = new AbortController();
       try {
         const headers = this.lastId ? { "Last-Event-ID": this.lastId } : {};
-        for await (const { data, id } of this.api.events("v1/events", { headers })) {
+        for await (const { data, id } of this.api.events("v1/events", { headers, signal: this.leaving.signal })) {
           if (id) this.lastId = id;
           if (data) this.note(JSON.parse(data));
         }

@@ -27,7 +27,7 @@ function mount(root, app) {
         h("p", { class: "legend" }, PHASES.map((phase) => h("span", { class: phase }, phase))),
       ),
       found.length ? table(found) : h("p", { class: "empty" }, all.length ? "No request is like that." : "Requests are shown here from the moment this page is open."),
-      app.live.lost > 0 && h("p", { class: "hint" }, `${count(app.live.lost)} events came too fast for this page and are missing here.`),
+      app.live.lost > 0 && h("p", { class: "hint" }, `${count(app.live.lost)} events are missing here: they came too fast, or while this page was not shown.`),
     ];
   }
 

@@ -39,6 +39,12 @@ MIXTURES = {"qwen3_next", "gpt_oss", "deepseek_v3"}
 """Mixtures of experts, which MLX's CPU backend evaluates in float32 or quantized only."""
 
 
+def test_the_form_is_told_with_the_reason_why_it_is_no_better_one() -> None:
+    assert probe.FoundForm(Form.GROUPS).text == "together, in groups"
+    assert probe.FoundForm(Form.ROWS, "it takes 40 s").text == "together, not in groups, because it takes 40 s"
+    assert probe.FoundForm(Form.ALONE, "it takes 40 s").text == "one by one, because it takes 40 s"
+
+
 def form_of(model: Any, seed: int = 0) -> Form:
     return probe.find_form(model, VOCAB, max_seconds=float("inf"), seed=seed).form
 
