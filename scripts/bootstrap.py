@@ -10,6 +10,7 @@ Usage: python3 scripts/bootstrap.py [--dev] [--cuda]
 """
 
 import hashlib
+import os
 import platform
 import re
 import shutil
@@ -25,6 +26,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "installed"
 OPTIONS = ("dev", "cuda")
+UV = "curl -LsSf https://astral.sh/uv/install.sh | sh"
 ERROR_LINES = 30
 """How much of pip's output is shown after a failure."""
 
@@ -80,15 +82,32 @@ def is_current(wanted: str) -> bool:
 def require_usable_python() -> None:
     """Ends the program if this interpreter cannot make the environment."""
     if sys.version_info < MINIMUM:
+        newer = find_newer_python()
+        if newer:
+            os.execv(newer, [newer, *sys.argv])
+        how = "brew install python@3.13 (or uv: " + UV + " && uv python install 3.13)"
         sys.exit(
             f"mlx-serve needs Python 3.11 or newer, and {sys.executable} is {platform.python_version()}. "
-            "If a newer one is installed, name it: make PYTHON=python3.12"
+            + ("Get one: " + how + ", after xcode-select --install" if platform.system() == "Darwin" else "")
+            + " If a newer one is installed elsewhere, name it: make PYTHON=/path/to/python3.13"
         )
     try:
         __import__("ensurepip")
         __import__("venv")
     except ImportError:
         sys.exit("This Python cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv")
+
+
+def find_newer_python() -> str:
+    """Returns a Python that will do, by its name on the path or as uv knows it; empty if there is none."""
+    names = [shutil.which("python3." + minor) for minor in ("13", "12", "11", "14")]
+    uv = shutil.which("uv")
+    if uv:
+        asked = [uv, "python", "find", "--no-project", ">=3.11"]
+        asked_uv = subprocess.Popen(asked, stdout=subprocess.PIPE, universal_newlines=True)
+        names.append(asked_uv.communicate()[0].strip())
+    check = "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))"
+    return next((name for name in names if name and works([name, "-c", check])), "")
 
 
 def require_usable_machine() -> None:

@@ -141,3 +141,37 @@ def test_a_system_that_is_too_old_is_told_before_anything_is_fetched(
 @pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "x86_64"), ("Linux", "aarch64")])
 def test_machines_with_mlx(system: str, machine: str) -> None:
     assert mlx_serve.find_machine_problem(system, machine) is None
+
+
+def test_an_old_python_hands_over_to_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Mac, whose own python3 is 3.9, with another one on the path, or known to uv alone."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(sys, "version_info", (3, 9, 6))
+    monkeypatch.setattr(sys, "argv", ["scripts/bootstrap.py", "--dev"])
+
+    def start(path: str, words: list[str]) -> None:
+        started.append(words)
+        sys.exit()
+
+    monkeypatch.setattr("os.execv", start)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    broken, working = tmp_path / "python3.13", tmp_path / "python3.12"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    working.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for path in (broken, working):
+        path.chmod(0o755)
+    with pytest.raises(SystemExit):
+        bootstrap.require_usable_python()
+    assert started.pop() == [str(working), "scripts/bootstrap.py", "--dev"]
+    working.rename(tmp_path / "elsewhere")
+    uv = tmp_path / "uv"
+    uv.write_text(f"#!/bin/sh\necho {tmp_path}/elsewhere\n")
+    uv.chmod(0o755)
+    with pytest.raises(SystemExit):
+        bootstrap.require_usable_python()
+    assert started.pop()[0] == f"{tmp_path}/elsewhere"
+    uv.unlink()
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    with pytest.raises(SystemExit, match=r"brew install python@3\.13 \(or uv: .*, after xcode-select --install"):
+        bootstrap.require_usable_python()
+    assert not started
