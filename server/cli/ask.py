@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,6 +32,7 @@ TIMEOUT_SECONDS = 30.0
 FOR_EVER_DAYS = 3650
 FIND_SECONDS = 1.0
 """A server that takes longer to list its models is left out."""
+PROGRAM = "mlx-serve"
 OWNER = "mlx-serve/"
 """Begins the owner of our servers' models, before the version."""
 
@@ -204,6 +207,9 @@ def doctor(
     """Prints what `server/doctor/` finds. Raises ConfigError, DoctorError and ModelError."""
     from server.doctor.report import examine_file, examine_server
 
+    other = find_other_program(sys.argv[0])
+    if other is not None:
+        typer.echo(f"Another mlx-serve stands first on PATH: {other}; this is {sys.argv[0]}.", err=True)
     if speed is not None and not 0 < speed < math.inf:
         raise ConfigError(f"--speed is {speed}; it must be above 0")
     if file is None and model is not None:
@@ -220,6 +226,15 @@ def doctor(
 
             reader = ModelReader(open_renderer(model))
         examine_file(Path(file), speed, reader, as_json=as_json)
+
+
+def find_other_program(started: str) -> str | None:
+    """Returns the program of this name that a shell would start in place of `started`, such as Homebrew's."""
+    first = shutil.which(PROGRAM)
+    is_other = (
+        Path(started).name == PROGRAM and first is not None and Path(first).resolve() != Path(started).resolve()
+    )
+    return first if is_other else None
 
 
 # ------------------------------------------------------------------------------------------ where a model is loaded

@@ -301,3 +301,18 @@ def test_a_machine_that_is_short_of_memory_is_told(capsys: pytest.CaptureFixture
     assert " ".join(lines).endswith(
         "Memory of the machine: critical. Idle state is cut to 0 bytes until it has enough."
     )
+
+
+def test_another_program_that_stands_first_on_the_path_is_told(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = tmp_path / "own" / "mlx-serve", tmp_path / "homebrew" / "mlx-serve"
+    for program in (own, other):
+        program.parent.mkdir()
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setattr("sys.argv", [str(own)])
+    monkeypatch.setenv("PATH", f"{own.parent}:{other.parent}")
+    assert doctor(capsys, address)[2] == ""
+    monkeypatch.setenv("PATH", f"{other.parent}:{own.parent}")
+    assert doctor(capsys, address)[2] == f"Another mlx-serve stands first on PATH: {other}; this is {own}.\n"
