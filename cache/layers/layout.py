@@ -197,6 +197,7 @@ class Layout:
         leaves = leaves_of(caches)
         rows = [(index, leaf) for index, cache in enumerate(leaves) if (leaf := row_leaf(cache)) is not None]
         windows = {leaf.window for _, leaf in rows if leaf.window}
+        self.has_windows = bool(windows)
         # Rows are kept for one common window; with several windows, the layers are taken whole instead.
         self.window = windows.pop() if len(windows) == 1 else 0
         """See `cache.types.LayerKinds`."""

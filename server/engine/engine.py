@@ -147,7 +147,7 @@ class Engine:
             prefix_cache = _make_prefix_cache(runner, config, loaded, kept)
             _calibrate(runner, prefix_cache)
             give_back()  # buffers left by reading the weights and trying the model
-            return Worker(
+            worker = Worker(
                 runner,
                 prefix_cache,
                 lambda: StreamDecoder(loaded.detokenizer),
@@ -158,6 +158,9 @@ class Engine:
                 embedder=Embedder(loaded.model, loaded.adapters),
                 sessions=None if kept is None else kept.sessions,
             )
+            if runner.overlaps:
+                worker.use_long_chunks()
+            return worker
 
         return cls(make_worker, config, loaded.state_fingerprint)
 

@@ -20,6 +20,10 @@ from server.engine.sequence import Sequence, SequenceTable
 
 MAX_SCORED_TOKENS = 128
 """The longest chunk whose logits are all computed: 76 MiB of float32 with 150 000 words."""
+ALONE_CHUNKS = 8
+"""Chunks at once on a GPU, which a small one does not fill, while nobody waits for the end of the step."""
+FAR_TOKENS = 65_536
+"""Beyond it attention is most of the work, and a long call may be too long for macOS, which then ends it."""
 COPIED_PER_EVALUATED = 64
 """Tokens whose state is copied while one is evaluated; most machines copy several times more."""
 
@@ -46,6 +50,8 @@ class Prefill:
         self._clock = clock
         self._chunk_tokens = chunk_tokens
         self._expected_tokens = expected_tokens
+        self.alone_tokens = chunk_tokens
+        """Of a prompt beside which nothing runs or waits; a multiple of `chunk_tokens`, so that the ends agree."""
 
     def run_chunk(self, before_each: Callable[[], None]) -> None:
         """Fills one chunk with parts of prompts; a part ends with the chunk, its prompt, or at a restore point.
@@ -61,6 +67,15 @@ class Prefill:
             sequence = self._table.find(ticket.request_id)
             if sequence is not None:
                 left_tokens -= self._advance(sequence)
+
+    def _chunk_for(self, sequence: Sequence) -> int:
+        """Returns the tokens to evaluate in one call; depends on the position alone while the sequence is alone."""
+        if sequence.request.prompt_logprobs is not None:
+            return min(self._chunk_tokens, MAX_SCORED_TOKENS)
+        assert sequence.lease is not None
+        is_far = sequence.lease.offset >= FAR_TOKENS
+        is_alone = not self._table.others(sequence) and not sequence.request.is_idle_work
+        return self.alone_tokens if is_alone and not is_far else self._chunk_tokens
 
     def share_prefixes(self, sequence: Sequence) -> None:
         """Makes prefills keep a restore point where their prefix in common with the sequence ends."""
@@ -86,9 +101,8 @@ class Prefill:
         assert lease is not None
         taken_tokens = self._restore_cost(lease) if is_newcomer else 0
         if lease.offset < limit:
-            is_scored = sequence.request.prompt_logprobs is not None
-            chunk_tokens = min(self._chunk_tokens, MAX_SCORED_TOKENS) if is_scored else self._chunk_tokens
-            taken_tokens += self._evaluate(sequence, lease, lease.chunk_stop(chunk_tokens, limit))
+            stop = lease.chunk_stop(self._chunk_for(sequence), limit)
+            taken_tokens += self._evaluate(sequence, lease, stop)
         if lease.is_open and lease.offset >= limit:
             finish = self._end_prefix if sequence.request.is_prefix_only else self._start_decoding
             finish(sequence, lease)

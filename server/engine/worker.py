@@ -14,7 +14,7 @@ from cache.reclaim import SetAside
 from server.engine.decode import DecodePipeline
 from server.engine.embeddings import EmbedderPort, EmbeddingJob, Embeddings
 from server.engine.output import MakeDecoder
-from server.engine.prefill import Prefill
+from server.engine.prefill import ALONE_CHUNKS, Prefill
 from server.engine.request import EngineStats, EngineStopped, FinishReason, GenerationRequest, RequestCounts
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, choose_to_wait
@@ -120,6 +120,14 @@ class Worker:
         count = self._scheduler.count
         requests = RequestCounts(count(Phase.WAITING), count(Phase.PREFILLING), count(Phase.DECODING))
         return EngineStats(requests, self._table.num_suspended, self.prefix_cache.stats(), self._rows_form)
+
+    def use_long_chunks(self) -> None:
+        """Has a prompt beside which nothing runs evaluated in longer chunks, as pays on a GPU.
+
+        Not where layers have windows: their buffers hold a chunk more, in each slot.
+        """
+        if not self.prefix_cache.layout.has_windows:
+            self._prefill.alone_tokens *= ALONE_CHUNKS
 
     def idle_work(self) -> Iterator[None]:
         """Writes idle state to disk, piece by piece."""

@@ -129,6 +129,39 @@ def test_a_chunk_runs_between_two_decode_steps_while_a_long_prompt_prefills() ->
     assert [entry[0] for entry in harness.runner.log] == ["prefill", "decode"] * 6
 
 
+def test_a_prompt_alone_on_a_gpu_goes_in_long_chunks_that_end_where_short_ones_do() -> None:
+    def lengths(harness: Harness, *, num_steps: int) -> list[int]:
+        harness.runner.log.clear()
+        harness.step(num_steps)
+        return [entry[1] for entry in harness.runner.log if entry[0] == "prefill"]
+
+    harness = Harness(chunk_tokens=16)
+    harness.worker.use_long_chunks()
+    first = harness.submit(prompt_of(1, 301), max_tokens=60, ignore_eos=True)
+    assert lengths(harness, num_steps=3) == [128, 128, 44]
+    # Beside a stream that decodes, and while somebody waits.
+    second = harness.submit(prompt_of(2, 100), max_tokens=1)
+    assert lengths(harness, num_steps=3) == [16, 16, 16]
+    harness.run()
+    # A hit ends its chunks where the miss did.
+    again = harness.submit([*prompt_of(1, 301)[:150], *prompt_of(3, 200)], max_tokens=1)
+    assert lengths(harness, num_steps=2) == [256 - 150, 349 - 256]
+    harness.run()
+    assert first.tokens == reference(prompt_of(1, 301), 60, ignore_eos=True)
+    assert again.tokens == reference([*prompt_of(1, 301)[:150], *prompt_of(3, 200)], 1)
+    assert second.tokens == reference(prompt_of(2, 100), 1)
+
+
+def test_long_chunks_are_not_for_windows_nor_far_into_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout, far, expected in (("W", 1 << 20, [16, 16]), ("T", 128, [128, 16])):
+        monkeypatch.setattr("server.engine.prefill.FAR_TOKENS", far)
+        harness = Harness(layout, chunk_tokens=16)
+        harness.worker.use_long_chunks()
+        harness.submit(prompt_of(1, 301), max_tokens=1)
+        harness.step(2)
+        assert harness.runner.log == [("prefill", num) for num in expected]
+
+
 def test_short_prompts_and_pieces_of_one_share_a_chunk() -> None:
     harness = Harness("R", chunk_tokens=16)
     prompts = prompt_of(1, 8), prompt_of(2, 6), [9] * 9
