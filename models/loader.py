@@ -250,7 +250,7 @@ def convert_weights(
             mx.eval(array)
             done_bytes += array.nbytes
             tell(done_bytes, total_bytes)
-        save(target, path, model, _load_tokenizer(path, name, config), config)
+        save(target, path, model, open_tokenizer(path, name, config), config)
     except (ValueError, KeyError, TypeError) as error:  # an architecture's code, as for a wrong configuration
         raise ModelBroken(f"{name}: cannot be converted: {brief(str(error), _MAX_REASON)}") from error
 

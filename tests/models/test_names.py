@@ -21,6 +21,7 @@ from models.names import (
     used_last,
 )
 from models.short_names import SHORT_NAMES
+from models.store.stored_model import WeightsPlace
 from server.app.service import model_id
 
 COMMIT = "a" * 40
@@ -126,7 +127,8 @@ def test_a_repository_in_other_letters_is_the_same_model(hub_cache: Path) -> Non
         "https://hf.co/MLX-community/qwen3-8b-4BIT",
     ):
         assert resolve(name) == folder
-        assert find_installed(name) == ("mlx-community/Qwen3-8B-4bit", folder)
+        place = WeightsPlace("repository", "mlx-community/Qwen3-8B-4bit", folder.name)
+        assert find_installed(name) == (place, folder)
         assert model_id(name) == "mlx-community/Qwen3-8B-4bit"
         assert files_of(name)[0].name == "mlx-community/Qwen3-8B-4bit"
     assert model_id("Other/Model--x@v2") == "Other/Model--x@v2"
