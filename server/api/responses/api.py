@@ -7,7 +7,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -37,7 +36,7 @@ from server.api.responses.types import InputBody, Metadata, ResponsesBody
 from server.api.wire import JsonBody, sse_event
 
 Found = TypeVar("Found")
-Ask: TypeAlias = Callable[[ResponseStore, str, str], "Future[Any]"]
+Ask: TypeAlias = Callable[[ResponseStore, str, str], Any]
 """Asks a store for what a namespace has under a name."""
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
@@ -147,7 +146,7 @@ async def delete_item(request: Request) -> Response:
     """Removes an item; returns the conversation."""
     conversation = await _found_conversation(request)
 
-    def delete(store: ResponseStore, namespace: str, name: str) -> "Future[bool]":
+    def delete(store: ResponseStore, namespace: str, name: str) -> bool:
         return store.delete_item(namespace, conversation.id, name)
 
     await _found(request, "item_id", delete)
@@ -163,8 +162,8 @@ def create_conversation(context: ApiContext, incoming: Incoming) -> Payload:
     items = with_ids(_whole_items(body.items or []), name)
     conversation = StoredConversation(f"conv_{name}", int(time.time()), body.metadata or {})
     store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
-    store.put_conversation(namespace, conversation).result()
-    store.add_items(namespace, conversation.id, items).result()
+    store.put_conversation(namespace, conversation)
+    store.add_items(namespace, conversation.id, items)
     return _body(conversation)
 
 
@@ -173,9 +172,9 @@ def update_conversation(context: ApiContext, incoming: Incoming) -> Payload:
     """Replaces a conversation's metadata."""
     body = parse_known(ConversationUpdate, incoming.fields, {})
     store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
-    found = store.find_conversation(namespace, incoming.http.path_params["conversation_id"]).result()
+    found = store.find_conversation(namespace, incoming.http.path_params["conversation_id"])
     changed = replace(_known(found, incoming.http, "conversation_id"), metadata=body.metadata or {})
-    store.put_conversation(namespace, changed).result()
+    store.put_conversation(namespace, changed)
     return _body(changed)
 
 
@@ -185,7 +184,7 @@ def create_items(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_known(NewItems, incoming.fields, {})
     items = with_ids(_whole_items(body.items), uuid.uuid4().hex)
     name = incoming.http.path_params["conversation_id"]
-    added = context.kept(store_of).add_items(namespace_of_query(incoming.http), name, items).result()
+    added = context.kept(store_of).add_items(namespace_of_query(incoming.http), name, items)
     _known(added, incoming.http, "conversation_id")
     return _page(items)
 
@@ -201,8 +200,8 @@ def _whole_items(items: list[Any]) -> list[Item]:
 
 async def _found(request: Request, param: str, ask: Ask) -> Any:
     """Returns what the store has of a name in the path; raises ApiError (404)."""
-    answered = ask(context_of(request).kept(store_of), namespace_of_query(request), request.path_params[param])
-    return _known(await asyncio.wrap_future(answered), request, param)
+    place = (context_of(request).kept(store_of), namespace_of_query(request), request.path_params[param])
+    return _known(await asyncio.to_thread(ask, *place), request, param)
 
 
 def _known(found: Found | None, request: Request, param: str) -> Found:
@@ -219,7 +218,7 @@ async def _found_conversation(request: Request) -> StoredConversation:
 
 async def _items(request: Request) -> list[Item]:
     name = (await _found_conversation(request)).id
-    return await asyncio.wrap_future(context_of(request).kept(store_of).items(namespace_of_query(request), name))
+    return await asyncio.to_thread(context_of(request).kept(store_of).items, namespace_of_query(request), name)
 
 
 async def _deleted(

@@ -278,12 +278,12 @@ def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[lis
     if name is not None and conversation is not None:
         raise wrong("conversation", "it cannot be given with previous_response_id")
     if conversation is not None:
-        if store.find_conversation(namespace, conversation).result() is None:
+        if store.find_conversation(namespace, conversation) is None:
             raise _not_found("conversation", f"there is no conversation {conversation[:200]!r}")
-        return store.items(namespace, conversation).result(), conversation
+        return store.items(namespace, conversation), conversation
     if name is None:
         return [], None
-    chain = store.chain(namespace, name).result()
+    chain = store.chain(namespace, name)
     if not chain:
         raise _not_found("previous_response_id", f"there is no stored response {name[:200]!r}")
     if chain[0].parent is not None:
@@ -298,7 +298,7 @@ def _resolved(item: Item, index: int, before: Sequence[Item], store: ResponseSto
     wanted = item["id"]
     found = next((one for one in before if one.get("id") == wanted), None)
     if found is None and wanted.count("_") == 2:
-        response = store.find(namespace, f"resp_{wanted.split('_')[1]}").result()
+        response = store.find(namespace, f"resp_{wanted.split('_')[1]}")
         found = next((one for one in response.items if one.get("id") == wanted), None) if response else None
     if found is None:
         raise _not_found(f"input[{index}].id", f"there is no stored item {wanted[:200]!r}")
@@ -451,9 +451,8 @@ class ResponseExchange(Exchange):
         if self._store is not None:
             name, parent = response["id"], response["previous_response_id"]
             kept = StoredResponse(name, dict(response), self._given.new, parent, self._given.session or name)
-            saved = self._store.save(self.request.namespace, kept, self._conversation_id)
             try:
-                await asyncio.wrap_future(saved)
+                await asyncio.to_thread(self._store.save, self.request.namespace, kept, self._conversation_id)
             except sqlite3.Error as error:  # the answer itself is good
                 logger.warning("%s: the response is not kept: %s", name, error)
         return response

@@ -1,19 +1,20 @@
 """Responses and conversations in SQLite: in a file if the server keeps state on disk, else in memory.
 
 No namespace sees another's. Above the limits, the least recently used chain or conversation goes first. A response
-holds its own input and output, and its parent's id. One thread owns the database; methods return futures.
+holds its own input and output, and its parent's id. Methods block, and raise sqlite3.Error.
 """
 
 import json
 import logging
 import os
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from server.api.responses.items import Item
 from server.api.wire import json_text
@@ -59,8 +60,8 @@ WITH RECURSIVE chain (id, parent, session, input, body, depth) AS (
 )
 SELECT id, parent, session, input, body FROM chain ORDER BY depth DESC
 """
-
-Result = TypeVar("Result")
+_ITEMS_DELETION: Final = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ?"
+_CONVERSATION_DELETION: Final = "DELETE FROM conversations WHERE namespace = ? AND id = ?"
 
 
 @dataclass(frozen=True)
@@ -99,92 +100,91 @@ class ResponseStore:
         self._path = path
         self._max_responses = max_responses
         self._max_bytes = max_bytes or (MAX_MEMORY_BYTES if path is None else MAX_DISK_BYTES)
-        self._thread = ThreadPoolExecutor(1, "responses")
+        self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
 
-    def save(self, namespace: str, response: StoredResponse, conversation: str | None = None) -> "Future[None]":
+    def save(self, namespace: str, response: StoredResponse, conversation: str | None = None) -> None:
         """Stores a response, also in an existing conversation, and marks its chain as used."""
-        return self._run(lambda database: self._save(database, namespace, response, conversation))
+        given, body = json_text(response.input), json_text(response.body)
+        row = (namespace, response.id, response.parent, response.session, len(given) + len(body), given, body)
+        used = (namespace, response.session, time.time_ns())
+        with self._opened() as database:
+            database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            database.execute("INSERT OR REPLACE INTO chains VALUES (?, ?, ?)", used)
+            if conversation is not None:
+                self._add(database, namespace, conversation, response.items)
+            self._evict(database)
 
-    def chain(self, namespace: str, response_id: str) -> "Future[list[StoredResponse]]":
+    def chain(self, namespace: str, response_id: str) -> list[StoredResponse]:
         """Returns a response and all before it, oldest first; empty if it is not stored.
 
         The first one has a parent if the parent was deleted.
         """
         place = {"namespace": namespace, "id": response_id, "limit": MAX_CHAIN}
-        return self._run(lambda database: [_stored(*row) for row in database.execute(_CHAIN, place)])
+        with self._opened() as database:
+            return [_stored(*row) for row in database.execute(_CHAIN, place)]
 
-    def find(self, namespace: str, response_id: str) -> "Future[StoredResponse | None]":
+    def find(self, namespace: str, response_id: str) -> StoredResponse | None:
         """Returns a response."""
-        return self._run(lambda database: _find(database, namespace, response_id))
+        statement = "SELECT id, parent, session, input, body FROM responses WHERE namespace = ? AND id = ?"
+        with self._opened() as database:
+            row = database.execute(statement, (namespace, response_id)).fetchone()
+        return None if row is None else _stored(*row)
 
-    def delete(self, namespace: str, response_id: str) -> "Future[bool]":
+    def delete(self, namespace: str, response_id: str) -> bool:
         """Forgets a response; returns whether it was there. Its continuations lose their beginning."""
-        statement = "DELETE FROM responses WHERE namespace = ? AND id = ?"
-        return self._forget(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
+        return self._forget((namespace, response_id), "DELETE FROM responses WHERE namespace = ? AND id = ?")
 
-    def put_conversation(self, namespace: str, conversation: StoredConversation) -> "Future[None]":
+    def put_conversation(self, namespace: str, conversation: StoredConversation) -> None:
         """Stores a conversation, or new metadata for it."""
-        return self._run(lambda database: self._put_conversation(database, namespace, conversation))
+        metadata = json_text(conversation.metadata)
+        row = (namespace, conversation.id, conversation.created, metadata, time.time_ns())
+        with self._opened() as database:
+            database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?)", row)
+            self._evict(database)
 
-    def find_conversation(self, namespace: str, conversation_id: str) -> "Future[StoredConversation | None]":
+    def find_conversation(self, namespace: str, conversation_id: str) -> StoredConversation | None:
         """Returns a conversation."""
-        return self._run(lambda database: _find_conversation(database, namespace, conversation_id))
+        statement = "SELECT created, metadata FROM conversations WHERE namespace = ? AND id = ?"
+        with self._opened() as database:
+            row = database.execute(statement, (namespace, conversation_id)).fetchone()
+        return None if row is None else StoredConversation(conversation_id, row[0], json.loads(row[1]))
 
-    def delete_conversation(self, namespace: str, conversation_id: str) -> "Future[bool]":
+    def delete_conversation(self, namespace: str, conversation_id: str) -> bool:
         """Forgets a conversation; returns whether it was there."""
-        return self._forget(lambda database: _delete_conversation(database, namespace, conversation_id))
+        return self._forget((namespace, conversation_id), _ITEMS_DELETION, _CONVERSATION_DELETION)
 
-    def items(self, namespace: str, conversation_id: str) -> "Future[list[Item]]":
+    def items(self, namespace: str, conversation_id: str) -> list[Item]:
         """Returns a conversation's items in order."""
         statement = "SELECT item FROM conversation_items WHERE namespace = ? AND conversation = ? ORDER BY place"
-        place = (namespace, conversation_id)
-        return self._run(lambda database: [json.loads(text) for (text,) in database.execute(statement, place)])
+        with self._opened() as database:
+            return [json.loads(text) for (text,) in database.execute(statement, (namespace, conversation_id))]
 
-    def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> "Future[bool]":
+    def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> bool:
         """Adds items with ids to a conversation; returns whether it is there."""
-        return self._run(lambda database: self._add(database, namespace, conversation_id, items))
+        with self._opened() as database:
+            return self._add(database, namespace, conversation_id, items)
 
-    def delete_item(self, namespace: str, conversation_id: str, item_id: str) -> "Future[bool]":
+    def delete_item(self, namespace: str, conversation_id: str, item_id: str) -> bool:
         """Removes an item; returns whether it was there."""
-        statement = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ? AND id = ?"
-        place = (namespace, conversation_id, item_id)
-        return self._forget(lambda database: database.execute(statement, place).rowcount > 0)
+        return self._forget((namespace, conversation_id, item_id), f"{_ITEMS_DELETION} AND id = ?")
 
-    def _forget(self, work: Callable[[sqlite3.Connection], bool]) -> "Future[bool]":
-        """Deletes, then empties the log unless another server reads it."""
-        forgotten = self._run(work)
-        self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
-        return forgotten
+    def _forget(self, place: Sequence[str], *statements: str) -> bool:
+        """Deletes, then empties the log unless another server reads it; returns whether the last one found any."""
+        with self._opened() as database:
+            *_, num_found = [database.execute(statement, place).rowcount for statement in statements]
+        with self._opened() as database:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        return num_found > 0
 
-    def _run(self, work: Callable[[sqlite3.Connection], Result]) -> "Future[Result]":
-        def done() -> Result:
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        """Gives the database to one thread at a time, in a transaction."""
+        with self._lock:
             if self._database is None:
                 self._database = _opened(self._path)
             with self._database:
-                return work(self._database)
-
-        return self._thread.submit(done)
-
-    def _save(
-        self, database: sqlite3.Connection, namespace: str, response: StoredResponse, conversation: str | None
-    ) -> None:
-        given, body = json_text(response.input), json_text(response.body)
-        row = (namespace, response.id, response.parent, response.session, len(given) + len(body), given, body)
-        database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        used = (namespace, response.session, time.time_ns())
-        database.execute("INSERT OR REPLACE INTO chains VALUES (?, ?, ?)", used)
-        if conversation is not None:
-            self._add(database, namespace, conversation, response.items)
-        self._evict(database)
-
-    def _put_conversation(
-        self, database: sqlite3.Connection, namespace: str, conversation: StoredConversation
-    ) -> None:
-        metadata = json_text(conversation.metadata)
-        row = (namespace, conversation.id, conversation.created, metadata, time.time_ns())
-        database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?)", row)
-        self._evict(database)
+                yield self._database
 
     def _add(self, database: sqlite3.Connection, namespace: str, conversation_id: str, items: Sequence[Item]) -> bool:
         used = "UPDATE conversations SET used = ? WHERE namespace = ? AND id = ?"
@@ -258,29 +258,8 @@ def _make_tables(database: sqlite3.Connection) -> None:
     database.execute(f"PRAGMA user_version = {_VERSION}")
 
 
-def _find(database: sqlite3.Connection, namespace: str, response_id: str) -> StoredResponse | None:
-    statement = "SELECT id, parent, session, input, body FROM responses WHERE namespace = ? AND id = ?"
-    row = database.execute(statement, (namespace, response_id)).fetchone()
-    return None if row is None else _stored(*row)
-
-
 def _stored(response_id: str, parent: str | None, session: str, given: str, body: str) -> StoredResponse:
     return StoredResponse(response_id, json.loads(body), json.loads(given), parent, session)
-
-
-def _find_conversation(
-    database: sqlite3.Connection, namespace: str, conversation_id: str
-) -> StoredConversation | None:
-    statement = "SELECT created, metadata FROM conversations WHERE namespace = ? AND id = ?"
-    row = database.execute(statement, (namespace, conversation_id)).fetchone()
-    return None if row is None else StoredConversation(conversation_id, row[0], json.loads(row[1]))
-
-
-def _delete_conversation(database: sqlite3.Connection, namespace: str, conversation_id: str) -> bool:
-    place = (namespace, conversation_id)
-    database.execute("DELETE FROM conversation_items WHERE namespace = ? AND conversation = ?", place)
-    found = database.execute("DELETE FROM conversations WHERE namespace = ? AND id = ?", place)
-    return found.rowcount > 0
 
 
 def _is_over(database: sqlite3.Connection, max_responses: int, max_bytes: int) -> bool:
@@ -306,5 +285,6 @@ def _forget_oldest(database: sqlite3.Connection) -> bool:
         database.execute("DELETE FROM responses WHERE namespace = ? AND session = ?", place)
         database.execute("DELETE FROM chains WHERE namespace = ? AND session = ?", place)
     else:
-        _delete_conversation(database, *place)
+        database.execute(_ITEMS_DELETION, place)
+        database.execute(_CONVERSATION_DELETION, place)
     return True
