@@ -10,6 +10,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -102,6 +103,9 @@ class Exchange(ABC):
     def choices(self) -> "Sequence[Exchange]":
         """The exchanges answered side by side, itself first; all of one model, equal prompts neighbours."""
         return (self,)
+
+    def begun(self, answer: "Answer", held: ExitStack) -> None:  # noqa: B027 - most answers end with their client
+        """Called once the engine has the request; may take over what the request holds. Raises ApiError (429)."""
 
     @abstractmethod
     def frames(self, answer: "Answer") -> AsyncIterator[bytes]:

@@ -1,8 +1,8 @@
 """Serves any request with a body around its dialect: planning, model, answer, disconnect.
 
 A `Call` is planned on another thread, and again once a missing model is loaded. Permit, hold on the model and answer
-lie on one stack, which every way out closes, also that of a client that leaves; a stream takes the stack over. Event
-loop only.
+lie on one stack, which every way out closes, also that of a client that leaves; a stream takes the stack over, or the
+exchange itself for an answer that outlives its client. Event loop only.
 """
 
 import asyncio
@@ -286,7 +286,7 @@ class Call:
             raise
 
     def _begin(self, exchange: Exchange) -> Answer:
-        """Raises QueueFull and ApiError (503)."""
+        """Raises QueueFull and ApiError (429, 503)."""
         if exchange.request.session_id is not None:
             self._http.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
         arrival = Arrival(
@@ -297,6 +297,7 @@ class Call:
         )
         self._answer = Answer(self._context, arrival, exchange)
         self._stack.callback(self._answer.close)
+        exchange.begun(self._answer, self._stack)
         return self._answer
 
     def _stream(self, frames: AsyncIterator[bytes]) -> "AnswerStream":

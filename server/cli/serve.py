@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 SLOW_SECONDS = 0.5
 M5_MACOS = 26
 """MLX's wheel for this macOS and later has kernels for the matrix units of the M5; wheels for others do not."""
+STORE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -446,6 +447,9 @@ async def _serve(stopper: "_Stopper", config: ServerConfig, listeners: list[sock
         upkeep.cancel()
     if stopper.draining is not None:
         await stopper.draining
+    if app.state.api.background:
+        # Responses in the background are stored with what there is of them.
+        await asyncio.wait(app.state.api.background, timeout=STORE_SECONDS)
     if app.state.api.tracing is not None:
         await asyncio.to_thread(app.state.api.tracing.close)
 

@@ -14,15 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from server.api.call import inspect
+from server.api.call import AnswerStream, inspect
 from server.api.context import ApiContext, context_of
-from server.api.dialect import Api, BodyModel, Endpoint, Payload, with_and_without_v1
+from server.api.dialect import Api, BodyModel, Endpoint, Payload, dialect_of, with_and_without_v1
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
 from server.api.openai.dialect import ErrorBody, OpenAiDialect, error_body
 from server.api.openapi import Operation
 from server.api.params import Incoming
+from server.api.responses.background import KEPT_SECONDS, BackgroundRun, BackgroundRuns
 from server.api.responses.create import (
+    UNFINISHED,
     ResponseBody,
     ResponseTokensBody,
     count_input_tokens,
@@ -31,15 +33,16 @@ from server.api.responses.create import (
     with_ids,
 )
 from server.api.responses.items import Item, check_items
-from server.api.responses.store import ResponseStore, StoredConversation, store_of
+from server.api.responses.store import ResponseStore, StoredConversation, StoredResponse, store_of
 from server.api.responses.types import InputBody, Metadata, ResponsesBody
-from server.api.wire import JsonBody, sse_event
+from server.api.wire import JsonBody, number_asked, sse_event
 
 Found = TypeVar("Found")
 Ask: TypeAlias = Callable[[ResponseStore, str, str], Any]
 """Asks a store for what a namespace has under a name."""
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
+MAX_EVENTS = 999_999_999
 _NAMED = {
     "response_id": "stored response {}",
     "conversation_id": "conversation {}",
@@ -95,23 +98,58 @@ class ConversationBody(TypedDict):
 
 
 async def get_response(request: Request) -> Response:
-    """Returns a stored response."""
-    if request.query_params.get("stream") == "true":
-        why = "a response that is kept is not streamed again; leave it out"
+    """Returns a stored response as it is, or with `stream` the events of one in the background, those to come too."""
+    run = _run_of(request)
+    if request.query_params.get("stream") != "true":
+        return JsonBody(
+            _as_known(await _found(request, "response_id", ResponseStore.find)) if run is None else run.response
+        )
+    number = number_asked(request, "starting_after", MAX_EVENTS)
+    if run is None:
+        await _found(request, "response_id", ResponseStore.find)
+        why = f"events are kept of responses in the background, and {KEPT_SECONDS} s beyond their end; leave it out"
         raise wrong("stream", why, Code.UNSUPPORTED_PARAMETER)
-    return JsonBody((await _found(request, "response_id", ResponseStore.find)).body)
+    dialect = dialect_of(request)
+    events = run.events(0 if number is None else number + 1)
+    return AnswerStream(request, events, lambda: dialect.heartbeat(run.progress))
 
 
 async def delete_response(request: Request) -> Response:
-    """Forgets a response."""
+    """Forgets a response; one that is made is cancelled."""
+    run = _run_of(request)
+    if run is not None:
+        await run.cancel()
+        context_of(request).kept(BackgroundRuns).forget(
+            namespace_of_query(request), request.path_params["response_id"]
+        )
     return await _deleted(request, "response_id", ResponseStore.delete, "response")
 
 
 async def cancel_response(request: Request) -> Response:
-    """Says that nothing can be cancelled: a response is made while its client waits."""
-    await _found(request, "response_id", ResponseStore.find)
-    message = "the response has ended; one that is being made is cancelled by closing its connection"
-    raise ApiError(Code.INVALID_VALUE, message, "response_id")
+    """Cancels a response in the background; returns it, also if it had ended."""
+    run = _run_of(request)
+    if run is not None:
+        await run.cancel()
+        return JsonBody(run.response)
+    body = _as_known(await _found(request, "response_id", ResponseStore.find))
+    if not body["background"]:
+        message = "only a response in the background is cancelled; another one is by closing its connection"
+        raise ApiError(Code.INVALID_VALUE, message, "response_id")
+    return JsonBody(body)
+
+
+def _run_of(request: Request) -> BackgroundRun | None:
+    return (
+        context_of(request).kept(BackgroundRuns).find(namespace_of_query(request), request.path_params["response_id"])
+    )
+
+
+def _as_known(stored: StoredResponse) -> Mapping[str, Any]:
+    """Returns a stored response; one without a run that has not ended never will."""
+    if stored.body["status"] not in UNFINISHED:
+        return stored.body
+    error = {"code": "server_error", "message": "the server ended before the response did"}
+    return {**stored.body, "status": "failed", "error": error}
 
 
 async def list_input_items(request: Request) -> Response:
@@ -274,7 +312,7 @@ _SALT, _PAGE = ("cache_salt",), ("limit", "order", "after", "cache_salt")
 _ROUTES = (
     Endpoint("/responses", create_response, Operation(ResponsesBody, ResponseBody, dict[str, Any])),
     Endpoint("/responses/input_tokens", count_input_tokens, Operation(InputBody, ResponseTokensBody)),
-    Endpoint(_RESPONSE, get_response, Operation(answer=ResponseBody, query=("stream", *_SALT))),
+    Endpoint(_RESPONSE, get_response, Operation(answer=ResponseBody, query=("stream", "starting_after", *_SALT))),
     Endpoint(_RESPONSE, delete_response, Operation(answer=Deletion, query=_SALT), ["DELETE"]),
     Endpoint(_RESPONSE + "/cancel", cancel_response, Operation(answer=ResponseBody, query=_SALT), ["POST"]),
     Endpoint(_RESPONSE + "/input_items", list_input_items, Operation(answer=ItemList, query=_PAGE)),

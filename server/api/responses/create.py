@@ -11,6 +11,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NotRequired
 
@@ -20,7 +21,7 @@ from models.prompt.chat_template import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
 from server.api.context import ApiContext
-from server.api.conversation import Conversation
+from server.api.conversation import Conversation, can_continue
 from server.api.dialect import Body, Payload, Rules, parse_body, validated
 from server.api.errors import ApiError, Code, explain, wrong
 from server.api.guard import namespace_of
@@ -28,6 +29,7 @@ from server.api.openai.params import read_params
 from server.api.openai.types import GenerationBody
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, shows_tools
 from server.api.record import CacheBody, TimingsBody, costs_of
+from server.api.responses.background import BackgroundRun, BackgroundRuns
 from server.api.responses.items import Item, check_items, read_messages, search_outputs
 from server.api.responses.output import AnswerOutput, Event, ItemBody, ToolSet
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
@@ -104,8 +106,8 @@ class ResponseBody(TypedDict):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -168,8 +170,8 @@ def begun_response(
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
-        "status": "in_progress",
-        "background": False,
+        "status": "queued" if body.background else "in_progress",
+        "background": body.background is True,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -199,6 +201,8 @@ def begun_response(
 
 
 ID_PREFIX = "resp_"
+UNFINISHED = ("queued", "in_progress")
+"""The status of a response that is made."""
 
 
 class ResponseTokensBody(TypedDict):
@@ -268,6 +272,7 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
         forbids_calls=body.forbids_calls,
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
+        continues=_is_begun(new) and can_continue(model),
     ).prepared_for(model, hygiene=context.config.prompt_hygiene)
     return ReadInput(new, session, tools, conversation)
 
@@ -289,7 +294,15 @@ def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[lis
     if chain[0].parent is not None:
         why = f"the response {chain[0].parent!r}, which it goes on from, is not stored any more"
         raise _not_found("previous_response_id", why)
+    if chain[-1].body.get("status") in UNFINISHED:
+        raise wrong("previous_response_id", f"the response {name!r} has not reached its end")
     return [item for response in chain for item in response.items], chain[0].session
+
+
+def _is_begun(items: Sequence[Item]) -> bool:
+    """Whether the last item is an answer that was cut off, and is to be continued."""
+    last = items[-1] if items else {}
+    return last.get("role") == "assistant" and last.get("status") in ("incomplete", "in_progress")
 
 
 def _resolved(item: Item, index: int, before: Sequence[Item], store: ResponseStore, namespace: str) -> Item:
@@ -341,6 +354,8 @@ def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
 def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     """Answers items, and those that they go on from."""
     body = parse_known(ResponsesBody, incoming.fields, IN_RESPONSES)
+    if body.background and not body.is_stored:
+        raise wrong("background", "a response that is made in the background is stored; leave store out")
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     given = read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
@@ -355,9 +370,9 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
         # The session is that of the chain's first response.
         incoming = replace(incoming, fields={**incoming.fields, "previous_response_id": given.session})
     request = build_request(incoming, model, prompt, params, namespace)
-    store = context.kept(store_of) if body.is_stored else None
+    keeper = Keeper(context, context.kept(store_of), context.kept(BackgroundRuns)) if body.is_stored else None
     question = Question(model, request, prompt, given.conversation)
-    return ResponseExchange(body, incoming.fields, question, given, store)
+    return ResponseExchange(body, incoming.fields, question, given, keeper)
 
 
 def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> AnswerGrammar | None:
@@ -365,6 +380,15 @@ def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> Answe
     if forced is not None and forced.names is not None:
         forced = replace(forced, names=given.tools.shown_names(forced.names))
     return answer_grammar(model, given.conversation, wanted, forced)
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Where responses are kept."""
+
+    context: ApiContext
+    store: ResponseStore
+    runs: BackgroundRuns
 
 
 class ResponseExchange(Exchange):
@@ -376,11 +400,11 @@ class ResponseExchange(Exchange):
         fields: Mapping[str, Any],
         question: Question,
         given: ReadInput,
-        store: ResponseStore | None,
+        keeper: Keeper | None,
     ) -> None:
         super().__init__(question, is_streamed=body.stream is True)
         self._given = given
-        self._store = store
+        self._keeper = keeper
         self._conversation_id = body.conversation
         self._output = AnswerOutput(
             self.request.request_id.removeprefix(ID_PREFIX),
@@ -389,57 +413,94 @@ class ResponseExchange(Exchange):
             is_enclosed=ENCRYPTED_THOUGHTS in (body.include or ()),
         )
         self._response = begun_response(body, fields, self.request, self.model.id)
+        self._run: BackgroundRun | None = None
+        """Set for a response in the background."""
+        self._num_events = 0
 
-    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+    def begun(self, answer: Answer, held: ExitStack) -> None:
+        """Begins a response in the background; raises ApiError (429)."""
+        if self._keeper is not None and self._response["background"]:
+            self._run = self._keeper.runs.add(self, answer)
+            self._keeper.context.in_background(self._run.make(held.pop_all()))
+
+    def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields each event with its number; the last holds the whole response."""
-        number = 0
+        return self.written(answer) if self._run is None else self._run.events()
+
+    async def written(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yields each event with its number, whoever reads them."""
         async for event in self._told(answer):
-            yield sse_event({"type": event["type"], "sequence_number": number, **event}, event["type"])
-            number += 1
+            yield self._numbered(event)
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the whole response."""
+        """Returns the whole response; in the background, as it is once it is stored."""
+        if self._run is not None:
+            await self._run.wait()
+            return self.now()
         async for _ in self._events(answer):
             pass
-        return self._response
+        return self.now()
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
-        return read_messages(self._output.items)
+        messages = read_messages(self._output.items)
+        if self.conversation is None or not messages:
+            return messages
+        return [self.conversation.whole(messages[0]), *messages[1:]]
+
+    def now(self) -> ResponseBody:
+        """Returns the response so far."""
+        is_open = self._response["status"] in UNFINISHED
+        return {**self._response, "output": self._output.so_far} if is_open else self._response
+
+    async def broken_off(self, error: ApiError | None) -> bytes:
+        """Returns the last event of a response that took too long, or, without an error, was cancelled."""
+        return self._numbered(await self._cut("cancelled" if error is None else "failed", error))
+
+    def _numbered(self, event: Event) -> bytes:
+        self._num_events += 1
+        return sse_event({"type": event["type"], "sequence_number": self._num_events - 1, **event}, event["type"])
 
     async def _told(self, answer: Answer) -> AsyncIterator[Event]:
-        for kind in ("created", "in_progress"):
-            yield {"type": f"response.{kind}", "response": self._response}
+        if self._run is not None:
+            await self._keep()
+        yield {"type": "response.created", "response": self._response}
+        yield {"type": f"response.{self._response['status']}", "response": self._response}
         try:
             async for event in self._events(answer):
                 yield event
         except Exception as error:  # the status is sent, so the stream must report the error
-            known = explain(error, self.request.request_id)
-            failed = {
-                **self._response,
-                "status": "failed",
-                "error": error_of(known),
-                "output": list(self._output.items),
-            }
-            yield {"type": "response.failed", "response": failed}
+            yield await self._cut("failed", explain(error, self.request.request_id))
+
+    async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> Event:
+        """Returns the last event of a response that has not reached its end, with what there is of it."""
+        self._output.close("incomplete")
+        why = None if error is None else error_of(error)
+        self._response = {**self._response, "status": status, "error": why, "output": list(self._output.items)}
+        if self._run is not None:
+            await self._keep()
+        return {"type": f"response.{status}", "response": self._response}
 
     async def _events(self, answer: Answer) -> AsyncIterator[Event]:
         async for event in answer.events():
             match event:
                 case Started():
-                    continue
+                    if self._response["status"] == "queued":
+                        self._response = {**self._response, "status": "in_progress"}
+                        yield {"type": "response.in_progress", "response": self._response}
                 case Finished(reason):
                     for told in self._output.close("incomplete" if reason is FinishReason.LENGTH else "completed"):
                         yield told
-                    self._response = await self._ended(event)
+                    self._response = self._ended(event)
+                    await self._keep(self._conversation_id)
                     yield {"type": f"response.{self._response['status']}", "response": self._response}
                 case _:
                     for told in self._output.add(event):
                         yield told
 
-    async def _ended(self, finished: Finished) -> ResponseBody:
+    def _ended(self, finished: Finished) -> ResponseBody:
         is_cut = finished.reason is FinishReason.LENGTH
-        response: ResponseBody = {
+        return {
             **self._response,
             "status": "incomplete" if is_cut else "completed",
             "completed_at": None if is_cut else int(time.time()),
@@ -448,11 +509,14 @@ class ResponseExchange(Exchange):
             "usage": usage_of(finished),
             **costs_of(finished, self.request.session_id),
         }
-        if self._store is not None:
-            name, parent = response["id"], response["previous_response_id"]
-            kept = StoredResponse(name, dict(response), self._given.new, parent, self._given.session or name)
-            try:
-                await asyncio.to_thread(self._store.save, self.request.namespace, kept, self._conversation_id)
-            except sqlite3.Error as error:  # the answer itself is good
-                logger.warning("%s: the response is not kept: %s", name, error)
-        return response
+
+    async def _keep(self, conversation_id: str | None = None) -> None:
+        """Stores the response as it is, if it is stored."""
+        if self._keeper is None:
+            return
+        name, parent = self._response["id"], self._response["previous_response_id"]
+        kept = StoredResponse(name, dict(self._response), self._given.new, parent, self._given.session or name)
+        try:
+            await asyncio.to_thread(self._keeper.store.save, self.request.namespace, kept, conversation_id)
+        except sqlite3.Error as error:  # the answer itself is good
+            logger.warning("%s: the response is not kept: %s", name, error)

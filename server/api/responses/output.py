@@ -317,6 +317,11 @@ class AnswerOutput:
         self._num_begun = 0
         """Failed calls included."""
 
+    @property
+    def so_far(self) -> list[ItemBody]:
+        """The items that have ended, and the open one."""
+        return [*self.items, *(() if self._open is None else (self._open.body("in_progress"),))]
+
     def add(self, piece: Piece) -> list[Event]:
         """Takes a piece; returns its events."""
         match piece:

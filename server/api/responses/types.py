@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from server.api.conversation import ThinkingWish
 from server.api.dialect import BodyModel, Rules, Whole, no_effect, read_by, refused, validated
 from server.api.errors import Code, wrong
-from server.api.openai.types import CallingBody, Schema, SharedBody, ToolChoice, read_tool_choice
+from server.api.openai.types import RANDOM_SEED, CallingBody, Schema, SharedBody, ToolChoice, read_tool_choice
 from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar
 from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 
@@ -112,6 +112,9 @@ class ResponsesBody(InputBody, SharedBody):
     include: list[str] | None = None
     metadata: Metadata | None = None
     max_tool_calls: Whole | None = None
+    seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
+    background: bool | None = None
+    """The response is made though its client leaves."""
 
     @property
     def is_stored(self) -> bool:
@@ -124,7 +127,7 @@ class ResponsesBody(InputBody, SharedBody):
 
     def generation(self) -> dict[str, Any]:
         """Returns the fields that Chat Completions has, under its names."""
-        shared = self.model_dump(include={*SharedBody.model_fields, "temperature", "top_p"})
+        shared = self.model_dump(include={*SharedBody.model_fields, "temperature", "top_p", "seed"})
         return {**shared, "max_tokens": self.max_output_tokens}
 
     def answer_grammar(self) -> AnswerGrammar | None:
@@ -295,17 +298,16 @@ IN_RESPONSES: Rules = {
     **no_effect("nothing is removed from a conversation by the server", "context_management"),
     **no_effect("it only says what a request may be used for", "access_programs"),
     **no_effect("prompts are text only", "image"),
-    **refused("an answer is made while its client waits; send stream instead", "background=false"),
-    **no_effect("it belongs to a field that is refused", "background_options"),
+    **no_effect("a response in the background is made as soon as it can be", "background_options"),
     **refused("nothing is looked up or judged on the side", "moderation"),
     **refused("answers hold text, without data on single tokens", "top_logprobs=0"),
     **refused("its name here is max_output_tokens", "max_tokens max_completion_tokens"),
     **refused("its name here is text.format", "response_format"),
     **refused("its name here is reasoning.effort", "reasoning_effort"),
     **refused(
-        "this API samples by temperature and top_p only; /v1/chat/completions has more",
+        "this API samples by temperature, top_p and seed only; /v1/chat/completions has more",
         """
-        top_k=0|-1 min_p=0 seed=-1 stop=[] presence_penalty=0 frequency_penalty=0 repetition_penalty=1 logit_bias={}
+        top_k=0|-1 min_p=0 stop=[] presence_penalty=0 frequency_penalty=0 repetition_penalty=1 logit_bias={}
         n=1
         """,
     ),

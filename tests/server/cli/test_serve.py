@@ -25,6 +25,7 @@ import pytest
 
 from models.inference.sampling_params import SamplingParams
 from server.api.app import create_app
+from server.api.responses.store import FILE_NAME, ResponseStore
 from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running
 from server.app.service import _bound_pool, model_id, open_service, read_sampling
@@ -170,6 +171,20 @@ def test_what_does_not_finish_in_time_is_told_so(folder: Path) -> None:
         assert "the server is stopping" in stream.rest()
         assert server.wait() == 0
         assert "Traceback" not in server.output
+
+
+def test_what_is_made_in_the_background_at_the_end_is_stored_with_what_there_is(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, "--drain", "0.2", "--cache-disk", "8MB", "--cache-dir", str(tmp_path)) as server:
+        endless = {"input": "Hi", "background": True, "max_output_tokens": 100_000}
+        name = ask(server.port, "POST", "/v1/responses", **endless)[1]["id"]
+        while get(server.port, f"/v1/responses/{name}")[1]["status"] == "queued":
+            time.sleep(0.01)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert "Traceback" not in server.output and server.output.count(name) == 1
+    kept = ResponseStore(tmp_path / FILE_NAME).find("", name)
+    assert kept is not None and kept.body["status"] == "failed"
+    assert kept.body["error"]["message"] == "the server is stopping"
 
 
 def test_a_cache_folder_that_cannot_be_used_ends_the_start_before_the_model_is_loaded(

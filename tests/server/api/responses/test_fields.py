@@ -4,6 +4,7 @@ import re
 from typing import Any, get_type_hints
 
 from server.api.dialect import Treatment
+from server.api.responses.background import KEPT_SECONDS, MAX_EVENT_BYTES, MAX_RUNNING, MAX_RUNS, MAX_SECONDS
 from server.api.responses.create import (
     AnswerTokensDetails,
     InputTokensDetails,
@@ -55,3 +56,11 @@ def test_items_tools_and_limits_are_documented() -> None:
     assert all(f"`{name}`" in items for name in SKIPPED_ITEM_TYPES)
     assert all(f"`{name}`" in tools for name in LEFT_OUT)
     assert f"`{FILE_NAME}`" in stored and f"{MAX_RESPONSES} responses" in stored
+
+
+def test_the_limits_of_responses_in_the_background_are_documented() -> None:
+    text = section("In the background")
+    assert (
+        f"{MAX_RUNNING} for a key and salt, {MAX_RUNS} in all" in text and f"{MAX_EVENT_BYTES / 1e6:.1f} MB" in text
+    )
+    assert "two hours" in text and MAX_SECONDS == 2 * 3600 and "ten minutes after" in text and KEPT_SECONDS == 600
