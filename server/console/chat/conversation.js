@@ -50,31 +50,61 @@ export function choose(conversation, node) {
   conversation.updated = Date.now();
 }
 
-/** Returns what a request says, up to and with the message `last`. */
-export function messagesUpTo(conversation, last) {
+/** Returns the items of a request, up to and with the message `last`. */
+export function inputUpTo(conversation, last) {
   const before = [];
   for (let node = last; node; node = conversation.nodes[node.parent]) before.unshift(node);
-  const system = conversation.system.trim() ? [{ role: "system", content: conversation.system }] : [];
-  return [...system, ...before.map(sent)];
+  return before.flatMap(itemsOf);
 }
 
-function sent(node) {
-  const message = { role: node.role, content: node.content };
-  if (node.role === "tool") message.tool_call_id = node.tool_call_id;
-  if (node.role === "assistant") {
-    if (node.reasoning) message.reasoning_content = node.reasoning;
-    if (node.tool_calls?.length) {
-      message.tool_calls = node.tool_calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
-      if (!node.content) message.content = null;
-    }
+/** Returns a message as items; the text of one that is gone on with is `incomplete`. */
+export function itemsOf(node, status) {
+  if (node.role === "user") return [{ role: "user", content: node.content }];
+  if (node.role === "tool") return [{ type: "function_call_output", call_id: node.tool_call_id, output: node.content }];
+  return [
+    node.reasoning && { type: "reasoning", summary: [], content: [{ type: "reasoning_text", text: node.reasoning }] },
+    node.content && { type: "message", role: "assistant", content: node.content, status },
+    ...(node.tool_calls ?? []).map(({ id, name, arguments: given }) => ({ type: "function_call", call_id: id, name, arguments: given })),
+  ].filter(Boolean);
+}
+
+/** Returns the answers that have not ended. */
+export function unfinished(conversation) {
+  return Object.values(conversation.nodes).filter((node) => node.run);
+}
+
+/** Has a message wait for the end of an answer. */
+export function enqueue(conversation, text) {
+  (conversation.queued ??= {})[newId()] = { text, created: Date.now(), gone: false };
+}
+
+/** Returns the messages that wait, each with its id. */
+export function waiting(conversation) {
+  return Object.entries(conversation.queued ?? {}).filter(([, one]) => !one.gone).sort(([, a], [, b]) => a.created - b.created);
+}
+
+/** Adds to a conversation what another copy of it has: messages, more of an answer, and choices that are later. */
+export function absorb(ours, theirs) {
+  for (const node of Object.values(theirs.nodes)) {
+    const known = ours.nodes[node.id];
+    if (known && !isFurther(node, known)) continue;
+    // The object stays, for an answer is written into it.
+    const kept = known ?? {};
+    for (const name of Object.keys(kept)) delete kept[name];
+    ours.nodes[node.id] = Object.assign(kept, structuredClone(node));
   }
-  return message;
+  for (const [id, one] of Object.entries(theirs.queued ?? {})) {
+    (ours.queued ??= {})[id] = { ...one, gone: one.gone || ours.queued[id]?.gone || false };
+  }
+  const isOlder = ours.updated < theirs.updated;
+  ours.chosen = isOlder ? { ...ours.chosen, ...theirs.chosen } : { ...theirs.chosen, ...ours.chosen };
+  if (isOlder) for (const name of ["title", "model", "system", "settings", "updated"]) ours[name] = theirs[name];
 }
 
-/** Returns both conversations in one: each has the messages that the other lacks, and the later choice counts. */
-export function merged(ours, theirs) {
-  const [older, newer] = ours.updated >= theirs.updated ? [theirs, ours] : [ours, theirs];
-  return { ...newer, nodes: { ...older.nodes, ...newer.nodes }, chosen: { ...older.chosen, ...newer.chosen } };
+/** Whether an answer has more than another copy of it: it has ended, or more of its events have come. */
+function isFurther(node, known) {
+  if (!known.run || !node.run) return Boolean(known.run) && !node.run;
+  return node.run.number > known.run.number || (node.run.id !== null && known.run.id === null);
 }
 
 /** Returns a conversation read from a file; throws where it is none. */
@@ -87,7 +117,7 @@ export function imported(text) {
     if (!isText(node?.id) || !isText(node.parent) || !["user", "assistant", "tool"].includes(node.role) || !isText(node.content)) throw new Error("A message of this file cannot be read.");
     const calls = Array.isArray(node.tool_calls) ? node.tool_calls.filter((call) => isText(call?.id) && isText(call.name) && isText(call.arguments)) : undefined;
     conversation.nodes[node.id] = {
-      id: node.id, parent: node.parent, role: node.role, content: node.content, created: Number(node.created) || 0,
+      finish: node.run ? "stopped" : undefined, id: node.id, parent: node.parent, role: node.role, content: node.content, created: Number(node.created) || 0,
       reasoning: isText(node.reasoning) ? node.reasoning : undefined,
       tool_call_id: isText(node.tool_call_id) ? node.tool_call_id : undefined,
       tool_calls: calls?.map(({ id, name, arguments: given }) => ({ id, name, arguments: given })),

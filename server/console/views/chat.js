@@ -1,9 +1,9 @@
-// A chat: a client of /v1/chat/completions like any other.
+// A chat: a client of /v1/responses like any other, whose answers the server makes in the background.
 
-import { follow } from "../chat/answer.js";
-import { add, choose, exported, imported, messagesUpTo, newConversation, path, siblings } from "../chat/conversation.js";
+import { Answers } from "../chat/answer.js";
+import { absorb, add, choose, enqueue, exported, imported, newConversation, path, siblings, unfinished, waiting } from "../chat/conversation.js";
 import { markdown } from "../chat/render.js";
-import { MAX_CONVERSATIONS, Store } from "../chat/store.js";
+import { Store } from "../chat/store.js";
 import { reasonOf } from "../lib/api.js";
 import { copy, h, update } from "../lib/dom.js";
 import { count, ms, rate } from "../lib/format.js";
@@ -17,29 +17,44 @@ const NUMBERS = {
   seed: ["Seed", 0, 4294967295, 1],
 };
 const AT_END = 60;
+const SAVE_MS = 200;
+const COARSE = matchMedia("(pointer: coarse)");
 
 function mount(root, app) {
   let store = null;
-  let list = [];
+  let answers = null;
   let models = [];
   let chat = newConversation();
-  let running = null;
   let editing = null;
+  let editText = "";
   let drawn = 0;
   let cost = 0;
+  let drawTimer = null;
+  let saveTimer = null;
+  let full = false;
+  /** What the list shows of each conversation, by id. */
+  const list = new Map();
+  /** Conversations that are shown or being answered, by id: one object each. */
+  const open = new Map();
 
   const side = h("aside", { class: "chats", "aria-label": "Conversations" });
   const thread = h("div", { class: "thread", tabindex: 0, role: "region", "aria-label": "Messages" });
   const spoken = h("p", { class: "sr", role: "status", "aria-live": "polite" });
   const options = h("div", { class: "options" });
-  const input = h("textarea", { rows: 2, "aria-label": "Message", placeholder: "Write a message. Enter sends, Shift+Enter begins a new line.", onkeydown: onKey, oninput: grow });
+  const hint = COARSE.matches ? "Write a message." : "Write a message. Enter sends, Shift+Enter begins a new line.";
+  const input = h("textarea", { rows: 2, "aria-label": "Message", placeholder: hint, onkeydown: onKey, oninput: () => (grow(), saveDraft()) });
   const send = h("button", { type: "submit", class: "primary" }, "Send");
-  const form = h("form", { class: "composer", onsubmit: (event) => (event.preventDefault(), running ? stop() : say(input.value)) }, input, send);
+  const end = h("button", { type: "button", onclick: () => stop() }, "Stop");
+  const form = h("form", { class: "composer", onsubmit: (event) => (event.preventDefault(), say(input.value)) }, input, h("menu", {}, send, end));
   root.append(side, h("div", { class: "talk" }, options, thread, spoken, form));
   const opened = Store.open().then(async (found) => {
     store = found;
     store.onchange = onOtherTab;
-    list = await store.all();
+    answers = new Answers(app.api, store, { changed: (node) => node.id in chat.nodes && drawSoon(), ended, keep });
+    for (const one of await store.all()) {
+      note(one);
+      if (unfinished(one).length || waiting(one).length) takeUp(one);
+    }
   });
 
   // ------------------------------------------------------------------------------------------------ conversations
@@ -47,19 +62,50 @@ function mount(root, app) {
   async function show([id, model] = []) {
     await opened;
     loadModels();
-    if (id === "new" || !id) {
-      const last = id ? null : list[0];
-      if (last && !Object.keys(chat.nodes).length) chat = await store.get(last.id);
-      else if (id) chat = newConversation(model ?? chat.model);
-    } else if (id !== chat.id) {
-      const found = await store.get(id);
+    const last = [...list.values()].sort((a, b) => b.updated - a.updated)[0];
+    if (id === "new") await showNew(model);
+    else if (id || (last && !hasBegun(chat))) {
+      const found = id === chat.id ? chat : await load(id || last.id);
       if (found) chat = found;
       else app.toast("That conversation is not in this browser.");
+      input.value = (await store.draft(chat.id))?.text ?? "";
     }
     editing = null;
+    isFollowing = true;
+    grow();
     draw();
     thread.scrollTop = thread.scrollHeight;
     input.focus({ preventScroll: true });
+  }
+
+  /** Shows a conversation that has not begun, with what was written for it. */
+  async function showNew(model) {
+    const draft = await store.draft("new");
+    chat = draft?.conversation ?? newConversation(chat.model);
+    if (model) chat.model = model;
+    input.value = draft?.text ?? "";
+  }
+
+  function hasBegun(conversation) {
+    return list.has(conversation.id) || Object.keys(conversation.nodes).length > 0;
+  }
+
+  /** Returns a conversation, its answers taken up; null where the browser has none of that id. */
+  async function load(id) {
+    const found = open.get(id) ?? (await store.get(id));
+    if (found) takeUp(found);
+    return found;
+  }
+
+  /** Follows the answers that have not ended, and sends what waited for those that have. */
+  function takeUp(conversation) {
+    open.set(conversation.id, conversation);
+    for (const node of unfinished(conversation)) answers.follow(conversation, node);
+    sendWaiting(conversation);
+  }
+
+  function note({ id, title, updated }) {
+    list.set(id, { id, title, updated });
   }
 
   async function loadModels() {
@@ -73,38 +119,70 @@ function mount(root, app) {
     }
   }
 
-  async function keep(conversation) {
+  /** Keeps a conversation, with what other tabs have added and with `change`; returns whether the browser took it. */
+  async function keep(conversation, change) {
+    if (conversation.isRemoved) return true;
+    open.set(conversation.id, conversation);
+    note(conversation);
+    let isKept = true;
     try {
-      const whole = await store.put(conversation);
-      if (chat.id === whole.id && !running) chat = whole;
-      list = await store.all();
-      for (const old of list.slice(MAX_CONVERSATIONS)) await store.remove(old.id);
-      list = list.slice(0, MAX_CONVERSATIONS);
+      await store.put(conversation, change);
     } catch {
-      app.toast("The browser could not keep this conversation.");
+      isKept = false;
     }
-    drawSide();
+    if (full === isKept) {
+      full = !isKept;
+      drawSide();
+    }
+    return isKept;
   }
 
   async function onOtherTab(id) {
-    list = await store.all();
-    if (id === chat.id && !running) chat = (await store.get(id)) ?? chat;
+    const found = await store.get(id);
+    if (!found) {
+      if (!open.has(id)) list.delete(id);
+    } else {
+      const known = open.get(id);
+      if (known) absorb(known, found);
+      note(known ?? found);
+      if (known || unfinished(found).length) takeUp(known ?? found);
+    }
     if (!root.hidden) draw();
   }
 
+  function saveDraft() {
+    const isNew = !hasBegun(chat);
+    store?.keepDraft(isNew ? "new" : chat.id, input.value, isNew && (input.value || chat.system) ? chat : null).catch(() => {
+      full = true;
+      drawSide();
+    });
+  }
+
+  /** Keeps a change of the settings. */
+  function save() {
+    const conversation = chat;
+    conversation.updated = Date.now();
+    clearTimeout(saveTimer);
+    saveTimer = setTimeout(() => (hasBegun(conversation) ? keep(conversation) : conversation === chat && saveDraft()), SAVE_MS);
+  }
+
   function begin(model = chat.model) {
-    stop();
-    chat = newConversation(model);
     editing = null;
-    app.navigate(`#/chat/new`);
-    draw();
-    input.focus();
+    if (location.hash === "#/chat/new") show(["new", model]);
+    else app.navigate(`#/chat/new`);
   }
 
   async function remove(id) {
+    const one = await load(id);
+    if (one) one.isRemoved = true;
+    for (const node of one ? unfinished(one) : []) answers.stop(node);
     await store.remove(id);
-    list = await store.all();
-    if (id === chat.id) begin();
+    open.delete(id);
+    list.delete(id);
+    if (id === chat.id) {
+      chat = newConversation(chat.model);
+      begin();
+    }
     draw();
   }
 
@@ -114,10 +192,11 @@ function mount(root, app) {
     dialog.append(h("form", { onsubmit: async (event) => {
       event.preventDefault();
       dialog.close();
-      const whole = one.id === chat.id ? chat : await store.get(one.id);
+      const whole = await load(one.id);
       whole.title = field.value.trim() || one.title;
       whole.updated = Date.now();
-      keep(whole);
+      await keep(whole);
+      drawSide();
     } }, field, h("menu", {}, h("button", { type: "submit", class: "primary" }, "Rename"), h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"))));
     dialog.onclose = () => dialog.remove();
     document.body.append(dialog);
@@ -136,6 +215,7 @@ function mount(root, app) {
     if (!file) return;
     try {
       chat = imported(await file.text());
+      input.value = "";
       await keep(chat);
       app.navigate(`#/chat/${chat.id}`);
       draw();
@@ -146,58 +226,84 @@ function mount(root, app) {
 
   // ----------------------------------------------------------------------------------------------------- answering
 
-  function say(text) {
-    if (!text.trim() || running) return;
-    const last = path(chat).at(-1);
+  /** The answer that is made below what is shown. */
+  function running() {
+    return path(chat).findLast((node) => node.run);
+  }
+
+  async function say(text) {
+    if (!text.trim() || !store) return;
+    const isNew = !hasBegun(chat);
+    if (running()) {
+      enqueue(chat, text);
+      spoken.textContent = "Your message waits for the end of this answer.";
+      isFollowing = true;
+      keep(chat);
+      draw();
+    } else ask(chat, add(chat, path(chat).at(-1)?.id ?? null, { role: "user", content: text }));
     input.value = "";
     grow();
-    answer(add(chat, last?.id ?? null, { role: "user", content: text }));
+    store.keepDraft(isNew ? "new" : chat.id, "").catch(() => {});
   }
 
-  /** Has the model answer the message `last`; with `node`, goes on with that answer. */
-  async function answer(last, node = null) {
-    const conversation = chat;
-    const into = node ?? add(conversation, last?.id ?? null, { role: "assistant", content: "" });
-    const messages = messagesUpTo(conversation, node ?? last);
-    for (const name of ["error", "finish", "firstMs"]) delete into[name];
-    into.model = conversation.model;
-    const abort = new AbortController();
-    running = { abort, node: into };
+  /** Has the model answer the message `last`, or go on with the answer `begun`. Both are kept before they are sent. */
+  async function ask(conversation, last, begun) {
+    const { content = "", reasoning } = begun ?? {};
+    const node = add(conversation, last?.id ?? null, { role: "assistant", content, reasoning, begun: begun && { role: "assistant", content, reasoning }, model: conversation.model, run: { id: null, number: -1 } });
     isFollowing = true;
-    draw();
-    try {
-      await follow(app.api, bodyOf(conversation, messages), into, abort.signal, drawSoon);
-    } catch (error) {
-      if (error.name === "AbortError") into.finish = "stopped";
-      else into.error = reasonOf(error);
-    }
-    running = null;
-    if (into.tool_calls) into.tool_calls = into.tool_calls.filter(Boolean);
-    conversation.updated = Date.now();
-    spoken.textContent = into.error ?? into.content.slice(0, 2000);
+    if (conversation === chat) draw();
     await keep(conversation);
-    if (!location.hash.endsWith(conversation.id) && location.hash.startsWith("#/chat") && chat.id === conversation.id) history.replaceState(null, "", `#/chat/${conversation.id}`);
+    // Has the browser keep this though its disk runs full.
+    navigator.storage?.persist?.().catch(() => {});
+    if (conversation === chat && location.hash.startsWith("#/chat")) history.replaceState(null, "", `#/chat/${chat.id}`);
+    answers.follow(conversation, node);
     draw();
   }
 
-  function bodyOf(conversation, messages) {
-    const { tools, effort, ...numbers } = conversation.settings;
-    const body = { model: conversation.model ?? undefined, messages, session_id: `chat-${conversation.id.replaceAll("-", "").slice(0, 12)}`, ...numbers };
-    if (tools?.trim()) body.tools = JSON.parse(tools);
-    if (effort) body.reasoning_effort = effort;
-    return body;
+  function ended(conversation, node) {
+    if (conversation === chat) spoken.textContent = node.error ?? node.content.slice(0, 2000);
+    else if (!conversation.isRemoved) app.toast(`“${conversation.title}” has its answer.`);
+    if (["stop", "length"].includes(node.finish)) sendWaiting(conversation);
+    draw();
   }
 
-  function stop() {
-    running?.abort.abort();
+  /** Sends the first message that waits, if nothing is being answered; only one tab does. */
+  async function sendWaiting(conversation, isAsked = false) {
+    const last = path(conversation).at(-1);
+    const [first] = waiting(conversation);
+    if (!first || last?.run || (!isAsked && last && !["stop", "length"].includes(last.finish))) return;
+    const [id, { text }] = first;
+    let question = null;
+    await keep(conversation, () => {
+      if (conversation.queued[id].gone || path(conversation).at(-1)?.run) return;
+      conversation.queued[id].gone = true;
+      question = add(conversation, path(conversation).at(-1)?.id ?? null, { role: "user", content: text });
+    });
+    if (question) ask(conversation, question);
+  }
+
+  /** Takes a message that waits back into the field. */
+  function takeBack([id, { text }]) {
+    chat.queued[id].gone = true;
+    input.value = [text, input.value].filter(Boolean).join("\n");
+    grow();
+    saveDraft();
+    keep(chat).then(draw);
+    input.focus();
+  }
+
+  async function stop() {
+    const node = running();
+    if (node) await answers.stop(node);
+    draw();
   }
 
   function onKey(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    // On a phone Enter is the only way to begin a line.
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !COARSE.matches) {
       event.preventDefault();
       say(input.value);
-    } else if (event.key === "Escape" && running) stop();
-    else if (event.key === "ArrowUp" && !input.value) {
+    } else if (event.key === "ArrowUp" && !input.value) {
       const last = path(chat).findLast((node) => node.role === "user");
       if (last) {
         event.preventDefault();
@@ -207,39 +313,44 @@ function mount(root, app) {
   }
 
   root.onkeydown = (event) => {
-    if (event.key === "Escape" && running) stop();
+    if (event.key === "Escape" && !editing) stop();
   };
 
   function grow() {
     input.rows = Math.min(10, Math.max(2, input.value.split("\n").length));
   }
 
-  function edit(node) {
+  async function edit(node) {
+    editText = (await store.draft(node.id))?.text ?? node.content;
     editing = node.id;
     draw();
     root.querySelector(".edit textarea")?.focus();
   }
 
-  function edited(node, text) {
+  function endEditing(node) {
     editing = null;
+    store.keepDraft(node.id, "").catch(() => {});
+  }
+
+  function edited(node, text) {
+    endEditing(node);
     if (text === node.content) return draw();
     const { role } = node;
     const parent = node.parent === "root" ? null : node.parent;
     const other = add(chat, parent, { role, content: text, reasoning: undefined, tool_call_id: node.tool_call_id });
-    if (role === "user") answer(other);
+    if (role === "user") ask(chat, other);
     else keep(chat).then(draw);
   }
 
   function regenerate(node) {
-    const before = chat.nodes[node.parent] ?? null;
-    answer(before);
+    ask(chat, chat.nodes[node.parent] ?? null);
   }
 
   function answerCall(node, call, text) {
     let last = path(chat).at(-1);
     last = add(chat, last.id, { role: "tool", content: text, tool_call_id: call.id });
     const answered = new Set(path(chat).filter((one) => one.role === "tool").map((one) => one.tool_call_id));
-    if (node.tool_calls.every((one) => answered.has(one.id))) answer(last);
+    if (node.tool_calls.every((one) => answered.has(one.id))) ask(chat, last);
     else keep(chat).then(draw);
   }
 
@@ -250,36 +361,32 @@ function mount(root, app) {
     isFollowing = thread.scrollHeight - thread.scrollTop - thread.clientHeight < AT_END;
   };
 
-  /** Draws a running answer as often as drawing it leaves time for other things. */
+  /** Draws running answers as often as drawing them leaves time for other things. */
   function drawSoon() {
-    const wait = Math.max(50, 8 * cost) - (performance.now() - drawn);
-    if (wait <= 0) drawThread();
-    else if (!running?.timer) {
-      const current = running;
-      if (current) current.timer = setTimeout(() => {
-        current.timer = null;
-        if (running === current) drawThread();
-      }, wait);
-    }
+    drawTimer ??= setTimeout(() => {
+      drawTimer = null;
+      if (!root.hidden) drawThread();
+    }, Math.max(50, 8 * cost) - (performance.now() - drawn));
   }
 
   function draw() {
     drawSide();
     drawOptions();
     drawThread();
-    send.textContent = running ? "Stop" : "Send";
   }
 
   function drawSide() {
+    const known = [...list.values()].sort((a, b) => b.updated - a.updated);
     update(
       side,
       h("menu", {}, h("button", { type: "button", class: "primary", onclick: () => begin() }, "New chat"), h("label", { class: "button" }, "Import", h("input", { type: "file", accept: "application/json,.json", class: "sr", onchange: upload }))),
-      store && !store.keeps && h("p", { class: "hint" }, "This browser keeps nothing: conversations end with this page."),
-      h("ul", {}, list.map((one) =>
+      store && !store.keeps && h("p", { class: "hint" }, "This browser keeps nothing: conversations end with this page. Export those that you want to have."),
+      full && h("p", { class: "bad", role: "alert" }, "The browser has no room left: what is new is only on this page. Export it, or delete conversations."),
+      h("ul", {}, known.map((one) =>
         h(
           "li",
           { "data-key": one.id, class: one.id === chat.id ? "current" : "" },
-          h("a", { href: `#/chat/${one.id}`, "aria-current": one.id === chat.id ? "true" : null }, one.title || "untitled"),
+          h("a", { href: `#/chat/${one.id}`, "aria-current": one.id === chat.id ? "true" : null }, open.has(one.id) && unfinished(open.get(one.id)).length > 0 && h("b", { role: "img", "aria-label": "is being answered:" }, "● "), one.title || "untitled"),
           h("button", { type: "button", class: "quiet", "aria-label": `Rename ${one.title || "untitled"}`, onclick: () => rename(one) }, "✎"),
           h("button", { type: "button", class: "quiet", "aria-label": `Delete ${one.title || "untitled"}`, onclick: () => remove(one.id) }, "✕"),
         ),
@@ -291,7 +398,7 @@ function mount(root, app) {
     const known = models.some((one) => one.id === chat.model);
     update(
       options,
-      h("label", {}, "Model ", h("select", { value: chat.model ?? "", onchange: (event) => { chat.model = event.target.value; } },
+      h("label", {}, "Model ", h("select", { value: chat.model ?? "", onchange: (event) => { chat.model = event.target.value; save(); } },
         !known && h("option", { value: chat.model ?? "", selected: true }, chat.model ?? "none"),
         models.map((one) => h("option", { value: one.id, selected: one.id === chat.model }, one.id)))),
       h("details", {}, h("summary", {}, "System prompt and settings"), settings()),
@@ -304,12 +411,13 @@ function mount(root, app) {
       const value = read(event.target.value);
       if (value === undefined) delete chat.settings[name];
       else chat.settings[name] = value;
+      save();
     };
     const number = (text) => (text === "" || Number.isNaN(Number(text)) ? undefined : Number(text));
     return h(
       "div",
       { class: "settings" },
-      h("label", { class: "wide" }, "System prompt", h("textarea", { rows: 3, value: chat.system, oninput: (event) => { chat.system = event.target.value; } })),
+      h("label", { class: "wide" }, "System prompt", h("textarea", { rows: 3, value: chat.system, oninput: (event) => { chat.system = event.target.value; save(); } })),
       Object.entries(NUMBERS).map(([name, [label, min, max, step]]) =>
         h("label", {}, label, h("input", { type: "number", min, max, step, placeholder: "the model's", value: chat.settings[name] ?? "", onchange: set(name, number) }))),
       h("label", {}, "Reasoning effort", h("select", { value: chat.settings.effort ?? "", onchange: set("effort", (value) => value || undefined) }, ["", "none", "low", "medium", "high"].map((value) => h("option", { value, selected: value === (chat.settings.effort ?? "") }, value || "the model's")))),
@@ -318,6 +426,7 @@ function mount(root, app) {
         try {
           if (text.trim() && !Array.isArray(JSON.parse(text))) throw new Error("Tools are a list.");
           chat.settings.tools = text;
+          save();
         } catch (error) {
           app.toast(`These tools are not used: ${error.message}`);
           delete chat.settings.tools;
@@ -330,14 +439,34 @@ function mount(root, app) {
     const begun = performance.now();
     const shown = path(chat);
     const answered = new Set(shown.filter((one) => one.role === "tool").map((one) => one.tool_call_id));
-    update(thread, shown.length ? shown.map((node) => message(node, answered)) : h("p", { class: "empty" }, "What is said here stays in this browser, and on this server."));
+    const nothing = h("p", { class: "empty" }, "What is said here stays in this browser, and on this server. A private window forgets it when it is closed.");
+    update(thread, shown.length ? [...shown.map((node) => message(node, answered)), ...waiting(chat).map(queued)] : nothing);
+    send.textContent = running() ? "Queue" : "Send";
+    end.hidden = !running();
     drawn = performance.now();
     cost = drawn - begun;
     if (isFollowing) thread.scrollTop = thread.scrollHeight;
   }
 
+  function queued(one) {
+    const [id, { text }] = one;
+    return h(
+      "article",
+      { class: "message user waits", "data-key": id },
+      h("h2", { class: "by" }, "You"),
+      h("div", { class: "text" }, h("p", { class: "plain" }, text)),
+      h(
+        "footer",
+        {},
+        h("small", {}, running() ? "Waits for the end of this answer" : "Not sent"),
+        h("menu", {}, !running() && h("button", { type: "button", class: "quiet", onclick: () => sendWaiting(chat, true) }, "Send now"), h("button", { type: "button", class: "quiet", onclick: () => takeBack(one) }, "Take back")),
+      ),
+    );
+  }
+
   function message(node, answered) {
-    const isRunning = running?.node === node;
+    const isRunning = Boolean(node.run);
+    const trouble = isRunning && answers?.trouble(node);
     if (editing === node.id) return editor(node);
     return h(
       "article",
@@ -346,6 +475,7 @@ function mount(root, app) {
       node.reasoning && h("details", { class: "thought" }, h("summary", {}, isRunning && !node.content ? "Thinking …" : "Thought"), h("div", {}, node.reasoning)),
       h("div", { class: "text" }, node.role === "assistant" ? markdown(node.content) : h("p", { class: "plain" }, node.content), isRunning && h("span", { class: "caret", "aria-hidden": "true" })),
       (node.tool_calls ?? []).filter(Boolean).map((call) => toolCall(node, call, answered, isRunning)),
+      trouble && h("p", { class: "hint", role: "status" }, trouble),
       node.error && h("p", { class: "bad", role: "alert" }, node.error, " ", h("button", { type: "button", onclick: () => regenerate(node) }, "Try again")),
       h("footer", {}, actions(node, isRunning), figures(node)),
     );
@@ -355,7 +485,6 @@ function mount(root, app) {
     const ways = siblings(chat, node);
     const place = ways.indexOf(node);
     const go = (step) => () => {
-      if (running) return;
       choose(chat, ways[place + step]);
       keep(chat);
       draw();
@@ -368,11 +497,11 @@ function mount(root, app) {
         h("span", { class: "way" }, `${place + 1}/${ways.length}`),
         h("button", { type: "button", class: "quiet", "aria-label": "Later way", "aria-disabled": place === ways.length - 1 ? "true" : null, onclick: place < ways.length - 1 ? go(1) : null }, "›"),
       ],
-      !isRunning && !running && [
+      !isRunning && [
         h("button", { type: "button", class: "quiet", onclick: () => copy(node.content) }, "Copy"),
         h("button", { type: "button", class: "quiet", onclick: () => edit(node) }, "Edit"),
         node.role === "assistant" && h("button", { type: "button", class: "quiet", onclick: () => regenerate(node) }, "Again"),
-        node.role === "assistant" && ["length", "stopped"].includes(node.finish) && node.content && node === path(chat).at(-1) && h("button", { type: "button", class: "quiet", onclick: () => answer(null, node) }, "Go on"),
+        node.role === "assistant" && ["length", "stopped", "failed"].includes(node.finish) && node.content && !node.tool_calls?.length && h("button", { type: "button", class: "quiet", onclick: () => ask(chat, chat.nodes[node.parent] ?? null, node) }, "Go on"),
       ],
     );
   }
@@ -409,9 +538,12 @@ function mount(root, app) {
   }
 
   function editor(node) {
-    const field = h("textarea", { rows: Math.min(12, node.content.split("\n").length + 1), value: node.content, "aria-label": "Edit the message", onkeydown: (event) => {
+    const field = h("textarea", { rows: Math.min(12, node.content.split("\n").length + 1), value: editText, "aria-label": "Edit the message", oninput: (event) => {
+      editText = event.target.value;
+      store.keepDraft(node.id, editText).catch(() => {});
+    }, onkeydown: (event) => {
       if (event.key === "Escape") {
-        editing = null;
+        endEditing(node);
         draw();
         input.focus();
       } else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) edited(node, event.target.value);
@@ -424,7 +556,7 @@ function mount(root, app) {
       } },
       field,
       h("menu", {}, h("button", { type: "submit", class: "primary" }, node.role === "user" ? "Send as another way" : "Keep as another way"), h("button", { type: "button", onclick: () => {
-        editing = null;
+        endEditing(node);
         draw();
       } }, "Cancel")),
     );

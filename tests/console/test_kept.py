@@ -1,0 +1,462 @@
+"""No word of a chat is lost: reload, crash, a server that is killed, no network, two tabs, another chat, no room left."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Error, Page, Route, expect
+
+from server.api.app import create_app
+from server.app.config import ServerConfig
+from tests.console.test_console import problems_of
+from tests.support.browser import BROWSER, browser
+from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.live_server import running
+from tests.support.server_process import Process
+from tests.support.tiny_models import write
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found; CHROMIUM may name one")
+expect.set_options(timeout=30_000)
+
+WORDS = tuple(f"word{number} " for number in range(60))
+WHOLE = "".join(WORDS).strip()
+SLOW = Script(WORDS, step_seconds=0.05)
+SLOWER = Script(WORDS, step_seconds=0.15)
+KEPT = re.compile(r"#/chat/[0-9a-f-]{36}$")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(SLOW)
+
+
+@pytest.fixture
+def address(engine: FakeEngine) -> Iterator[str]:
+    model = fake_model(context_tokens=4000)
+    with running(create_app(engine, model, ServerConfig())) as base:
+        yield base
+
+
+@pytest.fixture
+def context(chromium: Browser) -> Iterator[BrowserContext]:
+    context = chromium.new_context()
+    context.set_default_timeout(30_000)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(context: BrowserContext, address: str) -> Page:
+    return opened(context, f"{address}/#/chat/new")
+
+
+def opened(context: BrowserContext, address: str) -> Page:
+    page = context.new_page()
+    page.goto(address)
+    expect(field_of(page)).to_be_focused()
+    return page
+
+
+def field_of(page: Page) -> Any:
+    return page.get_by_label("Message", exact=True)
+
+
+def ask(page: Page, text: str) -> None:
+    field_of(page).fill(text)
+    field_of(page).press("Enter")
+
+
+def answer_of(page: Page) -> Any:
+    return page.locator(".message.assistant .text").last
+
+
+def wait_for_words(page: Page, word: str = "word5 ") -> None:
+    expect(answer_of(page)).to_contain_text(word)
+
+
+def is_whole(page: Page) -> None:
+    """Asserts that the last answer has ended, with each of its words once."""
+    expect(page.locator("[aria-busy=true]")).to_have_count(0)
+    expect(answer_of(page)).to_have_text(WHOLE)
+
+
+def test_a_reload_in_the_middle_of_a_first_answer(page: Page, engine: FakeEngine) -> None:
+    ask(page, "My first question")
+    expect(page).to_have_url(KEPT)
+    wait_for_words(page)
+    page.reload()
+    expect(page.locator(".message.user")).to_contain_text("My first question")
+    wait_for_words(page, "word0 word1")
+    is_whole(page)
+    expect(page.locator(".chats li")).to_have_count(1)
+    page.reload()
+    is_whole(page)
+    assert len(engine.requests) == 1 and not engine.cancelled
+
+
+def test_a_reload_at_once_asks_the_question_that_was_not_taken(page: Page, engine: FakeEngine) -> None:
+    on_its_way: list[Route] = []
+    page.route("**/v1/responses", lambda route: route.continue_() if on_its_way else on_its_way.append(route))
+    ask(page, "A question")
+    expect(page).to_have_url(KEPT)
+    page.wait_for_timeout(200)
+    assert len(on_its_way) == 1 and not engine.requests
+    page.reload()
+    is_whole(page)
+    expect(page.locator(".message")).to_have_count(2)
+    assert len(engine.requests) == 1
+
+
+def test_a_tab_that_crashes(context: BrowserContext, page: Page, address: str, engine: FakeEngine) -> None:
+    ask(page, "A question")
+    wait_for_words(page)
+    field_of(page).press_sequentially("half a thou", delay=30)
+    page.wait_for_timeout(300)
+    with contextlib.suppress(Error):
+        page.goto("chrome://crash")
+    other = opened(context, f"{address}/#/chat")
+    expect(field_of(other)).to_have_value("half a thou")
+    is_whole(other)
+    assert len(engine.requests) == 1 and not engine.cancelled
+
+
+def test_a_closed_tab_leaves_its_answer_to_another(context: BrowserContext, page: Page, engine: FakeEngine) -> None:
+    engine.script = SLOWER
+    ask(page, "A question")
+    expect(page).to_have_url(KEPT)
+    other = opened(context, page.url)
+    wait_for_words(other)
+    page.close()
+    is_whole(other)
+    assert len(engine.requests) == 1
+
+
+def test_two_tabs_on_one_chat(context: BrowserContext, page: Page, engine: FakeEngine) -> None:
+    engine.script = Script(WORDS, step_seconds=0.01)
+    ask(page, "Of the first tab")
+    is_whole(page)
+    other = opened(context, page.url)
+    field_of(page).fill("draft of the first")
+    field_of(other).fill("draft of the second")
+    page.reload()
+    expect(field_of(page)).to_have_value("draft of the first")
+    other.reload()
+    expect(field_of(other)).to_have_value("draft of the second")
+    field_of(page).press("Enter")
+    field_of(other).press("Enter")
+    for one in (page, other):
+        # The second one is another way from the same place, or waits for the end of the first.
+        expect(one.locator(".message.waits")).to_have_count(0)
+        is_whole(one)
+        expect(one.locator(".chats li")).to_have_count(1)
+    kept = page.evaluate(READ_ALL)
+    said = sorted(node["content"] for one in kept for node in one["nodes"].values() if node["role"] == "user")
+    assert said == ["Of the first tab", "draft of the first", "draft of the second"]
+    answers = [node for one in kept for node in one["nodes"].values() if node["role"] == "assistant"]
+    assert [node["content"].strip() for node in answers] == [WHOLE] * 3 and len(engine.requests) == 3
+
+
+READ_ALL = """() => new Promise((done) => {
+    const asked = indexedDB.open("mlx-serve", 1);
+    asked.onsuccess = () => {
+        const all = asked.result.transaction("conversations").objectStore("conversations").getAll();
+        all.onsuccess = () => done(all.result.filter((one) => one.nodes));
+    };
+})"""
+
+
+def test_answers_of_two_chats_at_once(page: Page, engine: FakeEngine) -> None:
+    engine.script = SLOWER
+    ask(page, "The first chat")
+    wait_for_words(page)
+    first = page.url
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.locator(".chats").get_by_label("is being answered")).to_have_count(1)
+    ask(page, "The second chat")
+    wait_for_words(page)
+    page.get_by_role("link", name="The first chat").click()
+    is_whole(page)
+    expect(page).to_have_url(first)
+    page.get_by_role("link", name="The second chat").click()
+    is_whole(page)
+    expect(page.locator(".chats").get_by_label("is being answered")).to_have_count(0)
+    assert len(engine.requests) == 2 and not engine.cancelled
+
+
+def test_what_is_sent_while_an_answer_runs_waits(page: Page, engine: FakeEngine) -> None:
+    engine.script = SLOWER
+    ask(page, "A question")
+    wait_for_words(page)
+    ask(page, "And then?")
+    waits = page.locator(".message.waits")
+    expect(waits).to_contain_text("And then?")
+    expect(waits).to_contain_text("Waits for the end of this answer")
+    expect(page.locator(".talk > [role=status]")).to_have_text("Your message waits for the end of this answer.")
+    ask(page, "Never mind")
+    expect(waits).to_have_count(2)
+    waits.last.get_by_role("button", name="Take back").click()
+    expect(field_of(page)).to_have_value("Never mind")
+    page.reload()
+    expect(waits).to_have_count(1)
+    expect(page.locator(".message.user")).to_have_count(2)
+    expect(page.locator(".message.assistant")).to_have_count(2)
+    is_whole(page)
+    expect(waits).to_have_count(0)
+    expect(field_of(page)).to_have_value("Never mind")
+    assert len(engine.requests) == 2
+
+
+def test_what_waits_for_a_stopped_answer_is_sent_when_it_is_asked_for(page: Page, engine: FakeEngine) -> None:
+    engine.script = SLOWER
+    ask(page, "A question")
+    wait_for_words(page)
+    ask(page, "And then?")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".message.assistant footer")).to_contain_text("stopped")
+    assert engine.cancelled
+    expect(page.locator(".message.waits")).to_contain_text("Not sent")
+    assert problems_of(page) == ""
+    text = answer_of(page).inner_text()
+    page.reload()
+    expect(answer_of(page)).to_have_text(text)
+    engine.script = Script(WORDS)
+    page.get_by_role("button", name="Send now").click()
+    expect(page.locator(".message.assistant")).to_have_count(2)
+    is_whole(page)
+
+
+def test_an_answer_that_was_stopped_is_gone_on_with(page: Page, engine: FakeEngine) -> None:
+    ask(page, "A question")
+    wait_for_words(page)
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".message.assistant footer")).to_contain_text("stopped")
+    begun = answer_of(page).inner_text()
+    engine.script = Script(("and the rest.",))
+    page.get_by_role("button", name="Go on").click()
+    expect(answer_of(page)).to_contain_text("and the rest.")
+    assert answer_of(page).inner_text().startswith(begun)
+    assert "".join(map(chr, engine.requests[-1].tokens)).rstrip().endswith(f"<assistant>{begun}")
+
+
+def test_drafts_are_kept_while_they_are_typed(context: BrowserContext, page: Page, engine: FakeEngine) -> None:
+    engine.script = Script()
+    page.get_by_text("System prompt and settings").click()
+    page.get_by_label("System prompt", exact=True).fill("Be terse.")
+    field_of(page).press_sequentially("A first thou")
+    page.wait_for_timeout(400)
+    page.reload()
+    expect(field_of(page)).to_have_value("A first thou")
+    field_of(page).press("Enter")
+    expect(answer_of(page)).to_have_text("Hello there.")
+    assert "".join(map(chr, engine.requests[0].tokens)).startswith("<system>Be terse.")
+    page.reload()
+    expect(field_of(page)).to_have_value("")
+    page.locator(".message.user").get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit the message").fill("A better thought")
+    page.reload()
+    page.locator(".message.user").get_by_role("button", name="Edit").click()
+    expect(page.get_by_label("Edit the message")).to_have_value("A better thought")
+    field_of(page).fill("of the first chat")
+    page.get_by_role("button", name="New chat").click()
+    expect(field_of(page)).to_have_value("")
+    field_of(page).fill("of the new chat")
+    page.locator(".chats a").click()
+    expect(field_of(page)).to_have_value("of the first chat")
+    page.get_by_role("button", name="New chat").click()
+    expect(field_of(page)).to_have_value("of the new chat")
+
+
+class Wire:
+    """A way to a server that can be cut, and mended."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self._open: list[socket.socket] = []
+        self._is_cut = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._is_cut = True
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self._is_cut = False
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                if self._is_cut:
+                    near.close()
+                    continue
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self._open += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    @staticmethod
+    def _carry(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        for end in (one, other):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def wire(address: str) -> Iterator[Wire]:
+    wire = Wire(int(address.rpartition(":")[2]))
+    yield wire
+    wire.close()
+
+
+def test_a_network_that_goes_and_comes(context: BrowserContext, wire: Wire, engine: FakeEngine) -> None:
+    page = opened(context, f"http://127.0.0.1:{wire.port}/#/chat/new")
+    ask(page, "A question")
+    wait_for_words(page)
+    wire.cut()
+    expect(page.locator(".thread")).to_contain_text("The server does not answer. What has been said is kept")
+    assert problems_of(page) == ""
+    ask(page, "One more")
+    wire.mend()
+    expect(page.locator(".message.assistant")).to_have_count(2)
+    is_whole(page)
+    expect(page.locator(".message.assistant .text").first).to_have_text(WHOLE)
+    wire.cut()
+    ask(page, "Without a network")
+    expect(page.locator(".thread")).to_contain_text("The server does not answer. What has been said is kept")
+    wire.mend()
+    is_whole(page)
+    expect(page.locator(".message.assistant")).to_have_count(3)
+    assert len(engine.requests) == 3 and not engine.cancelled
+
+
+def test_a_server_that_is_killed(context: BrowserContext, tmp_path: Path) -> None:
+    folder = write("qwen3", tmp_path / "tiny")
+    server = Process(str(folder), "--port", "0")
+    try:
+        port = server.port
+        page = opened(context, f"http://127.0.0.1:{port}/#/chat/new")
+        ask(page, "A question")
+        expect(page.locator(".message.assistant .text")).not_to_be_empty()
+        server.signal(signal.SIGKILL)
+        server.wait()
+        expect(page.locator(".thread")).to_contain_text("The server does not answer")
+        text = answer_of(page).text_content()
+        server = Process(str(folder), "--port", str(port))
+        assert server.port == port
+        expect(page.locator(".message.assistant .bad")).to_contain_text("has been started anew")
+        assert text and (answer_of(page).text_content() or "").startswith(text)
+        page.reload()
+        expect(page.locator(".message.user")).to_contain_text("A question")
+        assert (answer_of(page).text_content() or "").startswith(text)
+        expect(page.get_by_role("button", name="Try again")).to_be_visible()
+    finally:
+        server.close()
+
+
+def test_a_browser_without_room_says_so_and_loses_nothing_of_what_it_shows(page: Page) -> None:
+    page.evaluate("""() => {
+        window.put = IDBObjectStore.prototype.put;
+        IDBObjectStore.prototype.put = () => { throw new DOMException("full", "QuotaExceededError"); };
+    }""")
+    ask(page, "A question")
+    expect(page.get_by_role("alert")).to_contain_text("The browser has no room left")
+    is_whole(page)
+    page.evaluate("() => { IDBObjectStore.prototype.put = window.put; }")
+    ask(page, "And then?")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.locator(".message.assistant")).to_have_count(2)
+    is_whole(page)
+    page.reload()
+    expect(page.locator(".message")).to_have_count(4)
+
+
+def test_a_browser_that_keeps_nothing_says_so_and_answers(context: BrowserContext, address: str) -> None:
+    context.add_init_script("indexedDB.open = () => { throw new DOMException('private', 'InvalidStateError'); }")
+    page = opened(context, f"{address}/#/chat/new")
+    expect(page.locator(".chats")).to_contain_text("This browser keeps nothing")
+    ask(page, "A question")
+    wait_for_words(page)
+    ask(page, "And then?")
+    expect(page.locator(".message.assistant")).to_have_count(2)
+    is_whole(page)
+
+
+def test_without_locks_two_tabs_follow_one_answer(context: BrowserContext, address: str, engine: FakeEngine) -> None:
+    context.add_init_script("Object.defineProperty(navigator, 'locks', { value: undefined })")
+    page = opened(context, f"{address}/#/chat/new")
+    ask(page, "A question")
+    expect(page).to_have_url(KEPT)
+    other = opened(context, page.url)
+    wait_for_words(other)
+    is_whole(page)
+    is_whole(other)
+    other.reload()
+    is_whole(other)
+    expect(other.locator(".message .bad")).to_have_count(0)
+    assert len(engine.requests) == 1
+
+
+def test_on_a_phone_enter_breaks_the_line(chromium: Browser, address: str) -> None:
+    context = chromium.new_context(viewport={"width": 400, "height": 800}, has_touch=True, is_mobile=True)
+    page = opened(context, f"{address}/#/chat/new")
+    field = field_of(page)
+    field.fill("one")
+    field.press("Enter")
+    field.press_sequentially("two")
+    expect(field).to_have_value("one\ntwo")
+    page.get_by_role("button", name="Send", exact=True).click()
+    is_whole(page)
+    context.close()
+
+
+def test_a_question_that_is_refused_stays_and_can_be_asked_again(page: Page, engine: FakeEngine) -> None:
+    engine.max_waiting = 0
+    ask(page, "A question")
+    expect(page.locator(".message .bad")).to_be_visible()
+    page.reload()
+    engine.max_waiting = None
+    page.get_by_role("button", name="Try again").click()
+    is_whole(page)
+
+
+def test_a_tool_is_called_and_answered_by_hand(page: Page, engine: FakeEngine) -> None:
+    call = json.dumps({"name": "get_weather", "arguments": {"city": "Bern"}})
+    engine.script = Script(("Let me look.<tool_call>", call[:20], call[20:], "</tool_call>"))
+    page.get_by_text("System prompt and settings").click()
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+    page.get_by_label("Tools, as JSON").fill(json.dumps([tool]))
+    page.get_by_label("Tools, as JSON").press("Tab")
+    ask(page, "The weather?")
+    expect(page.locator(".call")).to_contain_text('{"city": "Bern"}')
+    expect(answer_of(page)).to_have_text("Let me look.")
+    page.reload()
+    engine.script = Script()
+    page.get_by_label("What get_weather answers").fill("Sunny")
+    page.get_by_role("button", name="Answer", exact=True).click()
+    expect(answer_of(page)).to_have_text("Hello there.")
+    assert "".join(map(chr, engine.requests[1].tokens)).endswith("<assistant>Let me look.<tool>Sunny")
