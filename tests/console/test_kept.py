@@ -169,6 +169,25 @@ def test_two_tabs_on_one_chat(context: BrowserContext, page: Page, engine: FakeE
     assert [node["content"].strip() for node in answers] == [WHOLE] * 3 and len(engine.requests) == 3
 
 
+def test_two_tabs_that_hear_nothing_of_each_other(context: BrowserContext, address: str, engine: FakeEngine) -> None:
+    engine.script = Script()
+    context.add_init_script("delete window.BroadcastChannel")
+    page = opened(context, f"{address}/#/chat/new")
+    ask(page, "Of both")
+    expect(answer_of(page)).to_have_text("Hello there.")
+    other = opened(context, page.url)
+    expect(answer_of(other)).to_have_text("Hello there.")
+    for tab, text in ((page, "Of the first"), (other, "Of the second")):
+        ask(tab, text)
+        expect(tab.locator(".message.user").last).to_contain_text(text)
+        expect(answer_of(tab)).to_have_text("Hello there.")
+        expect(tab.locator("[aria-busy=true]")).to_have_count(0)
+    page.wait_for_timeout(500)
+    (kept,) = page.evaluate(READ_ALL)
+    said = sorted(node["content"] for node in kept["nodes"].values() if node["role"] == "user")
+    assert said == ["Of both", "Of the first", "Of the second"]
+
+
 READ_ALL = """() => new Promise((done) => {
     const asked = indexedDB.open("mlx-serve", 1);
     asked.onsuccess = () => {
@@ -286,6 +305,7 @@ class Wire:
     def __init__(self, to: int) -> None:
         self._to = to
         self._open: list[socket.socket] = []
+        self._stalled: list[socket.socket] = []
         self._is_cut = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -300,7 +320,12 @@ class Wire:
     def mend(self) -> None:
         self._is_cut = False
 
+    def stall(self) -> None:
+        """Has all that is open carry nothing any more, and stay open."""
+        self._open, self._stalled = [], self._open
+
     def close(self) -> None:
+        self._open += self._stalled
         self.cut()
         self._listener.close()
 
@@ -316,11 +341,11 @@ class Wire:
                 for one, other in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
 
-    @staticmethod
-    def _carry(one: socket.socket, other: socket.socket) -> None:
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := one.recv(1 << 16):
-                other.sendall(data)
+                if one in self._open:
+                    other.sendall(data)
         for end in (one, other):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -352,6 +377,19 @@ def test_a_network_that_goes_and_comes(context: BrowserContext, wire: Wire, engi
     is_whole(page)
     expect(page.locator(".message.assistant")).to_have_count(3)
     assert len(engine.requests) == 3 and not engine.cancelled
+
+
+def test_a_connection_of_which_nothing_is_heard_any_more(
+    context: BrowserContext, wire: Wire, engine: FakeEngine
+) -> None:
+    page = opened(context, f"http://127.0.0.1:{wire.port}/#/chat/new")
+    ask(page, "A question")
+    wait_for_words(page)
+    wire.stall()
+    page.wait_for_timeout(300)
+    page.evaluate("() => void dispatchEvent(new Event('online'))")
+    is_whole(page)
+    assert len(engine.requests) == 1
 
 
 def test_a_server_that_is_killed(context: BrowserContext, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ export class Answers {
     this.followed = new Map();
     this.numStreams = 0;
     this.queue = [];
+    // A connection of the time before may never be closed.
+    addEventListener("online", () => this.followed.forEach(({ node, line }) => node.run?.id && line?.abort()));
   }
 
   /** Asks for an answer, or goes on with following it. */
@@ -77,7 +79,7 @@ export class Answers {
       try {
         await this.read(one);
       } catch (error) {
-        if (error.name === "AbortError") end(node, "stopped");
+        if (one.abort.signal.aborted) end(node, "stopped");
         else if (error instanceof ApiError) await this.refused(one, error);
         else one.trouble = "The server does not answer. What has been said is kept, and this goes on as soon as it does.";
       }
@@ -98,7 +100,8 @@ export class Answers {
   /** Takes the events of an answer until its end, or that of the connection. */
   async read(one) {
     const { node } = one;
-    const { signal } = one.abort;
+    one.line = new AbortController();
+    const signal = AbortSignal.any([one.abort.signal, one.line.signal]);
     const after = node.run.number >= 0 ? `&starting_after=${node.run.number}` : "";
     const events = node.run.id
       ? this.api.events(`v1/responses/${node.run.id}?stream=true${after}`, { signal })

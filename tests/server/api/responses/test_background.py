@@ -98,6 +98,12 @@ def test_a_stream_is_taken_up_where_it_was_left(client: openai.OpenAI, engine: F
     )
 
 
+def test_the_clients_own_helper_follows_a_response(client: openai.OpenAI) -> None:
+    name = begin(client).id
+    with client.responses.stream(response_id=name) as stream:
+        assert stream.get_final_response().output_text == "".join(WORDS)
+
+
 def test_several_follow_one_response(address: str) -> None:
     async def follow(client: openai.AsyncOpenAI, name: str) -> str:
         events = await client.responses.retrieve(name, stream=True)
