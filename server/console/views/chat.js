@@ -65,10 +65,12 @@ function mount(root, app) {
     const last = [...list.values()].sort((a, b) => b.updated - a.updated)[0];
     if (id === "new") await showNew(model);
     else if (id || (last && !hasBegun(chat))) {
-      const found = id === chat.id ? chat : await load(id || last.id);
+      const wanted = id || last.id;
+      if (wanted !== chat.id) input.value = "";
+      const found = wanted === chat.id ? chat : await load(wanted);
       if (found) chat = found;
       else app.toast("That conversation is not in this browser.");
-      input.value = (await store.draft(chat.id))?.text ?? "";
+      input.value ||= (await store.draft(chat.id))?.text ?? "";
     }
     editing = null;
     isFollowing = true;
@@ -80,10 +82,19 @@ function mount(root, app) {
 
   /** Shows a conversation that has not begun, with what was written for it. */
   async function showNew(model) {
+    if (hasBegun(chat)) {
+      chat = newConversation(chat.model);
+      input.value = "";
+      draw();
+    }
+    const blank = chat;
     const draft = await store.draft("new");
-    chat = draft?.conversation ?? newConversation(chat.model);
-    if (model) chat.model = model;
-    input.value = draft?.text ?? "";
+    // Who has written meanwhile goes on with that.
+    if (chat === blank && !input.value && draft) {
+      chat = draft.conversation ?? chat;
+      input.value = draft.text;
+    }
+    if (model && !hasBegun(chat)) chat.model = model;
   }
 
   function hasBegun(conversation) {
@@ -168,6 +179,11 @@ function mount(root, app) {
 
   function begin(model = chat.model) {
     editing = null;
+    if (hasBegun(chat)) {
+      chat = newConversation(model);
+      input.value = "";
+      draw();
+    }
     if (location.hash === "#/chat/new") show(["new", model]);
     else app.navigate(`#/chat/new`);
   }
