@@ -213,7 +213,7 @@ class DecodeBatch:
 
 
 _NUM_ROWS, _NUM_LAYERS, _NUM_TRIALS = 4, 2, 7
-_SHORT_TOKENS, _LONG_TOKENS = 512, 4096
+_SHORT_TOKENS, _LONG_TOKENS = 512, 2048
 _QUERIES_PER_KEY = 4
 """Heads of queries for each head of keys: common in models of today."""
 
