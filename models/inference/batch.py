@@ -212,7 +212,8 @@ class DecodeBatch:
         return sum(group.own_bytes(index) for group in self._groups for index in range(len(group.rows)))
 
 
-_NUM_ROWS, _NUM_LAYERS, _NUM_TRIALS = 4, 2, 7
+_NUM_ROWS, _NUM_LAYERS = 4, 2
+_MIN_TRIALS, _MAX_TRIALS, _TRIAL_SECONDS = 5, 40, 0.3
 _SHORT_TOKENS, _LONG_TOKENS = 512, 2048
 _QUERIES_PER_KEY = 4
 """Heads of queries for each head of keys: common in models of today."""
@@ -230,7 +231,9 @@ def measure_member_tokens(caches: Sequence[LayerCache]) -> float:
         _Trial(like, _SHORT_TOKENS, _one_group),
         _Trial(like, _LONG_TOKENS, None),
     ]
-    timed = [[side.seconds() for side in sides] for _ in range(_NUM_TRIALS)]
+    timed, begun = list[list[float]](), time.perf_counter()
+    while len(timed) < _MIN_TRIALS or (len(timed) < _MAX_TRIALS and time.perf_counter() - begun < _TRIAL_SECONDS):
+        timed.append([side.seconds() for side in sides])
     alone, grouped, longer = (min(times) for times in zip(*timed, strict=True))
     member = max(0.0, alone - grouped) / (_NUM_ROWS - 1)
     token = max(1e-12, longer - alone) / (_NUM_ROWS * (_LONG_TOKENS - _SHORT_TOKENS))
