@@ -9,6 +9,7 @@ ModelError
 ├── InvalidGrammar
 ├── EmbeddingUnsupported
 ├── GrammarFailed
+├── RowLost
 ├── StoreError
 │   └── StoreDamaged
 ├── ModelfileError
@@ -61,6 +62,10 @@ class EmbeddingUnsupported(ModelError):
     """The model makes no vectors of texts."""
 
     param = "model"
+
+
+class RowLost(ModelError):
+    """A row's state was lost by an earlier error; it must be evaluated again."""
 
 
 class GrammarFailed(ModelError):

@@ -4,8 +4,8 @@ Invariants:
 
 - Between steps each row's span and window state is in the row's own caches or in one group; a group has only rows of
   the latest step. Recurrent state is merged until the set of rows changes.
-- An error while state moves loses the rows that were in groups: they are marked, and a step with one of them raises
-  `RowLost`. Others are unharmed.
+- An error while state moves loses the rows that were in groups or whose recurrent state was merged: they are marked,
+  and a step with one of them raises `RowLost`. Others are unharmed.
 - Groups take memory beyond what their rows reserved only where the caller has some to spare.
 
 Which rows to put together is decided by `grouping.py`. Worker thread only.
@@ -27,10 +27,6 @@ from models.mlx_lm_import import KVCache
 
 MAX_MEMBER_TOKENS = 65_536.0
 """Where reading costs nothing measurable."""
-
-
-class RowLost(Exception):
-    """A row's state was lost by an error before this step; it must be evaluated again."""
 
 
 class BatchRow(Protocol):
@@ -120,10 +116,11 @@ class DecodeBatch:
             self.dissolve()
 
     def forget(self) -> None:
-        """Drops what is shared, which may be damaged: rows in groups are lost."""
+        """Drops what is shared, which may be damaged: rows in groups are lost, and those with merged state."""
         shared = [caches for group in self._groups for caches in group.rows]
+        is_merged = self._joined is not None and self._joined.has_recurrent
         for row in self.rows:
-            if row is not None and any(row.caches is caches for caches in shared):
+            if row is not None and (is_merged or any(row.caches is caches for caches in shared)):
                 row.is_lost = True
         self.rows, self._groups, self._joined = [], [], None
 

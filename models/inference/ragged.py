@@ -154,6 +154,10 @@ class RaggedBatch:
         leaves = itertools.count()
         self.layers = [self._join(column, leaves) for column in zip(*rows, strict=True)]
 
+    @property
+    def has_recurrent(self) -> bool:
+        return any(True for _ in _recurrent_layers(self.layers, self.layers))
+
     def extract(self, index: int, caches: Sequence[LayerCache]) -> None:
         """Writes row `index`'s recurrent state into `caches`, the row's own, as lazy slices."""
         for merged, own in _recurrent_layers(self.layers, caches):

@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 from cache.types import LayerCache
 from models import lora
 from models.adapter import NO_ADAPTER
+from models.errors import RowLost
 from models.inference import grouping, probe
-from models.inference.batch import DecodeBatch, RowLost, measure_member_tokens
+from models.inference.batch import DecodeBatch, measure_member_tokens
 from models.inference.probe import Form
 from models.inference.ragged import own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler
@@ -264,8 +265,8 @@ class Runner:
         A row is fed its `next_token`, once, else `previous`'s sample. Without `samples` it waits for `sample`. Rows
         may share buffers that take `spare_bytes` more than their own would.
         """
-        if any(row.is_lost for row in rows):
-            raise RowLost("the state of a row was lost by an earlier error")
+        for row in rows:
+            _assert_has_state(row)
         tokens = _inputs(rows, previous)
         with self._forgetting_on_error(rows):
             logits = self._evaluate(rows, tokens, spare_bytes)
@@ -309,7 +310,8 @@ class Runner:
                 return
 
     def detach(self, row: DecodeRow) -> None:
-        """Takes a row out of the batch: `row.caches` hold all its state, evaluated, in own arrays."""
+        """Takes a row out of the batch: `row.caches` hold all its state, evaluated, in own arrays. Raises RowLost."""
+        _assert_has_state(row)
         self.separate(row.caches)
         mx.eval([cache.state for cache in row.caches])
         own_recurrent_state(row.caches)
@@ -410,6 +412,11 @@ class Runner:
             if (batch := self._batches.pop(name, None)) is not None:
                 batch.forget()
                 self._has_forgotten = True
+
+
+def _assert_has_state(row: DecodeRow) -> None:
+    if row.is_lost:
+        raise RowLost("the state of a row was lost by an earlier error")
 
 
 def _at(rows: mx.array, places: list[int]) -> mx.array:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cache.prefix_cache import PrefixCache
-from models.errors import GrammarFailed
+from models.errors import GrammarFailed, RowLost
 from models.output.grammar import MaskWords
 from server.engine.request import AnswerUnbound, StepFailed, check_device, is_out_of_memory
 from server.engine.runner_port import RunnerPort, Step
@@ -174,11 +174,11 @@ class DecodePipeline:
     # -- recover
 
     def _recover(self, sequences: list[Sequence], error: Exception) -> None:
-        """Replays every row without its live state, unless only one can be at fault. Raises DeviceLost."""
+        """Replays every row without its live state, unless it alone can be at fault. Raises DeviceLost."""
         self._runner.drain()
         check_device(error)
         alive = [sequence for sequence in sequences if sequence in self._table and sequence.lease is not None]
-        if len(alive) == 1:
+        if len(alive) == 1 and not isinstance(error, RowLost):
             self._table.fail_step(alive[0], error)
             return
         logger.warning("a decode step of %d rows failed; replaying each: %s", len(alive), error)

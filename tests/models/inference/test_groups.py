@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.errors import RowLost
 from models.inference import grouping, ragged
-from models.inference.batch import RowLost
 from models.inference.grouping import Buffer, Row, Wanted, plan
 from models.inference.groups import GroupLayer
 from models.inference.runner import Runner

@@ -2,9 +2,12 @@
 
 import functools
 import random
+from contextlib import suppress
 
 import pytest
 
+from cache.budget import PADDING
+from models.inference.groups import GroupLayer
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from tests.support import fake_runner, tiny_models
@@ -93,3 +96,46 @@ def test_seeded_sampling_is_the_same_alone_and_in_company() -> None:
     sink = busy.submit(prompt, max_tokens=12, sampling=wanted, ignore_eos=True)
     busy.run()
     assert sink.tokens == alone_sink.tokens
+
+
+@pytest.mark.parametrize("call", ["separate", "separate_all"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
+def test_what_an_error_took_from_shared_buffers_is_neither_kept_nor_blamed_on_a_row(
+    name: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows in a group, one beside it; then one goes on, and two are cancelled."""
+    harness = harness_for(name, chunk_tokens=128)
+    monkeypatch.setattr(harness.runner, "member_tokens", 100)
+    prompts = [text_of(seed, length) for seed, length in ((1, 30), (2, 31), (3, 200))]
+    sinks = [ask(harness, prompt, request_id=f"{seed}") for seed, prompt in enumerate(prompts)]
+    while any(len(sink.tokens) < 3 for sink in sinks):
+        harness.step()
+    with monkeypatch.context() as patched, suppress(RuntimeError):
+        patched.setattr(GroupLayer, "give", _fail)
+        row = harness.prefix_cache.slots[sinks[1].started.slot].caches
+        harness.runner.separate_all() if call == "separate_all" else harness.runner.separate(row)
+    harness.worker.cancel("1")
+    harness.worker.cancel("2")
+    harness.run()
+    assert sinks[0].tokens == alone(name, tuple(prompts[0])), sinks[0].last
+    turns = [(*prompt, *sink.tokens, 7) for prompt, sink in zip(prompts, sinks, strict=True)]
+    again = [ask(harness, list(turn)) for turn in turns]
+    harness.run()
+    assert [sink.tokens for sink in again] == [alone(name, turn) for turn in turns]
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("[malloc] out of memory")
+
+
+@pytest.mark.usefixtures("overlaps")
+def test_no_padding_is_charged_once_nobody_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = harness_for("llama")
+    monkeypatch.setattr(harness.runner, "member_tokens", 1e6)
+    for length in (20, 60, 61):
+        ask(harness, text_of(length, length), cache_prompt=False)
+    ledger = harness.prefix_cache.ledger
+    while not ledger.slot_bytes(PADDING):
+        harness.step()
+    harness.run()
+    assert ledger.slot_bytes(PADDING) == ledger.charged_bytes == 0
