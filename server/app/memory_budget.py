@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,24 @@ def largest_state_bytes(machine: Machine) -> int:
     return machine.memory_bytes if machine.is_card else int(machine.memory_bytes * STATE_SHARE)
 
 
+def share_of(usable_bytes: int, own: "Claim", others: Sequence["Claim"]) -> int:
+    """Returns what weights and state of one server may take beside others; each server finds the same division.
+
+    Each gets the state that it needs, where there is too little at most an equal part, and an equal part of the rest.
+    Nobody grows into what others have not left yet.
+    """
+    claims = sorted((own, *others), key=lambda claim: claim.needed_bytes)
+    left_bytes = usable_bytes - sum(claim.fixed_bytes for claim in claims)
+    part_bytes = 0
+    for number, claim in enumerate(claims):
+        needed_bytes = max(min(claim.needed_bytes, left_bytes // (len(claims) - number)), 0)
+        left_bytes -= needed_bytes
+        part_bytes = needed_bytes if claim is own else part_bytes
+    share_bytes = own.fixed_bytes + part_bytes + max(left_bytes, 0) // len(claims)
+    free_bytes = usable_bytes - sum(claim.memory_bytes for claim in others)
+    return min(share_bytes, max(free_bytes, own.memory_bytes))
+
+
 def find_excess(plan: MemoryPlan) -> str | None:
     """Returns why a machine cannot hold a plan; None if it can."""
     if plan.weights_bytes + plan.budget_bytes <= plan.machine_bytes:
@@ -176,6 +194,14 @@ class Claim:
     """Weights and budget."""
     url: str
     """Empty while the server starts."""
+    weights_bytes: int | None = None
+    """None where the rest is no server's business: it is not changed for others."""
+    needed_bytes: int = 0
+    """For state: what it takes, and some to grow."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.memory_bytes if self.weights_bytes is None else self.weights_bytes
 
 
 def runtime_folder(environment: Mapping[str, str]) -> Path:
@@ -190,12 +216,19 @@ class OwnClaim:
     def __init__(self, path: Path, descriptor: int, claim: Claim) -> None:
         self._path = path
         self._descriptor = descriptor
+        self._claim = claim
         self.tell(claim)
 
     def tell(self, claim: Claim) -> None:
         """Replaces the claim that others read."""
+        self._claim = claim
         text = json.dumps(asdict(claim)).encode()
         os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
+
+    def find_share(self, usable_bytes: int) -> int:
+        """Returns what this server may take beside those that run now. Blocks; for any thread."""
+        own = self._claim
+        return share_of(usable_bytes, own, [one for one in running(self._path.parent) if one.pid != own.pid])
 
     def close(self) -> None:
         """Gives the claim up."""
@@ -265,4 +298,5 @@ def _parse(text: bytes) -> Claim | None:
     except (ValueError, TypeError):
         logger.debug("a claim of another version is not understood: %r", text)
         return None
-    return claim if isinstance(claim.memory_bytes, int) and isinstance(claim.pid, int) else None
+    numbers = (claim.pid, claim.memory_bytes, claim.fixed_bytes, claim.needed_bytes)
+    return claim if all(isinstance(number, int) for number in numbers) else None

@@ -239,7 +239,7 @@ def _plan(config: ServerConfig, machine: Machine, loaded: LoadedModel, others_by
     excess = memory_budget.find_excess(plan)
     if excess is not None:
         fits = size_text(memory_budget.choose_budget_bytes(machine, weights_bytes))
-        raise StartError(f"{excess}; --cache-memory may be {fits}")
+        raise StartError(f"{excess}; {fits} is what it takes by default")
     return plan
 
 

@@ -2,6 +2,7 @@
 
 * An engine that has ended by itself ends the process, for launchd or systemd to start it again.
 * A machine that is short of memory gets back what idle conversations hold.
+* Servers on one machine share its memory by what each needs.
 * A Mac does not fall asleep while requests run.
 """
 
@@ -69,6 +70,8 @@ class Upkeep:
     """Called in each round in which an engine does not run."""
     read_pressure: Callable[[], Pressure] | None = None
     """None where state is in memory that nothing else wants."""
+    find_share: Callable[[], int] | None = None
+    """What weights and state may take beside other servers; blocks. None where a person has said it."""
     awake: Awake | None = field(default_factory=lambda: Awake() if platform.system() == "Darwin" else None)
 
     async def run(self) -> None:
@@ -83,6 +86,9 @@ class Upkeep:
             self.on_lost()
         if self.read_pressure is not None and self.pool.budgets.relieve(self.read_pressure()):
             self._tell_pressure()
+        if self.find_share is not None:
+            self.pool.budgets.on_change()
+            self.pool.resize(await asyncio.to_thread(self.find_share))
         if self.awake is not None:
             self.awake.keep(any(member.is_busy for member in self.pool.members))
 

@@ -265,7 +265,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
             limits = Limits(config.client_seconds, max_connections)
             http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
             stopper = _Stopper(_Server(http_config, on_listening), pool, app, config.drain_seconds)
-            asyncio.run(_serve(stopper, config, listeners, sigterm))
+            asyncio.run(_serve(stopper, config, listeners, sigterm, _make_upkeep(stopper, config, claim)))
             return stopper.status
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.
@@ -358,7 +358,10 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
 
     def tell_claim() -> None:
         if claim is not None:
-            claim.tell(Claim(os.getpid(), ", ".join(pool.models), budgets.taken_bytes, around.urls[0]))
+            told = Claim(os.getpid(), ", ".join(pool.models), budgets.taken_bytes, around.urls[0])
+            if config.cache_memory_bytes is None:
+                told = replace(told, weights_bytes=budgets.weights_bytes, needed_bytes=budgets.needed_bytes)
+            claim.tell(told)
 
     budgets.on_change = tell_claim
     return pool
@@ -428,7 +431,18 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
     return StartError(f"cannot listen on {host}, port {port}: {error.strerror}")
 
 
-async def _serve(stopper: "_Stopper", config: ServerConfig, listeners: list[socket.socket], sigterm: Sigterm) -> None:
+def _make_upkeep(stopper: "_Stopper", config: ServerConfig, claim: OwnClaim | None) -> Upkeep:
+    machine = read_machine(mx.device_info())
+    pressure = None if machine.is_card else partial(memory_budget.read_pressure, platform.system())
+    share = None
+    if claim is not None and config.cache_memory_bytes is None:
+        share = partial(claim.find_share, memory_budget.usable_bytes(machine))
+    return Upkeep(stopper.pool, stopper.fail, pressure, share)
+
+
+async def _serve(
+    stopper: "_Stopper", config: ServerConfig, listeners: list[socket.socket], sigterm: Sigterm, upkeep: Upkeep
+) -> None:
     app = stopper.app
     stopper.pool.watch()
     loop = asyncio.get_running_loop()
@@ -436,15 +450,13 @@ async def _serve(stopper: "_Stopper", config: ServerConfig, listeners: list[sock
     sigterm.on_signal = partial(loop.call_soon_threadsafe, stopper.signalled)
     if config.api_keys_file is not None:
         loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, app, config))
-    machine = read_machine(mx.device_info())
-    pressure = None if machine.is_card else partial(memory_budget.read_pressure, platform.system())
-    upkeep = loop.create_task(Upkeep(stopper.pool, stopper.fail, pressure).run())
+    rounds = loop.create_task(upkeep.run())
     try:
         await stopper.server.serve(sockets=listeners)
     except OSError as error:
         raise _cannot_listen(config.host, config.port, error) from error
     finally:
-        upkeep.cancel()
+        rounds.cancel()
     if stopper.draining is not None:
         await stopper.draining
     if app.state.api.background:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from cache.budget import FolderError
 from models.errors import ModelError
+from models.short_names import size_text
 from server.engine.engine import KeptState
 from server.engine.request import EngineStopped
 from server.pool.errors import (
@@ -29,7 +30,7 @@ from server.pool.errors import (
     TellChange,
 )
 from server.pool.members import Budgets, Member, ModelHold, OpenedModel, UnloadedModel
-from server.pool.memory import ModelUse, PoolSettings, choose_to_unload
+from server.pool.memory import SMALLEST_PART_BYTES, ModelUse, PoolSettings, choose_to_unload
 from server.pool.names import FOREVER, WHEN_SHORT_SECONDS, ModelSource
 from server.pool.served import ListedModel
 
@@ -173,6 +174,18 @@ class Loader:
         # Its conversations may need more memory than it is due.
         if len(self.loaded) > 1 and not self.is_closed and not self._changing.locked():
             self._in_background(self._divide())
+
+    def resize(self, total_bytes: int) -> None:
+        """Changes what weights and state may take; later, if models are being loaded or unloaded just now."""
+        if self.is_closed or self._changing.locked():
+            return
+        memory = self._settings.memory
+        if abs(total_bytes - memory.total_bytes) >= SMALLEST_PART_BYTES:
+            logger.info("other servers leave %s for weights and state", size_text(total_bytes))
+            memory.total_bytes = total_bytes
+        elif self.budgets.taken_bytes <= memory.total_bytes:
+            return
+        self._in_background(self._divide())
 
     async def _divide(self) -> None:
         async with self._changing:

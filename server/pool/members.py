@@ -21,6 +21,9 @@ from server.pool.served import EnginePort, ServedModel
 
 logger = logging.getLogger(__name__)
 
+GROWTH_PART = 4
+LEAST_GROWTH_BYTES = 256 << 20
+"""A server needs a part more than its state takes, and at least this."""
 RETRY_SECONDS = 0.1
 """Pause before a model is asked again for memory that its answers hold."""
 
@@ -207,7 +210,17 @@ class Budgets:
     @property
     def taken_bytes(self) -> int:
         """Weights, and what state may take."""
-        return sum(member.opened.weights_bytes for member in self.members.values()) + self._taken_for_state()
+        return self.weights_bytes + self._taken_for_state()
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(member.opened.weights_bytes for member in self.members.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """What state takes, and a part to grow."""
+        held_bytes = sum(self._held().values())
+        return held_bytes + max(held_bytes // GROWTH_PART, LEAST_GROWTH_BYTES)
 
     def has_due(self, member: Member) -> bool:
         """Whether a model has, and is to keep, its due budget."""
@@ -254,8 +267,7 @@ class Budgets:
 
     def relieve(self, level: Pressure) -> bool:
         """Heeds the machine's lack of memory: returns whether that has changed."""
-        held = {member.source.id: member.held_bytes for member in self.members.values()}
-        held |= {gone.id: gone.state.num_bytes for gone in self.unloaded.values()}
+        held = self._held()
         total_bytes = sum(held.values())
         limit = self.idle_limit
         has_changed = limit.update(level, self._clock(), total_bytes, self._for_state(self._uses()))
@@ -274,6 +286,10 @@ class Budgets:
         self.unloaded.pop(model_id).state.drop()
         self.on_given_up(model_id)
         logger.info("the conversations of %s are given up: other models need the memory", model_id)
+
+    def _held(self) -> dict[str, int]:
+        held = {member.source.id: member.held_bytes for member in self.members.values()}
+        return held | {gone.id: gone.state.num_bytes for gone in self.unloaded.values()}
 
     def _for_state(self, uses: Sequence[ModelUse]) -> int:
         return self._memory.for_state([one.weights_bytes for one in uses if one.is_loaded])

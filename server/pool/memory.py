@@ -25,11 +25,12 @@ FLOOR_PART = 4
 """An idle model keeps such a part of what it is due, all unloaded ones of everything; one in use grows by one."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PoolMemory:
     """Limits of all models together."""
 
     total_bytes: int
+    """Changes as other servers come, need more, and go."""
     state_bytes: int | None = None
     """None: what the weights leave."""
     largest_alone_bytes: int = 0

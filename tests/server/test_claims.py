@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.app import memory_budget
-from server.app.memory_budget import Claim
+from server.app.memory_budget import Claim, share_of
 
 HERE = Claim(os.getpid(), "here", 5, "http://127.0.0.1:1")
 OTHER = Claim(4_000_000, "org/other", 7, "")
@@ -90,5 +93,51 @@ def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 def test_claims_can_be_read_by_others_programs_of_the_user(tmp_path: Path) -> None:
     own, _ = memory_budget.take(tmp_path / "run", HERE)
     text = (tmp_path / "run" / f"{HERE.pid}.json").read_text()
-    assert json.loads(text) == {"pid": HERE.pid, "model": "here", "memory_bytes": 5, "url": "http://127.0.0.1:1"}
+    told = {"pid": HERE.pid, "model": "here", "memory_bytes": 5, "url": "http://127.0.0.1:1"}
+    assert json.loads(text) == told | {"weights_bytes": None, "needed_bytes": 0}
     own.close()
+
+
+def claim(memory_bytes: int, weights_bytes: int | None = 0, needed_bytes: int = 0) -> Claim:
+    return Claim(1, "m", memory_bytes, "", weights_bytes, needed_bytes)
+
+
+def settled(usable_bytes: int, claims: list[Claim]) -> list[int]:
+    """Returns what each server has once each has taken its share in turn, twice."""
+    claims = list(claims)
+    for number in [*range(len(claims))] * 2:
+        others = [*claims[:number], *claims[number + 1 :]]
+        share_bytes = share_of(usable_bytes, claims[number], others)
+        grown_bytes = share_bytes - claims[number].memory_bytes
+        free_bytes = usable_bytes - sum(one.memory_bytes for one in claims)
+        assert grown_bytes <= max(free_bytes, 0), "a server grew into what another one has"
+        claims[number] = replace(claims[number], memory_bytes=share_bytes)
+    return [one.memory_bytes for one in claims]
+
+
+def test_memory_goes_to_who_needs_it_whoever_came_first() -> None:
+    assert settled(100, [claim(20)]) == [100]
+    # The first has taken everything, and uses it: the second gets what it needs, at most an equal part.
+    assert settled(100, [claim(100, 10, 90), claim(0, 10, 20)]) == [70, 30]
+    assert settled(100, [claim(100, 10, 90), claim(0, 10, 90)]) == [50, 50]
+    # What nobody needs is shared alike; weights are never divided.
+    assert settled(100, [claim(100, 10, 20), claim(0, 30, 0)]) == [50, 50]
+    assert settled(100, [claim(100, 10, 40), claim(0, 70, 40)]) == [20, 80]
+    # Of another version, or with `--cache-memory`: what it has taken is left to it.
+    assert share_of(100, claim(100, 10, 90), [claim(60, None)]) == 40
+    assert share_of(100, claim(90, 90, 10), [claim(60, 60, 10)]) == 90
+
+
+@given(
+    claims=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 300)), min_size=1, max_size=4),
+    first=st.integers(0, 3),
+)
+def test_the_division_does_not_depend_on_who_came_first(claims: list[tuple[int, int]], first: int) -> None:
+    usable_bytes = 10 + sum(weights for weights, _ in claims)
+    servers = [claim(weights, weights, needed) for weights, needed in claims]
+    expected = settled(usable_bytes, servers)
+    first %= len(servers)
+    servers[first] = replace(servers[first], memory_bytes=servers[first].fixed_bytes + 10)
+    found = settled(usable_bytes, servers)
+    assert sum(found) <= usable_bytes
+    assert all(abs(one - other) <= len(claims) for one, other in zip(found, expected, strict=True))

@@ -5,17 +5,22 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cache.journal import CacheStats
+from server.app import memory_budget
+from server.app.memory_budget import Claim
 from server.app.upkeep import Awake, Upkeep, exclude_from_backups
 from server.engine.commands import LimitIdle
 from server.engine.request import EngineStats
+from server.pool.catalog import Catalog
 from server.pool.members import OpenedModel
-from server.pool.memory import Pressure
+from server.pool.memory import PoolMemory, PoolSettings, Pressure
+from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
 from tests.support.fake_engine import FakeEngine, fake_model
 
@@ -96,13 +101,16 @@ def test_time_machine_leaves_the_cache_out(
     assert told == ([("/usr/bin/tmutil", "addexclusion", str(tmp_path))] if is_told else [])
 
 
+class Holding(FakeEngine):
+    """Holds some state."""
+
+    num_bytes = 0
+
+    def stats(self) -> EngineStats:
+        return EngineStats(cache=CacheStats(1, self.num_bytes, 0, 1 << 40))
+
+
 def test_the_machines_lack_of_memory_reaches_every_model_by_its_share(caplog: pytest.LogCaptureFixture) -> None:
-    class Holding(FakeEngine):
-        num_bytes = 0
-
-        def stats(self) -> EngineStats:
-            return EngineStats(cache=CacheStats(1, self.num_bytes, 0, 1 << 40))
-
     first, second = Holding(), Holding()
     first.num_bytes, second.num_bytes = 300 << 20, 100 << 20
     level = Pressure.NORMAL
@@ -121,5 +129,54 @@ def test_the_machines_lack_of_memory_reaches_every_model_by_its_share(caplog: py
         level = Pressure.CRITICAL
         await upkeep.tick()
         assert first.commands[1:] == second.commands[1:] == [LimitIdle(0)]
+
+    asyncio.run(run())
+
+
+def test_a_server_makes_way_for_another_that_needs_memory_and_grows_once_that_ends(tmp_path: Path) -> None:
+    usable = 16 << 30
+
+    class Server:
+        """One of two, in its own words: a pool, a claim and its rounds."""
+
+        def __init__(self, pid: int, total_bytes: int) -> None:
+            self.engine = Holding()
+            opened = OpenedModel(fake_model(id="m"), self.engine, weights_bytes=1 << 30)
+            catalog = Catalog([ModelSource("m", Path("m"))], has_others=False)
+            self.pool = ModelPool(catalog, [opened], None, PoolSettings(PoolMemory(total_bytes)))
+            self.claim, _ = memory_budget.take(tmp_path / "run", Claim(pid, "", 0, ""))
+            self.pid, self.pool.budgets.on_change = pid, self.tell
+            self.tell()
+            find_share = partial(self.claim.find_share, usable)
+            self.upkeep = Upkeep(self.pool, lambda: None, None, find_share, awake=None)
+
+        def tell(self) -> None:
+            now = self.pool.budgets
+            self.claim.tell(Claim(self.pid, "m", now.taken_bytes, "", now.weights_bytes, now.needed_bytes))
+
+        async def round(self) -> int:
+            await self.upkeep.tick()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return self.pool.budgets.taken_bytes >> 30
+
+    async def run() -> None:
+        first = Server(1, usable)
+        first.engine.num_bytes = 15 << 30
+        assert await first.round() == 16
+        second = Server(2, 1 << 30)
+        second.engine.num_bytes = 0
+        assert await second.round() == 1
+        first.engine.excess_bytes = 1
+        assert await first.round() == 16, "what running requests hold stays"
+        first.engine.excess_bytes = 0
+        # The other needs a part to grow, of which the claim of the first leaves nothing.
+        assert [await first.round(), await second.round()] == [14, 1]
+        second.engine.num_bytes = 12 << 30
+        assert [await second.round(), await first.round(), await second.round()] == [1, 8, 8]
+        first.claim.close()
+        assert await second.round() == 16
+        assert second.engine.budget_bytes == 15 << 30
+        second.claim.close()
 
     asyncio.run(run())
