@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
-from server.diagnosis.compare import Turn, find_changes_between, find_volatile_head, is_version, shared_ends
+from server.diagnosis.compare import Turn, find_changes_between, find_volatile_head, is_version
 from server.diagnosis.prompt import Prompt, with_parts_of
+from server.diagnosis.words import shared_ends
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
 EDGE_TOKENS = 16

@@ -17,8 +17,9 @@ from server.diagnosis.account import (
     with_missing_bytes,
 )
 from server.diagnosis.advice import advice
-from server.diagnosis.compare import Turn, find_changes, find_changes_between
+from server.diagnosis.compare import Turn, find_changes_between
 from server.diagnosis.prompt import Part, Prompt
+from server.diagnosis.words import find_changes
 from server.doctor.recorded import characters_of
 from server.engine.diagnosis import Cause
 
