@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 
 from models.texts import shared_length
 from server.diagnosis.prompt import PLAIN, Part, Prompt
-from server.diagnosis.words import MAX_ADDED_WORDS, excerpt, find_changes, shared_ends, told_apart
+from server.diagnosis.words import MAX_ADDED_WORDS, excerpt, find_changes, only_leaves_out, shared_ends, told_apart
 from server.engine.diagnosis import Cause, Miss, MissReason
 
 MAX_ALIGNED = 400
@@ -85,10 +85,13 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
 def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
     """Returns what keeps two conversations from sharing their system messages: a clock, or what differs too early.
 
-    None where their beginnings are no versions of each other, or differ at the end only.
+    None where their beginnings are no versions of each other, or differ at the end only, or where the later one only
+    lacks what the earlier one says: its client can mend nothing.
     """
     is_same = (earlier.tools, earlier.arguments) == (later.tools, later.arguments)
     if not is_same or earlier.num_head != later.num_head or not earlier.shares_state_with(later):
+        return []
+    if only_leaves_out(*("\n".join(part.shown for part in one.parts[: one.num_head]) for one in (earlier, later))):
         return []
     return [
         change if change.cause is Cause.CLOCK else replace(change, cause=Cause.EARLY)

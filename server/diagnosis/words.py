@@ -83,6 +83,12 @@ def find_changes(before: str, after: str) -> list[WordChange]:
     return list(changes.values())
 
 
+def only_leaves_out(before: str, after: str) -> bool:
+    """Whether each word of `after` stands in `before`, in the same order."""
+    words = iter(before.split())
+    return all(word in words for word in after.split())
+
+
 def shared_ends(one: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
     """Returns how much of both is the same at the beginning, and behind that at the end."""
     head = shared_length(one, other)

@@ -128,6 +128,8 @@ def test_a_clock_that_keeps_conversations_from_sharing_is_told(session_ids: bool
         (asked("It is 09:16.", "How far is the sea?"), asked("It is 09:16.", "Do you sell milk?")),
         (asked("It is 09:16. You sell wine.", "Far?"), asked("It is 09:17. You sell cheese.", "Milk?")),
         (asked("It is 09:16.", "Far?", "a"), asked("It is 09:17.", "Milk?", "b")),
+        (asked("Be kind. It is 09:16. You sell wine.", "Far?"), asked("Be kind. You sell wine.", "Milk?")),
+        (asked(f"You serve store 12. {'Be kind. ' * 90}", "Far?"), asked("Be kind. " * 90, "Milk?")),
         (prompt("How far is the sea at 09:16?"), prompt("How far is the moon at 09:17, by the way?")),
     ],
 )
