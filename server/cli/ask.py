@@ -221,6 +221,8 @@ def doctor(
     else:
         reader = None
         if model is not None:
+            # Else transformers advises to install PyTorch; it reads this when it is imported.
+            os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
             from server.api.openai.recorded import ModelReader  # these two need what a server needs
             from server.app.service import open_renderer
 

@@ -5,8 +5,11 @@ import json
 import mmap
 import os
 import platform
+import shutil
 import signal
+import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -56,7 +59,7 @@ def bench(
     config = replace(config, models=(settle(config.models[0]),))
     with loading(config.models[0]) as fast_blas:
         from server.measure import BenchRows
-    result = BenchResult(machine(), BenchRows())
+    result = BenchResult(machine(), BenchRows(), config.models[0])
     if platform.system() == "Linux":
         result.facts["blas"] = fast_blas or "MLX's own"
     if others:
@@ -192,9 +195,9 @@ def _model_facts(service: "Service") -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------ the result
 
 TITLES = {
-    "decode": "Tokens per second of rows that decode together",
+    "decode": "Tokens per second of rows together; ratio: the median of neighbouring blocks",
     "prefill": "Prefill by chunk",
-    "turns": "First token of a turn with 64 new tokens, and moves of the conversation's state",
+    "turns": "First token of a turn with 64 new tokens, and moves of its state, in ms",
 }
 
 
@@ -204,6 +207,7 @@ class BenchResult:
 
     facts: dict[str, str]
     rows: "BenchRows"
+    model: str
     seconds: float = 0.0
     is_stopped: bool = False
 
@@ -215,11 +219,14 @@ class BenchResult:
     def as_text(self) -> str:
         """Returns tables for a terminal."""
         facts = "\n".join(f"{name:<9}  {told}" for name, told in self.facts.items())
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        notes = "\n".join(textwrap.fill(note, width, subsequent_indent="  ") for note in self._notes().splitlines())
         tables = (
-            "\n".join([title, *(line.strip("| ").replace(" | ", "   ") for line in [lines[0], *lines[2:]])])
+            "\n".join([title, *(line.strip("| ").replace(" | ", "  ") for line in [lines[0], *lines[2:]])])
             for title, lines in self._tables()
         )
-        return "\n\n".join([facts, *tables, self._notes(), SEND])
+        send = f"To send it: mlx-serve bench {self.model} --markdown; docs/benchmarks.md says where to."
+        return "\n\n".join([facts, *tables, notes, send])
 
     def as_markdown(self) -> str:
         """Returns the same for a page."""
@@ -233,14 +240,14 @@ class BenchResult:
             if found := getattr(self.rows, name):
                 columns = list(dict.fromkeys(key for row in found for key in row))
                 rows = [[_cell(row.get(key)) for key in columns] for row in found]
-                yield title, markdown_table([column.replace("_", " ") for column in columns], rows)
+                yield (
+                    title,
+                    markdown_table([column.removesuffix("_ms").replace("_", " ") for column in columns], rows),
+                )
 
     def _notes(self) -> str:
         ended = f"Stopped by Ctrl-C after {self.seconds:.0f} s." if self.is_stopped else f"Took {self.seconds:.0f} s."
         return "\n".join([*(f"Left out: {one}." for one in self.rows.left_out), ended])
-
-
-SEND = "To send it: mlx-serve bench --markdown; docs/benchmarks.md says where to."
 
 
 def _cell(value: str | float | None) -> str:

@@ -108,6 +108,8 @@ def _parse_line(line: str, place: str) -> Recorded:
     body = next((outer[name] for name in ("body", "request") if isinstance(outer.get(name), dict)), outer)
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise DoctorError(f"{place} holds no list of messages, as the body of a chat completion does")
+    if "system" in body or "anthropic_version" in body:
+        raise DoctorError(f"{place} is a body of the Messages API; only those of chat completions are read")
     return Recorded(
         prompt=_prompt(outer, body, place),
         session_id=_session_id(outer, body, place),

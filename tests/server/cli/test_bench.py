@@ -59,17 +59,17 @@ ROWS = BenchRows(
 
 
 def test_a_terminal_gets_columns_and_markdown_tables() -> None:
-    result = BenchResult({"chip": "M4", "mlx": "0.32.4"}, ROWS, 65.4)
+    result = BenchResult({"chip": "M4", "mlx": "0.32.4"}, ROWS, "demo", 65.4)
     text = result.as_text()
     assert text.startswith("chip       M4\nmlx        0.32.4\n\n")
-    assert "\nrows      mlx-serve   BatchGenerator   ratio\n1 × 500         113           12 346    0.97\n" in text
+    assert "\nrows     mlx-serve  BatchGenerator  ratio\n1 × 500        113          12 346   0.97\n" in text
+    assert "\ntokens    cold  restarted\n2 000    2 631          -\n8 000   26 310       3.46\n" in text
     assert (
-        "\ntokens   cold ms   restarted ms\n2 000      2 631              -\n8 000     26 310           3.46\n"
-        in text
+        "Prefill" not in text
+        and "\n\nLeft out: prefill: no time.\nTook 65 s.\n\nTo send it: mlx-serve bench demo --markdown" in text
     )
-    assert "Prefill" not in text and "\n\nLeft out: prefill: no time.\nTook 65 s.\n\nTo send it" in text
     markdown = result.as_markdown()
-    assert markdown.startswith("chip M4, mlx 0.32.4\n\n") and "| 2 000  |   2 631 |            - |" in markdown
+    assert markdown.startswith("chip M4, mlx 0.32.4\n\n") and "| 2 000  |  2 631 |         - |" in markdown
     assert "To send it" not in markdown
 
 

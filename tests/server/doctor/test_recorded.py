@@ -58,6 +58,7 @@ def causes(result: Checkup) -> list[tuple[Cause, str, int]]:
         ("[1]", "is no JSON object"),
         ('{"a": 1}', "holds no list of messages"),
         ('{"messages": []}', "holds no list of messages"),
+        ('{"messages": [{"role": "user", "content": "Hi"}], "system": "Be brief."}', "a body of the Messages API"),
         ('{"messages": [5]}', "messages[0] is no object with a role"),
         ('{"messages": [{"content": "x"}]}', "messages[0] is no object with a role"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": {}}', "tools is no list of objects"),
