@@ -13,15 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.errors import RowLost
-from models.inference import grouping, ragged
+from models.inference import grouping, probe, ragged
 from models.inference.grouping import Buffer, Row, Wanted, plan
-from models.inference.groups import GroupLayer
+from models.inference.groups import Clock, GroupLayer
+from models.inference.probe import Form
 from models.inference.runner import Runner
 from server.measure import launch
 from tests.models.inference import test_runner as driver
 from tests.models.inference.test_runner import Decoding
 from tests.models.inference.test_runner import Sequence as Decoded
-from tests.support.tiny_models import WINDOW
+from tests.support import tiny_models
+from tests.support.tiny_models import VOCAB, WINDOW
 
 PLENTY = 1e9
 
@@ -226,6 +228,47 @@ def test_a_row_that_leaves_keeps_no_other_in_memory_and_its_own_size(name: str, 
     after = [cache.nbytes for cache in rows[0].row.caches]
     held = [int(mx.get_array_buffer_size(cache.keys, cache.values)) for cache in rows[0].row.caches]
     assert held == after and all(size <= largest + 4096 for size, largest in zip(after, before, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ planted faults
+
+
+def _with_one_hidden(layer: GroupLayer, seen: int) -> mx.array:
+    mask: mx.array = MASK(layer, seen)
+    mask[..., :1] = False
+    return mask
+
+
+def _one_further(layer: GroupLayer, offset: int) -> int:
+    return PLACE(layer, offset + 1 if layer.window else offset)
+
+
+def _without_moving(layer: GroupLayer, source: int, target: int) -> None: ...
+
+
+def _one_longer(clock: Clock) -> None:
+    ADVANCE(clock)
+    clock.device = clock.device + 1
+
+
+MASK, PLACE, ADVANCE = GroupLayer._mask, GroupLayer._place_of, Clock.advance
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (GroupLayer, "_mask", _with_one_hidden),
+        (GroupLayer, "_place_of", _one_further),
+        (GroupLayer, "move", _without_moving),
+        (Clock, "advance", _one_longer),
+    ],
+)
+def test_a_fault_in_groups_leaves_each_row_its_own_buffers(
+    owner: type, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    found = probe.find_form(tiny_models.build("llama_swa"), VOCAB, max_seconds=float("inf"))
+    assert found.form is Form.ROWS, found.text
 
 
 # --------------------------------------------------------------------------------------------------- failures
