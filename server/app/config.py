@@ -124,7 +124,8 @@ class ServerConfig:
     )
     chunk_tokens: int = _setting(
         256,
-        "Prompt tokens evaluated per step; running answers pause for at most one such step.",
+        "Prompt tokens evaluated per step; running answers pause for at most one such step. On a GPU eight times as "
+        "many while nothing else runs or waits, but for models with sliding windows.",
         between=(16, 65_536),
     )
     max_body_bytes: int = _setting(

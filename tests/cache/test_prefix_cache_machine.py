@@ -25,13 +25,14 @@ from hypothesis.stateful import (
 
 from cache.budget import BudgetExceeded
 from cache.disk import connector
+from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
 from cache.layers import layout
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
 from tests.support import fake_model
-from tests.support.disk_driver import open_tier
+from tests.support.disk_driver import CountingFiles
 
 WINDOW = 6
 MAX_CHUNK_TOKENS = 16
@@ -320,16 +321,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert mx.get_active_memory() - self.base_bytes <= SLACK_BYTES, "memory leaked"
 
 
+class WrittenAtOnce(DiskTier):
+    """What is on its way to disk would be found or not as its thread gets on: one history, several outcomes."""
+
+    def _write(self, *args: Any) -> bool:
+        is_written = super()._write(*args)
+        assert self.queue.wait(10)
+        return is_written
+
+
 class DiskMachine(PrefixCacheMachine):
     """The same with a disk below: what is read from there overlaps what memory knows."""
 
     def open_tier(self) -> DiskTier | None:
         self.folder = tempfile.TemporaryDirectory(prefix="machine-")
-        return open_tier(Path(self.folder.name), budget_bytes=1 << 20)
+        return WrittenAtOnce(DiskStore(Path(self.folder.name), "model", CountingFiles()), budget_bytes=1 << 20)
 
     @invariant()
     def everything_is_written(self) -> None:
-        """What is on its way to disk would be found or not as its thread gets on: one history, several outcomes."""
         assert not hasattr(self, "tier") or self.tier is None or self.tier.flush(10)
 
     @rule()
