@@ -21,7 +21,7 @@ import mlx.core as mx
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Row, Wanted, capacity_for
-from models.inference.groups import Group, bytes_per_token, length_of, reserved_tokens_of, used_leaves
+from models.inference.groups import Group, bytes_per_token, is_fresh, length_of, reserved_tokens_of, used_leaves
 from models.inference.ragged import RaggedBatch, ragged_attention
 from models.mlx_lm_import import KVCache
 
@@ -77,7 +77,7 @@ class DecodeBatch:
         ordered = [by_caches.pop(id(caches)) for group in self._groups for caches in group.rows]
         ordered += by_caches.values()
         self._joined = RaggedBatch([row.caches for row in ordered], self._groups)
-        self.rows, self._has_fresh = list(ordered), any(length_of(row.caches) == 0 for row in ordered)
+        self.rows, self._has_fresh = list(ordered), any(is_fresh(row.caches) for row in ordered)
         return self._joined.layers
 
     def advance(self) -> None:

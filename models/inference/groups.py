@@ -29,6 +29,12 @@ def reserved_tokens_of(caches: Sequence[LayerCache]) -> int:
     return max((_own_capacity(cache) for cache in leaves_of(caches) if _can_share(cache)), default=0)
 
 
+def is_fresh(caches: Sequence[LayerCache]) -> bool:
+    """Whether a row has no token yet, and may be in a group once it has one."""
+    sharing = [cache for cache in leaves_of(caches) if _can_share(cache)]
+    return bool(sharing) and all(cache.offset == 0 for cache in sharing)
+
+
 def bytes_per_token(caches: Sequence[LayerCache]) -> int:
     """Of keys and values; an upper bound beyond a window."""
     rows = [cache for cache in leaves_of(caches) if _can_share(cache) and cache.keys is not None]
@@ -64,15 +70,17 @@ class Clock:
     def set(self, offsets: Sequence[int]) -> None:
         """After rows have come or gone."""
         self.offsets = list(offsets)
-        self.device = mx.array(self.offsets, dtype=mx.int32)
-        """`offsets` as an array `[num_rows]`, for rotary embeddings."""
         self._made: dict[Any, Any] = {}
 
     def advance(self) -> None:
         """After a step."""
         self.offsets = [offset + 1 for offset in self.offsets]
-        self.device = self.device + 1
         self._made = {}
+
+    @property
+    def device(self) -> mx.array:
+        """`offsets` as an array `[num_rows]`, for rotary embeddings."""
+        return cast(mx.array, self.made("device", lambda: mx.array(self.offsets, dtype=mx.int32)))
 
     def made(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, once a step for each key."""
@@ -173,6 +181,8 @@ class GroupLayer:
         for held, rows in ((self.keys, cache.keys), (self.values, cache.values)):
             rows = self._as_ring(cache, rows, offset) if self.window else rows[:, :, :offset]
             held[index : index + 1, :, : rows.shape[2]] = rows
+            # What a row before left here is masked, but a NaN would not be.
+            held[index : index + 1, :, rows.shape[2] :] = 0
         mx.eval(self.keys, self.values)
         if self.window is None:
             cache.step = cache.keys.shape[2]

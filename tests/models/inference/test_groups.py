@@ -17,6 +17,7 @@ from models.inference import grouping, probe, ragged
 from models.inference.grouping import Buffer, Row, Wanted, plan
 from models.inference.groups import Clock, GroupLayer
 from models.inference.probe import Form
+from models.inference.ragged import RaggedBatch
 from models.inference.runner import Runner
 from server.measure import launch
 from tests.models.inference import test_runner as driver
@@ -217,6 +218,36 @@ def test_shared_buffers_stay_within_the_spare_memory() -> None:
     assert runner.padding_bytes == 0 and all(runner.own_bytes(row.caches) == 0 for row in rows)
 
 
+def test_a_row_is_not_touched_by_what_another_left_in_its_place() -> None:
+    decoding = Decoding(grouped("llama"))
+    rows = [decoding.join(length) for length in (60, 61, 62)]
+    decoding.step(2)
+    decoding.read()
+    (group,) = decoding.runner._batches[0]._groups
+    for layer in group._layers.values():
+        layer.values[2:3] = float("nan")
+    decoding.leave(rows[2])
+    newcomer = decoding.join(20)
+    decoding.step(5)
+    decoding.read()
+    driver.assert_like_alone("llama", rows[0], rows[1], newcomer)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5", "llama"])
+def test_rows_are_joined_once_while_they_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, joined = Decoding(driver.runner_of(name)), list[object]()
+
+    def counting(*args: Any) -> RaggedBatch:
+        joined.append(args)
+        return RaggedBatch(*args)
+
+    monkeypatch.setattr("models.inference.batch.RaggedBatch", counting)
+    for length in (20, 21):
+        decoding.join(length)
+    decoding.step(6)
+    assert len(joined) == 1
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_row_that_leaves_keeps_no_other_in_memory_and_its_own_size(name: str, exact_buffers: None) -> None:
     decoding = Decoding(grouped(name))
@@ -248,7 +279,7 @@ def _without_moving(layer: GroupLayer, source: int, target: int) -> None: ...
 
 def _one_longer(clock: Clock) -> None:
     ADVANCE(clock)
-    clock.device = clock.device + 1
+    ADVANCE(clock)
 
 
 MASK, PLACE, ADVANCE = GroupLayer._mask, GroupLayer._place_of, Clock.advance
