@@ -8,6 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -416,7 +417,8 @@ def test_what_rows_do_not_know_fails_instead_of_computing_nonsense(use: Callable
 
 def test_the_error_of_a_step_that_nobody_reads_meets_no_other() -> None:
     runner = runner_of("qwen3")
-    mx.async_eval(mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu))  # type: ignore[no-untyped-call]
+    with suppress(RuntimeError):  # where the device is faster than this thread, MLX raises it here
+        mx.async_eval(mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu))  # type: ignore[no-untyped-call]
     # MLX raises it at the next use of the stream, whatever that evaluates.
     runner.drain()
     mx.eval(mx.ones(3, stream=mx.cpu) + 1)
