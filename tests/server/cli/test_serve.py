@@ -444,6 +444,17 @@ def test_localhost_is_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> 
         bind("name.example", 0)
 
 
+def test_backups_leave_the_folder_of_state_out(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Path] = []
+    monkeypatch.setattr(serve, "exclude_from_backups", told.append)
+    serve._check_cache_dir(ServerConfig(models=(str(folder),), cache_dir=str(tmp_path / "state")))
+    assert not told, "nothing is written there"
+    serve._check_cache_dir(
+        ServerConfig(models=(str(folder),), cache_dir=str(tmp_path / "state"), cache_disk_bytes=1 << 30)
+    )
+    assert told == [tmp_path / "state"]
+
+
 @pytest.mark.parametrize(
     ("soft", "hard", "wanted"),
     [(256, -1, 8192), (256, 1024, 1024), (20_000, 1 << 20, None), (-1, -1, None)],

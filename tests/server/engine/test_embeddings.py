@@ -10,7 +10,7 @@ from cache.types import LayerCache
 from models.errors import EmbeddingUnsupported
 from models.formats import Pooling
 from server.engine.embeddings import STEPS_BEHIND_CHAT, EmbeddingJob
-from server.engine.request import EngineStopped, PromptTooLarge, StepFailed
+from server.engine.request import DeviceLost, EngineStopped, PromptTooLarge, StepFailed
 from tests.support.engine_driver import Harness
 from tests.support.fake_embedder import vector_of
 
@@ -155,6 +155,14 @@ def test_a_fault_ends_the_requests_it_concerns(error: Exception, told: type[Exce
     assert isinstance(bad.vectors.exception(0), told)
     assert_answered(good)
     assert len(answer.tokens) == 4
+
+
+def test_a_device_that_takes_no_more_work_is_no_fault_of_a_text() -> None:
+    harness = Harness()
+    harness.embedder.fault = lambda texts: RuntimeError("kIOGPUCommandBufferCallbackErrorSubmissionsIgnored")
+    harness.worker.embed(job_of(9))
+    with pytest.raises(DeviceLost):
+        harness.run()
 
 
 @pytest.mark.parametrize("lengths", [(3, 3), (60, 3)])

@@ -386,10 +386,20 @@ def test_a_device_that_takes_no_more_work_ends_the_engine(operation: str, monkey
 
     served = Served()
     monkeypatch.setattr(served.runner, operation, refuse)
+    was_running_at_end: list[bool] = []
+    stop = Worker.stop
+
+    def noted_stop(worker: Worker, *, parks: bool = False) -> None:
+        was_running_at_end.append(served.engine.is_running)
+        stop(worker, parks=parks)
+
+    monkeypatch.setattr(Worker, "stop", noted_stop)
 
     async def run() -> None:
         assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request())), 10))[-1], Failed)
 
     asyncio.run(run())
-    served.engine.stop()  # waits for the thread to be gone
-    assert not served.engine.is_running
+    # By itself, and `/health` says so before the device is tried again.
+    served.engine._thread.join(20)
+    assert not served.engine._thread.is_alive()
+    assert was_running_at_end == [False]

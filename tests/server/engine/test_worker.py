@@ -152,6 +152,14 @@ def test_a_prompt_alone_on_a_gpu_goes_in_long_chunks_that_end_where_short_ones_d
     assert second.tokens == reference(prompt_of(2, 100), 1)
 
 
+def test_work_for_later_goes_in_short_chunks_for_whoever_comes_meanwhile() -> None:
+    harness = Harness(chunk_tokens=16)
+    harness.worker.use_long_chunks()
+    harness.submit(prompt_of(1, 301), max_tokens=0, is_idle_work=True)
+    harness.step(2)
+    assert harness.runner.log == [("prefill", 16)] * 2
+
+
 def test_long_chunks_are_not_for_windows_nor_far_into_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     for layout, far, expected in (("W", 1 << 20, [16, 16]), ("T", 128, [128, 16])):
         monkeypatch.setattr("server.engine.prefill.FAR_TOKENS", far)
