@@ -218,8 +218,7 @@ class Pager:
     def measure(self, slot: Slot) -> None:
         """Charges a slot with the bytes held now."""
         self.ledger.set_live(slot.index, self.live_bytes(slot))
-        if self.shared is not None:
-            self.ledger.set_live(PADDING, self.shared.padding_bytes)
+        self._measure_padding()
 
     def live_bytes(self, slot: Slot) -> int:
         """Bytes of a slot's own buffers, or of its part of shared ones."""
@@ -230,7 +229,11 @@ class Pager:
         """After running sequences have begun to share buffers, or ended it."""
         for slot in self.slots:
             if slot.is_leased:
-                self.measure(slot)
+                self.ledger.set_live(slot.index, self.live_bytes(slot))
+        self._measure_padding()
+
+    def _measure_padding(self) -> None:
+        self.ledger.set_live(PADDING, self.shared.padding_bytes if self.shared is not None else 0)
 
     def take_back_padding(self) -> None:
         """Frees what shared buffers hold beyond what was reserved."""

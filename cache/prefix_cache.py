@@ -9,7 +9,7 @@ parameters, or time.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cache.admission import Admission, CacheRequest
-from cache.budget import ASIDE
+from cache.budget import ASIDE, PADDING
 from cache.disk.connector import DiskConnector
 from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
@@ -134,7 +134,8 @@ class PrefixCache:
     def limit_idle(self, max_bytes: int) -> bool:
         """Evicts what no request holds down to `max_bytes`; returns whether there was more."""
         running_bytes = sum(self.ledger.slot_bytes(slot.index) for slot in self.slots if slot.is_leased)
-        idle_bytes = self.ledger.charged_bytes - running_bytes - self.ledger.slot_bytes(ASIDE)
+        running_bytes += self.ledger.slot_bytes(ASIDE) + self.ledger.slot_bytes(PADDING)
+        idle_bytes = self.ledger.charged_bytes - running_bytes
         self.reclaimer.free(idle_bytes - max_bytes)
         return idle_bytes > max_bytes
 
@@ -171,6 +172,7 @@ class PrefixCache:
         assert not any(slot.is_leased for slot in self.slots), "a request still runs"
         for slot in self.slots:
             self.pager.page_out(slot, 0)
+        self.pager.take_back_padding()
         self.pager.use_caches_of(_no_caches)
         self.pager.shared = None
 
