@@ -78,7 +78,10 @@ class Upkeep:
         """Goes on until cancelled."""
         while True:
             await asyncio.sleep(SECONDS)
-            await self.tick()
+            try:
+                await self.tick()
+            except Exception:  # a round that fails must not end the watch over engines
+                logger.exception("a round of the upkeep failed; the next one begins anew")
 
     async def tick(self) -> None:
         """One round."""

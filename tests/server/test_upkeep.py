@@ -61,6 +61,24 @@ def test_an_engine_that_ended_is_told_in_the_next_round() -> None:
     asyncio.run(run())
 
 
+def test_a_round_that_fails_does_not_end_those_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.app.upkeep.SECONDS", 0)
+
+    async def run() -> None:
+        engine, lost, rounds = FakeEngine(), asyncio.Event(), list[int]()
+
+        def read() -> Pressure:
+            rounds.append(1)
+            engine.is_running = len(rounds) < 2
+            raise OSError("the file is gone")
+
+        upkeep = asyncio.ensure_future(Upkeep(pool_of(engine), lost.set, read).run())
+        await asyncio.wait_for(lost.wait(), 10)
+        upkeep.cancel()
+
+    asyncio.run(run())
+
+
 def test_a_mac_stays_awake_while_requests_run_and_no_longer() -> None:
     program = Caffeinate()
 
