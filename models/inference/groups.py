@@ -1,8 +1,8 @@
 """Rows that share padded buffers while they decode: one write and one attention per layer for all of them.
 
 A group has a buffer `[room, num_heads, capacity, head_dim]` for the keys and one for the values of each span and
-window layer. Its rows are the first ones, each left-aligned at its own length. A window layer is a ring: token `p` is
-at `p % window`. A row joins at the end; where one leaves, the last takes its place.
+window layer. Its rows fill the buffer from the beginning, each left-aligned at its own length. A window layer is a
+ring: token `p` is at `p % window`. A row joins at the end; where one leaves, the last takes its place.
 
 While a row is in a group, its own layer caches hold no arrays; `step` of a span cache says how many tokens the row's
 own buffers are to have, so that whoever resizes them needs not know of groups. Worker thread only.
@@ -252,7 +252,7 @@ class Group:
         self._layers = {index: GroupLayer(all_leaves[index], self.clock, buffer) for index in used}
 
     def layer(self, leaf: int) -> GroupLayer | None:
-        """That of a leaf of the rows' caches; None if the leaf is unused."""
+        """The group's layer for a leaf of the rows' caches; None if the model leaves that leaf unused."""
         return self._layers.get(leaf)
 
     @property

@@ -408,7 +408,7 @@ class _TrialRow:
 def _choose_these(
     members: Sequence[Sequence[int]], rows: Sequence[Row], groups: Sequence[Buffer], *, spare_tokens: float
 ) -> list[Wanted]:
-    """Groups of these rows, with room for one more; they stay where they are while they fit."""
+    """Puts each member's rows into one group with room for one more; keeps a group while its rows fit."""
     wanted = list[Wanted]()
     for places in (tuple(member) for member in members if len(member) > 1):
         found = [rows[place] for place in places]
@@ -452,7 +452,7 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 
 
 def _find_faults(evaluate: _Evaluator, vocab_size: int, seed: int) -> dict[Form, str]:
-    """What is wrong with each form; a form is not tried where time is short."""
+    """Why a form is refused, for each that is; where time is short, groups are refused untried."""
     RaggedBatch([evaluate.make_caches()] * 2)  # raises for a class without ragged form, before anything is evaluated
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
     faults = dict[Form, str]()

@@ -4,8 +4,8 @@ only.
 A model sees a batch of rows with one token each, so its linear layers run once. Two things differ per row:
 
 - *Span and window layers*: a `RaggedLayer` stands in for the caches of all *members*, rows alone and groups of rows
-  (`groups.py`). It passes each member's keys and values on and returns the content as `Parts`, over which MLX's
-  attention loops within `ragged_attention()`. Where all rows are one group, its layer stands in by itself.
+  (`groups.py`). It hands each member its part of the new keys and values, and returns what all hold as `Parts`;
+  within `ragged_attention()` attention runs once per part. Where all rows are one group, its layer stands in.
 - *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
 Knows no tokens, sampling or requests. Other threads' attention is unaffected.

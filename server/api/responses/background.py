@@ -1,7 +1,7 @@
 """Responses that are made in the background: their events are kept, so that clients may come, leave and come back.
 
-A run takes over what its request holds, and gives it back at its end, whoever listens. Runs are bounded in number by
-namespace, in bytes together, and in time. Event loop only.
+A run takes over the permit, the model and the slot of its request, and gives them back when the response ends. Runs
+are bounded in number by namespace, in bytes together, and in time. Event loop only.
 """
 
 import asyncio
