@@ -197,6 +197,24 @@ READ_ALL = """() => new Promise((done) => {
 })"""
 
 
+SENT_AT_ONCE = """() => {
+  [...document.querySelectorAll("button")].find((one) => one.textContent === "New chat").click();
+  const input = document.querySelector("textarea[aria-label=Message]");
+  input.value = "The second chat";
+  input.form.requestSubmit();
+}"""
+
+
+def test_a_message_that_is_sent_before_a_new_chat_has_its_address(page: Page, engine: FakeEngine) -> None:
+    engine.script = SLOWER
+    ask(page, "The first chat")
+    wait_for_words(page)
+    page.evaluate(SENT_AT_ONCE)
+    expect(page.locator(".message.user")).to_contain_text("The second chat")
+    wait_for_words(page)
+    expect(page.locator(".message.user")).to_have_count(1)
+
+
 def test_answers_of_two_chats_at_once(page: Page, engine: FakeEngine) -> None:
     engine.script = SLOWER
     ask(page, "The first chat")
@@ -229,6 +247,8 @@ def test_what_is_sent_while_an_answer_runs_waits(page: Page, engine: FakeEngine)
     expect(waits).to_have_count(2)
     waits.last.get_by_role("button", name="Take back").click()
     expect(field_of(page)).to_have_value("Never mind")
+    expect(waits).to_have_count(1)
+    page.wait_for_timeout(100)  # until the browser has written it, which nothing shows
     page.reload()
     expect(waits).to_have_count(1)
     expect(page.locator(".message.user")).to_have_count(2)

@@ -25,6 +25,8 @@ function mount(root, app) {
   let answers = null;
   let models = [];
   let chat = newConversation();
+  /** What "New chat" has begun, until its address is shown: a message may have been sent by then. */
+  let fresh = null;
   let editing = null;
   let editText = "";
   let drawn = 0;
@@ -63,7 +65,10 @@ function mount(root, app) {
     await opened;
     loadModels();
     const last = [...list.values()].sort((a, b) => b.updated - a.updated)[0];
-    if (id === "new") await showNew(model);
+    if (id === "new") {
+      await showNew(model);
+      fresh = null;
+    }
     else if (id || (last && !hasBegun(chat))) {
       const wanted = id || last.id;
       if (wanted !== chat.id) input.value = "";
@@ -82,7 +87,7 @@ function mount(root, app) {
 
   /** Shows a conversation that has not begun, with what was written for it. */
   async function showNew(model) {
-    if (hasBegun(chat)) {
+    if (hasBegun(chat) && chat !== fresh) {
       chat = newConversation(chat.model);
       input.value = "";
       draw();
@@ -90,7 +95,7 @@ function mount(root, app) {
     const blank = chat;
     const draft = await store.draft("new");
     // Who has written meanwhile goes on with that.
-    if (chat === blank && !input.value && draft) {
+    if (chat === blank && !hasBegun(chat) && !input.value && draft) {
       chat = draft.conversation ?? chat;
       input.value = draft.text;
     }
@@ -184,6 +189,7 @@ function mount(root, app) {
       input.value = "";
       draw();
     }
+    fresh = chat;
     if (location.hash === "#/chat/new") show(["new", model]);
     else app.navigate(`#/chat/new`);
   }
