@@ -387,7 +387,7 @@ def read_tool_choice(value: Any, allowed: Any, name_of: Callable[[Any], str], **
     if value is None or value in ("auto", "required", "none"):
         return None if value is None else ToolChoice(mode=value)
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind in kinds:
+    if isinstance(kind, str) and kind in kinds:
         return ToolChoice(mode="required", names=(name_of(value),), is_named=True)
     is_list = kind == "allowed_tools" and isinstance(allowed, dict) and allowed.get("mode") == "required"
     tools = allowed.get("tools") if is_list else None

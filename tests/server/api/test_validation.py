@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -566,6 +566,7 @@ FUZZ = TestClient(create_app(FUZZED, fake_model(), ServerConfig()))
 
 
 @settings(deadline=None)
+@example(path=CHAT, fields={"tool_choice": {"type": []}})
 @given(path=st.sampled_from([CHAT, TEXT]), fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
 def test_whatever_the_fields_hold_the_answer_is_200_400_or_404(path: str, fields: dict[str, Any]) -> None:
     num_before = len(FUZZED.requests)
