@@ -199,8 +199,8 @@ def test_a_slow_reader_who_goes_on_reading_gets_everything(patient: str, engine:
 def test_a_client_that_closes_its_sending_half_gets_its_answer(address: str, stream: bool) -> None:
     with connect(address, chat(stream=stream)) as connection:
         connection.shutdown(socket.SHUT_WR)
-        interim, _, answer = received(connection).partition(b"\r\n\r\n")
-    assert interim.startswith(b"HTTP/1.1 100 ")
+        # The server asks for the body unless it has come by then.
+        answer = received(connection).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert answer.endswith(b"[DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
 

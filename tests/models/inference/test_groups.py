@@ -105,7 +105,10 @@ def test_a_plan_is_the_cheapest_and_fits_into_the_spare_memory(
     apart = [[place] for place in sharing if place not in places]
     if wanted and spare_tokens == PLENTY:
         least = min(cost(partition) for partition in partitions(sharing))
-        assert cost([*(list(one.rows) for one in wanted), *apart]) == pytest.approx(least)
+        found = cost([*(list(one.rows) for one in wanted), *apart])
+        # What a cheaper one would save is not worth its copies.
+        copied = sum(rows[place].tokens for place in sharing)
+        assert grouping.EXPECTED_STEPS * (found - least) <= grouping.COPY_TOKENS * copied + 1e-3
 
 
 # ------------------------------------------------------------------------------------------ what is moved
