@@ -39,6 +39,8 @@ LABEL = "mlx-serve"
 UNIT = f"{LABEL}.service"
 AGENT = f"local.{LABEL}"
 """To launchd, whose labels are names of hosts in reverse."""
+FORMER_AGENT = LABEL
+"""In 0.1.0."""
 MARK = "Written by `mlx-serve service install`."
 """No other file is overwritten or removed."""
 STOP_SECONDS = 30
@@ -107,8 +109,8 @@ class ServiceManager:
     """Run once the file is gone."""
     leftover: Path
     """Removed with the file."""
-    former: Path | None = None
-    """The file of older versions, removed where there is a new one."""
+    former: "ServiceManager | None" = None
+    """Of the file of an older version, which goes once there is a new one."""
     folders: Sequence[Path]
     """Made before the file is written."""
     ask: Command
@@ -119,6 +121,12 @@ class ServiceManager:
     """The flag by which `log` goes on."""
     run: Callable[[Command], Ended] = run_program
     """Raises OSError where there is no such program."""
+
+    @property
+    def installed(self) -> "ServiceManager":
+        """Itself, or that of an older version if only that has a file. Raises StartError."""
+        is_older = self.former is not None and self._read() is None and self.former._read() is not None
+        return self.former if self.former is not None and is_older else self
 
     def install(self, spec: ServiceSpec) -> None:
         """Writes the file and starts the server. Raises StartError, and leaves nothing new then."""
@@ -138,8 +146,8 @@ class ServiceManager:
             else:
                 self.file.write_text(before, encoding="utf-8")
             raise
-        if self.former is not None and self._read(self.former) is not None:
-            self.former.unlink()
+        if self.former is not None and self.former._read() is not None:
+            self.former.file.unlink()
 
     def remove(self) -> bool:
         """Ends the server and deletes the file; False if there was none. Raises StartError."""
@@ -159,17 +167,16 @@ class ServiceManager:
         """Raises StartError."""
         return ServiceState(False) if self._read() is None else self.read(self._call(self.ask))
 
-    def _read(self, file: Path | None = None) -> str | None:
+    def _read(self) -> str | None:
         """Raises StartError for a file of another program."""
-        file = file or self.file
         try:
-            text = file.read_text(encoding="utf-8")
+            text = self.file.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise StartError(f"{file} cannot be read: {reason(error)}") from error
+            raise StartError(f"{self.file} cannot be read: {reason(error)}") from error
         if MARK not in text:
-            raise StartError(f"{file} was not written by mlx-serve, so it is left alone; remove or rename it")
+            raise StartError(f"{self.file} was not written by mlx-serve, so it is left alone; remove or rename it")
         return text
 
     def _call(self, command: Command) -> Ended:
@@ -177,7 +184,7 @@ class ServiceManager:
         words = [program, *command[1:]]
         try:
             done = self.run(words)
-        except OSError as error:
+        except (OSError, subprocess.TimeoutExpired) as error:
             raise StartError(f"{program} cannot be run: {reason(error)}") from error
         if done.returncode and program == command[0]:
             said = " ".join((done.stderr or done.stdout).split()) or f"status {done.returncode}"
@@ -254,12 +261,15 @@ def _unit_state(done: Ended) -> ServiceState:
 
 
 def launchd(
-    home: Path, run: Callable[[Command], Ended] = run_program, pause: Callable[[float], object] = time.sleep
+    home: Path,
+    run: Callable[[Command], Ended] = run_program,
+    pause: Callable[[float], object] = time.sleep,
+    label: str = AGENT,
 ) -> ServiceManager:
     """Returns launchd's manager of a user's agents, on macOS."""
-    file, log = home / "Library" / "LaunchAgents" / f"{AGENT}.plist", home / "Library" / "Logs" / f"{LABEL}.log"
+    file, log = home / "Library" / "LaunchAgents" / f"{label}.plist", home / "Library" / "Logs" / f"{LABEL}.log"
     domain = f"gui/{os.getuid()}"
-    agent = f"{domain}/{AGENT}"
+    agent = f"{domain}/{label}"
     unload = ("-launchctl", "bootout", agent)
 
     def run_to_the_end(command: Command) -> Ended:
@@ -277,7 +287,7 @@ def launchd(
         file=file,
         describe=lambda spec: launchd_plist(spec, log),
         start=[
-            ("-launchctl", "bootout", f"{domain}/{LABEL}"),
+            ("-launchctl", "bootout", f"{domain}/{FORMER_AGENT}"),
             unload,
             ("launchctl", "enable", agent),
             ("launchctl", "bootstrap", domain, str(file)),
@@ -285,7 +295,7 @@ def launchd(
         stop=unload,
         forget=(),
         leftover=log,
-        former=file.with_name(f"{LABEL}.plist"),
+        former=launchd(home, run, pause, FORMER_AGENT) if label == AGENT else None,
         folders=[file.parent, log.parent],
         # There is only launchctl's output for people.
         ask=("-launchctl", "print", agent),
@@ -361,7 +371,7 @@ def install() -> None:
 @_service.command("status")
 def show_state(as_json: Json = False) -> None:
     """Prints whether the server is installed and runs; exit status 1 if it does not run. Raises StartError."""
-    manager = find_manager(os.environ)
+    manager = find_manager(os.environ).installed
     state = manager.state()
     if as_json:
         told = {
@@ -383,7 +393,7 @@ def show_log(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
 ) -> None:
     """Shows the end of the log, or follows it until Ctrl-C. Raises StartError."""
-    manager = find_manager(os.environ)
+    manager = find_manager(os.environ).installed
     if not manager.state().is_installed:
         raise StartError(NO_SERVICE)
     command = [*manager.log, *([manager.follow] if follow else [])]
@@ -396,7 +406,7 @@ def show_log(
 @_service.command()
 def remove() -> None:
     """Ends the server and deletes its file; raises StartError."""
-    manager = find_manager(os.environ)
+    manager = find_manager(os.environ).installed
     if manager.remove():
         typer.echo(f"The server has ended, and {manager.file} is deleted.")
     else:

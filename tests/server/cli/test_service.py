@@ -174,13 +174,32 @@ def test_launchd_needs_somebody_at_the_screen_and_the_error_says_so(tmp_path: Pa
         launchd(tmp_path, over_ssh).install(SPEC)
 
 
-def test_the_agent_of_an_older_version_goes(programs: Programs, tmp_path: Path) -> None:
-    manager = launchd(tmp_path, programs)
-    assert manager.former is not None
-    manager.former.parent.mkdir(parents=True)
-    manager.former.write_text(launchd_plist(SPEC, tmp_path))
+def test_the_agent_of_an_older_version_is_seen_and_removed_and_goes_with_the_next_install(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager, former = launchd(tmp_path, programs), tmp_path / "Library" / "LaunchAgents" / "mlx-serve.plist"
+    monkeypatch.setattr(at_login, "find_manager", lambda environment: manager)
+    former.parent.mkdir(parents=True)
+    former.write_text(launchd_plist(SPEC, tmp_path))
+    programs.output = "\tstate = running\n\tpid = 7\n"
+    assert execute(["service", "status"]) == 0
+    assert capsys.readouterr().out == "running, process 7\n"
+    programs.output = ""
+    assert execute(["service", "remove"]) == 0
+    assert not former.exists() and str(former) in capsys.readouterr().out
+    agent = f"gui/{os.getuid()}/mlx-serve"
+    assert programs.commands == [f"launchctl print {agent}", f"launchctl bootout {agent}", f"launchctl print {agent}"]
+    former.write_text(launchd_plist(SPEC, tmp_path))
     manager.install(SPEC)
-    assert not manager.former.exists() and manager.file.exists()
+    assert not former.exists() and manager.installed is manager and manager.state().is_installed
+
+
+def test_a_program_that_does_not_answer_is_an_error_in_words(tmp_path: Path) -> None:
+    def hang(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        raise subprocess.TimeoutExpired(command, 120)
+
+    with pytest.raises(StartError, match=r"launchctl cannot be run: .*timed out after 120 seconds"):
+        launchd(tmp_path, hang).install(SPEC)
 
 
 @pytest.mark.parametrize("failing", ["daemon-reload", "enable", "restart", "bootstrap"])
