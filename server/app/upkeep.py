@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from models.errors import brief
 from models.short_names import size_text
 from server.pool.memory import Pressure
 from server.pool.pool import ModelPool
@@ -43,22 +44,26 @@ class Awake:
         self._child: Child | None = None
 
     def keep(self, is_busy: bool) -> None:
-        """Lets the Mac sleep again once nothing is busy."""
+        """Lets the Mac sleep again once nothing is busy. Blocks for no program."""
+        if self._child is not None and self._child.poll() is not None:
+            self._child = None
         if is_busy and self._child is None:
             with contextlib.suppress(OSError):
                 self._child = self._start(("/usr/bin/caffeinate", "-i", "-w", str(os.getpid())))
         elif self._child is not None and not is_busy:
             self._child.terminate()
-            self._child.wait()
-            self._child = None
 
 
 def exclude_from_backups(folder: Path) -> None:
     """Keeps Time Machine from copying state, of which gigabytes change each day."""
     if platform.system() == "Darwin":
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        try:
             command = ("/usr/bin/tmutil", "addexclusion", str(folder))
-            subprocess.run(command, capture_output=True, timeout=10, check=False)
+            subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.warning(
+                "Time Machine may copy %s: %s", folder, brief(getattr(error, "stderr", None) or error, 200)
+            )
 
 
 @dataclass

@@ -181,7 +181,7 @@ class Loader:
             return
         memory = self._settings.memory
         if abs(total_bytes - memory.total_bytes) >= SMALLEST_PART_BYTES:
-            logger.info("other servers leave %s for weights and state", size_text(total_bytes))
+            logger.debug("other servers leave %s for weights and state", size_text(total_bytes))
             memory.total_bytes = total_bytes
         elif self.budgets.taken_bytes <= memory.total_bytes:
             return

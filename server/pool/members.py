@@ -245,14 +245,14 @@ class Budgets:
                     break
                 tell_wait(member)
                 await asyncio.sleep(RETRY_SECONDS)
-        self._shrink_unloaded(plan)
+        self._shrink_unloaded(plan, "other models or servers")
 
-    def _shrink_unloaded(self, plan: Mapping[str, int]) -> None:
+    def _shrink_unloaded(self, plan: Mapping[str, int], for_whom: str) -> None:
         for gone in list(self.unloaded.values()):
             if gone.state.num_bytes > plan[gone.id]:
                 gone.state.shrink(plan[gone.id])
                 if not gone.state.num_bytes:
-                    self.give_up(gone.id)
+                    self.give_up(gone.id, for_whom)
 
     async def divide(self) -> None:
         """Divides the memory anew, as far as running requests allow."""
@@ -276,16 +276,15 @@ class Budgets:
         for member in self.members.values():
             part_bytes = limit.max_bytes * held[member.source.id] // total_bytes
             member.opened.engine.execute_later(LimitIdle(part_bytes))
-        self._shrink_unloaded(
-            {gone.id: limit.max_bytes * held[gone.id] // total_bytes for gone in self.unloaded.values()}
-        )
+        parts = {gone_id: limit.max_bytes * held[gone_id] // total_bytes for gone_id in self.unloaded}
+        self._shrink_unloaded(parts, "other programs")
         return has_changed
 
-    def give_up(self, model_id: str) -> None:
+    def give_up(self, model_id: str, for_whom: str) -> None:
         """Drops all state of an unloaded model."""
         self.unloaded.pop(model_id).state.drop()
         self.on_given_up(model_id)
-        logger.info("the conversations of %s are given up: other models need the memory", model_id)
+        logger.info("the conversations of %s are given up: %s need the memory", model_id, for_whom)
 
     def _held(self) -> dict[str, int]:
         held = {member.source.id: member.held_bytes for member in self.members.values()}

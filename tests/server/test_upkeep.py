@@ -30,16 +30,19 @@ class Caffeinate:
 
     def __init__(self) -> None:
         self.events: list[object] = []
+        self.status: int | None = None
 
     def __call__(self, command: Sequence[str]) -> "Caffeinate":
         self.events.append(tuple(command))
+        self.status = None
         return self
 
     def terminate(self) -> None:
         self.events.append("ended")
+        self.status = -15
 
-    def wait(self) -> int:
-        return -15
+    def poll(self) -> int | None:
+        return self.status
 
 
 def pool_of(*engines: FakeEngine) -> ModelPool:
@@ -90,11 +93,15 @@ def test_a_mac_stays_awake_while_requests_run_and_no_longer() -> None:
         hold = await pool.load(pool.source_of("m0"))
         await upkeep.tick()
         await upkeep.tick()
-        assert program.events == [("/usr/bin/caffeinate", "-i", "-w", str(os.getpid()))]
+        started = ("/usr/bin/caffeinate", "-i", "-w", str(os.getpid()))
+        assert program.events == [started]
+        program.status = 1
+        await upkeep.tick()
+        assert program.events == [started, started], "one that ended by itself is started again"
         hold.close()
         await upkeep.tick()
         await upkeep.tick()
-        assert program.events[1:] == ["ended"]
+        assert program.events[2:] == ["ended"]
 
     asyncio.run(run())
 
@@ -117,6 +124,26 @@ def test_time_machine_leaves_the_cache_out(
     monkeypatch.setattr(subprocess, "run", lambda command, **how: told.append(command))
     exclude_from_backups(tmp_path)
     assert told == ([("/usr/bin/tmutil", "addexclusion", str(tmp_path))] if is_told else [])
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (subprocess.CalledProcessError(80, "tmutil", stderr="tmutil: Operation not permitted\n"), "not permitted"),
+        (subprocess.TimeoutExpired("tmutil", 10), "timed out after 10 seconds"),
+        (FileNotFoundError(2, "No such file or directory"), "No such file"),
+    ],
+)
+def test_a_folder_that_cannot_be_left_out_of_backups_is_told(
+    error: Exception, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(command: Sequence[str], **how: object) -> None:
+        raise error
+
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(subprocess, "run", fail)
+    exclude_from_backups(tmp_path)
+    assert words in caplog.text
 
 
 class Holding(FakeEngine):

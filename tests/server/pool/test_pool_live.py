@@ -177,7 +177,7 @@ def test_conversations_given_up_with_their_model_are_told_so(tmp_path: Path) -> 
         first = server.ask("llama", session_id="s")
         server.unload("llama")
         until(lambda: "llama" in server.pool.budgets.unloaded)
-        server.pool.budgets.give_up("llama")
+        server.pool.budgets.give_up("llama", "tests")
         turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
         again = server.ask("llama", turn, session_id="s")
         assert cached(again) == 0

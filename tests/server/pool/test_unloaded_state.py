@@ -11,7 +11,7 @@ from cache.prefix_cache import PrefixCache
 from server.engine.engine import KeptState
 from server.engine.sequence import EngineSessions
 from server.pool.members import Budgets, UnloadedModel
-from server.pool.memory import ModelUse, PoolMemory
+from server.pool.memory import ModelUse, PoolMemory, Pressure
 from tests.support import cache_driver, fake_model
 
 
@@ -65,7 +65,16 @@ def test_a_model_being_loaded_leaves_a_quarter_to_the_state_of_others(caplog: py
     assert 0 < state.num_bytes <= whole // 2 and not given_up
     asyncio.run(budgets.shrink({"a": 0}))
     assert state.num_bytes == 0 and given_up == ["a"] and not budgets.unloaded
-    assert "conversations of a are given up" in caplog.text
+    assert "conversations of a are given up: other models or servers need the memory" in caplog.text
+
+
+def test_state_given_up_for_other_programs_is_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    state = state_of(conversations(8))
+    budgets, given_up = budgets_of(2 * state.num_bytes, a=state)
+    budgets.relieve(Pressure.CRITICAL)
+    assert state.num_bytes == 0 and given_up == ["a"]
+    assert "conversations of a are given up: other programs need the memory" in caplog.text
 
 
 def test_state_that_is_pinned_and_cannot_be_cut_down_goes_as_a_whole() -> None:
