@@ -65,6 +65,8 @@ class MemoryPlan:
     budget_bytes: int
     others_bytes: int
     """Claims of this user's other servers."""
+    most_bytes: int = 0
+    """The budget once others have made way, if all of it is needed."""
 
     @property
     def rest_bytes(self) -> int:
@@ -120,6 +122,13 @@ def share_of(usable_bytes: int, own: "Claim", others: Sequence["Claim"]) -> int:
     share_bytes = own.fixed_bytes + part_bytes + max(left_bytes, 0) // len(claims)
     free_bytes = usable_bytes - sum(claim.memory_bytes for claim in others)
     return min(share_bytes, max(free_bytes, own.memory_bytes))
+
+
+def choose_most_bytes(machine: Machine, weights_bytes: int, useful_bytes: int, others: Sequence["Claim"]) -> int:
+    """Returns what `choose_budget_bytes` becomes once others have made way, if all of it is needed."""
+    wanted_bytes = min(useful_bytes, largest_state_bytes(machine))
+    wish = Claim(0, "", usable_bytes(machine), "", weights_bytes, wanted_bytes)
+    return min(wanted_bytes, share_of(usable_bytes(machine), wish, others) - weights_bytes)
 
 
 def find_excess(plan: MemoryPlan) -> str | None:
@@ -202,6 +211,11 @@ class Claim:
     @property
     def fixed_bytes(self) -> int:
         return self.memory_bytes if self.weights_bytes is None else self.weights_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """What it keeps beside servers that need memory."""
+        return min(self.fixed_bytes + self.needed_bytes, self.memory_bytes)
 
 
 def runtime_folder(environment: Mapping[str, str]) -> Path:

@@ -129,14 +129,10 @@ def open_service(
     path = source.path
     machine = read_machine(mx.device_info())
     _check_weights_fit(name, weights.total_bytes(path), memory_budget.largest_weights_bytes(machine))
-    others_bytes = sum(claim.memory_bytes for claim in others)
-    is_cpu = not _is_on_gpu()
-    float32_bytes = (
-        int(max(memory_budget.usable_bytes(machine) - others_bytes, 0) * FLOAT32_SHARE) if is_cpu else None
-    )
+    float32_bytes = find_float32_bytes(machine, others)
     loaded = load(path, source.id, max_float32_bytes=float32_bytes, tell=tell)
     loaded = _with_adapters(loaded, config, tell)
-    plan = _plan(config, machine, loaded, others_bytes)
+    plan = _plan(config, machine, loaded, others)
     _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
     engine, opened = _opened(loaded, config, plan.weights_bytes, plan.budget_bytes)
     return Service(
@@ -146,11 +142,17 @@ def open_service(
         plan,
         loaded.precision,
         opened.model.facts.stored_bytes,
-        seconds_per_token=seconds_per_token(loaded.model, _active_share(loaded.config)) if is_cpu else None,
+        seconds_per_token=None if _is_on_gpu() else seconds_per_token(loaded.model, _active_share(loaded.config)),
         model_context_tokens=loaded.context_tokens,
         wiring=Wiring(machine, is_wanted=config.wire_weights),
         named=None if source.label is None else opened.model.labelled(source.label, source.defaults),
     )
+
+
+def find_float32_bytes(machine: Machine, others: Sequence[Claim]) -> int | None:
+    """Returns the most for float32 weights, None on a GPU. For all of a server's life: state fits one precision."""
+    left_bytes = memory_budget.usable_bytes(machine) - sum(claim.least_bytes for claim in others)
+    return None if _is_on_gpu() else int(max(left_bytes, 0) * FLOAT32_SHARE)
 
 
 def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim]) -> PoolMemory:
@@ -170,6 +172,8 @@ class ServiceOpener:
 
     config: ServerConfig
     memory: PoolMemory
+    float32_bytes: int | None
+    """See `find_float32_bytes`."""
 
     def measure(self, source: ModelSource) -> int:
         """Returns the weights' stored size. Raises ModelError for unusable files."""
@@ -201,7 +205,9 @@ class ServiceOpener:
         return ListedModel(source.name, created, context_tokens, facts, parent_id=parent_id)
 
     def _open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
-        float32_bytes = None if _is_on_gpu() else self._float32_bytes(around.weights)
+        float32_bytes = self.float32_bytes
+        if float32_bytes is not None:
+            float32_bytes = min(float32_bytes, self.memory.largest_weights_bytes(around.weights))
         loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, tell=tell)
         try:
             loaded = _with_adapters(loaded, self.config, tell)
@@ -216,10 +222,6 @@ class ServiceOpener:
             raise
         return opened
 
-    def _float32_bytes(self, others: Sequence[int]) -> int:
-        """The same at each loading, unless other models leave less: state fits weights of the same precision only."""
-        return min(int(self.memory.total_bytes * FLOAT32_SHARE), self.memory.largest_weights_bytes(others))
-
 
 def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
     if weights_bytes <= limit_bytes:
@@ -230,12 +232,14 @@ def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
     raise StartError(f"the weights of {name} take {size_text(weights_bytes)}, and {room}{advice}")
 
 
-def _plan(config: ServerConfig, machine: Machine, loaded: LoadedModel, others_bytes: int) -> MemoryPlan:
+def _plan(config: ServerConfig, machine: Machine, loaded: LoadedModel, others: Sequence[Claim]) -> MemoryPlan:
     budget_bytes, weights_bytes = config.cache_memory_bytes, _weights_bytes(loaded)
+    others_bytes, most_bytes = sum(claim.memory_bytes for claim in others), 0
     if budget_bytes is None:
         useful_bytes = _useful_bytes(loaded, config)
         budget_bytes = memory_budget.choose_budget_bytes(machine, weights_bytes, others_bytes, useful_bytes)
-    plan = MemoryPlan(machine.memory_bytes, weights_bytes, budget_bytes, others_bytes)
+        most_bytes = memory_budget.choose_most_bytes(machine, weights_bytes, useful_bytes, others)
+    plan = MemoryPlan(machine.memory_bytes, weights_bytes, budget_bytes, others_bytes, most_bytes)
     excess = memory_budget.find_excess(plan)
     if excess is not None:
         fits = size_text(memory_budget.choose_budget_bytes(machine, weights_bytes))

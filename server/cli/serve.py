@@ -48,7 +48,15 @@ from server.app.config import ConfigError, ServerConfig, StartError
 from server.app.keys import read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
-from server.app.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
+from server.app.service import (
+    Service,
+    ServiceOpener,
+    find_float32_bytes,
+    model_id,
+    open_service,
+    pool_memory,
+    source_of,
+)
 from server.app.upkeep import Upkeep, exclude_from_backups
 from server.cli.at_login import MAX_FILES
 from server.cli.keys import Sigterm, interruptible
@@ -126,8 +134,9 @@ def _cache_text(service: Service, config: ServerConfig) -> str:
     budget_bytes = service.memory.budget_bytes
     per_token = service.engine.stats().cache.bytes_per_token
     tokens = f", about {round_count(budget_bytes / per_token)} tokens" if per_token else ""
-    beside = ", beside others" if service.memory.others_bytes else ""
-    source = "" if config.cache_memory_bytes is not None else f"{beside} (--cache-memory)"
+    most_bytes = service.memory.most_bytes
+    later = f"; up to {size_text(most_bytes)} as others make way" if most_bytes > budget_bytes else ""
+    source = "" if config.cache_memory_bytes is not None else f"{later} (--cache-memory)"
     return f"{size_text(budget_bytes)}{tokens}{source}"
 
 
@@ -343,7 +352,8 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
     if taken:
         raise StartError(f"{min(taken)} is the name of a model and of an adapter; give the adapter another one")
     sources = [first, *(replace(first.plain, adapter=name) for name in service.opened.variants), *others]
-    memory = pool_memory(config, read_machine(mx.device_info()), around.others)
+    machine = read_machine(mx.device_info())
+    memory = pool_memory(config, machine, around.others)
     settings = PoolSettings(
         memory,
         max_models=config.max_models,
@@ -353,17 +363,19 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
         wire=lambda num_bytes, is_quiet: service.wiring.update(num_bytes, is_quiet=is_quiet),
     )
     catalog = Catalog(sources, has_others=config.max_models != 1)
-    pool = ModelPool(catalog, [service.opened], ServiceOpener(config, memory), settings)
+    opener = ServiceOpener(config, memory, find_float32_bytes(machine, around.others))
+    pool = ModelPool(catalog, [service.opened], opener, settings)
     budgets = pool.budgets
 
-    def tell_claim() -> None:
+    def follow_budgets() -> None:
+        mx.set_cache_limit(memory_budget.choose_pool_bytes(budgets.taken_bytes - budgets.weights_bytes))
         if claim is not None:
             told = Claim(os.getpid(), ", ".join(pool.models), budgets.taken_bytes, around.urls[0])
             if config.cache_memory_bytes is None:
                 told = replace(told, weights_bytes=budgets.weights_bytes, needed_bytes=budgets.needed_bytes)
             claim.tell(told)
 
-    budgets.on_change = tell_claim
+    budgets.on_change = follow_budgets
     return pool
 
 

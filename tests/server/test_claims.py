@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.app import memory_budget
-from server.app.memory_budget import Claim, share_of
+from server.app.memory_budget import Claim, Machine, choose_most_bytes, share_of
 
 HERE = Claim(os.getpid(), "here", 5, "http://127.0.0.1:1")
 OTHER = Claim(4_000_000, "org/other", 7, "")
@@ -141,3 +141,18 @@ def test_the_division_does_not_depend_on_who_came_first(claims: list[tuple[int, 
     found = settled(usable_bytes, servers)
     assert sum(found) <= usable_bytes
     assert all(abs(one - other) <= len(claims) for one, other in zip(found, expected, strict=True))
+
+
+@given(
+    weights=st.integers(0, 30),
+    useful=st.integers(1, 120),
+    others=st.lists(st.tuples(st.integers(0, 10), st.integers(0, 60)), max_size=3),
+)
+def test_what_a_new_server_may_get_is_what_it_has_once_others_made_way(
+    weights: int, useful: int, others: list[tuple[int, int]]
+) -> None:
+    before = [claim(weights, weights, needed) for weights, needed in others]
+    machine = Machine(200, is_card=True)
+    before = [replace(one, memory_bytes=size) for one, size in zip(before, settled(150, before), strict=True)]
+    expected = settled(150, [*before, claim(weights, weights, useful)])[-1] - weights
+    assert abs(choose_most_bytes(machine, weights, useful, before) - min(useful, expected)) <= len(before) + 1

@@ -57,7 +57,7 @@ def serving(folder: Path, adapters: dict[str, Path], **settings: Any) -> Iterato
     service.engine.start()
     first = ModelSource(service.model.id, folder)
     sources = [first, *(replace(first, adapter=name) for name in service.opened.variants)]
-    opener = ServiceOpener(config, PoolMemory(1 << 40, 1 << 28))
+    opener = ServiceOpener(config, PoolMemory(1 << 40, 1 << 28), 1 << 39)
     pool = ModelPool(Catalog(sources, has_others=False), [service.opened], opener)
     try:
         with running(create_pool_app(pool, config)) as address:

@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         patch.setenv("XDG_DATA_HOME", str(place))
         service = open_service(config)
         service.engine.start()
-        opener = ServiceOpener(config, PoolMemory(1 << 40, 1 << 28))
+        opener = ServiceOpener(config, PoolMemory(1 << 40, 1 << 28), 1 << 39)
         pool = ModelPool(Catalog([ModelSource("base", folder)]), [service.opened], opener)
         try:
             with running(create_pool_app(pool, config)) as address:

@@ -9,12 +9,14 @@ import logging
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -28,10 +30,21 @@ from server.api.app import create_app
 from server.api.responses.store import FILE_NAME, ResponseStore
 from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running
-from server.app.service import _bound_pool, model_id, open_service, read_sampling
+from server.app.service import ServiceOpener, _bound_pool, model_id, open_service, read_sampling, source_of
 from server.cli import serve
 from server.cli.main import execute
-from server.cli.serve import _Stopper, bind, count_text, example_call, is_for_this_machine, raise_file_limit, urls
+from server.cli.serve import (
+    Surroundings,
+    _Stopper,
+    bind,
+    count_text,
+    example_call,
+    is_for_this_machine,
+    raise_file_limit,
+    urls,
+)
+from server.pool.loader import Around, on_thread
+from server.pool.memory import PoolMemory
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
@@ -352,7 +365,6 @@ def test_two_servers_see_what_the_other_has_claimed(folder: Path, tmp_path: Path
         with serving(folder, environment=environment) as second:
             second.wait_for("Try it:")
             assert f"beside    3.0 GB are claimed by tiny, process {claim.pid}" in second.output
-            assert "beside others" in second.output
         first.signal(signal.SIGKILL)
         first.wait()
     assert running(tmp_path / "mlx-serve") == []
@@ -622,14 +634,40 @@ def test_the_pool_of_freed_buffers_is_bounded_and_never_made_larger() -> None:
         assert mx.set_cache_limit(limit) == 500
 
 
-def test_a_service_bounds_the_pool_by_its_budget() -> None:
+def test_a_service_bounds_the_pool_by_its_budget_which_others_may_change() -> None:
     budget_bytes = 1 << 28
+    config = ServerConfig(models=("demo",), cache_memory_bytes=budget_bytes)
     limit = mx.set_cache_limit(1 << 40)
     try:
-        open_service(ServerConfig(models=("demo",), cache_memory_bytes=budget_bytes)).engine.stop()
+        service = open_service(config)
         assert mx.set_cache_limit(1 << 40) == choose_pool_bytes(budget_bytes)
+        pool = serve._make_pool(service, config, Surroundings((), None, ["http://127.0.0.1:1"]), None)
+        pool.members[0].budget_bytes = 8 << 30
+        pool.budgets.on_change()
+        assert mx.set_cache_limit(1 << 40) == choose_pool_bytes(8 << 30)
+        service.engine.stop()
     finally:
         mx.set_cache_limit(limit)
+
+
+def test_a_model_is_loaded_again_in_the_same_precision_when_another_server_has_taken_memory(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = Path(shutil.copytree(folder, tmp_path / "halves"))
+    weights = cast(dict[str, mx.array], mx.load(str(halves / "model.safetensors")))
+    stored = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
+    mx.save_safetensors(str(halves / "model.safetensors"), stored, {"format": "mlx"})
+    monkeypatch.setattr("server.pool.memory.SMALLEST_PART_BYTES", 0)
+    memory = PoolMemory(1 << 40)
+    opener = ServiceOpener(ServerConfig(models=(str(halves),)), memory, 1 << 39)
+    sizes = []
+    for _ in range(2):
+        opening = partial(opener.open, source_of(str(halves)), Around([], 1 << 28), lambda step: None)
+        opened = asyncio.run(on_thread("loader", opening))
+        opened.unload()
+        sizes.append(opened.weights_bytes)
+        memory.total_bytes = int(1.5 * opened.weights_bytes)
+    assert sizes[0] == sizes[1]
 
 
 def test_keys_of_a_file_are_read_again_on_sighup(

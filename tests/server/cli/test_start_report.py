@@ -76,7 +76,18 @@ def test_others_are_named_and_too_much_is_called_that(service: Service) -> None:
     starting = told(service, replace(ALONE, others=(Claim(7, "", 0, ""),)))
     assert starting["beside"] == "a server is starting, process 7"
     assert report["rest"].startswith("none: over the machine's 25.0 GB in all")
-    assert report["cache"].endswith("beside others (--cache-memory)")
+
+
+def test_a_budget_beside_others_is_told_with_what_it_may_become(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(32 * GB))
+    monkeypatch.setattr("server.app.service._useful_bytes", lambda loaded, config: 6 * GB)
+    folder = write("qwen3", tmp_path / "tiny")
+    others = (Claim(7, "org/big", 22 * GB, "", 15 * GB, 5 * GB),)
+    service = open_service(ServerConfig(models=(str(folder),)), others)
+    # Both need more than half of the 9 GB that weights leave of three quarters.
+    assert told(service)["cache"] == "2.0 GB; up to 4.5 GB as others make way (--cache-memory)"
 
 
 @pytest.mark.parametrize("fast_blas", ["libopenblas.so.0", None])

@@ -52,7 +52,7 @@ class Several:
         sources = [ModelSource(name, tiny_models.write(name, folder / name)) for name in ("llama", "lfm2")]
         cache = settings.pop("cache", {})
         config = ServerConfig(cache_memory_bytes=256 * MIB, heartbeat_seconds=0.02, **cache)
-        self.opener = PausingOpener(config, PoolMemory(4096 * MIB, 256 * MIB))
+        self.opener = PausingOpener(config, PoolMemory(4096 * MIB, 256 * MIB), 2048 * MIB)
         object.__setattr__(self.opener, "may_finish", threading.Event())
         self.opener.may_finish.set()
         pool_settings = replace(PoolSettings(self.opener.memory), **settings)
