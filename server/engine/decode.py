@@ -18,7 +18,7 @@ from functools import partial
 from cache.prefix_cache import PrefixCache
 from models.errors import GrammarFailed, RowLost
 from models.output.grammar import MaskWords
-from server.engine.request import AnswerUnbound, StepFailed, check_device, is_out_of_memory
+from server.engine.request import AnswerUnbound, StepFailed, is_out_of_memory
 from server.engine.runner_port import RunnerPort, Step
 from server.engine.sequence import Sequence, SequenceTable
 
@@ -176,7 +176,6 @@ class DecodePipeline:
     def _recover(self, sequences: list[Sequence], error: Exception) -> None:
         """Replays every row without its live state, unless it alone can be at fault. Raises DeviceLost."""
         self._runner.drain()
-        check_device(error)
         alive = [sequence for sequence in sequences if sequence in self._table and sequence.lease is not None]
         if len(alive) == 1 and not isinstance(error, RowLost):
             self._table.fail_step(alive[0], error)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from server.app.config import ServerConfig
 from server.app.memory_budget import (
     SMALLEST_BUDGET_BYTES,
     Machine,
@@ -16,7 +17,7 @@ from server.app.memory_budget import (
     read_machine,
     read_pressure,
 )
-from server.app.service import Wiring
+from server.app.service import Wiring, open_service
 from server.pool.memory import Pressure
 
 GIB = 1 << 30
@@ -129,6 +130,16 @@ def test_exactly_the_weights_are_wired_and_state_never(metal: Metal) -> None:
     metal.active_bytes = 50 * GIB
     wiring.update(50 * GIB, is_quiet=True)
     assert metal.limits[-1] == 48 * GIB
+
+
+def test_a_server_wires_its_weights_as_it_starts(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(64 * GIB, 48 * GIB))
+    service = open_service(ServerConfig(models=("demo",)))
+    metal.active_bytes = service.memory.weights_bytes
+    assert not metal.limits
+    service.start()
+    service.engine.stop()
+    assert metal.limits == [service.memory.weights_bytes] == [service.wiring.wired_bytes]
 
 
 @pytest.mark.parametrize(

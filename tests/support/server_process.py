@@ -22,7 +22,7 @@ class Process:
     def __init__(
         self,
         *arguments: str,
-        limits: Mapping[int, int] = MappingProxyType({}),
+        limits: Mapping[int, tuple[int, int]] = MappingProxyType({}),
         environment: Mapping[str, str] = MappingProxyType({}),
         fresh: bool = False,
     ) -> None:
@@ -76,6 +76,6 @@ class Process:
             self.output += line
 
 
-def _limit(limits: Mapping[int, int]) -> None:
-    for name, value in limits.items():
-        resource.setrlimit(name, (value, value))
+def _limit(limits: Mapping[int, tuple[int, int]]) -> None:
+    for name, soft_and_hard in limits.items():
+        resource.setrlimit(name, soft_and_hard)

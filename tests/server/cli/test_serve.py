@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from models.inference.sampling_params import SamplingParams
 from server.api.app import create_app
 from server.api.responses.store import FILE_NAME, ResponseStore
 from server.app.config import ServerConfig, StartError
-from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running
+from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running, take
 from server.app.service import ServiceOpener, _bound_pool, model_id, open_service, read_sampling, source_of
 from server.cli import serve
 from server.cli.main import execute
@@ -154,7 +155,8 @@ def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
 def test_half_open_connections_beyond_the_descriptors_keep_nobody_out_and_the_log_short(folder: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(folder, limits={resource.RLIMIT_NOFILE: 128}))
+        # The soft limit alone would end the start.
+        server = stack.enter_context(serving(folder, limits={resource.RLIMIT_NOFILE: (64, 128)}))
         port = server.port
         for _ in range(200):
             half = stack.enter_context(contextlib.closing(socket.create_connection(("127.0.0.1", port))))
@@ -647,6 +649,38 @@ def test_a_service_bounds_the_pool_by_its_budget_which_others_may_change() -> No
         assert mx.set_cache_limit(1 << 40) == choose_pool_bytes(8 << 30)
         service.engine.stop()
     finally:
+        mx.set_cache_limit(limit)
+
+
+def test_a_server_grows_to_a_quarter_of_the_machine_once_another_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("server.app.service", "server.cli.serve"):
+        monkeypatch.setattr(f"{module}.read_machine", lambda info: Machine(8 * GB))
+    monkeypatch.setattr("server.app.service._useful_bytes", lambda loaded, config: 100 * GB)
+    config, limit = ServerConfig(models=("demo",)), mx.set_cache_limit(1 << 40)
+    other, _ = take(tmp_path / "run", Claim(1, "m", 5 * GB, "", 5 * GB))
+    own, others = take(tmp_path / "run", Claim(os.getpid(), "", 0, ""))
+    service = open_service(config, others)
+    service.start()
+    try:
+        pool = serve._make_pool(service, config, Surroundings(others, None, ["http://127.0.0.1:1"]), own)
+        stopper = cast(Any, SimpleNamespace(pool=pool, fail=pytest.fail))
+        upkeep, member = serve._make_upkeep(stopper, config, own), pool.members[0]
+
+        async def grow() -> None:
+            other.close()
+            await upkeep.tick()
+            await asyncio.gather(*pool._background)
+
+        assert member.budget_bytes == GB - member.opened.weights_bytes
+        asyncio.run(grow())
+        assert member.budget_bytes == 2 * GB
+        fixed = replace(config, cache_memory_bytes=GB)
+        assert serve._make_upkeep(stopper, fixed, own).find_share is None
+    finally:
+        service.engine.stop()
+        own.close()
         mx.set_cache_limit(limit)
 
 

@@ -9,7 +9,7 @@ import pytest
 from models.precision import Precision
 from server.app.config import ServerConfig
 from server.app.memory_budget import Claim, Machine, MemoryPlan
-from server.app.service import Service, Wiring, open_service
+from server.app.service import Service, Wiring, find_float32_bytes, open_service
 from server.cli.serve import Surroundings, facts, kernels_text, round_count, slowness
 from tests.support.tiny_models import write
 
@@ -88,6 +88,9 @@ def test_a_budget_beside_others_is_told_with_what_it_may_become(
     service = open_service(ServerConfig(models=(str(folder),)), others)
     # Both need more than half of the 9 GB that weights leave of three quarters.
     assert told(service)["cache"] == "2.0 GB; up to 4.5 GB as others make way (--cache-memory)"
+    # Weights in float32 have half of what the other does not need.
+    monkeypatch.setattr("server.app.service._is_on_gpu", lambda: False)
+    assert find_float32_bytes(Machine(32 * GB), others) == 2 * GB
 
 
 @pytest.mark.parametrize("fast_blas", ["libopenblas.so.0", None])

@@ -379,8 +379,12 @@ LOST = (
 )
 
 
-@pytest.mark.parametrize("operation", ["prefill", "prepare", "start"])
-def test_a_device_that_takes_no_more_work_ends_the_engine(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("operation", "num_requests"), [("prefill", 1), ("prepare", 1), ("prepare", 3), ("start", 1), ("start", 3)]
+)
+def test_a_device_that_takes_no_more_work_ends_the_engine(
+    operation: str, num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*given: Any, **more: Any) -> Any:
         raise RuntimeError(LOST)
 
@@ -396,7 +400,9 @@ def test_a_device_that_takes_no_more_work_ends_the_engine(operation: str, monkey
     monkeypatch.setattr(Worker, "stop", noted_stop)
 
     async def run() -> None:
-        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request())), 10))[-1], Failed)
+        answers = [collect(served.engine.submit(request(f"r{number}"))) for number in range(num_requests)]
+        for events in await asyncio.wait_for(asyncio.gather(*answers), 10):
+            assert isinstance(events[-1], Failed)
 
     asyncio.run(run())
     # By itself, and `/health` says so before the device is tried again.
