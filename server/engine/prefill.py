@@ -69,7 +69,11 @@ class Prefill:
                 left_tokens -= self._advance(sequence)
 
     def _chunk_for(self, sequence: Sequence) -> int:
-        """Returns the tokens to evaluate in one call; depends on the position alone while the sequence is alone."""
+        """Returns the tokens to evaluate in one call.
+
+        While the sequence is alone that depends on the position only: what is restored of a prompt changes no end of
+        a chunk behind it, unless the rest fits into one (`chunk_end`).
+        """
         if sequence.request.prompt_logprobs is not None:
             return min(self._chunk_tokens, MAX_SCORED_TOKENS)
         assert sequence.lease is not None

@@ -1,6 +1,7 @@
 """The engine's worker over the token-carrying fake model: what clients see, and what stays cached."""
 
 import contextlib
+import itertools
 import random
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_a_chunk_runs_between_two_decode_steps_while_a_long_prompt_prefills() ->
     assert [entry[0] for entry in harness.runner.log] == ["prefill", "decode"] * 6
 
 
-def test_a_prompt_alone_on_a_gpu_goes_in_long_chunks_that_end_where_short_ones_do() -> None:
+def test_a_prompt_alone_on_a_gpu_goes_in_long_chunks_and_others_in_short_ones() -> None:
     def lengths(harness: Harness, *, num_steps: int) -> list[int]:
         harness.runner.log.clear()
         harness.step(num_steps)
@@ -143,13 +144,37 @@ def test_a_prompt_alone_on_a_gpu_goes_in_long_chunks_that_end_where_short_ones_d
     second = harness.submit(prompt_of(2, 100), max_tokens=1)
     assert lengths(harness, num_steps=3) == [16, 16, 16]
     harness.run()
-    # A hit ends its chunks where the miss did.
-    again = harness.submit([*prompt_of(1, 301)[:150], *prompt_of(3, 200)], max_tokens=1)
-    assert lengths(harness, num_steps=2) == [256 - 150, 349 - 256]
-    harness.run()
     assert first.tokens == reference(prompt_of(1, 301), 60, ignore_eos=True)
-    assert again.tokens == reference([*prompt_of(1, 301)[:150], *prompt_of(3, 200)], 1)
     assert second.tokens == reference(prompt_of(2, 100), 1)
+
+
+@pytest.mark.parametrize("far", [1 << 20, 256])
+def test_a_prompt_alone_is_cut_at_the_same_places_whatever_of_it_is_restored(
+    far: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.prefill.FAR_TOKENS", far)
+    prompt = prompt_of(1, 501)
+
+    def find_ends(num_known: int) -> list[int]:
+        harness = Harness(chunk_tokens=16)
+        harness.worker.use_long_chunks()
+        harness.submit(prompt[:num_known], max_tokens=1)
+        harness.run()
+        harness.runner.log.clear()
+        answer = harness.submit(prompt, max_tokens=1, ignore_eos=True)
+        harness.run()
+        assert answer.tokens == reference(prompt, 1, ignore_eos=True)
+        lengths = [entry[1] for entry in harness.runner.log if entry[0] == "prefill"]
+        assert 500 - sum(lengths) in (num_known, num_known - 1)
+        return list(itertools.accumulate(lengths, initial=500 - sum(lengths)))
+
+    places = find_ends(1)[1:]
+    assert places[:2] == [128, 256] and places[-1] == 500
+    for num_known in (2, 17, 127, 129, 200, 256, 257, 371):
+        start, *ends = find_ends(num_known)
+        assert ends == [end for end in places if end > start]
+    # A rest that fits is one chunk, which a miss may have cut.
+    assert find_ends(490)[1:] == [500]
 
 
 def test_work_for_later_goes_in_short_chunks_for_whoever_comes_meanwhile() -> None:
