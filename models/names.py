@@ -89,14 +89,19 @@ def parse_repository(name: str) -> RepositoryName | None:
 
 
 def as_stored(repository: str) -> str:
-    """A repository in the letters of its folder: case is ignored by the hub, and by the disk of most Macs."""
+    """A repository in the letters of its folder, since the hub ignores case."""
     home = _home_name(repository)
+    near = name_on_disk(cache_folder() / home)
+    return repository if near == home else near.removeprefix(_HOME).replace("--", "/")
+
+
+def name_on_disk(path: Path) -> str:
+    """The last part of a path as its folder lists it: the disk of most Macs ignores case."""
     with contextlib.suppress(OSError):
-        names = [one.name for one in cache_folder().iterdir()]
-        near = next((one for one in names if one.lower() == home.lower()), home)
-        if home not in names and near != home:
-            return near.removeprefix(_HOME).replace("--", "/")
-    return repository
+        names = os.listdir(path.parent)  # noqa: PTH208
+        if path.name not in names:
+            return next((one for one in names if one.lower() == path.name.lower()), path.name)
+    return path.name
 
 
 def _home_name(repository: str) -> str:

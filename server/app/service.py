@@ -26,7 +26,16 @@ from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release
 from models.mlx_lm_import import get_total_parameters, make_prompt_cache, set_wired_limit
-from models.names import BUILT_IN, as_stored, find_stored, identity_of, resolve, shorten, suggest_smaller
+from models.names import (
+    BUILT_IN,
+    as_stored,
+    find_stored,
+    identity_of,
+    name_on_disk,
+    resolve,
+    shorten,
+    suggest_smaller,
+)
 from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
@@ -303,7 +312,7 @@ def model_id(name: str) -> str:
         repository, at, revision = shorten(name).partition("@")
         return as_stored(repository) + at + revision
     # Not `resolve`: the link has the wanted name, and its target may be named by a hash.
-    return Path(os.path.abspath(path)).name or name  # noqa: PTH100
+    return name_on_disk(Path(os.path.abspath(path))) or name  # noqa: PTH100
 
 
 def source_of(name: str) -> ModelSource:

@@ -580,6 +580,13 @@ def test_a_folder_is_named_absolutely_by_its_own_name(tmp_path: Path) -> None:
     assert model_id("/") == "/"
 
 
+def test_a_folder_in_other_letters_is_the_one_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Tiny-4bit").mkdir()
+    # As a Mac's disk says, which ignores case.
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)
+    assert model_id(f"{tmp_path}/tiny-4BIT") == model_id(f"{tmp_path}/Tiny-4bit/") == "Tiny-4bit"
+
+
 def test_counts_as_people_read_them() -> None:
     assert [count_text(n) for n in (999, 1_700_000, 8_190_000_000)] == ["999", "1.7 million", "8.2 billion"]
 
