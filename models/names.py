@@ -211,6 +211,22 @@ def identity_of(place: WeightsPlace, folder: Path | None = None) -> str:
     return f"{folder.name}-{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:8]}"
 
 
+def model_id(name: str) -> str:
+    """Returns the id of a name of the command line. Raises ModelError.
+
+    A folder is its own id, if `resolve` takes it for one; a name of our own has the id of its weights.
+    """
+    stored = find_stored(name)
+    if stored is not None:
+        return identity_of(stored.weights)
+    path = Path(name).expanduser()
+    if name in BUILT_IN or not path.is_dir():
+        repository, at, revision = shorten(name).partition("@")
+        return as_stored(repository) + at + revision
+    # Not `resolve`: the link has the wanted name, and its target may be named by a hash.
+    return name_on_disk(Path(os.path.abspath(path))) or name  # noqa: PTH100
+
+
 def place_of(name: str) -> WeightsPlace:
     """Where the weights of `name`, perhaps a path, are; raises like `resolve`."""
     stored = find_stored(name)

@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -26,16 +25,7 @@ from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release
 from models.mlx_lm_import import get_total_parameters, make_prompt_cache, set_wired_limit
-from models.names import (
-    BUILT_IN,
-    as_stored,
-    find_stored,
-    identity_of,
-    name_on_disk,
-    resolve,
-    shorten,
-    suggest_smaller,
-)
+from models.names import find_stored, model_id, resolve, suggest_smaller
 from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
@@ -297,22 +287,6 @@ def _active_share(config: dict[str, Any]) -> float:
 def _bound_pool(num_bytes: int) -> None:
     """A lower limit stays."""
     mx.set_cache_limit(min(num_bytes, mx.set_cache_limit(num_bytes)))
-
-
-def model_id(name: str) -> str:
-    """Returns the id of a name of the command line. Raises ModelError.
-
-    A folder is its own id, if `models.names.resolve` takes it for one; a name of our own has the id of its weights.
-    """
-    stored = find_stored(name)
-    if stored is not None:
-        return identity_of(stored.weights)
-    path = Path(name).expanduser()
-    if name in BUILT_IN or not path.is_dir():
-        repository, at, revision = shorten(name).partition("@")
-        return as_stored(repository) + at + revision
-    # Not `resolve`: the link has the wanted name, and its target may be named by a hash.
-    return name_on_disk(Path(os.path.abspath(path))) or name  # noqa: PTH100
 
 
 def source_of(name: str) -> ModelSource:

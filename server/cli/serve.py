@@ -37,7 +37,7 @@ from cache.budget import DiskInUse, FolderUnusable
 from cache.disk import model_folders
 from models import weights
 from models.fast_blas import ADVICE
-from models.names import resolve
+from models.names import model_id, resolve
 from models.precision import Precision
 from models.short_names import grouped, size_text
 from server.api.app import create_pool_app, replace_keys, start_draining
@@ -48,15 +48,7 @@ from server.app.config import ConfigError, ServerConfig, StartError
 from server.app.keys import read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
-from server.app.service import (
-    Service,
-    ServiceOpener,
-    find_float32_bytes,
-    model_id,
-    open_service,
-    pool_memory,
-    source_of,
-)
+from server.app.service import Service, ServiceOpener, find_float32_bytes, open_service, pool_memory, source_of
 from server.app.upkeep import Upkeep, exclude_from_backups
 from server.cli.at_login import MAX_FILES
 from server.cli.keys import Sigterm, interruptible

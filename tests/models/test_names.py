@@ -15,6 +15,7 @@ from models.names import (
     find_installed,
     installed,
     missing_files,
+    model_id,
     parse_repository,
     resolve,
     shorten,
@@ -22,7 +23,6 @@ from models.names import (
 )
 from models.short_names import SHORT_NAMES
 from models.store.stored_model import WeightsPlace
-from server.app.service import model_id
 
 COMMIT = "a" * 40
 OTHER_COMMIT = "b" * 40

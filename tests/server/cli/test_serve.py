@@ -27,11 +27,12 @@ import mlx.core as mx
 import pytest
 
 from models.inference.sampling_params import SamplingParams
+from models.names import model_id
 from server.api.app import create_app
 from server.api.responses.store import FILE_NAME, ResponseStore
 from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running, take
-from server.app.service import ServiceOpener, _bound_pool, model_id, open_service, read_sampling, source_of
+from server.app.service import ServiceOpener, _bound_pool, open_service, read_sampling, source_of
 from server.cli import serve
 from server.cli.main import execute
 from server.cli.serve import (
