@@ -367,10 +367,8 @@ class Loader:
             self.on_change(ModelChange(ChangeKind.UNLOADED, model_id))
 
     async def _wire(self) -> None:
-        members = self.loaded.values()
-        is_quiet = not any(one.is_busy for one in members)
-        weights_bytes = sum(one.opened.weights_bytes for one in members)
-        await asyncio.to_thread(self._settings.wire, weights_bytes, is_quiet)
+        is_quiet = not any(one.is_busy for one in self.loaded.values())
+        await asyncio.to_thread(self._settings.wire, self.budgets.weights_bytes, is_quiet)
 
     def expires(self, member: Member) -> float:
         """Returns when an idle model is unloaded: as a client or the setting says, else if memory is short."""

@@ -273,10 +273,9 @@ class Budgets:
         has_changed = limit.update(level, self._clock(), total_bytes, self._for_state(self._uses()))
         if limit.max_bytes is None or total_bytes <= limit.max_bytes:
             return has_changed
+        parts = {model_id: limit.max_bytes * num_bytes // total_bytes for model_id, num_bytes in held.items()}
         for member in self.members.values():
-            part_bytes = limit.max_bytes * held[member.source.id] // total_bytes
-            member.opened.engine.execute_later(LimitIdle(part_bytes))
-        parts = {gone_id: limit.max_bytes * held[gone_id] // total_bytes for gone_id in self.unloaded}
+            member.opened.engine.execute_later(LimitIdle(parts[member.source.id]))
         self._shrink_unloaded(parts, "other programs")
         return has_changed
 
