@@ -25,6 +25,8 @@ MEBIBYTE = 1024 * 1024
 GIGABYTE = 10**9
 DEFAULT_URL = "http://127.0.0.1:8080"
 ANY_ORIGIN = "*"
+MAX_FILES = 8192
+"""Files that a server may have open; launchd, and a terminal of macOS, allow 256."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
 
 

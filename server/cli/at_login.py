@@ -17,7 +17,7 @@ import typer
 
 from models.errors import reason
 from models.names import resolve
-from server.app.config import PREFIX, StartError
+from server.app.config import MAX_FILES, PREFIX, StartError
 from server.cli.config import config_file, load_config
 from server.cli.options import Json, command_group
 
@@ -45,8 +45,6 @@ MARK = "Written by `mlx-serve service install`."
 """No other file is overwritten or removed."""
 STOP_SECONDS = 30
 """Beyond `drain_seconds`, for writing conversations to the disk."""
-MAX_FILES = 8192
-"""launchd's own limit is 256."""
 PAUSE_SECONDS = 0.5
 MAX_PAUSES = {"bootout": 240, "bootstrap": 10}
 """An agent ends in its own time; a file that launchd refuses for good has the error of one that comes too early."""

@@ -44,13 +44,12 @@ from server.api.app import create_pool_app, replace_keys, start_draining
 from server.api.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
 from server.api.observe import check_otlp
 from server.app import memory_budget
-from server.app.config import ConfigError, ServerConfig, StartError
+from server.app.config import MAX_FILES, ConfigError, ServerConfig, StartError
 from server.app.keys import read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
 from server.app.service import Service, ServiceOpener, find_float32_bytes, open_service, pool_memory, source_of
 from server.app.upkeep import Upkeep, exclude_from_backups
-from server.cli.at_login import MAX_FILES
 from server.cli.keys import Sigterm, interruptible
 from server.pool.catalog import Catalog
 from server.pool.memory import PoolSettings
