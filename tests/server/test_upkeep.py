@@ -106,6 +106,12 @@ def test_a_mac_stays_awake_while_requests_run_and_no_longer() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("system", "is_kept"), [("Darwin", True), ("Linux", False)])
+def test_only_a_mac_is_kept_awake(system: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    assert isinstance(Upkeep(pool_of(), lambda: None).awake, Awake) == is_kept
+
+
 def test_a_mac_without_the_program_serves_nevertheless() -> None:
     def missing(command: Sequence[str]) -> Any:
         raise FileNotFoundError(2, "No such file or directory")

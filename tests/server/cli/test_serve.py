@@ -46,7 +46,7 @@ from server.cli.serve import (
     urls,
 )
 from server.pool.loader import Around, on_thread
-from server.pool.memory import PoolMemory
+from server.pool.memory import PoolMemory, Pressure
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
@@ -684,6 +684,7 @@ def test_a_server_grows_to_a_quarter_of_the_machine_once_another_has_ended(
         assert member.budget_bytes == GB - member.opened.weights_bytes
         asyncio.run(grow())
         assert member.budget_bytes == 2 * GB
+        assert upkeep.read_pressure is not None and upkeep.read_pressure() in Pressure
         fixed = replace(config, cache_memory_bytes=GB)
         assert serve._make_upkeep(stopper, fixed, own).find_share is None
     finally:
