@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
+from models.output.reasoning import KNOWN_MARKERS
 from models.texts import shared_length
 from server.diagnosis.prompt import PLAIN, Part, Prompt
 from server.diagnosis.words import MAX_ADDED_WORDS, excerpt, find_changes, only_leaves_out, shared_ends, told_apart
@@ -30,7 +31,11 @@ _SUMMARY = re.compile(
     r"|(?:been|was|is) (?:summari[sz]ed|compacted)|summary of (?:the|our|this) |<\w*summary>|<state_snapshot>",
     re.IGNORECASE,
 )
-_THOUGHTS = re.compile(r"<(think|thinking|thought|reasoning)>.*?(</\1>|\Z)|^.*?</think>", re.DOTALL | re.IGNORECASE)
+_STARTS, _ENDS = ("|".join(map(re.escape, markers)) for markers in zip(*KNOWN_MARKERS, strict=True))
+_THOUGHTS = re.compile(
+    rf"(?:{_STARTS}|<reasoning>)(.*?)(?:{_ENDS}|</reasoning>|\Z)|\A((?:(?!{_STARTS}).)*?)</think>", re.S | re.I
+)
+"""The prompt may have begun them."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +293,7 @@ class _MessageDiff:
         return i >= self._prompt.num_head and self._is_newest(i) and _encloses(self._ours[i].text, other.text)
 
     def _is_newest(self, i: int) -> bool:
-        return all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
+        return i != self._reply and all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
 
     def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
         ours, theirs = self._ours[i1:i2], self._theirs[j1:j2]
@@ -303,6 +308,8 @@ class _MessageDiff:
             yield self._change(Cause.SUMMARISED, MissReason.HISTORY_TRIMMED, j1, part, other)
         elif i2 == len(self._ours):
             yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, part, other)
+        elif part.role == other.role == "assistant":
+            yield self._change(Cause.REPLY, MissReason.REPLY_CHANGED, j1, part, other)
         else:
             yield self._change(Cause.EDITED, MissReason.MESSAGES_CHANGED, j1, part, other)
 
@@ -350,6 +357,15 @@ def _lacks_thoughts(one: Part, other: Part) -> bool:
 
 def _without_thoughts(part: Part) -> str:
     return _THOUGHTS.sub("", part.text).strip()
+
+
+def thoughts_apart(part: Part) -> Part:
+    """Returns a message with the thoughts that begin its text in their field, where a server puts them."""
+    found = _THOUGHTS.match(part.text.lstrip()) if part.role == "assistant" else None
+    if found is None:
+        return part
+    thoughts = part.thoughts or (found[1] or found[2] or "").strip()
+    return replace(part, text=part.text.lstrip()[found.end() :].lstrip(), thoughts=thoughts)
 
 
 def _holds_all(part: Part, others: Sequence[Part]) -> bool:

@@ -21,7 +21,7 @@ from models.prompt.shapes import NO_OUTLINE
 from server.api.sessions import SessionIdError, resolve_session_id
 from server.app.config import DoctorError
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
-from server.diagnosis.compare import Turn
+from server.diagnosis.compare import Turn, thoughts_apart
 from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
 from server.doctor.findings import Checkup, LinkedTurn, checkup_from, losses_of
 
@@ -65,7 +65,10 @@ class Reader(Protocol):
 
 
 class CharacterReader:
-    """Stands for a model where none is known: a character is a token, and a template shows all."""
+    """Stands for a model where none is known: a character is a token, and a template shows all.
+
+    Thoughts in a text and in a field are the same: which of them a template reads is not known.
+    """
 
     characters_per_token = 4
 
@@ -74,9 +77,9 @@ class CharacterReader:
 
     def read(self, request: Recorded) -> Read:
         """Refuses nothing."""
-        reply = None if request.reply is None else part_of(request.reply)
-        prompt = Rendered(request.prompt, characters_of(request.prompt), NO_OUTLINE)
-        return Read(prompt, characters_of(request.prompt, reply), reply)
+        reply = None if request.reply is None else thoughts_apart(part_of(request.reply))
+        prompt = replace(request.prompt, parts=tuple(map(thoughts_apart, request.prompt.parts)))
+        return Read(Rendered(prompt, characters_of(prompt), NO_OUTLINE), characters_of(prompt, reply), reply)
 
 
 def read_requests(path: Path) -> list[Recorded]:
@@ -148,7 +151,8 @@ def _reply(outer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else answer
     message = first.get("message", first) if isinstance(first, dict) else None
-    return {"role": "assistant", **message} if isinstance(message, dict) and "content" in message else None
+    is_reply = isinstance(message, dict) and ("content" in message or "tool_calls" in message)
+    return {"role": "assistant", **message} if is_reply else None
 
 
 def _headers(outer: Mapping[str, Any]) -> dict[str, str]:

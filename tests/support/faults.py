@@ -187,6 +187,28 @@ def late_note(turn: int, messages: list[Body]) -> None:
     messages.insert(4, {"role": "developer", "content": f"Note for you: the time is now 10:{20 + turn} in the shop."})
 
 
+def calls_as_text(turn: int, messages: list[Body]) -> None:
+    """Writes old calls into the text, as agents do for models that know no tools."""
+    if turn >= LASTING:
+        del messages[4]["tool_calls"]
+        messages[4]["content"] += " [I called weigh with a pear and five grams.]"
+
+
+def calls_with_defaults(turn: int, messages: list[Body]) -> None:
+    """Sends a call as the tool took it, with arguments that the model did not give."""
+    if turn >= LASTING:
+        arguments = '{"item": "pear", "grams": 5, "unit": "gram"}'
+        messages[4]["tool_calls"] = [{**CALL, "function": {"name": "weigh", "arguments": arguments}}]
+
+
+def thoughts_in_a_field(turn: int, messages: list[Body]) -> None:
+    """Sends the thoughts of a reply in their field, and later without."""
+    thoughts, text = messages[2]["content"].removeprefix("<think>").split("</think>")
+    messages[2]["content"] = text.strip()
+    if turn < LASTING:
+        messages[2]["reasoning_content"] = thoughts
+
+
 NOTES = "Here is what the shop keeps: apples, pears, plums, soap, bread and five kinds of tea, all in tins. " * 8
 RULES = "Answer with numbers only, never with a word, and give the sum of all items of the list before it. " * 8
 COMPACTED: list[Body] = [
@@ -508,6 +530,25 @@ FAULTS: tuple[Fault, ...] = (
         1,
     ),
     Fault("replies stamped", on_messages(stamped), Cause.CLOCK, "assistant", "stamp", 2),
+    Fault(
+        "newest replies cut short",
+        both(with_fields(lambda _: {"max_tokens": 32}), on_replies(lambda s: s[: len(s) // 4])),
+        Cause.REPLY,
+        "assistant",
+        "back",
+    ),
+    Fault("newest replies as HTML", on_replies(lambda s: f"<p>{s}</p>"), Cause.REPLY, "assistant", "back"),
+    Fault("calls written as text", on_messages(calls_as_text), Cause.REPLY, "assistant", "back", 4),
+    Fault("calls with defaults filled in", on_messages(calls_with_defaults), Cause.REPLY, "assistant", "back", 4),
+    Fault(
+        "thoughts in a field removed",
+        on_messages(thoughts_in_a_field),
+        Cause.THOUGHTS,
+        "assistant",
+        "thought",
+        2,
+        may_be_hidden=True,
+    ),
     Fault("reply cut short", edited(6, lambda _, s: f"{s[:32]}…", LASTING), Cause.REPLY, "assistant", "back", 6),
     Fault(
         "citations left out",

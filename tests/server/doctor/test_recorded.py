@@ -144,6 +144,43 @@ def test_a_steady_conversation_has_nothing_to_mend(tmp_path: Path) -> None:
     assert (result.num_turns, result.kept, result.losses) == (3, 1.0, ())
 
 
+THOUGHT = "The first step is to read the file; then I shall say what stands in it, if it is there. " * 8
+ANSWER = "It says that the door is blue, which is what I read there. " * 4
+SOURCES = "\n\nSources: the file that you named, the one beside it, and what you told me about the house before. " * 8
+INLINE, CALLS = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}", {"tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "sent", "cause"),
+    [
+        ({"content": INLINE}, {"content": ANSWER}, Cause.THOUGHTS),
+        ({"content": INLINE.removeprefix("<think>")}, {"content": ANSWER}, Cause.THOUGHTS),
+        ({"content": f"[THINK]{THOUGHT}[/THINK]{ANSWER}"}, {"content": ANSWER}, Cause.THOUGHTS),
+        ({"content": ANSWER, "reasoning": THOUGHT}, {"content": ANSWER}, Cause.THOUGHTS),
+        ({"content": INLINE}, {"content": INLINE}, None),
+        ({"content": INLINE}, {"content": ANSWER, "reasoning_content": THOUGHT.strip()}, None),
+        ({"content": ANSWER, "reasoning_content": THOUGHT.strip()}, {"content": INLINE}, None),
+        ({"content": ANSWER + SOURCES}, {"content": ANSWER}, Cause.REPLY),
+        ({"content": f"<details>{SOURCES}</details>{ANSWER}"}, {"content": ANSWER}, Cause.REPLY),
+        (CALLS, {"content": "", **CALLS}, None),
+        (CALLS, {"content": "[called f]"}, Cause.REPLY),
+    ],
+)
+@pytest.mark.parametrize("is_toggled", [False, True])
+def test_what_a_client_does_to_a_reply_is_told_alike_with_and_without_thinking_toggled(
+    tmp_path: Path, reply: dict[str, Any], sent: dict[str, Any], cause: Cause | None, is_toggled: bool
+) -> None:
+    """The reply is no newest message of the client's, which may have been sent with a note around it."""
+    asked = [system(RULES), user("What does it say?")]
+    first, second = body(*asked), body(*asked, {"role": "assistant", **sent}, user("And then?"))
+    if is_toggled:
+        first, second = {**first, "enable_thinking": True}, {**second, "enable_thinking": False}
+    answer = {"choices": [{"message": {"role": "assistant", **reply}}]}
+    result = checkup(tmp_path, {"body": first, "response": answer}, second)
+    found = [finding.cause for finding in findings_of(result.losses)]
+    assert found == [Cause.TEMPLATE_ARGUMENTS] * is_toggled + [one for one in [cause] if one]
+
+
 def test_a_single_request_has_nothing_to_compare(tmp_path: Path) -> None:
     assert checkup(tmp_path, *chat(RULES)).kept is None
 
