@@ -187,7 +187,7 @@ class _Loss:
         return [replace(first, token=self._common, lost_tokens=lost), *hidden]
 
 
-MAX_TURNS = 4
+MAX_TURNS = 16
 """Turns kept of one conversation: as many agents may share its name."""
 MAX_CONVERSATIONS = 1024
 MAX_UNNAMED_LOOKED_AT = 256

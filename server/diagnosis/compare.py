@@ -276,7 +276,8 @@ class _MessageDiff:
                 yield self._change(Cause.REPLY_LEFT_OUT, MissReason.REPLY_CHANGED, j, self._ours[i1])
             return
         part = self._ours[i1]
-        if self._is_newest(i1) or part in self._theirs[j:]:
+        is_question = i1 == self._head or not self._is_newest(i1 - 1)  # with all that belongs to it
+        if part in self._theirs[j:] or (self._is_newest(i1) and not (is_question and i2 == len(self._prompt.parts))):
             yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j, part)
         elif i2 - i1 > 1 or i1 == self._prompt.num_head:
             yield self._change(Cause.TRIMMED, MissReason.HISTORY_TRIMMED, j, part)

@@ -155,7 +155,8 @@ def losses_of(
     for miss in misses:
         tokens, is_hidden = tokens_of(miss.lost_tokens), miss.lost_tokens == 0
         limit = NEGLIGIBLE_TOKENS if miss.cause in _SMALL else 0
-        if miss.cause in UNTOLD or (tokens <= limit and not is_hidden):
+        is_small = tokens <= limit and (not is_hidden or miss.cause is Cause.SIDE_REQUEST)
+        if miss.cause in UNTOLD or is_small:
             continue
         is_of_tools = miss.reason is MissReason.TOOLS_CHANGED
         place = TOOLS if is_of_tools else None if miss.cause in _PLACELESS else miss.role
@@ -173,7 +174,7 @@ def place_name(index: int | None, role: str | None) -> str:
     return "system message" if role == "system" and index == 0 else f"message {index} ({role})"
 
 
-_VERSIONS = frozenset({Cause.EDITED, Cause.TOOLS, Cause.TRIMMED, Cause.SUMMARISED, Cause.REMOVED})
+_VERSIONS = frozenset({Cause.EDITED, Cause.TOOLS, Cause.TRIMMED, Cause.SUMMARISED, Cause.COMPACTED, Cause.REMOVED})
 _VERSIONS |= {Cause.MERGED, Cause.INSERTED, Cause.TEMPLATE_ARGUMENTS}
 """These changes make another version of a conversation."""
 

@@ -41,6 +41,12 @@ class Recorded:
     reply: Mapping[str, Any] | None = None
     """The message of the answer."""
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether the answer goes on with the last message, and is sent back as one with it."""
+        last = self.body["messages"][-1]
+        return last["role"] == "assistant" and bool(last.get("prefix") or self.body.get("continue_final_message"))
+
 
 @dataclass(frozen=True, eq=False)
 class Read:
@@ -77,8 +83,12 @@ class CharacterReader:
 
     def read(self, request: Recorded) -> Read:
         """Refuses nothing."""
-        reply = None if request.reply is None else thoughts_apart(part_of(request.reply))
-        prompt = replace(request.prompt, parts=tuple(map(thoughts_apart, request.prompt.parts)))
+        parts, reply = request.prompt.parts, part_of(request.reply) if request.reply else None
+        if request.is_continued:
+            reply = reply and replace(reply, text=parts[-1].text + reply.text)
+            parts = parts[:-1]
+        reply = reply and thoughts_apart(reply)
+        prompt = replace(request.prompt, parts=tuple(map(thoughts_apart, parts)))
         return Read(Rendered(prompt, characters_of(prompt), NO_OUTLINE), characters_of(prompt, reply), reply)
 
 
@@ -151,8 +161,9 @@ def _reply(outer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else answer
     message = first.get("message", first) if isinstance(first, dict) else None
-    is_reply = isinstance(message, dict) and ("content" in message or "tool_calls" in message)
-    return {"role": "assistant", **message} if is_reply else None
+    if not isinstance(message, dict) or not message.keys() & {"content", "tool_calls"}:
+        return None
+    return {"role": "assistant", **message}
 
 
 def _headers(outer: Mapping[str, Any]) -> dict[str, str]:

@@ -37,6 +37,7 @@ class ModelReader:
             source = self._conversation(request.body, namespace)
             shown = source.render()
             reply = template_messages([validated(ChatMessage, request.reply)]) if request.reply else []
+            reply = list(map(source.whole, reply))
             answered = source.followed_by(reply).stable_prefix()
         except (ApiError, ModelError) as error:
             self._refuse(request, explain(error, ""))

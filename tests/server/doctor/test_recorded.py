@@ -276,6 +276,56 @@ def test_side_requests_under_the_name_of_a_conversation_are_told(tmp_path: Path)
     assert result.kept == 1.0
 
 
+def test_a_turn_after_many_agents_under_its_name_is_no_side_request(tmp_path: Path) -> None:
+    """Sub-agents that an agent starts at once name its session, and each goes on from its own turn."""
+    asked = [system(RULES), user("Mend the door of the house, please.")]
+    agents = [
+        [system("You search files. " * 40), user(f"Look for the {thing}, and say where the {thing} is. " * 9)]
+        for thing in ("doors", "windows", "roofs", "chairs", "letters", "lamps")
+    ]
+    more = [body(*one, assistant(f"{n} {REPLY}"), user("Go on."), session_id="s") for n, one in enumerate(agents)]
+    first, last = body(*asked, session_id="s"), body(*asked, assistant(REPLY), user("Thanks."), session_id="s")
+    result = checkup(tmp_path, first, *(body(*agent, session_id="s") for agent in agents), *more, last)
+    assert {loss.turn for loss in result.losses} <= set(range(2, 2 + len(agents)))
+
+
+def test_single_questions_under_one_name_are_told_their_clock_alone(tmp_path: Path) -> None:
+    questions = ("Is this mail spam?", "Who wrote the letter?", "How long is the bill?")
+    bodies = [
+        body(system(f"It is 09:{10 + n}. {RULES}"), user(text), session_id="s") for n, text in enumerate(questions)
+    ]
+    assert causes(checkup(tmp_path, *bodies)) == [(Cause.CLOCK, "system message", 2)]
+
+
+def test_a_title_that_quotes_the_whole_reply_is_no_summary_where_the_conversation_goes_on(tmp_path: Path) -> None:
+    asked = [user("Mend the door of the house, please."), assistant(REPLY), user("Thanks.")]
+    title = user(f"Write a title for this. USER: {asked[0]['content']} ASSISTANT: {REPLY}")
+    result = checkup(
+        tmp_path,
+        {"body": body(asked[0], session_id="s"), "response": {"message": assistant(REPLY)}},
+        {"body": body(title, session_id="s"), "response": {"message": assistant("The door")}},
+        {"body": body(*asked, session_id="s")},
+    )
+    assert causes(result) == [(Cause.SIDE_REQUEST, "", 1)]
+
+
+def test_a_question_that_is_dropped_before_its_reply_is_trimmed_history(tmp_path: Path) -> None:
+    first, reply = body(system(RULES), user(REPLY)), assistant("It is done, all of it, as you wished.")
+    line = {"body": first, "response": {"message": reply}}
+    result = checkup(tmp_path, line, body(system(RULES), reply, user("And the window?")))
+    assert causes(result) == [(Cause.TRIMMED, "message 1 (user)", 1)]
+
+
+@pytest.mark.parametrize("fields", [{"prefix": True}, {}])
+def test_an_answer_that_goes_on_with_a_message_comes_back_as_one_with_it(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    asked = [system(RULES), user("Mend the door.")]
+    first = body(*asked, {**assistant("Well, "), **fields}, **({} if fields else {"continue_final_message": True}))
+    second = body(*asked, assistant(f"Well, {REPLY}"), user("Thanks."))
+    assert checkup(tmp_path, {"body": first, "response": {"message": assistant(REPLY)}}, second).losses == ()
+
+
 def test_two_conversations_under_one_name_are_compared_each_with_its_own(tmp_path: Path) -> None:
     first = chat(RULES, RULES, session_id="s")
     second = json.loads(json.dumps(first).replace("Question", "Task").replace(REPLY, "Done. " * 100))
