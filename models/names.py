@@ -131,7 +131,7 @@ def _found(name: str) -> tuple[WeightsPlace, Path]:
     if is_file:
         raise ModelNotFound(f"{name} is a file; name the folder that holds config.json and model*.safetensors")
     if name.startswith(("/", "./", "../", "~")):
-        raise ModelNotFound(f"There is no folder {name}.")
+        raise ModelNotFound(f"There is no folder {name}. `mlx-serve list` shows the models of this machine.")
     return _downloaded(name)
 
 
@@ -197,7 +197,7 @@ def folder_of(place: WeightsPlace) -> Path:
         return resolve(place.name)
     folder = Path(place.name)
     if not folder.is_dir():
-        raise ModelNotFound(f"There is no folder {folder} any more.")
+        raise ModelNotFound(f"There is no folder {folder} any more; put it back, or run `mlx-serve create` again.")
     return _complete(folder, f"the folder {folder}", _NEEDED)
 
 

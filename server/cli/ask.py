@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import json
 import logging
-import math
 import os
 import shutil
 import sys
@@ -190,10 +189,6 @@ def doctor(
     cache_salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
     ] = None,
-    speed: Annotated[
-        float | None,
-        typer.Option(metavar="NUMBER", help="With --file: prompt tokens per second, to show seconds too."),
-    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -210,8 +205,6 @@ def doctor(
     other = find_other_program(sys.argv[0])
     if other is not None:
         typer.echo(f"Another mlx-serve stands first on PATH: {other}; this is {sys.argv[0]}.", err=True)
-    if speed is not None and not 0 < speed < math.inf:
-        raise ConfigError(f"--speed is {speed}; it must be above 0")
     if file is None and model is not None:
         raise ConfigError("--model is of use with --file only: a server knows its own")
     if file is None:
@@ -227,7 +220,7 @@ def doctor(
             from server.app.service import open_renderer
 
             reader = ModelReader(open_renderer(model))
-        examine_file(Path(file), speed, reader, as_json=as_json)
+        examine_file(Path(file), reader, as_json=as_json)
 
 
 def find_other_program(started: str) -> str | None:

@@ -59,7 +59,7 @@ convert (pull) Make MLX weights of a repository or a folder, quantized or not.
     mlx-serve convert ./my-finetune writer --quantize 8
 doctor (ask) Say which text keeps prompts from being reused, and how to mend it.
     mlx-serve doctor
-    mlx-serve doctor --file requests.jsonl --speed 400
+    mlx-serve doctor --file requests.jsonl --model qwen3:8b
 bench (bench) Measure what this machine does, beside mlx-lm. In three minutes at most, as a table to send.
     mlx-serve bench
     mlx-serve bench qwen3:4b --markdown > result.md
@@ -197,8 +197,15 @@ def execute(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         message = " ".join(error.format_message().split()).rstrip(".")
-        told, status = f"{message}; see {context.command_path if context else 'mlx-serve'} --help", error.exit_code
+        command = context.command_path if context else f"mlx-serve{_named(arguments)}"
+        told, status = f"{message}; see {command} --help", error.exit_code
     except (ConfigError, ModelError, StartError, DoctorError, FolderError) as error:
         told, status = str(error), 2 if isinstance(error, ConfigError) else 1
     typer.echo(f"mlx-serve: {told}", err=True)
     return status
+
+
+def _named(arguments: Sequence[str]) -> str:
+    """Returns the command that arguments begin with, behind a space. A flag without its value does not say it."""
+    found = (" ".join(arguments[:number]) for number in (2, 1))
+    return next((f" {words}" for words in found if words in COMMANDS), "")

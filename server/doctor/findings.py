@@ -148,7 +148,7 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
 
 
 def losses_of(
-    turn: int, misses: Iterable[Miss], tokens_of: Callable[[int], int], seconds_per_token: float | None
+    turn: int, misses: Iterable[Miss], tokens_of: Callable[[int], int], seconds_per_token: float | None = None
 ) -> tuple[Loss, ...]:
     """Returns the losses to tell of; `tokens_of` turns `lost_tokens` into tokens."""
     found = list[Loss]()

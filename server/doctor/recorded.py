@@ -203,13 +203,10 @@ MAX_BYTES = 1 << 30
 """For the last turns of all conversations."""
 
 
-def checkups_of(
-    requests: Iterable[Recorded], tokens_per_second: float | None = None, reader: Reader | None = None
-) -> list[Checkup]:
-    """Returns each conversation's losses; with a speed of prefill, also in seconds."""
+def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> list[Checkup]:
+    """Returns each conversation's losses."""
     reader = reader or CharacterReader()
     per_token = reader.characters_per_token
-    seconds_per_token = 1 / tokens_per_second if tokens_per_second else None
     visits: dict[Name, list[LinkedTurn]] = {}
     conversations = Conversations(MAX_BYTES, is_of_one_owner=True)
     for number, request in enumerate(requests):
@@ -221,7 +218,7 @@ def checkups_of(
         turns = visits.setdefault(name, [])
         hit = _restorable(previous, rendered)
         reuse = explain(previous, rendered, match=hit, hit=hit)
-        losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // per_token, seconds_per_token)
+        losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // per_token)
         previous_id = previous.request_id if previous is not None else None
         turns.append(LinkedTurn(str(number), previous_id, losses, reuse.kept))
         turn = Turn(rendered.prompt, read.reply)

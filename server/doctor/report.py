@@ -73,7 +73,9 @@ class Sessions:
             self._check_status(error)
             return None
         except URLError as error:
-            raise DoctorError(f"no server answers at {self.url}: {_reason(error)}") from error
+            raise DoctorError(
+                f"no server answers at {self.url}: {_reason(error)}; mlx-serve serve starts one"
+            ) from error
         except OSError as error:
             raise DoctorError(f"the server at {self.url} broke off: {_reason(error)}") from error
         except Exception as error:  # another program may send anything, even in place of the status line
@@ -154,17 +156,13 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
     _print(*parts)
 
 
-def examine_file(
-    path: Path, tokens_per_second: float | None, reader: "Reader | None" = None, *, as_json: bool = False
-) -> None:
+def examine_file(path: Path, reader: "Reader | None" = None, *, as_json: bool = False) -> None:
     """Prints what recorded requests would lose; without a model's reader, what it cannot know."""
-    try:
-        path.stat()
-    except OSError as error:
-        raise DoctorError(f"{path} cannot be read: {error.strerror}") from error
+    if path.is_dir() or not os.path.exists(path):  # noqa: PTH110 - pathlib raises where a folder may not be read
+        raise DoctorError(f"there is no file {path}; --file names one with a recorded request on each line")
     from server.doctor.recorded import checkups_of, read_requests  # need NumPy, which takes its time
 
-    checkups = checkups_of(read_requests(path), tokens_per_second, reader)
+    checkups = checkups_of(read_requests(path), reader)
     if as_json:
         _print_json(checkups, [] if reader is None else reader.refused)
         return

@@ -76,7 +76,7 @@ def test_a_path_that_is_not_there_is_never_taken_for_a_repository(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_cache: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFound, match="no folder"):
+    with pytest.raises(ModelNotFound, match=r"no folder .* `mlx-serve list` shows"):
         resolve(name)
 
 
