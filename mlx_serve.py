@@ -4,8 +4,6 @@
 that name may come first on the path. One sentence tells of it here, before somebody else's code fails.
 """
 
-import base64
-import hashlib
 import platform
 import sys
 from collections.abc import Iterator
@@ -105,6 +103,9 @@ def other_owner(root: Path, name: str) -> str | None:
 
 def _digest(path: Path) -> str | None:
     """Returns a file's hash as `RECORD` writes it (PEP 376): SHA-256, base64 for addresses, without padding."""
+    import base64
+    import hashlib
+
     if not path.is_file():
         return None
     return base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()

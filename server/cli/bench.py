@@ -8,7 +8,6 @@ import platform
 import shutil
 import signal
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from models.short_names import grouped, size_text
 from server.app.config import ConfigError, ServerConfig, StartError
 from server.app.memory_budget import Claim, read_machine, running, runtime_folder
 from server.cli.config import load_model_config
-from server.cli.keys import handling, interruptible, leave, loading
+from server.cli.keys import INTERRUPTED, handling, interruptible, leave, loading, scratch_folder
 from server.cli.options import USUAL_MODEL, Json, command_group
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ app = command_group()
 
 LIMIT_SECONDS = 165.0
 """From the start of the command; one call of the model may exceed it."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
 
 
 @app.command()
@@ -115,7 +112,7 @@ def _scratch_folder(config: ServerConfig) -> Iterator[Path | None]:
     with contextlib.ExitStack() as stack:
         folder = None
         with contextlib.suppress(OSError):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-serve-bench-", dir=parent)))
+            folder = stack.enter_context(scratch_folder(parent, "mlx-serve-bench-"))
         yield folder
 
 

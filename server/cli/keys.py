@@ -2,18 +2,46 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import termios
 import threading
 import time
 import tty
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from models.fast_blas import find_compiler, load_fast_blas
 from models.names import resolve
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Gives a folder, deleted at the end; those of killed processes are deleted first. Raises OSError."""
+    for left in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder, _locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where a living process has the lock, which ends with its process."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(number)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,7 +29,7 @@ from models.store.stored_model import WeightsPlace
 from models.weights import find_weight_files, read_header, read_json, total_bytes
 from server.app.config import ConfigError, StartError
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
-from server.cli.keys import handling, loading
+from server.cli.keys import INTERRUPTED, handling, leave, loading, scratch_folder
 from server.cli.options import command_group
 
 app = command_group()
@@ -107,15 +106,21 @@ def convert(
         from models.loader import convert_weights
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as part, _bar(f"converting {name}") as tell:
-            convert_weights(folder, name, Path(part) / "model", bits, tell)
-            (Path(part) / "model").rename(target)
+        with (
+            handling(leave, signal.SIGTERM),
+            scratch_folder(target.parent, ".part-") as part,
+            _bar(f"converting {name}") as tell,
+        ):
+            convert_weights(folder, name, part / "model", bits, tell)
+            # Weights without a name would be in the way of the next time.
+            with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+                (part / "model").rename(target)
+                made = create(full, WeightsPlace("folder", str(target)), Modelfile(str(target)))
     except KeyboardInterrupt:
         typer.echo(f"\nmlx-serve: stopped; nothing was made of {name}", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     except (OSError, RuntimeError) as error:  # MLX's own for a file that cannot be written
         raise StartError(f"{target} cannot be written: {reason(error)}") from error
-    made = create(full, WeightsPlace("folder", str(target)), Modelfile(str(target)))
     typer.echo(f"{made.short_name} is here: {target}\nTry it: mlx-serve run {made.short_name}")
 
 
@@ -284,4 +289,4 @@ def _stop_pull(name: str) -> NoReturn:
     # Downloads run in threads that would otherwise be waited for; what they wrote is kept for the next time.
     note = f"\nmlx-serve: stopped; go on where it stopped with: mlx-serve pull {name}\n"
     os.write(sys.stderr.fileno(), note.encode())
-    os._exit(1)
+    os._exit(INTERRUPTED)

@@ -14,6 +14,7 @@ from server.app import memory_budget
 from server.app.memory_budget import Claim
 from server.cli import bench
 from server.cli.bench import BenchResult, tensor_kernels
+from server.cli.keys import scratch_folder
 from server.cli.main import execute
 from server.measure import Bench, BenchRows
 
@@ -115,6 +116,15 @@ def test_ctrl_c_ends_it_with_what_it_has(
     told = json.loads(capsys.readouterr().out)
     assert told["is_stopped"] and len(told["decode"]) == 4 and [row["tokens"] for row in told["turns"]] == [100, 200]
     assert list(alone.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_deleted_by_the_next(tmp_path: Path) -> None:
+    """Not what a living one has, which holds its lock."""
+    (tmp_path / "x-killed" / "state").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    with scratch_folder(tmp_path, "x-") as first, scratch_folder(tmp_path, "x-") as second:
+        assert {one.name for one in tmp_path.iterdir()} == {first.name, second.name, "other"}
+    assert [one.name for one in tmp_path.iterdir()] == ["other"]
 
 
 def test_a_running_server_is_not_measured_beside_unless_that_is_said(

@@ -3,15 +3,20 @@
 import hashlib
 import json
 import os
+import shutil
+import signal
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from models import loader
 from models.errors import ModelBroken
 from models.names import DEMO_FOLDER, find_stored, resolve
+from models.store.library import create
 from server.app.memory_budget import Machine
+from server.cli import pull
 from server.cli.main import execute
 from tests.models.test_names import COMMIT, hub_cache, write_model
 
@@ -232,6 +237,22 @@ def test_nothing_is_left_of_half_a_conversion(
     assert run(capsys, "convert", "demo", "other")[0] == (130 if isinstance(error, KeyboardInterrupt) else 1)
     assert list((manifest.parent / "converted").iterdir()) == []
     assert find_stored("other") is None
+
+
+def test_ctrl_c_just_as_weights_are_named_leaves_both(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, manifest: Path
+) -> None:
+    def write(path: Path, name: str, target: Path, bits: object, tell: object) -> None:
+        shutil.copytree(path, target)
+
+    def interrupted(*arguments: Any) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return create(*arguments)
+
+    monkeypatch.setattr(loader, "convert_weights", write)
+    monkeypatch.setattr(pull, "create", interrupted)
+    assert run(capsys, "convert", str(DEMO_FOLDER), "other")[0] == 0
+    assert find_stored("other") is not None and (manifest.parent / "converted" / "other" / "config.json").exists()
 
 
 def test_what_no_memory_can_hold_is_not_converted(
