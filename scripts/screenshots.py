@@ -2,6 +2,7 @@
 
     python -m scripts.screenshots FOLDER          # starts `serve demo` on a free port, and stops it
 
+`chat-small.png` is the picture of the README, `docs/console.png`.
 Needs `playwright` and a Chromium, see `tests.support.browser.py`.
 """
 
@@ -101,7 +102,7 @@ def main() -> int:
             for scheme in SCHEMES:
                 page.emulate_media(color_scheme=scheme)
                 take(page, address, folder, f"{name}-{scheme}")
-        page.set_viewport_size({"width": 1000, "height": 470})
+        page.set_viewport_size({"width": 1000, "height": 640})
         page.emulate_media(color_scheme="light")
         take(page, address, folder, "small")
     return 0
