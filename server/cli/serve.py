@@ -242,7 +242,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
     """
     configure_logging(config.log_level, config.log_format)
     sigterm = Sigterm(lambda: os._exit(0))
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     with contextlib.ExitStack() as stack:
         listeners = bind(config.host, config.port)
         for listener in listeners:

@@ -320,6 +320,20 @@ def test_a_gpu_that_refuses_all_work_ends_the_process_with_an_error(folder: Path
         assert "Traceback" not in server.output
 
 
+def test_a_server_at_rest_has_imported_nothing_large_for_a_line(folder: Path, tmp_path: Path) -> None:
+    """`np.median` wants `numpy.ma`, text with a colon of rich its table of emoji; some 8 MB."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Told:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('numpy.ma', 'rich._emoji_codes'): print('imported', name, flush=True)\n"
+        "sys.meta_path.insert(0, Told())\n"
+    )
+    with serving(folder, environment={"PYTHONPATH": str(tmp_path)}, fresh=True) as server:
+        assert ask(server.port, "POST", "/v1/completions", prompt="a", max_tokens=1)[0].status == 200
+    assert "imported" not in server.output
+
+
 def test_a_key_is_asked_for_and_not_shown(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("geheim\n")
     with serving(folder, "--api-key-file", str(tmp_path / "key")) as server:
