@@ -16,21 +16,31 @@ from server.engine.worker import Worker
 
 def give_back() -> None:
     """Gives the system what MLX and the C library freed, in some milliseconds. Worker thread only."""
+    trims, trim = _trim()
+    # glibc gives the end of a thread's heap back when it is freed, or never.
+    trims(0)
     mx.clear_cache()
-    _trim()()
+    trims(_TRIM_BYTES)
+    trim()
+
+
+_M_TRIM_THRESHOLD = -1  # <malloc.h>
+_TRIM_BYTES = 64 << 20
+"""The most that glibc itself sets, once large blocks were freed."""
 
 
 @cache
-def _trim() -> Callable[[], object]:
+def _trim() -> tuple[Callable[[int], object], Callable[[], object]]:
+    """Returns what sets how much must be free at the end of a heap to go back, and what gives the rest back."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim.argtypes = [ctypes.c_size_t]
-        return lambda: library.malloc_trim(0)
+        return lambda num_bytes: library.mallopt(_M_TRIM_THRESHOLD, num_bytes), lambda: library.malloc_trim(0)
     if hasattr(library, "malloc_zone_pressure_relief"):
         library.malloc_zone_pressure_relief.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         library.malloc_zone_pressure_relief.restype = ctypes.c_size_t
-        return lambda: library.malloc_zone_pressure_relief(None, 0)
-    return lambda: None
+        return lambda _: None, lambda: library.malloc_zone_pressure_relief(None, 0)
+    return lambda _: None, lambda: None
 
 
 PIN_SECONDS = 120.0
