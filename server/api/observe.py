@@ -43,16 +43,16 @@ class Metrics:
         """`engines` returns the loaded models' engines by id, each with `num_slots` slots."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engines, num_slots))
-        self._success = self._counter("request_success", "Answers that ended well, by why.", "finished_reason")
-        self._failed = self._counter("request_failure", "Answers that did not, by the error.", "reason")
+        self._success = self._counter("request_success", "Answers that ended well, by reason.", "finished_reason")
+        self._failed = self._counter("request_failure", "Answers that failed or were cancelled, by reason.", "reason")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts, restored ones included.")
         self._generated = self._counter("generation_tokens", "Tokens of answers.")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens that were restored, hence not evaluated.")
-        self._restored = self._counter("restored_tokens", "The same by where their state was.", "tier")
+        self._restored = self._counter("restored_tokens", "Restored prompt tokens, by tier of their state.", "tier")
         self._saved = self._counter("saved_seconds", "Seconds that evaluating the restored tokens would have taken.")
-        self._lost = self._counter("lost_tokens", "Prompt tokens evaluated again, by why.", "reason")
-        self._misses = self._counter("cache_misses", "Times that tokens were evaluated again, by why.", "reason")
+        self._lost = self._counter("lost_tokens", "Prompt tokens evaluated again, by reason.", "reason")
+        self._misses = self._counter("cache_misses", "Times that tokens were evaluated again, by reason.", "reason")
         self._queued = self._seconds("request_queue_time", "From a request's arrival to its slot.")
         self._restore = self._seconds("request_restore_time", "Time in which restored state was made live.")
         self._prefill = self._seconds("request_prefill_time", "Time in which a prompt was evaluated.")
@@ -134,7 +134,7 @@ class _EngineCollector(Collector):
                 for model_id, found in stats.items():
                     metric.add_metric((model_id,), read(found))
                 yield metric
-        slots = GaugeMetricFamily(f"{PREFIX}_slots", "Slots by what they do.", labels=("model", "state"))
+        slots = GaugeMetricFamily(f"{PREFIX}_slots", "Slots by activity.", labels=("model", "state"))
         held = GaugeMetricFamily(f"{PREFIX}_state_bytes", "State of past tokens by tier.", labels=("model", "tier"))
         for model_id, found in stats.items():
             requests, cache = found.requests, found.cache
