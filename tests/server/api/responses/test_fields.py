@@ -43,7 +43,7 @@ def test_every_refused_field_and_every_one_without_effect_is_documented() -> Non
 
 def test_every_field_of_an_answer_is_documented() -> None:
     answer = section("The answer")
-    echoed = answer.partition("These return what was asked:")[2].partition(".")[0]
+    echoed = answer.partition("These fields repeat the request:")[2].partition(".")[0]
     documented = [*rows(answer), *re.findall(r"`([a-z_]+)`", echoed)]
     assert sorted(documented) == sorted(get_type_hints(ResponseBody))
     for kind in (ResponseUsage, InputTokensDetails, AnswerTokensDetails, ResponseError):
