@@ -11,18 +11,19 @@ TITLES = ("loads", "restored = cold", "together = alone", "cancelled", "paged", 
 _HEAD = """\
 # Architectures
 
-Every architecture of mlx-lm {version}, built tiny with seeded weights, and tried on what this server needs of a
-model. Made by `make architectures`, which repeats it for another version of mlx-lm.
+Every architecture of mlx-lm {version}, built tiny with seeded weights, and tested for what this server needs of a
+model. `make architectures` makes this page, also for another version of mlx-lm.
 
-- **loads**: written as a folder and loaded as the server loads, it gives the same logits.
-- **restored = cold**: an answer that goes on from restored state, or forks from it, is the one without a cache.
-- **together = alone**: answers that are decoded at the same time are those decoded alone; *in one batch*, or *row by
-  row* where the model's code does not allow rows of different lengths (the server finds that out when it starts).
-- **cancelled**: a prompt whose first request was cancelled half-way is answered rightly.
-- **paged**, **disk**: a conversation comes back from memory after another had its slot, and from disk after a
+- **loads**: saved to a folder and loaded by the server's loader, the model gives the same logits.
+- **restored = cold**: an answer from restored state, continued or forked, equals the answer without a cache.
+- **together = alone**: answers decoded at the same time equal answers decoded alone; *in one batch* (continuous
+  batching), or *row by row* if the model's code does not allow rows of different lengths. The server finds that out
+  at its start.
+- **cancelled**: a prompt is answered correctly after its first request was cancelled half-way.
+- **paged**, **disk**: a conversation is restored from memory after another one took its slot, and from disk after a
   restart.
-- **sharded**: split over two processes by tensor parallelism, it gives the same logits; *none* where mlx-lm has no
-  code for that. The server itself runs a model in one process.
+- **sharded**: split over two processes by tensor parallelism, the model gives the same logits; *none* if mlx-lm has
+  no code for that. The server itself runs a model in one process.
 
 """
 
