@@ -19,16 +19,16 @@ class Happening(StrEnum):
     WRITTEN = "disk.written"
     READ = "disk.read"
     DELETED = "disk.evicted"
-    """Of files."""
+    """Files were deleted."""
 
 
 class EvictionReason(StrEnum):
     """Why state was evicted."""
 
     MEMORY = "memory"
-    """Least valuable."""
+    """Of least value while memory was short."""
     SUPERSEDED = "superseded"
-    """By newer restore points."""
+    """Newer restore points replace the state."""
     UNUSABLE = "unusable"
     NAMESPACES = "namespaces"
 
@@ -44,7 +44,7 @@ class CacheEvent:
     num_files: int = 0
     slot: int | None = None
     is_snapshot: bool = False
-    """Not rows or a whole edge."""
+    """A snapshot alone, not rows or an edge."""
     reason: EvictionReason | None = None
 
 

@@ -28,7 +28,7 @@ class Tier(StrEnum):
 
     LIVE = "live"
     MEMORY = "memory"
-    """Some paged in, or copied from another slot."""
+    """In memory at least in part: paged in, or copied from another slot."""
     DISK = "disk"
 
 
@@ -49,7 +49,7 @@ class Lease:
         self.num_prompt_tokens = len(tokens)
         self.match_tokens = match.length
         self.hit_tokens = slot.offset
-        """Restored; at most `match_tokens`."""
+        """Restored tokens, at most `match_tokens`."""
         self.tier = tier
         """None if nothing was restored."""
         self.is_open = True
@@ -84,7 +84,7 @@ class Lease:
 
     @property
     def captures_next(self) -> bool:
-        """The next token completes the prompt, a restore point."""
+        """Whether the next token completes the prompt, which is a restore point."""
         return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
 
     @property
@@ -250,7 +250,7 @@ class Recorder:
         trie, piece = self.pager.trie(slot.namespace), slot.tip
         if piece.parent is None:
             return
-        piece.is_on_probation = False  # the sequence itself will want it again
+        piece.is_on_probation = False  # the suspended sequence will restore it
         self.memory.order.changed(trie.namespace, piece)
         if not self.layout.needs_snapshots:
             for offset in range(piece.stop - layout.GROWTH_TOKENS, piece.start, -layout.GROWTH_TOKENS):
@@ -276,7 +276,7 @@ class Recorder:
 
 
 def _join_edges(trie: PrefixTrie, nodes: Iterable[Node]) -> None:
-    """Where nothing needs the border. Copies no state."""
+    """Joins edges where nothing needs the border. Copies no state."""
     for node in nodes:
         while node.home is not None and trie.can_absorb_parent(node):
             trie.absorb_parent(node)

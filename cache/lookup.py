@@ -32,16 +32,16 @@ class Lookup:
 class LookupResult:
     """How much of a match is restorable. Valid until the cache changes.
 
-    Eviction spares only `nodes_to_restore`: look up again then.
+    After an eviction, which spares only `nodes_to_restore`, look up again.
     """
 
     match: NodeMatch
     stored: int
-    """By the trie."""
+    """Tokens restorable from the trie."""
     shared: list[int]
     """For each slot, common tokens of match and sequence."""
     restorable: int
-    """By the trie or an idle slot."""
+    """Tokens restorable from the trie or an idle slot."""
 
     @property
     def path(self) -> list[Node]:
@@ -52,7 +52,7 @@ class LookupResult:
         return max(self.stored, _continued(slot, self.shared[slot.index]))
 
     def needed_in(self, slot: Slot, layout: Layout) -> list[Node]:
-        """Nodes not to evict for that."""
+        """Nodes that restoring in `slot` needs."""
         offset = self.restorable_in(slot)
         is_live = offset == _continued(slot, self.shared[slot.index])
         return node_at(self.path, offset) if is_live else nodes_to_restore(layout, self.path, offset)

@@ -60,9 +60,9 @@ def _holding_of(node: Node) -> Holding:
 
 
 MAX_NAMESPACES = 1024
-"""Eviction visits all."""
+"""The most namespaces, since eviction visits all."""
 FORGOTTEN_SHARE = 64
-"""One in this many is forgotten at once, not one for every new one."""
+"""At the limit, one in so many is forgotten at once, not one for every new namespace."""
 MAX_EXTRA = 32
 """Superseded or unusable candidates evicted beyond a round's target."""
 
@@ -218,7 +218,7 @@ class MemoryTier:
                 self.order.put_back(victim)
 
     def _in_order(self, target_bytes: int, now: int, popped: list[Candidate]) -> Iterator[Candidate]:
-        """Some superseded or unusable state beyond `target_bytes` too; `popped` gets all."""
+        """Yields candidates, superseded or unusable ones beyond `target_bytes` too; `popped` gets all."""
         num_extra = 0
         while (victim := self.order.pop(now)) is not None:
             popped.append(victim)
@@ -252,7 +252,7 @@ class MemoryTier:
     def _drop_empty(self, trie: PrefixTrie, node: Node | None, kept: Collection[Node]) -> Node | None:
         """Drops an empty leaf, then its parent if now a leaf; returns the first that stays.
 
-        The order lacks `kept` and pinned ones: they are tried again when a request ends.
+        The order lacks `kept` and pinned nodes: they are tried again when a request ends.
         """
         while node is not None and _is_free_leaf(node) and not node.num_bytes:
             if node in kept or node.num_pins:
@@ -264,7 +264,7 @@ class MemoryTier:
         return node
 
     def _evict_snapshot(self, trie: PrefixTrie, node: Node, reason: EvictionReason) -> None:
-        """Except window rows that restore points below need."""
+        """Drops a node's snapshot, except window rows that restore points below need."""
         snapshot = node.snapshot
         assert isinstance(snapshot, Snapshot)
         rest = Snapshot(snapshot.offset, snapshot.window, None) if has_shared_rows(self._layout, node) else None
@@ -280,7 +280,7 @@ class MemoryTier:
         name, num_tokens, what = trie.namespace, node.stop - node.start, Happening.EVICTED
         self.num_evictions += 1
         self.evictions[name] += 1
-        if self.journal.tell is not None:  # there may be thousands
+        if self.journal.tell is not None:  # there may be thousands of nodes
             self.journal.record(CacheEvent(what, name, num_tokens, num_bytes, is_snapshot=is_snapshot, reason=reason))
 
     def check(self) -> None:

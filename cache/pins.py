@@ -22,7 +22,7 @@ class PinName:
     namespace: str
     label: str
     is_soft: bool = False
-    """A label may have an explicit pin too."""
+    """A soft pin; the label may have an explicit pin too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class Pins:
         self._release(lambda name, pin: pin.until is not None and pin.until <= now)
 
     def release_soft(self) -> bool:
-        """Ends soft pins; whether a node is no longer pinned."""
+        """Ends soft pins; returns whether that unpinned a node."""
         nodes = self._release(lambda name, pin: pin.until is not None)
         return any(node.num_pins == 0 and node.parent is not None for node in nodes)
 

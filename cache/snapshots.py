@@ -160,11 +160,11 @@ class RestorePoint:
 KEPT_POINTS = 4
 """Pinned at a conversation's end: about two turns."""
 SAME_TOKENS = 64
-"""Of points closer together than this one is kept."""
+"""Of points closer together than this, one is kept."""
 THINNING_TOKENS, THINNING_RATIO = 512, 8
 """Before the newest turn, points are kept at least that many tokens apart, and ever sparser by that ratio."""
 INTERVAL_TOKENS = 8192
-"""Along a new prompt."""
+"""Distance of restore points along a new prompt."""
 
 
 def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
@@ -191,8 +191,8 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 
     `landing` is where its newest turn was restored. Of 2 817 recorded requests of coding agents, 130 continued at the
     last prompt's end or in what was new in it, which `landing` serves, 8 further back, nearly all others at the end.
-    These are kept, and ever fewer before: a point is superseded if its neighbours are, seen from the end, less than
-    `THINNING_RATIO` apart.
+    Points at these places are kept, and ever fewer before: a point is superseded if its neighbours are, seen from the
+    end, less than `THINNING_RATIO` apart.
     """
     behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
     if not behind:
@@ -213,8 +213,9 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
     """Returns the points of a conversation to write to disk, ascending like `points`.
 
-    All shared and explicit ones. The newest prompt's end, which the next turn contains anyway, and the sequence's end
-    if at least `min_gain` tokens after the last on disk: writing all whole state would wear the disk out.
+    These are all shared and explicit points; the newest prompt's end, which the next turn contains anyway; and the
+    sequence's end if at least `min_gain` tokens after the last on disk: writing all whole state would wear the disk
+    out.
     """
     written = set(on_disk)
     chosen = {point.offset for point in points if outlasts_turns(point)}

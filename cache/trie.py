@@ -275,7 +275,7 @@ class Span(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """That dropping the span frees."""
+        """Bytes that dropping the span frees."""
 
     def split(self, offset: int) -> tuple[Any, Any]:
         """`[start, offset)` and `[offset, stop)`, each owning its bytes."""
@@ -289,7 +289,7 @@ class NodeSnapshot(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """That dropping the snapshot frees."""
+        """Bytes that dropping the snapshot frees."""
 
     def split(self, offset: int) -> tuple[Any, Any]:
         """What remains valid at `offset`, if anything, and at `stop`."""
@@ -304,7 +304,7 @@ class Node(TokenNode):
     home: Any = None
     """The span's slot; None if stored."""
     last_used: int = 0
-    """By restoring or recording."""
+    """Tick of the last restore or recording."""
     last_used_behind: int = 0
     """The latest `last_used` here and below."""
     session_id: str | None = None

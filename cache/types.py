@@ -31,10 +31,10 @@ class SharedBuffers(Protocol):
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes beyond what buffers of the sequences' own would have."""
+        """Bytes beyond those that each sequence's own buffers would take."""
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Bytes that a sequence's own buffers would have; 0 if it shares none."""
+        """Bytes that a sequence's own buffers would take; 0 if it shares none."""
 
     def separate(self, caches: Sequence[LayerCache]) -> None:
         """Gives a sequence its state back, evaluated, in its layer caches."""

@@ -56,7 +56,7 @@ class NodeView(EdgeView):
 
     is_live: bool
     kind: RestorePointKind | None
-    """Of the snapshot at `stop`; None if none restores by itself."""
+    """Kind of the snapshot at `stop`; None unless it restores by itself."""
     is_explicit: bool
     is_pinned: bool
     num_uses: int
@@ -85,7 +85,7 @@ class CacheView:
     is_disk_truncated: bool
     state: StateBytes
     disk_writes: DiskWrites | None
-    """Of all namespaces; None without a disk tier."""
+    """Writes of all namespaces; None without a disk tier."""
     num_evictions: int
     budget_bytes: int
     pinned: tuple[str, ...]

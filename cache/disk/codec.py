@@ -19,7 +19,7 @@ from cache.layers.state import RecurrentState, Segment
 from mlx_lm.models import cache as mlx_lm_cache
 
 BLOCK_TOKENS = 256
-"""Tokens with one checksum, so read together."""
+"""Tokens that share a checksum, so they are read together."""
 
 _MLX_TYPES: dict[str, mx.Dtype] = {
     **{name: getattr(mx, np.dtype(bits).name) for name, bits in NUMPY_TYPES.items() if name != "BOOL"},
@@ -61,7 +61,7 @@ class StateImage:
         return rows + sum(array.nbytes for _, array in self._arrays)
 
     def metadata(self) -> dict[str, str]:
-        """What reading the tensors needs."""
+        """Metadata that reading the tensors needs."""
         return {"state": json.dumps({"rows": self._indices if self._has_rows else None, "points": self._tree})}
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
@@ -120,7 +120,7 @@ def _array(file: TensorFile, name: str, start: int = 0, stop: int | None = None)
 
 
 def _tree_of(value: Any, arrays: NamedArrays) -> Any:
-    """JSON, with names for arrays."""
+    """Returns a JSON tree in which names stand for arrays; `arrays` gets the arrays."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, mx.array):

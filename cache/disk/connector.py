@@ -29,7 +29,7 @@ GAIN_SHARE = 2.5
 """A snapshot is written once the rows since the last take this many times its bytes."""
 
 MIN_RESTORE_TOKENS = 256
-"""More than memory restores: evaluating fewer is cheaper than reading."""
+"""Disk must restore so many tokens more than memory: evaluating fewer is cheaper than reading."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DiskMatch:
     offset: int
     span: FileSpan | None
     snapshot: StoredFile | None
-    """None for a model that needs none."""
+    """None if the model needs no snapshot."""
     place: DiskPlace
 
     @property

@@ -48,7 +48,7 @@ NUMPY_TYPES: Mapping[str, str] = {
     "F64": "<f8",
     "C64": "<c8",
 }
-"""For the bits: numpy has no bfloat16."""
+"""Types that hold the bits; numpy has no bfloat16."""
 
 
 class FileSystem:
@@ -90,7 +90,7 @@ class FileSystem:
         return os.preadv(descriptor, [into], offset)
 
     def size(self, descriptor: int) -> int:
-        """Of an open regular file; -1 for anything else."""
+        """Returns an open file's size; -1 if it is no regular file."""
         status = os.fstat(descriptor)
         return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
@@ -139,7 +139,7 @@ def opened(files: FileSystem, descriptor: int) -> Iterator[int]:
 
 
 def write_all(files: FileSystem, descriptor: int, data: bytes | bytearray | memoryview) -> None:
-    """Only a buffer of bytes may be empty."""
+    """Writes all of `data`; only a buffer of bytes may be empty."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[files.write(descriptor, rest) :]

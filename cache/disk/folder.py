@@ -47,7 +47,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _check_owner(files: FileSystem, folder: Path) -> None:
-    """Raises FolderUnsafe if another user could replace it or add files."""
+    """Raises FolderUnsafe if another user could replace the folder or add files."""
     owner, mode = files.owner_and_mode(folder)
     if owner != os.geteuid():
         raise FolderUnsafe(folder, f"belongs to another user (id {owner}); name another one, or change its owner")
@@ -69,15 +69,15 @@ class WriteOrder:
     file: StoredFile
     image: StateImage
     tokens: TokenArray
-    """All before the file's `stop`."""
+    """All tokens before the file's `stop`."""
     day: WriteDay
 
 
 class DiskStore:
-    """An open, locked folder, which is one model's. Any thread may read, one at a time do the rest.
+    """One model's folder, open and locked. Any thread may read; the other methods are for one thread at a time.
 
-    `fingerprint` covers what state depends on: weights, tokenizer, types, library versions. Other state is deleted,
-    and all if the index is damaged.
+    `fingerprint` covers what state depends on: weights, tokenizer, types, library versions. State with another
+    fingerprint is deleted; if the index is damaged, all is.
     """
 
     def __init__(self, folder: Path, fingerprint: str, files: FileSystem | None = None) -> None:
@@ -86,7 +86,7 @@ class DiskStore:
         self._folder = folder
         self._fingerprint = fingerprint
         self.is_failing = False
-        """None is tried until the write queue resets the flag."""
+        """A write has failed; no other is tried until the write queue resets this."""
         try:
             self._files.make_folder(folder)
             _check_owner(self._files, folder)

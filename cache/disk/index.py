@@ -122,9 +122,9 @@ class FileRow:
 
     file: StoredFile
     parent_key: bytes
-    """Before `start`; for a snapshot, `key`."""
+    """Key of the prefix before `start`; for a snapshot, `key`."""
     key: bytes
-    """Before `stop`."""
+    """Key of the prefix before `stop`."""
     tokens: TokenArray
     """Empty for a snapshot."""
 

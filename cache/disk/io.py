@@ -30,7 +30,7 @@ class _Read:
     num_waiting: int = 1
 
     def holds(self, file: StoredFile, rows: FilePart | None) -> bool:
-        """For None, the recurrent state."""
+        """Whether the read covers `rows`, or for None the recurrent state."""
         if self.file is not file or self.rows is None or rows is None:
             return self.file is file and self.rows is rows
         return self.rows.start <= rows.start and rows.stop <= self.rows.stop
@@ -109,7 +109,7 @@ class FileReader:
             result = read.result if read is not None else _CANCELLED
             if read is not None:
                 self._remove(read)
-            # What has not begun to be read is faster read here.
+            # A read that has not begun is faster done here.
             return _fetch(self._store, file, rows) if result.cancelled() else result.result()
         except DiskFault as fault:
             self._log.report(f"a file cannot be read, what it held is evaluated again: {fault}")
@@ -146,7 +146,7 @@ def _fetch(store: DiskStore, file: StoredFile, rows: FilePart | None) -> Segment
 
 
 def _parts_of(item: FileSpan | StoredFile) -> Iterator[tuple[StoredFile, FilePart | None, int]]:
-    """For each read: the file, its rows or for None its recurrent state, the bytes."""
+    """Yields each read: the file, its rows (None: the recurrent state), the bytes."""
     if isinstance(item, FileSpan):
         yield from ((part.file, part, part.num_bytes) for part in item.parts)
         return
@@ -171,7 +171,7 @@ class WriteQueue:
         self._elapsed = elapsed
         self._log = log
         self._writes: deque[tuple[StoredFile, int, Future[Receipt | None]]] = deque()
-        """Each with the bytes that wait for it."""
+        """Each with the bytes held until it ends."""
         self._paused_until = -math.inf
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-writer")
 

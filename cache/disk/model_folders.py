@@ -27,7 +27,7 @@ class ModelFolder:
 
     path: Path
     model: str
-    """As first called, made a file name; may be empty."""
+    """The model's first name, as a file name; may be empty."""
     num_bytes: int
     last_used: float
     """Seconds since 1970; 0 if never written."""
@@ -45,7 +45,7 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
 
 
 def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
-    """Folders, by name, of other files' models called `model`."""
+    """Returns folders of models with the same name but other files, by folder name."""
     name, digits = _file_name(model), fingerprint[:FINGERPRINT_DIGITS]
     with contextlib.suppress(OSError):
         matches = [(path, _FOLDER.fullmatch(path.name)) for path in sorted(_folders(parent))]

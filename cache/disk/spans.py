@@ -24,7 +24,7 @@ class FileState(Enum):
     WRITTEN = "written"
     """Complete, synced, indexed."""
     GONE = "gone"
-    """Or never written."""
+    """Deleted, or never written."""
 
 
 class RowReader(Protocol):
@@ -48,7 +48,7 @@ class StoredFile:
     start: int
     stop: int
     num_bytes: int
-    """On disk; an estimate until written."""
+    """Bytes on disk; an estimate until written."""
     is_snapshot: bool = False
     has_recurrent: bool = False
     name: str = ""
@@ -130,7 +130,7 @@ class FileSpan:
 
     @property
     def num_bytes(self) -> int:
-        """On disk, of each file only this part."""
+        """Bytes on disk, of each file only the part in this span."""
         return sum(part.num_bytes for part in self.parts)
 
     def split(self, offset: int) -> "tuple[FileSpan, FileSpan]":

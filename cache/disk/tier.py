@@ -38,16 +38,16 @@ class DiskSpace:
     def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int, journal: Journal) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        """Unwritten files too."""
+        """Includes files not yet written."""
         self.num_gone = 0
-        """Evicted, damaged, cleared, or replaced, since the start."""
+        """Files evicted, damaged, cleared or replaced since the start."""
         self._tree = tree
         self._queue = queue
         self._journal = journal
         self._namespace_bytes: defaultdict[str, int] = defaultdict(int)
         self._now = 0
         self._touched: set[StoredFile] = set()
-        """Not yet indexed."""
+        """Files whose last use the index lacks."""
 
     def bytes_of(self, namespace: str) -> int:
         """Bytes of a namespace's files, unwritten ones too."""
@@ -138,7 +138,7 @@ class DiskSpace:
 
 
 MAX_VISITED = 4096
-"""Per listing: the worker waits."""
+"""Edges visited for one listing, during which the worker waits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ class DiskListing:
     edges: list[DiskNode]
     """Parents before children."""
     num_edges: int
-    """All, unlisted and unwritten ones too."""
+    """Of all edges, unlisted and unwritten ones included."""
     is_truncated: bool
 
 
@@ -176,7 +176,7 @@ _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def elapsed_seconds() -> float:
-    """Since a fixed moment, the machine's sleep included."""
+    """Returns the seconds since a fixed moment, the machine's sleep included."""
     return time.clock_gettime(_CLOCK_WITH_SLEEP)
 
 
@@ -214,7 +214,7 @@ class DiskTier:
 
     @property
     def is_busy(self) -> bool:
-        """Only urgent writes should be added."""
+        """Whether only urgent writes should be added."""
         self.notice_written()
         return self.queue.is_busy
 
@@ -280,7 +280,7 @@ class DiskTier:
     ) -> StoredFile | None:
         """Writes a snapshot valid right after `tokens`, where the window ends.
 
-        Returns like `write_span`; None also for unstorable state. Replaces one that holds less.
+        Returns like `write_span`; None also for unstorable state. Replaces a snapshot that holds less.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)

@@ -50,7 +50,7 @@ class LruOrder:
         return None
 
     def compact(self, num_files: int) -> None:
-        """Removes GONE files if more than the `num_files` others."""
+        """Removes GONE files if they outnumber the `num_files` others."""
         if len(self._heap) > 2 * num_files + MIN_GARBAGE:
             self._heap = [entry for entry in self._heap if not entry[-1].is_gone]
             heapq.heapify(self._heap)
@@ -61,7 +61,7 @@ class LruOrder:
 
 
 MAX_SPARE_FILES = 16
-"""Evicted at once, unless more are needed: the worker waits."""
+"""Files evicted at once beyond need, since the worker waits."""
 
 
 def extended(hasher: "hashlib.blake2b", tokens: TokenArray) -> "hashlib.blake2b":
@@ -245,7 +245,7 @@ class DiskTree:
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
         """Files to evict, least recently used first, each with all that depend on it.
 
-        They free `excess_bytes`, and `spare_bytes` more if few suffice; none was used at `newest` or later.
+        They free `excess_bytes`, and `spare_bytes` more if few files suffice; none was used at `newest` or later.
         """
         chosen: dict[StoredFile, None] = {}
         waiting: defaultdict[StoredFile, list[StoredFile]] = defaultdict(list)

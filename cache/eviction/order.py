@@ -93,7 +93,7 @@ class FairQueue:
         return candidate
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
-        """Removes outdated ones among the next `num_candidates` or few more; all in turn."""
+        """Removes outdated candidates among the next `num_candidates` or a few more; repeated calls reach all."""
         has_restarted = False
         while num_candidates > 0:
             step = next(self._sweeping, None)
@@ -178,7 +178,7 @@ class EvictionOrder:
     def changed(self, namespace: str, node: Node) -> None:
         """Records a change of a node or a child, or that the node left the trie.
 
-        One that left is forgotten at once: a long prompt joins hundreds of edges.
+        A node that left is forgotten at once, since a long prompt joins hundreds of edges.
         """
         if node.parent is not None:
             self._changed[node] = namespace
@@ -250,7 +250,7 @@ class EvictionOrder:
                 assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
 
     def _find_stale(self) -> dict[Node, str]:
-        """Includes nodes whose value the changes may have lowered."""
+        """Returns changed nodes, and nodes whose value the changes may have lowered."""
         found, seen = dict(self._changed), set[Node]()
         for node, namespace in self._changed.items():
             end = self._valuation.leaf_counting(node)
@@ -275,5 +275,5 @@ class EvictionOrder:
 
 
 def _is_evictable(node: Node) -> bool:
-    """Pinned or not."""
+    """Whether a node can be evicted once it is not pinned."""
     return node.parent is not None and (not node.children or node.snapshot is not None)

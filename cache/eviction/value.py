@@ -31,13 +31,13 @@ class Chance(float, Enum):
     """
 
     REST = 30.0
-    """Its conversation's end was evicted."""
+    """Rest of a conversation whose end was evicted."""
     FIRST = 2.0
     CURRENT = 1.0
     SHARED = 1 / 10
     """Where conversations part; the end of tools and system messages."""
     EARLIER = 1 / 12
-    """Useful once the conversation's end is evicted."""
+    """A point that is useful once the conversation's end is evicted."""
     PROBATION = 1 / 16
     """A prompt's end without a session."""
     LANDING = 1 / 20
@@ -46,7 +46,7 @@ class Chance(float, Enum):
     LEFT = 1 / 100
     """The session continued elsewhere."""
     SUPERSEDED = 1e-6
-    """By newer restore points."""
+    """Superseded by newer restore points."""
     UNUSABLE = 0.0
     """After the last restore point."""
 
@@ -65,17 +65,17 @@ class Candidate:
     """State that can be evicted."""
 
     key: Any
-    """The caller's, never inspected."""
+    """The caller's name of the state, never inspected."""
     num_bytes: int
     num_tokens: int
-    """From the nearest remaining restore point."""
+    """To evaluate without the state, from the nearest remaining restore point."""
     last_used: int
-    """Or any below."""
+    """Tick of the last use, here or below."""
     chance: float = Chance.CURRENT
     is_explicit: bool = False
     """Evicted last."""
     is_session_end: bool = False
-    """Not of background work."""
+    """A session ends here, other than of background work."""
 
     @cached_property
     def weight(self) -> tuple[bool, float]:
@@ -194,7 +194,7 @@ class Queue:
 
 @dataclass
 class _Heap:
-    """Last used in `[start, stop)`, the lightest first, then the oldest."""
+    """Candidates last used in `[start, stop)`, the lightest first, then the oldest."""
 
     start: int
     stop: int
@@ -213,7 +213,7 @@ class _Heap:
 
 
 _HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind.INTERVAL)
-"""No conversation ends there."""
+"""Kinds at which no conversation ends."""
 
 
 class Valuation:
@@ -224,10 +224,10 @@ class Valuation:
         self._needs_snapshots = layout.needs_snapshots
         self._ends: dict[tuple[str, str], Node] = {}
         self._current: dict[tuple[str, str], dict[Node, None]] = {}
-        """Several if a session's last end was evicted."""
+        """Ends of each session: several if the last end was evicted."""
 
     def record_session_end(self, namespace: str, node: Node) -> list[Node]:
-        """Records that `node` ends its session; returns other nodes valued so."""
+        """Records that `node` ends its session; returns other nodes valued as its end."""
         if node.session_id is None:
             return []
         session = namespace, node.session_id
@@ -340,7 +340,7 @@ class Valuation:
         return 0
 
     def _tail_bytes(self, leaf: Node) -> int:
-        """Of a leaf and nodes useless without it."""
+        """Bytes of a leaf, and of nodes useless without it."""
         num_bytes, node = leaf.num_bytes, leaf.parent
         while node is not None and self._needs_snapshots and not self._is_point(node):
             if len(node.children) > 1 or node.num_slots:
@@ -363,7 +363,7 @@ def _is_last_point(node: Node) -> bool:
 
 
 def _newer(node: Node) -> Node | None:
-    """None at a fork."""
+    """The next node below with a snapshot, else the leaf; None at a fork."""
     if len(node.children) != 1:
         return None
     (node,) = node.children.values()

@@ -33,7 +33,7 @@ from cache.types import LayerCache
 
 
 class RowLeaf:
-    """Adapter of a class with rows per token; this one, of `KVCache`."""
+    """Adapter of a cache class with rows per token; this base class, of `KVCache`."""
 
     num_components = 2
     can_overallocate = True
@@ -41,7 +41,7 @@ class RowLeaf:
 
     def __init__(self, window: int = 0) -> None:
         self.window = window
-        """How many of the last rows are kept; 0 if all."""
+        """Number of last rows kept; 0 if all are."""
 
     def length(self, cache: LayerCache) -> int:
         """The number of rows; the last is at the sequence's end."""
@@ -165,9 +165,7 @@ def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
 
 
 GROWTH_TOKENS = 256
-"""Growing a full span buffer reads and writes all rows once, attention reads them for each token: one part in 128
-more.
-"""
+"""A full span buffer grows by so many tokens: copying all rows costs 1/128 of reading them for each token."""
 
 
 @dataclass(frozen=True)
@@ -417,7 +415,7 @@ def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
 
 
 CHUNK_TOKENS = 256
-"""Of a prompt in one model call, by default."""
+"""Prompt tokens in one model call, by default."""
 
 
 class SequenceSizes:

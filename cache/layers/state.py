@@ -16,7 +16,7 @@ from cache.types import LayerCache
 
 _PROBE_BYTES = 1 << 20
 _SMALLEST_BYTES = 8
-"""On CUDA, where sizes below a page are powers of two."""
+"""Smallest allocation on CUDA, where sizes below a page are powers of two."""
 
 
 def owned(array: mx.array) -> mx.array:
