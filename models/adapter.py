@@ -16,7 +16,7 @@ class Adapter:
     """As clients request it."""
     index: int
     digest: str
-    """32 hexadecimal digits, other ones for other results."""
+    """32 hexadecimal digits, which differ if results differ."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ def parse_adapter(text: str) -> AdapterPlace:
 
 
 def state_namespace(namespace: str, adapter: Adapter | None) -> str:
-    """The name of stored states of a client's namespace, apart for each adapter.
+    """Returns the name under which state of a client's namespace and an adapter is stored.
 
-    A client's own begins with a digest or a slash: none looks like an adapter's.
+    A client's namespace begins with a digest or a slash, so none looks like an adapter's name.
     """
     return namespace if adapter is None else f"lora:{adapter.digest}:{namespace}"
 
 
 def client_namespace(state_name: str) -> tuple[str, str | None]:
-    """The client's namespace in a name of states, and the adapter's digest."""
+    """Returns the client's namespace and the adapter's digest from a `state_namespace`."""
     kind, _, rest = state_name.partition(":")
     if kind != "lora":
         return state_name, None

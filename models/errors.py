@@ -102,7 +102,7 @@ FOREIGN_FAULTS = (
     SyntaxError,
     MemoryError,
 )
-"""What a template or parser may raise; Python's own raises MemoryError for deep nesting."""
+"""What a template or parser may raise; Python's parser raises MemoryError for deep nesting."""
 
 
 def reason(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libmkl_rt.so.3", "libmkl_rt.so.2")
-"""With `cblas_sgemm`, the fastest first."""
+"""Libraries with `cblas_sgemm`, the fastest first."""
 ADVICE = "apt install libopenblas0-pthread"
 
 

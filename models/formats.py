@@ -33,7 +33,7 @@ class EmbeddingFormat:
 
     pooling: Pooling = Pooling.MEAN
     end_token_id: int | None = None
-    """After every text, if any."""
+    """The token after every text, if any."""
 
     def cut(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """A text's first `max_tokens`; the end token stays at the end."""
@@ -99,10 +99,10 @@ def judged_text(query: str, document: str, instruction: str | None = None) -> st
 def read_rerank_format(
     name: str, config: Mapping[str, Any], template: str, token_id: Callable[[str], int | None]
 ) -> Judgement | None:
-    """How a model judges; None for no reranker of this kind.
+    """Returns how a model judges; None if it is no reranker of this kind.
 
-    Its configuration names the two tokens (`classifier_from_token`, as vLLM reads it: no, then yes), or its template
-    or name is Qwen3-Reranker's.
+    A reranker's configuration names the two tokens (`classifier_from_token`, as vLLM reads it: no, then yes), or its
+    template or name is Qwen3-Reranker's.
     """
     named = config.get("classifier_from_token")
     if named is None and _QUESTION not in template and not _NAME.search(name):

@@ -88,7 +88,7 @@ TellPull: TypeAlias = Callable[[PullEvent], None]
 
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5
-"""In a row without a new byte."""
+"""Attempts in a row without a new byte."""
 _PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _BUSY = (429, 500, 502, 503, 504)
@@ -223,7 +223,7 @@ class _Progress:
         self.add(0)
 
     def add(self, num_bytes: int) -> None:
-        """Negative if a file is fetched anew."""
+        """Counts fetched bytes; negative if a file is fetched anew."""
         self._done_bytes += num_bytes
         self._file_bytes += num_bytes
         self.tell(PullProgress(self._file, self._file_bytes, self._done_bytes, self.total_bytes))
@@ -262,7 +262,7 @@ def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, add:
 
 
 def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
-    """None if another attempt makes no sense."""
+    """Returns the seconds until another attempt; None if that makes no sense."""
     if not isinstance(error, HfHubHTTPError):
         return _PAUSE_SECONDS
     if error.response.status_code not in _BUSY:

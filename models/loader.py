@@ -55,7 +55,7 @@ def _check_model_code(config: dict[str, Any], name: str) -> None:
 
 
 def _check_tokenizer_code(folder: Path, name: str) -> None:
-    """Refuses code that no `tokenizer.json` replaces: transformers' own may cut otherwise."""
+    """Refuses a tokenizer's code without a `tokenizer.json`: transformers' tokenizer may cut texts otherwise."""
     if (folder / "tokenizer.json").is_file():
         return
     code = _tokenizer_code(folder)
@@ -79,7 +79,7 @@ def _refusal_of_tokenizer(name: str, code: str) -> str:
 
 
 def _code_in(auto_map: Any, kinds: tuple[str, ...]) -> str | None:
-    """Older folders give a tokenizer's classes as a list alone."""
+    """Returns the code named by `auto_map`, if any; older folders name a tokenizer's classes in a list alone."""
     if isinstance(auto_map, list) and "AutoTokenizer" in kinds:
         auto_map = {"AutoTokenizer": auto_map}
     if not isinstance(auto_map, dict):
@@ -147,7 +147,7 @@ _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_de
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model ready to run. Its weights are evaluated: any thread may use it, one at a time."""
+    """A model ready to run, its weights evaluated. Any thread may use it, one at a time."""
 
     name: str
     path: Path
@@ -241,7 +241,7 @@ def convert_weights(
     try:
         model, config = load_model(path, lazy=True)
         if bits is not None:
-            # It prints.
+            # The library prints.
             with contextlib.redirect_stdout(io.StringIO()):
                 model, config = quantize_model(model, config, None, bits)
         arrays = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]
@@ -300,7 +300,7 @@ def _load_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def _check_readable(path: Path) -> None:
-    """The libraries' own errors mislead."""
+    """Checks that files can be read: the libraries' own errors mislead."""
     at = path
     try:
         for at in [path, *path.iterdir()]:
@@ -312,7 +312,7 @@ def _check_readable(path: Path) -> None:
 
 def _check_model_type(config: dict[str, Any], name: str) -> None:
     model_type = config.get("model_type")
-    # It becomes the name of a module: some of mlx-lm's have a hyphen, none has a dot or a slash.
+    # The type becomes a module's name: some of mlx-lm's have a hyphen, none has a dot or a slash.
     if not isinstance(model_type, str) or not model_type.replace("-", "_").isidentifier():
         raise ModelBroken(f"{name}: config.json names no model_type, but {model_type!r}")
     module = MODEL_REMAPPING.get(model_type, model_type)
@@ -324,7 +324,7 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
 
 
 def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> None:
-    """All layers would be built before missing weights are noticed."""
+    """Refuses too many layers, which would be built before missing weights are noticed."""
     num_weights = sum(len(weights.read_header(file)) for file in files)
     for section in _sections(config):
         for key in _LAYER_KEYS:
@@ -353,7 +353,7 @@ def _arrays(tree: Any) -> Iterator[mx.array]:
 
 
 def _check_normalizer(path: Path, name: str) -> None:
-    """Refuses a tokenizer that first makes texts far longer."""
+    """Refuses a tokenizer whose normalizer makes texts far longer."""
     raw = path.read_bytes() if path.is_file() else b""
     if b"Replace" not in raw and b"\\u00" not in raw:
         return

@@ -125,10 +125,10 @@ class AdaptedLayer(Module):
 
 
 class Variants:
-    """A layer's variants by adapter index; plain ones also stacked."""
+    """A layer's variants by adapter index; plain variants also stacked."""
 
     def __init__(self, by_index: Mapping[int, Module], *, are_plain: bool) -> None:
-        """Plain ones each add exactly `scale * (x @ lora_a) @ lora_b`."""
+        """A plain variant adds exactly `scale * (x @ lora_a) @ lora_b`."""
         self.by_index: dict[int, Any] = dict(by_index)
         self.are_plain = are_plain
 
@@ -161,9 +161,9 @@ def own_arrays(layer: Module) -> dict[str, mx.array]:
 _PROMPT_TOKENS = 5
 _STEPS = 2
 _LARGEST_SHARE = 0.1
-"""The most that counts as rounding, as a fraction of the adapters' effect."""
+"""The largest difference that counts as rounding, as a fraction of the adapters' effect."""
 _ROUNDING = 16
-"""In units in the last place of the largest logit."""
+"""Rounding of one logit, in units in the last place of the largest logit."""
 
 
 def can_mix(model: Any, adapters: AdapterSet, vocab_size: int) -> bool:

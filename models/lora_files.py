@@ -40,7 +40,7 @@ _PEFT_FACTORS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter's files, checked without its model."""
+    """An adapter's files, checked without the model."""
 
     name: str
     path: Path
@@ -106,7 +106,7 @@ def read_tensors(adapter: AdapterFolder) -> dict[str, mx.array]:
     """An adapter's tensors; raises ModelBroken."""
     try:
         found = mx.load(str(adapter.weights))
-    except Exception as error:  # of the file's reader, for whatever is wrong with it
+    except Exception as error:  # the reader's error, for whatever is wrong with the file
         raise ModelBroken(f"adapter {adapter.name}: {adapter.weights} cannot be read: {error}") from error
     if not isinstance(found, dict) or not found:
         raise ModelBroken(f"adapter {adapter.name}: {adapter.weights} holds no tensors")
@@ -186,13 +186,13 @@ def _variants(layers: dict[int, Module]) -> Variants:
 
 
 def _layers_of(model: Module, folder: AdapterFolder) -> dict[str, Module]:
-    """By path; leaves the model unchanged."""
+    """Returns an adapter's layers by path; leaves the model unchanged."""
     own = dict(_named_modules(model))
     if folder.is_peft:
         return {path: _around(own, folder, path, part) for path, part in low_ranks(folder).items()}
     try:
         load_adapters(model, str(folder.path))
-    except Exception as error:  # whatever mlx-lm finds wrong
+    except Exception as error:  # mlx-lm's, for whatever it finds wrong
         reason = " ".join(str(error).split())
         raise ModelBroken(f"adapter {folder.name}: it is not one of this model: {reason}") from error
     made = {path: layer for path, layer in _named_modules(model) if path in own and own[path] is not layer}
@@ -219,7 +219,7 @@ def _around(own: dict[str, Module], folder: AdapterFolder, path: str, part: LowR
 
 
 def _settled(layer: Module, *, as_float32: bool) -> Module:
-    """For any thread: without dropout, its own weights in memory."""
+    """Makes a layer usable by any thread: without dropout, the adapter's weights in memory."""
     layer.eval()
     own: dict[str, Any] = own_arrays(layer)
     if as_float32:

@@ -37,7 +37,7 @@ _REPOSITORY = re.compile(
 )
 
 _HOME = "models--"
-"""How the folder of a repository begins."""
+"""How the name of a repository's folder begins."""
 _ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>[^/?#]+/[^/?#]+)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>refs/[^/?#]+/[^/?#]+|[^/?#]+)[^?#]*)?/?(?:[?#].*)?",
@@ -255,7 +255,7 @@ def _snapshot(repository: RepositoryName) -> Path | None:
 
 
 def _repository_identity(repository: str, snapshot: Path) -> str:
-    """The same for every branch, tag or commit of a revision."""
+    """Returns one id for every branch, tag or commit of a revision."""
     return str(RepositoryName(repository, _shortest(_refs(snapshot), snapshot.name)))
 
 
@@ -280,7 +280,7 @@ def installed() -> list[InstalledModel]:
 
 def used_last() -> str | None:
     """The downloaded chat model that was read last, if any."""
-    # Before any of their files is looked into.
+    # Sorted before any file is read.
     for path in sorted(_snapshots(), key=_last_read, reverse=True):
         if "main" in _refs(path) and _is_usable(path) and _can_chat(path):
             return _repository_of(path)
@@ -309,7 +309,7 @@ def cache_folder() -> Path:
 
 
 def cache_stamp() -> tuple[tuple[str, int], ...]:
-    """Each folder's modification time in nanoseconds: any file or name of a revision changes it."""
+    """Each folder's modification time in nanoseconds, which changes with any file or name of a revision."""
     repositories = cache_folder().glob("models--*")
     folders = [one for repository in repositories for one in (repository / "refs", *repository.glob("snapshots/*"))]
     stamps = []
@@ -423,7 +423,7 @@ GENERAL = "qwen3"
 def suggest_smaller(name: str, limit_bytes: int) -> str | None:
     """The short name of the largest model within `limit_bytes`, if any.
 
-    Of the family of `name`, else of a similar one, else of any.
+    Models of the family of `name` come first, then those of a similar family, then all.
     """
     everything = [one for family in FAMILIES.values() for one in family]
     for candidates in (_within(name, "[^a-z0-9]"), _within(name, "[^a-z]"), FAMILIES[GENERAL], everything):

@@ -106,12 +106,12 @@ _KINDS: dict[type[Module], Callable[[bool], Module]] = {
     QuantizedEmbedding: lambda has_bias: Embedding(1, 1),
     QuantizedSwitchLinear: lambda has_bias: SwitchLinear(1, 1, 1, bias=has_bias),
 }
-"""Packed layers, and makers of plain ones."""
+"""Kinds of packed layers, with makers of plain ones."""
 _MATRICES = (*_KINDS, Linear, Embedding, SwitchLinear)
 
 
 def _packed(model: Module) -> Iterator[tuple[str, Module]]:
-    """Derived kinds stay unchanged."""
+    """Yields packed layers by name, but none of derived kinds."""
     for name, module in cast(Any, model).named_modules():
         if type(module) in _KINDS and module.get("global_scale") is None:
             yield name, module

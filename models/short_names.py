@@ -23,7 +23,7 @@ class ShortName:
     family: str
     repository: str
     num_bytes: int
-    """Of the weights, estimated."""
+    """Estimated bytes of the weights."""
     is_usual: bool
 
 
@@ -42,12 +42,12 @@ def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, 
 
 
 def _bits(kind: str) -> float:
-    """Including its share of the scales."""
+    """Returns a quantization's bits for each weight, scales included."""
     return {"bf16": 16.0, "mxfp4": 4.25}.get(kind) or int(kind.removesuffix("bit")) + 0.5
 
 
 SHORT_NAMES = _read(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")))
-"""All, a family's usual ones by size."""
+"""All short names; a family's usual names by size."""
 FAMILIES: Mapping[str, Sequence[ShortName]] = {
     family: sorted(
         (one for one in SHORT_NAMES.values() if one.family == family and one.is_usual), key=lambda one: one.num_bytes

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pydantic_core
 
-# A pair is one character and stays; so does what only looks like an escape, since its backslash is escaped itself.
+# A pair is one character and stays. An escaped backslash before `u` is no escape and stays too.
 _ESCAPES = re.compile(
     r"\\u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
 )
@@ -64,7 +64,7 @@ def enclose(text: str) -> str:
 
 
 def opened(enclosed: str) -> str | None:
-    """Returns the text that `enclose` was given; None for any other."""
+    """Returns the text that `enclose` was given; None if `enclosed` is not from there."""
     if not enclosed.startswith(_MARK):
         return None
     try:

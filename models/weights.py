@@ -26,7 +26,7 @@ _IDENTITY_FILES = (
     *("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.json", "*.jinja"),
     "additional_chat_templates/*.jinja",
 )
-"""They decide tokens and results, not how answers are sampled."""
+"""Files that decide tokens and results, not how answers are sampled."""
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -123,7 +123,7 @@ def unreadable(path: Path, error: OSError) -> ModelBroken:
 def fingerprint(folder: Path) -> str:
     """32 hexadecimal digits that differ for different models, in any folder.
 
-    They cover configuration, tokenizer, templates, and every tensor's name, type, shape and middle bytes.
+    The digits cover configuration, tokenizer, templates, and every tensor's name, type, shape and middle bytes.
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in _parts(folder):

@@ -62,7 +62,7 @@ class Detokenizer:
         return self._bytes[token_id]
 
     def piece(self, token_id: int) -> bytes:
-        """Bytes of a token, special or not, perhaps part of a character; none for an unknown id."""
+        """Returns a token's bytes, special or not, perhaps part of a character; none for an unknown id."""
         return self.bytes_of(token_id) if self.encodes_bytes else self._decoded([token_id]).encode()
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -88,7 +88,7 @@ class Detokenizer:
 
 
 def markers(wrapper: TokenizerWrapper) -> tuple[str, ...]:
-    """Texts that structure a model's output; some consist of special tokens."""
+    """Returns texts that structure a model's output; some consist of special tokens."""
     texts = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
     return tuple(text for text in (*texts, *wrapper.structural_markers) if text)
 
@@ -138,7 +138,7 @@ class StreamDecoder:
         return self._release(is_final=False)
 
     def finish(self) -> str:
-        """The text held back; an incomplete character becomes U+FFFD."""
+        """Returns the text held back; an incomplete character becomes U+FFFD."""
         if self._detokenizer.encodes_bytes:
             return self._utf8.decode(b"", final=True)
         return self._release(is_final=True)

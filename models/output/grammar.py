@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MaskWords = NDArray[np.int32]
-"""One bit per token, the lowest of the first word for token 0; 1 if it may come next."""
+"""One bit per token, 1 if the token may come next; the lowest bit of the first word is for token 0."""
 
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -81,23 +81,23 @@ class OutputGrammar:
 
 
 _OPEN: Final = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
-"""By which a schema itself describes other members."""
+"""Keywords by which a schema itself describes other members."""
 _COMBINING: Final = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
-"""By which other schemas describe the same object."""
+"""Keywords by which other schemas describe the same object."""
 _DEMANDING: Final = ("properties", "required", "minProperties", "enum", "const")
-"""By which a schema describes members, unless empty."""
+"""Keywords by which a schema describes members, unless empty."""
 _SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _LISTS_OF_SCHEMAS: Final = {"anyOf", "oneOf", "prefixItems"}
 _SCHEMAS: Final = {"items", "additionalProperties", "contains"}
 _VALUES: Final = {"const", "enum", "default", "examples"}
 BOUNDS: Final = {f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties", "Contains")}
-"""Whole numbers, which JSON Schema also allows as 2.0."""
+"""Keywords with whole numbers, which JSON Schema also allows as 2.0."""
 
 
 def close_objects(schema: Any) -> Any:
     """A schema whose objects have only the members they name, unless they say otherwise.
 
-    One in which several describe an object (`allOf` of more than one) stays open.
+    A schema in which several describe an object (`allOf` of more than one) stays open.
     """
     schema = _with_whole_bounds(schema)
     return schema if _joins_schemas(schema) else _closed(schema)

@@ -64,7 +64,7 @@ class OutputParser(Protocol):
 
     @property
     def made_calls(self) -> bool:
-        """Whether it returned a complete tool call."""
+        """Whether the parser returned a complete tool call."""
         ...
 
     def feed(self, text: str) -> list[Piece]:
@@ -106,7 +106,7 @@ class Found(NamedTuple):
 
     before: str
     marker: str | None
-    """Complete, right after `before`, if any."""
+    """The complete marker right after `before`, if any."""
     after: str
     """The piece's rest after the marker."""
 
@@ -139,7 +139,7 @@ class MarkerSearch:
         return bool(self._held)
 
     def flush(self) -> str:
-        """The text held back: the text has ended, so it is no marker."""
+        """Returns the text held back, which is no marker since the text has ended."""
         held, self._held = self._held, ""
         return held
 

@@ -25,10 +25,10 @@ KNOWN_MARKERS: Final = (
 )
 
 HARMONY_END: Final = "<|end|>"
-"""Of gpt-oss, which then names its answer's channel."""
+"""End of reasoning of gpt-oss, which then names the answer's channel."""
 
 _IN_LINES: Final = "</"
-"""End markers on a line of their own, with an empty line after."""
+"""How end markers begin that stand on a line of their own, with an empty line after."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,10 @@ class ReasoningParser:
 
 
 class ReasoningWatch:
-    """Counts one answer's reasoning tokens, without markers; closes it at the limit. Takes every token in order."""
+    """Counts one answer's reasoning tokens, without markers; ends the reasoning at the limit.
+
+    Takes every token in order.
+    """
 
     def __init__(self, thinking: Thinking) -> None:
         self.num_tokens = 0

@@ -48,13 +48,13 @@ class ToolFormat:
 
     start: str
     end: str
-    """May be empty: the call then ends with the answer."""
+    """End marker; empty if a call ends with the answer."""
     parse: Callable[[str, Any], Any]
     """(text, tools) to one or a list of `{"name", "arguments"}`; raises for malformed text."""
     head: re.Pattern[str] = JSON_HEAD
     """Text before arguments that are a JSON object, with group `name`."""
     frames: tuple[str, ...] = ()
-    """Around all of an answer's calls; dropped like white space."""
+    """Texts around all of an answer's calls; dropped like white space."""
     writes_json: bool = False
     """Each call is `{"name", "arguments"}` in JSON."""
 
@@ -127,7 +127,7 @@ _SPACE = " \t\r\n"
 _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LITERAL_END = re.compile(rf"[,\]}}{_SPACE}]")
 _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))*')
-"""Without halves of characters."""
+"""Characters of a JSON string, without halves of surrogate pairs."""
 _ESCAPE_BEGUN = re.compile(r"\\(?:u(?:[0-9a-cA-CeEfF][0-9a-fA-F]{0,2}|[dD](?:[0-7][0-9a-fA-F]?)?)?)?")
 
 
@@ -210,7 +210,7 @@ class JsonPrefix:
             self.is_broken = True
 
     def _read_literal(self) -> None:
-        """Once its end is there: a number may continue with every digit."""
+        """Reads a literal once its end is there: a number may continue with every digit."""
         end = _LITERAL_END.search(self._text, self._at)
         if end is None:
             return
@@ -225,11 +225,11 @@ class JsonPrefix:
 
 
 MAX_HEAD_CHARACTERS = 2048
-"""Without arguments by then, a call is read when complete."""
+"""A call without arguments up to this length is read when complete."""
 
 
 class OpenCall:
-    """One call as it is written. Its arguments are passed on as soon as `find_arguments` tells where they begin."""
+    """One call while the model writes it: arguments are passed on once `find_arguments` tells where they begin."""
 
     def __init__(self, find_arguments: Callable[[str], tuple[str, int] | None]) -> None:
         """`find_arguments` returns an unfinished call's name, and where its arguments begin, if it holds both."""

@@ -46,7 +46,7 @@ class HarmonyParser:
         self._has_tools = bool(tools)
         self._search = MarkerSearch([MESSAGE])
         self._header: str | None = ""
-        """Of the next message so far; None within its body."""
+        """Header of the next message so far; None within a message's body."""
         self._is_reasoning = False
         self._call: _HarmonyCall | None = None
 
@@ -118,7 +118,7 @@ class HarmonyParser:
 
 
 class _HarmonyCall(OpenCall):
-    """Without a name the body of a message ends up as text."""
+    """A call of gpt-oss; without a name the message's body becomes text."""
 
     def __init__(self, name: str, header: str) -> None:
         super().__init__(self._find_body)
@@ -161,7 +161,7 @@ class BareCallParser:
         """None once the answer is text."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Text certain to be no call."""
+        """Returns text that is certainly no call."""
         if self._held is None:
             return [Text(text)] if text else []
         self._held += text
@@ -274,7 +274,7 @@ def _call(node: ast.expr) -> dict[str, Any]:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Models write JSON's words for Python's."""
+    """Replaces JSON's words by Python's: models write either."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node

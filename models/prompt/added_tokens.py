@@ -54,7 +54,7 @@ class Borders:
         self._pattern = re.compile(_any_of(_entangled(self._borders, texts)))
         self.token_ids = frozenset(marks)
         self.opener = self._choose_opener(texts)
-        """Before any part it leaves the rest unchanged."""
+        """Text that, put before any part, leaves the part's tokens unchanged."""
 
     def __bool__(self) -> bool:
         return bool(self._borders)

@@ -47,17 +47,17 @@ _MAX_ADDED_TOKENS = 70_000
 _MAX_ADDED_SQUARES = 1 << 26
 """Limit of the tokens' squared lengths."""
 _MAX_FAR_SEARCHES = 64
-"""Contents not found before the next are searched for nearby only."""
+"""After so many contents not found, the others are searched for nearby only."""
 _NEAR_CHARACTERS = 1 << 16
 _READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
 _ASKS: Message = {"role": "user", "content": "a"}
 _MARKS = ("qendx", "q7endx", "qend0fx")
-"""No template changes them; none overlaps itself."""
+"""Texts that no template changes and that do not overlap themselves."""
 
 
 class ChatTemplateError(ModelError):
-    """The template refuses the conversation; the message is its own."""
+    """The template refuses the conversation; the message is the template's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class ChatRenderer:
     def encode(self, text: str) -> RenderedPrompt:
         """Tokens of a plain prompt, with the model's first token, if any; raises PromptTooLong.
 
-        Its restore point is before the last token, which may merge with later text.
+        The restore point is before the last token, which may merge with later text.
         """
         bos, eos = self._tokenizer.bos_token, self._tokenizer.eos_token
         add_special = not (bos and text.startswith(bos))
@@ -179,7 +179,7 @@ class ChatRenderer:
 
     @cached_property
     def _plain_parts(self) -> PromptParts | None:
-        """Reads special tokens as text."""
+        """Returns parts that read special tokens as text."""
         if self._backend is None:
             return None
         plain = copy.copy(self._backend)
@@ -189,7 +189,7 @@ class ChatRenderer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]] | None:
-        """Ids put around a text; None if the tokenizer does something else."""
+        """Returns the ids that the tokenizer puts around a text; None if it does something else."""
         plain, framed = (self._encode_plain("a", add_special_tokens=special) for special in (False, True))
         for start in range(len(framed) - len(plain) + 1):
             if framed[start : start + len(plain)] == plain:
@@ -302,7 +302,7 @@ class _Conversation:
         return Outline(tuple(starts), tuple(str(message["role"]) for message in self._messages))
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
-        """They share exactly the part worth restoring."""
+        """Yields conversations that share with this one exactly the part worth restoring."""
         messages = self._messages
         num_system = num_leading_system(messages)
         if num_system or self._tools:
@@ -366,7 +366,7 @@ def _edge(boundary: int, kind: RestorePointKind, before: Callable[[int], int], i
 
 
 def _parts_of(backend: Any, added: Mapping[int, Any], template: str) -> PromptParts | None:
-    """Cut at borders if proven; None for a slow tokenizer."""
+    """Returns parts, cut at borders if proven; None for a slow tokenizer."""
     if backend is None:
         return None
     lengths = [len(token.content) for token in added.values()]

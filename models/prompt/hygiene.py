@@ -33,7 +33,7 @@ def with_constant_headers(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_constant_header(text: str) -> str:
-    """With constants in the first line."""
+    """Returns the text with constants in the first line."""
     line = _BILLING_LINE.match(text)
     if line is None:
         return text
@@ -44,7 +44,7 @@ def with_constant_header(text: str) -> str:
 
 
 MAX_TOOLS = 512
-"""Remembered; the least recently used are forgotten."""
+"""Tools remembered; the least recently used are forgotten."""
 MAX_TOOL_BYTES = 16 << 10
 """A longer definition is shown as sent. All remembered take at most 8 MiB."""
 

@@ -20,7 +20,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 
 _JOINT = "\n\n"
 _ID_CHARACTERS = 9
-"""Required by Mistral's templates."""
+"""Length of a call's id in Mistral's templates."""
 
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
@@ -118,7 +118,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _in_turn(message: Message, calls: list[Mapping[str, Any]], results: Sequence[Message]) -> Iterator[Message]:
-    """A later result changes nothing before it."""
+    """Yields a message with its calls and results in turn, so that a later result changes nothing before it."""
     content = message["content"]
     for result in results:
         answered = next((call for call in calls if call.get("id") == result.get("tool_call_id")), None)
@@ -225,7 +225,7 @@ class Shape:
     change: Change = list
     change_tool: ToolChange = dict
     tools: Tools = None
-    """Shown with the sample."""
+    """Tools of the sample."""
 
     def must_change(self, apply: Apply, tools: Tools) -> bool:
         """Whether a template accepts the sample only when changed."""
@@ -247,11 +247,11 @@ class Adaptation:
     shapes: tuple[Shape, ...] = ()
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """As the template accepts them."""
+        """Returns messages in the shape that the template accepts."""
         return reduce(lambda changed, shape: shape.change(changed), self.shapes, list(messages))
 
     def tools(self, tools: Tools) -> Tools:
-        """As the template accepts them."""
+        """Returns tools in the shape that the template accepts."""
         if not tools:
             return None
         return [reduce(lambda changed, shape: shape.change_tool(changed), self.shapes, tool) for tool in tools]
@@ -346,7 +346,7 @@ SHAPES: tuple[Shape, ...] = (
     Shape([_says("system", "qrule"), _ASKS], _has("qrule", "qask"), no_system),
     Shape([_ASKS, _says("user", "qgo")], _in_order("qask", "qgo"), users_joined),
 )
-"""In the order of changing."""
+"""All shapes, in the order in which they are changed."""
 
 
 @dataclass(frozen=True)

@@ -28,29 +28,29 @@ from models.prompt import template_sizes
 from models.prompt.tokenize import stop_if_abandoned
 
 MAX_OWN_ITEMS: Final = 100_000
-"""Of a range that the sandbox makes."""
+"""Length of a range that the sandbox makes."""
 MAX_STEPS: Final = 3_000_000
-"""Of one rendering: about ten seconds, six times what 4 000 messages take."""
+"""Steps of one rendering: about ten seconds, six times what 4 000 messages take."""
 MAX_SAMPLE_STEPS: Final = 20_000
 _STEPS_PER_LOOK: Final = 4096
 _CHARACTERS_PER_STEP: Final = 256
 _ITEMS_PER_STEP: Final = 8
 
 MAX_TEMPLATE_CHARACTERS: Final = 1 << 18
-"""A template takes a hundredth; Python compiles without interruption."""
+"""A hundred times a usual template; Python compiles without interruption."""
 _FEW: Final = 256
 _LIGHT_CHARACTERS: Final = 4096
 _LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
 _COMPARISONS: Final = {"gteq": "ge", "lteq": "le"}
 _PLAIN: Final = frozenset({str, int, list, dict})
 _NEEDLESS_METHODS: Final = frozenset({"encode", "expandtabs", "to_bytes", "translate"})
-"""Of texts and numbers: they make bytes, or texts far longer."""
+"""Methods of texts and numbers that make bytes, or texts far longer."""
 _DICT_METHODS: Final = frozenset(dir(dict))
 _LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
 _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
 _LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
-"""For web pages, some slow."""
+"""Filters for web pages, some slow."""
 _LIGHT_TESTS: Final = frozenset(
     {
         *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
@@ -209,7 +209,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     weighed = staticmethod(_weighed)
     take_step = staticmethod(_take_step)
     optimized = False
-    """A constant would be computed in compiling, at any cost."""
+    """Off, since constants would be computed in compiling, at any cost."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """An attribute or member, common cases first."""
@@ -338,7 +338,7 @@ def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., template
     formats = name in ("format", "divisibleby", "even", "odd")  # a short text makes a long one
     is_shallow = name in template_sizes.SHALLOW_FILTERS
 
-    @wraps(apply)  # which keeps what Jinja notes on a filter
+    @wraps(apply)  # keeps what Jinja notes on a filter
     def checked(*args: Any, **kwargs: Any) -> Any:
         if kwargs or formats or not _are_light(args[num_own:]):
             if not is_shallow:

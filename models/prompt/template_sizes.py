@@ -12,20 +12,20 @@ from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
 MAX_CHARACTERS: Final = 1 << 26
-"""Of one text; a prompt is shorter, since request bodies are."""
+"""Length of one text; a prompt is shorter, since request bodies are."""
 MAX_ITEMS: Final = 1_000_000
 MAX_WORKED_ITEMS: Final = 250_000
 MAX_WORKED_CHARACTERS: Final = 1 << 22
-"""Of all texts in a function that does more than search or copy."""
+"""Length of all texts in a function that does more than search or copy."""
 MAX_INTEGER_BITS: Final = 4096
 MAX_WIDTH: Final = 100_000
-"""Of a padded text."""
+"""Length of a padded text."""
 
 _FORMAT_FIELD = re.compile(r":[^{}:]*[{}]")
 _PERCENT_FIELD = re.compile(r"%[-+ #\d.]*\*?|\)[-+ #\d.]*")
 _MAX_FIELDS: Final = 100_000
 _SHORT_CHARACTERS: Final = 1300
-"""Of the longest printed number."""
+"""Length of the longest printed number."""
 _CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
     *(list, tuple),
     *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
@@ -40,7 +40,7 @@ _TAKES_LONG_TEXTS = frozenset(
         "trim",
     }
 )
-"""Methods of texts, and filters, no dearer than a copy."""
+"""Methods of texts, and filters, that cost no more than a copy."""
 _LOOKS_AT = {
     **dict.fromkeys(("clear", "copy", "items", "keys", "popitem", "reverse", "values", "append", "insert"), 0),
     **dict.fromkeys(("get", "pop", "setdefault"), 1),
@@ -177,7 +177,7 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
 
 
 def _check_result(name: str, value: Any, rest: Sequence[Any], weight: Weight) -> None:
-    """For a filter or a method of texts on `value` with arguments `rest`, together of `weight`."""
+    """Refuses a too long result of a filter or text method on `value` with arguments `rest`, together of `weight`."""
     if name not in _TAKES_LONG_TEXTS:
         bound(weight.num_characters, MAX_WORKED_CHARACTERS)
     widest = max((number for number in rest if isinstance(number, int)), default=0)

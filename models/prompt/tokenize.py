@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SLICE_CHARACTERS = 16_384
 """A slice's least length, but the most for one that ends at a word's start."""
 MAX_CHARACTERS = 32_768
-"""Of a slice: more may take minutes and hold Python's lock."""
+"""Longest slice: more may take minutes and hold Python's lock."""
 _AHEAD_CHARACTERS = 256
 """At a text's end no words are searched for: later text may change them."""
 _TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
@@ -123,7 +123,7 @@ def tried_cutter(
 
 
 def _holds(place: CutPlace, encode: Callable[[str], Sequence[int]]) -> bool:
-    """Tried with each letter at either side."""
+    """Whether a cut there changes no token, tried with each letter at either side."""
     num_context = len(encode(place.context))
 
     def is_cut_alike(text: str) -> bool:
@@ -186,7 +186,7 @@ def stop_if_abandoned() -> None:
 
 MAX_REMEMBERED_BYTES = 64 << 20
 PART_BYTES = 560
-"""Of a remembered part, besides its numbers."""
+"""Bytes of a remembered part, besides its numbers."""
 
 _KEY_BYTES = 16
 _MANY_TOKENS = 50_000
@@ -227,7 +227,7 @@ class Tail:
     text: str
     ids: NDArray[np.int32]
     digest: _Digest
-    """Of namespace and text before `start`; never updated."""
+    """Digest of namespace and text before `start`; never updated."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -380,7 +380,7 @@ class PromptParts:
         return self._ids(self._opener + text)[self._num_opener :]
 
     def _word_starts(self, text: str) -> list[int]:
-        """Not beside white space."""
+        """Returns where words begin, but not beside white space."""
         encoding = encode(self._backend, self._opener + text)
         tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
         starts = [
@@ -420,7 +420,7 @@ def token_ends(encoding: Any, text_length: int) -> NDArray[np.int64]:
     """
     num_tokens = len(encoding)
     if num_tokens > _MANY_TOKENS:
-        # One by one takes longer, but other threads can run.
+        # Taking ids one by one takes longer, but other threads can run.
         offsets: Iterable[tuple[int, int]] = (encoding.token_to_chars(token) for token in range(num_tokens))
     else:
         offsets = encoding.offsets

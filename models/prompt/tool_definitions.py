@@ -56,7 +56,7 @@ class ToolDefinitions:
         return f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
 
     def _keep(self, key: Hashable, text: str) -> str:
-        """Another thread may have kept its own text."""
+        """Keeps a text, unless another thread has kept one; returns the kept text."""
         with self._lock:
             if key in self._kept:
                 return self._kept[key]
@@ -70,7 +70,7 @@ class ToolDefinitions:
 def _inserted(shorter: str, longer: str) -> str:
     """The text that `longer` adds within `shorter`, without separators; "" if no insertion.
 
-    Of several places the one between separators or brackets.
+    If there are several places, the one between separators or brackets counts.
     """
     count = len(longer) - len(shorter)
     start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))

@@ -85,7 +85,7 @@ _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class FileFault:
-    """What is wrong with one file."""
+    """A file and its fault."""
 
     name: str
     fault: str

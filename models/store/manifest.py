@@ -39,7 +39,7 @@ class Manifest:
 
     @property
     def path(self) -> Path:
-        """Need not exist."""
+        """The manifest's file, which need not exist."""
         return self._folder / FILE_NAME
 
     def models(self) -> Mapping[str, StoredModel]:
@@ -196,6 +196,6 @@ _manifests: dict[Path, Manifest] = {}
 
 
 def user_manifest() -> Manifest:
-    """This user's manifest, the same object each time."""
+    """Returns the manifest of this user, the same object each time."""
     folder = data_folder(os.environ)
     return _manifests.setdefault(folder, Manifest(folder))

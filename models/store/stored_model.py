@@ -47,9 +47,9 @@ class ModelDefaults:
     """By the names in `SAMPLING_DEFAULTS`."""
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
-    """Of an answer; None: the server's limit."""
+    """Longest answer; None: the server's limit."""
     context_tokens: int | None = None
-    """Of prompt and answer; None: the limit of model and server."""
+    """Longest prompt and answer; None: the limit of model and server."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """As `chat_template_kwargs` of a request."""
 
