@@ -39,9 +39,9 @@ WARM_UP_STEPS = 3
 BLOCK_STEPS = 4
 MIN_BLOCKS = 3
 NEW_TOKENS = 64
-"""Of a conversation's next turn."""
+"""Tokens of a conversation's next turn."""
 GROWN_TOKENS = 9 * NEW_TOKENS
-"""By which a conversation grows while it is measured."""
+"""Tokens by which a conversation grows during its measurement."""
 SAVE_SECONDS = 10.0
 
 DECODE_ROWS = ((500,), (500,) * 4, (500,) * 8, (4000, *(100,) * 3), (8000, 2000, 500, *(100,) * 5))
@@ -49,16 +49,16 @@ NUM_BLOCKS = 10
 CHUNKS = (256, 512, 1024, 2048)
 PREFILL_TOKENS = (4096, 2048, 1024, 512)
 PREFILL_SHARE = 0.3
-"""Of its time: the longest of `PREFILL_TOKENS` is taken that is expected to need no more."""
+"""Part of the time for prefill: the longest of `PREFILL_TOKENS` expected to need no more is taken."""
 LOOK_TOKENS = 512
 TURN_TOKENS = (2000, 8000, 32_000)
 SHARE = 0.5
-"""Of the time that is left; what is expected to need more comes last, and may take all."""
+"""Part of the time left; a measurement expected to need more comes last, and may take all of it."""
 MAX_REASON = 200
 
 
 class TimeUp(Exception):
-    """A measurement has taken the time that it had."""
+    """The time for a measurement is over."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class TimedSide:
 
     @property
     def peak_bytes(self) -> int:
-        """What the sequences and the work on them take at most, beyond the model."""
+        """The most bytes that sequences and the work on them take, beyond the model."""
         return self._resident_bytes + self._passing_bytes
 
     def decode_block(self) -> None:
@@ -228,7 +228,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Of our speed to the peer's: the median over neighbouring blocks."""
+        """Our speed divided by the peer's: the median over neighbouring blocks."""
         pairs = zip(self.ours.block_seconds, self.peer.block_seconds, strict=True)
         return statistics.median(theirs / own for own, theirs in pairs)
 
@@ -279,7 +279,7 @@ class MeasuredConversation:
         self._hit_tokens = 0
         self._cache = self._open()
         self.figures: dict[str, float] = {"tokens": num_tokens}
-        """What is measured by now."""
+        """Figures measured so far."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -291,13 +291,13 @@ class MeasuredConversation:
         figures["cold_ms"] = timed_ms(self._turn)
         figures["live_ms"] = self._next_turn()
         figures["paged_in_ms"] = self._next_turn(self._page_out)
-        # The first of each allocates.
+        # The first of each kind allocates.
         moves = [(timed_ms(self._page_out), timed_ms(self._page_in)) for _ in range(3)][1:]
         figures["page_out_ms"], figures["page_in_ms"] = map(min, zip(*moves, strict=True))
         figures["megabytes"] = cache.ledger.live_bytes / 1e6
         if self._folder is not None:
             restarted = self._next_turn(self._restart, num_times=1)
-            # Not all of it is found, if it was not written in time.
+            # Some of it is missing if it was not written in time.
             if self._hit_tokens >= len(self._tokens) - 2 * NEW_TOKENS:
                 figures["restarted_ms"] = restarted
 
@@ -372,16 +372,16 @@ class Measurement:
 
     name: str
     prompts: Sequence[int]
-    """Lengths of what is evaluated."""
+    """Lengths of the prompts evaluated."""
     context_tokens: int
     held_tokens: int
-    """Whose state is in memory at once."""
+    """Tokens whose state is in memory at once."""
     act: Callable[[], None]
 
 
 @dataclass(frozen=True)
 class BenchLimits:
-    """What measuring may take."""
+    """Time, memory and disk that measuring may take."""
 
     until: float
     """A reading of `time.perf_counter`."""
@@ -393,7 +393,7 @@ class BenchLimits:
 
 @dataclass
 class BenchRows:
-    """What is measured by now, and why the rest is not."""
+    """Results so far, and why others are missing."""
 
     decode: list[dict[str, Any]] = field(default_factory=list)
     prefill: list[dict[str, Any]] = field(default_factory=list)
@@ -409,7 +409,7 @@ class Bench:
         self._subject = subject
         self._limits = limits
         self._cold: list[tuple[int, float]] = []
-        """Lengths of prompts, and the seconds that a token of each took."""
+        """Lengths of prompts, and seconds for each token of a prompt."""
         self._bytes_per_token = 0.0
         self.rows = rows
 
@@ -477,7 +477,7 @@ class Bench:
         return None
 
     def _try(self, one: Measurement, seconds: float) -> str | None:
-        """Returns why a measurement did not come to its end."""
+        """Measures; returns why a measurement did not end, if so."""
         self._subject.until = time.perf_counter() + seconds
         try:
             one.act()

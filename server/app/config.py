@@ -43,7 +43,7 @@ def _setting(
     is_secret: bool = False,
     **names: str,
 ) -> Any:
-    """`names` holds the `flag` and the `unit` where they do not follow from the field's name."""
+    """`names` holds `flag` and `unit` unless they follow from the field's name."""
     told = {"help": help_text, "between": between, "choices": choices}
     return field(default=default, repr=not is_secret, metadata={**told, **names})
 
@@ -312,11 +312,11 @@ class ToldSetting:
 
 
 Layer = Mapping[str, ToldSetting]
-"""By the field's name."""
+"""Settings by the field's name."""
 
 
 def key_of(setting: "Field[Any]") -> str:
-    """Returns the key in the file; that of a switch `--no-x` is `x`."""
+    """Returns the setting's key in the file: `x` for a switch `--no-x`."""
     flag = str(setting.metadata["flag"]).lstrip("-").lower()
     if setting.type is bool and setting.default is True:
         flag = flag.removeprefix("no-")
@@ -407,7 +407,7 @@ def toml_value(setting: "Field[Any]", value: Any) -> str:
         return f'"{size_literal(setting, value)}"'
     if value is None:
         return '"none"' if setting.metadata["unit"] == "bytes/day" else ""
-    # TOML reads what JSON writes of the other kinds.
+    # For the other kinds JSON is valid TOML.
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -446,7 +446,7 @@ def parse_size_per_day(text: str) -> int | None:
 
 
 def _read(setting: "Field[Any]", value: Any, where: str) -> Any:
-    """What cannot be read stays as it is, for `check` to refuse."""
+    """Reads a value; an unreadable one stays unchanged, for `check` to refuse."""
     if isinstance(value, list):
         return tuple(value)
     if not isinstance(value, str):

@@ -37,14 +37,14 @@ class ApiKey:
 
 
 class KeyRing:
-    """Accepted keys; none where the server needs none."""
+    """Accepted keys; none if the server requires no key."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self.keys = tuple(keys)
         self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
 
     def find(self, given: str) -> ApiKey | None:
-        """Returns the key that was sent, in a time that tells nothing of how much of a key matches."""
+        """Returns the key that was sent; the time taken does not reveal how much of a key matches."""
         digest, found = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -57,7 +57,7 @@ class KeyRing:
 
 
 def digest_of(key: str) -> bytes:
-    """Returns what is kept of a key."""
+    """Returns the digest that stands for a key."""
     return hashlib.sha256(key.encode()).digest()
 
 

@@ -68,7 +68,7 @@ def _trace(record: logging.LogRecord) -> str:
 
 
 class _FileFormatter(logging.Formatter):
-    """A trace follows on lines of its own."""
+    """One line per event; a stack trace follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))

@@ -69,7 +69,7 @@ class PrefillProgress(LogEntry):
 
     session_id: str | None
     evaluated_tokens: int
-    """With restored ones."""
+    """Includes restored tokens."""
     prompt_tokens: int
     tokens_per_second: float
     number: int
@@ -120,13 +120,13 @@ class RequestEnded(LogEntry):
     finish: str
     error: str | None
     kept: float | None
-    """Of the previous prompt, 0 to 1."""
+    """Part of the previous prompt that was reused, 0 to 1."""
     tier: str | None
     miss: MissFigures | None
     key: str | None = None
 
     def parts(self) -> list[EntryPart]:
-        """Client, reuse, speed and error."""
+        """Client, reuse, speed and error of the request."""
         reused = percent_text(self.cached_tokens, self.prompt_tokens)
         parts = _head(label(self.request_id, self.session_id), self.key)
         if self.turn is not None:
@@ -135,7 +135,7 @@ class RequestEnded(LogEntry):
         return parts + self._end() + self._broken()
 
     def names(self) -> list[str]:
-        """Returns the request's name, and a session's that is cut off."""
+        """Returns the request's id, and the session's name if `parts` cuts it."""
         is_cut = self.session_id is not None and len(self.session_id) > MAX_SESSION_LENGTH
         return [self.request_id, *([f"session {self.session_id}"] if is_cut else [])]
 
@@ -172,14 +172,14 @@ class RequestRefused(LogEntry):
 
     method: str
     path: str
-    """Without the query, which may hold a key."""
+    """The path without the query, which may hold a key."""
     status: int
     code: str
     reason: str
     key: str | None = None
 
     def parts(self) -> list[EntryPart]:
-        """What was asked for, and why it was refused."""
+        """The request, and why it was refused."""
         tone = Tone.ERROR if self.status >= 500 else Tone.WARNING
         asked = f"{self.method[: SHORT_ID_LENGTH * 2]} {cut(self.path, MAX_PATH_LENGTH)}"
         refusal = EntryPart(f"{self.status} {self.reason}", tone)
@@ -200,7 +200,7 @@ class TextsEmbedded(LogEntry):
     key: str | None = None
 
     def parts(self) -> list[EntryPart]:
-        """What was asked for, and what it took."""
+        """The request, and its cost."""
         texts = "1 text" if self.num_texts == 1 else f"{grouped(self.num_texts)} texts"
         told = (
             f"POST {self.path}",
@@ -269,7 +269,7 @@ def printable(text: str) -> str:
 GAP = "  "
 
 _BREAK = re.compile(r" (?!(?<=\d )(?:\d{3}\b|%|s\b|min\b|h\b))")
-"""Where a line may end: not in a number, nor before its unit."""
+"""Spaces at which a line may end: not in a number, nor before a unit."""
 
 Paint = Callable[[str, Tone], str]
 

@@ -39,7 +39,7 @@ POOL_SHARE = 1 / 16
 """Share of the budget for buffers that MLX keeps; they do not count towards the budget."""
 SMALLEST_POOL_BYTES = 128 << 20
 LARGEST_POOL_BYTES = 1 << 30
-"""One step's buffers with a reserve: a smaller pool would make each step allocate them again."""
+"""Holds one step's buffers with a reserve: with a smaller pool each step would allocate them again."""
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -49,11 +49,11 @@ class Machine:
     """Memory of a machine."""
 
     memory_bytes: int
-    """A card's own, else the machine's, or less inside a container."""
+    """Memory of a graphics card, else of the machine, or less inside a container."""
     recommended_bytes: int | None = None
     """The most that the device recommends to use; None on a CPU."""
     is_card: bool = False
-    """Nothing but the server wants the memory."""
+    """A graphics card, whose memory only the server uses."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class MemoryPlan:
 
     @property
     def rest_bytes(self) -> int:
-        """Negative if more is promised than there is."""
+        """Bytes for everything else; negative if the plan exceeds the memory."""
         return self.machine_bytes - self.weights_bytes - self.budget_bytes - self.others_bytes
 
 
@@ -109,8 +109,8 @@ def largest_state_bytes(machine: Machine) -> int:
 def share_of(usable_bytes: int, own: "Claim", others: Sequence["Claim"]) -> int:
     """Returns what weights and state of one server may take beside others; each server finds the same division.
 
-    Each gets the state that it needs, where there is too little at most an equal part, and an equal part of the rest.
-    Nobody grows into what others have not left yet.
+    Each server gets the memory that its state needs, or an equal part if memory is short, and an equal part of the
+    rest. A server does not grow into memory that others have not yet given up.
     """
     claims = sorted((own, *others), key=lambda claim: claim.needed_bytes)
     left_bytes = usable_bytes - sum(claim.fixed_bytes for claim in claims)
@@ -163,7 +163,7 @@ _MACOS_LEVEL = b"kern.memorystatus_vm_pressure_level"
 
 
 def read_pressure(system: str, sysctl: Callable[[bytes], int | None] | None = None) -> Pressure:
-    """Returns how short memory is, as macOS says, or Linux by PSI; NORMAL where nothing is told."""
+    """Returns how short memory is, as macOS says, or Linux by PSI; NORMAL if unknown."""
     if system == "Darwin":
         level = (sysctl or _sysctl)(_MACOS_LEVEL)
         return Pressure.NORMAL if level is None or level < 2 else Pressure.WARN if level < 4 else Pressure.CRITICAL
@@ -204,9 +204,9 @@ class Claim:
     url: str
     """Empty while the server starts."""
     weights_bytes: int | None = None
-    """None where the rest is no server's business: it is not changed for others."""
+    """None if the claim has no budget that other servers may change."""
     needed_bytes: int = 0
-    """For state: what it takes, and some to grow."""
+    """Bytes that state takes, and some to grow."""
 
     @property
     def fixed_bytes(self) -> int:

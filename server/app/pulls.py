@@ -51,7 +51,7 @@ class Pulls:
                     with suppress(PullAbandoned):
                         await on_thread(f"pull {key}", partial(self._fetch, name, pull.tell))
                         pull.is_over = True
-        except Exception as error:  # told to whoever waits for it
+        except Exception as error:  # raised for whoever waits for the download
             pull.error = error
         finally:
             del self._running[key]
@@ -67,10 +67,10 @@ class _Pull:
         self.error: Exception | None = None
         self.task: asyncio.Future[None] | None = None
         self._told: list[PullEvent] = []
-        """Of steps within one file only the last."""
+        """Steps so far; of the progress within one file, only the last."""
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
-        """Set, and replaced by another, at each step."""
+        """Set at each step, and replaced by a new event."""
 
     def tell(self, event: PullEvent) -> None:
         """Passes on a step, on the download's thread. Raises PullAbandoned."""
@@ -93,7 +93,7 @@ class _Pull:
                 if event is not last:
                     yield event
                 at, last = at + 1, event
-            # The last one is looked at again, since a later step may have taken its place.
+            # Looks at the last step again, since a later one may have taken its place.
             at = max(at - 1, 0)
             if is_over:
                 if self.error is not None:

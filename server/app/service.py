@@ -51,11 +51,11 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 LARGEST_REST_BYTES = 64 << 20
-"""Memory beside the weights in which no state can be."""
+"""Memory beside the weights that cannot hold state."""
 
 
 class Wiring:
-    """Keeps weights in memory, where macOS 15 or later would page them out when memory is nearly full.
+    """Keeps weights in memory, which macOS 15 or later would page out when memory is nearly full.
 
     MLX wires whatever buffers fit under a limit, and is known to panic macOS where wired buffers come and go while
     several streams run. So the limit is the size of the weights, and rises only while nothing runs and there is
@@ -72,7 +72,7 @@ class Wiring:
         return self._largest_bytes > 0
 
     def update(self, weights_bytes: int, *, is_quiet: bool) -> None:
-        """Wires all loaded weights, if that `is_quiet`; as many bytes fewer as were unloaded in any case."""
+        """Wires all loaded weights if nothing runs (`is_quiet`); unwires unloaded ones in any case."""
         wanted_bytes = min(weights_bytes, self._largest_bytes)
         if wanted_bytes > self.wired_bytes:
             mx.clear_cache()
@@ -100,7 +100,7 @@ class Service:
     """`model.context_tokens` may be lower."""
     wiring: Wiring
     named: ServedModel | None = None
-    """Set where a name of our own was asked for."""
+    """The model under a local name, if that was asked for."""
 
     def start(self) -> None:
         """Starts the engine, and wires the weights. Raises any error of the engine's start."""
@@ -251,12 +251,12 @@ def _context_tokens(loaded: LoadedModel, config: ServerConfig) -> int:
 
 
 def _useful_bytes(loaded: LoadedModel, config: ServerConfig) -> int:
-    """Returns the most for state that is of use by default: a full context in each slot."""
+    """Returns the most memory that state can use by default: a full context in each slot."""
     if config.cache_memory_bytes is not None:
         return UNBOUNDED_BYTES
     caches = make_prompt_cache(loaded.model)
     sizes = SequenceSizes(Layout(caches), config.chunk_tokens)
-    # Nothing is computed: the shapes of what the model would keep of a few tokens say enough.
+    # Nothing is computed: the shapes of the state of a few tokens say enough.
     loaded.model(mx.zeros((1, CALIBRATION_TOKENS), mx.int32), cache=caches)
     sizes.calibrate(caches)
     useful_bytes = config.slots * sizes.bytes_for(_context_tokens(loaded, config))
@@ -285,7 +285,7 @@ def _active_share(config: dict[str, Any]) -> float:
 
 
 def _bound_pool(num_bytes: int) -> None:
-    """A lower limit stays."""
+    """Limits the bytes that MLX keeps; a lower limit stays."""
     mx.set_cache_limit(min(num_bytes, mx.set_cache_limit(num_bytes)))
 
 

@@ -28,7 +28,7 @@ class EvaluatedTurn:
 
     turn: Turn
     tokens: TokenArray
-    """Of prompt and reply."""
+    """Tokens of prompt and reply."""
     num_prompt_tokens: int
     was_cleared: bool = False
     """The cache was cleared since."""
@@ -36,7 +36,7 @@ class EvaluatedTurn:
     """The model was unloaded since, and its conversations dropped."""
     request_id: str = ""
     is_neighbour: bool = False
-    """The turn of another conversation, with the same system messages but for a clock, say."""
+    """The turn is of another conversation whose system messages differ only by a clock, say."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +71,7 @@ def explain(
     kept: float | None = min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0
     costliest = max(misses, key=lambda miss: miss.lost_tokens, default=None)
     if any(miss.cause is Cause.SIDE_REQUEST for miss in misses):
-        kept = None  # it goes on from no turn
+        kept = None  # the request continues no turn
     return Reuse(match, hit, kept, costliest, sum(miss.lost_tokens for miss in misses), misses)
 
 
@@ -83,14 +83,14 @@ def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
 
 
 def _num_answered(request: Rendered) -> int:
-    """Tokens up to the end of the last reply, which a server has evaluated; 0 without one."""
+    """Returns the tokens up to the end of the last reply, all evaluated by some server; 0 without a reply."""
     outline = request.outline
     replies = [index for index, role in enumerate(outline.roles) if role == "assistant"]
     return next((start for start in outline.starts[replies[-1] + 1 :]), 0) if replies else 0
 
 
 def with_missing_bytes(reuse: Reuse, missing_bytes: int) -> Reuse:
-    """Says of evicted state how much more memory would have kept it, if that is known to be above 0."""
+    """Adds to a loss of evicted state how much more memory would have kept the state, if known and above 0."""
     if missing_bytes <= 0:
         return reuse
     misses = tuple(
@@ -100,7 +100,7 @@ def with_missing_bytes(reuse: Reuse, missing_bytes: int) -> Reuse:
 
 
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
-    """The request continues no turn, but may share other requests' beginning."""
+    """Returns the account of a request that continues no turn, but may share other requests' beginning."""
     if match - hit > EDGE_TOKENS:
         miss = _state_miss(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
         return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
@@ -154,15 +154,15 @@ class _Loss:
         return index is not None and change.message_index is not None and change.message_index + 1 < index
 
     def _is_consequence(self, changes: Sequence[Miss], by_state: int) -> bool:
-        """State is missing only because of the change: it is kept for prompts that go on unchanged.
+        """Whether state is missing only because of the change: state is kept for prompts that continue unchanged.
 
-        Where a template changes a reply, prompts part within the answer's header, behind the restore point.
+        If a template changes a reply, prompts part within the answer's header, after the restore point.
         """
         if self._match < self._common or self._previous.was_cleared or self._previous.was_unloaded:
             return False
         if not changes:
             return self._hit >= min(self._previous.num_prompt_tokens, self._common) - EDGE_TOKENS
-        # A request beside the conversation shares its beginning, and could have been restored there.
+        # A request beside the conversation shares the conversation's beginning, and could have been restored there.
         is_other = changes[0].cause is Cause.SIDE_REQUEST and by_state > EDGE_TOKENS
         return changes[0].cause is not Cause.BRANCHED and not is_other
 
@@ -195,7 +195,7 @@ MAX_UNNAMED_LOOKED_AT = 256
 MAX_NEIGHBOURS = 8
 """The latest conversations of a namespace whose system messages are compared with a new one's."""
 MAX_BYTES = 64 << 20
-"""Some 80 turns of 100 000 tokens."""
+"""Holds some 80 turns of 100 000 tokens."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Conversations:
         self._is_of_one_owner = is_of_one_owner
         self.num_bytes = 0
         self.is_whole = False
-        """All conversations since the start are here, and no state of earlier ones is on disk."""
+        """No conversation since the start is missing here, and no state of earlier ones is on disk."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -233,7 +233,7 @@ class Conversations:
         return name, previous or self._find_elsewhere(session_id, request) or self._find_neighbour(request)
 
     def record(self, name: Name, turn: EvaluatedTurn) -> None:
-        """Keeps a turn, in place of the turn that it continues unchanged."""
+        """Keeps a turn, and drops the turn that it continues unchanged."""
         turns = self._take(name)
         if turn.tokens.base is not None:
             turn = replace(turn, tokens=turn.tokens.copy())  # a view keeps a longer array alive
@@ -250,11 +250,11 @@ class Conversations:
             self._drop_one()
 
     def is_unseen(self, request: Rendered) -> bool:
-        """Whether the request goes on from replies that were given before the server started, or elsewhere."""
+        """Whether the request continues replies from before the server's start, or of another server."""
         return self.is_whole and any(part.role == "assistant" for part in request.prompt.parts)
 
     def num_tokens_since(self, name: Name, request: Rendered) -> int:
-        """Returns how many tokens a cache must hold to keep a conversation while the others are asked after it."""
+        """Returns how many tokens a cache must hold to keep a conversation until now, with all later ones."""
         later = itertools.takewhile(lambda other: other != name, reversed(self._turns))
         turns = [self._turns[other][-1] for other in later]
         own = (turn.tokens for turn in turns if turn.turn.prompt.model == request.prompt.model)
@@ -305,9 +305,9 @@ class Conversations:
         return None if best is None else best[1]
 
     def _find_elsewhere(self, session_id: str | None, request: Rendered) -> EvaluatedTurn | None:
-        """Looks under other keys and salts, if the request contains the turn's reply.
+        """Looks under other keys and salts for a turn whose reply the request contains.
 
-        Who sends the reply has seen the conversation, so nothing is told of another client's.
+        Who sends the reply has seen the conversation, so nothing of another client is revealed.
         """
         for name, turns in reversed(self._turns.items()):
             is_same = name.id == session_id if session_id is not None else not name.is_named
@@ -319,9 +319,9 @@ class Conversations:
         return None
 
     def _find_neighbour(self, request: Rendered) -> EvaluatedTurn | None:
-        """The last turn of a namespace that begins like the request but for a clock, a counter or an id.
+        """Returns the last turn of a namespace that begins like the request but for a clock, a counter or an id.
 
-        None where a latest turn has the same beginning: the two share it.
+        None if a latest turn has the same beginning, which the two then share.
         """
         head = request.prompt.parts[: request.prompt.num_head]
         found: EvaluatedTurn | None = None
@@ -343,9 +343,9 @@ class Conversations:
 
 
 def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
-    """Messages in common first, then tokens.
+    """Ranks a turn by messages in common, then by tokens.
 
-    A request without the turn's newest message or its reply may continue an earlier turn.
+    A request without the turn's newest message or reply may continue an earlier turn.
     """
     earlier, said = turn.turn, request.prompt.said
     newest = earlier.prompt.said.intersection(earlier.prompt.parts[-1:])
@@ -356,7 +356,7 @@ def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
 def _is_beside(earlier: Turn, later: Prompt) -> bool:
     """Whether a turn is a title or a summary under the conversation's name.
 
-    It has instructions of its own; the request has the same question with others, or with tools.
+    Such a turn has its own instructions; the request has the same question with other ones, or with tools.
     """
     if earlier.is_answered and earlier.reply in later.said:
         return False
@@ -389,8 +389,9 @@ def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
 
 
 def _goes_on(earlier: Turn, later: Prompt) -> bool:
-    """Unchanged, so the later turn replaces the earlier. Of two versions both are kept: later turns show which one
-    goes on.
+    """Whether `later` continues `earlier` unchanged, and so replaces it.
+
+    Of two versions both are kept: later turns show which one continues.
     """
     before = earlier.prompt
     is_same = (before.tools, before.arguments) == (later.tools, later.arguments)

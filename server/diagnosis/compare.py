@@ -19,13 +19,13 @@ from server.engine.diagnosis import Cause, Miss, MissReason
 MAX_ALIGNED = 400
 """With more messages behind the first difference, only that difference is searched."""
 SIMILAR = 0.5
-"""Two versions of a message have this share of the longer text in common."""
+"""Versions of one message have this share of the longer text in common."""
 MAX_COMPARED_CHARACTERS = 1 << 16
 _VOLATILE = frozenset({Cause.CLOCK, Cause.COUNTER, Cause.NONCE})
 MIN_SUMMARY_CHARACTERS = 40
-"""A shorter reply may stand in another conversation by chance."""
+"""A shorter reply may be in another conversation by chance."""
 MIN_TAIL_CHARACTERS = 512
-"""Some 128 tokens: as many as are worth a word."""
+"""Some 128 tokens: fewer are not worth reporting."""
 _SUMMARY = re.compile(
     r"continued from a previous|previous conversation|conversation (?:so far|history|above) |produced a summary"
     r"|(?:been|was|is) (?:summari[sz]ed|compacted)|summary of (?:the|our|this) |<\w*summary>|<state_snapshot>",
@@ -48,7 +48,7 @@ class Turn:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The next turn should begin with them."""
+        """Parts with which the next turn should begin."""
         return self.prompt.parts if self.reply is None else (*self.prompt.parts, self.reply)
 
     def num_shared(self, later: Prompt) -> int:
@@ -90,8 +90,8 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
 def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
     """Returns what keeps two conversations from sharing their system messages: a clock, or what differs too early.
 
-    None where their beginnings are no versions of each other, or differ at the end only, or where the later one only
-    lacks what the earlier one says: its client can mend nothing.
+    None if the beginnings are no versions of each other, or differ only at the end, or if the later one only lacks
+    text of the earlier one: the client can mend nothing.
     """
     is_same = (earlier.tools, earlier.arguments) == (later.tools, later.arguments)
     if not is_same or earlier.num_head != later.num_head or not earlier.shares_state_with(later):
@@ -166,7 +166,7 @@ class _MessageDiff:
         return [change for block in self._blocks() for change in self._changes_of(*block)]
 
     def _firsts(self) -> list[Part]:
-        """The first messages that are no system messages, of either that has one."""
+        """Returns the first message of each request that is no system message, if any."""
         both = (self._prompt.parts[self._prompt.num_head :], self._theirs[self._head :])
         return [parts[0] for parts in both if parts]
 
@@ -175,9 +175,9 @@ class _MessageDiff:
         return len(firsts) == 2 and is_version(*firsts)
 
     def _is_compacted(self) -> bool:
-        """Whether a summary stands for the whole conversation: its last reply, or what says of itself to be one.
+        """Whether a summary replaces the whole conversation: the last reply, or a text that calls itself a summary.
 
-        A request for a title has instructions of its own.
+        A request for a title has its own instructions.
         """
         firsts, reply = self._firsts(), self._ours[self._reply].text.strip() if self._reply is not None else ""
         if len(firsts) < 2 or not _is_answered(self._ours):
@@ -195,7 +195,7 @@ class _MessageDiff:
         return _miss(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
 
     def volatile_head(self, *, only: bool = False) -> list[Miss]:
-        """As `find_volatile_head`; with `only`, none if more differs, unless much is the same behind it."""
+        """As `find_volatile_head`; with `only`, None if more differs, unless much after that is the same."""
         found: list[Miss] = []
         for index in range(min(self._head, self._prompt.num_head)):
             if self._ours[index] == self._theirs[index]:
@@ -285,12 +285,12 @@ class _MessageDiff:
             yield self._change(Cause.REMOVED, MissReason.HISTORY_TRIMMED, j, part)
 
     def _is_asked_anew(self, i: int, stop: int, j: int) -> bool:
-        """Whether only the newest messages differ, and no answer to them is there."""
+        """Whether only the newest messages differ, and none of them is answered."""
         is_last = stop == len(self._ours) and i != self._reply and i >= self._prompt.num_head
         return is_last and self._is_newest(i) and not _is_answered(self._theirs[j:])
 
     def _has_shed_a_note(self, i: int, other: Part) -> bool:
-        """Whether a message was sent with more around it, as passages to answer from, while it was the newest."""
+        """Whether a message, while it was the newest, had more text around it, such as passages to answer from."""
         return i >= self._prompt.num_head and self._is_newest(i) and _encloses(self._ours[i].text, other.text)
 
     def _is_newest(self, i: int) -> bool:
@@ -322,7 +322,7 @@ class _MessageDiff:
 
 
 def _encloses(text: str, inner: str) -> bool:
-    """Whether a text holds another, and words more than a clock or an id."""
+    """Whether a text holds `inner`, and more words than a clock or an id."""
     added = len(text.split()) - len(inner.split())
     return added > MAX_ADDED_WORDS and bool(inner.strip()) and inner.strip() in text
 

@@ -31,7 +31,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate."""
+        """Returns about the memory that the prompt takes."""
         return text_bytes(self.shown) + _PART_BYTES
 
     @property
@@ -58,7 +58,7 @@ class Prompt:
 
     @cached_property
     def said(self) -> frozenset[Part]:
-        """All messages but system messages: they identify a conversation."""
+        """All messages but system messages; these identify a conversation."""
         return frozenset(part for part in self.parts if not part.is_system and part.shown)
 
     def shares_state_with(self, other: "Prompt") -> bool:
@@ -117,13 +117,13 @@ def text_bytes(text: str) -> int:
 
 
 def with_parts_of(prompt: Prompt, earlier: Prompt) -> Prompt:
-    """Replaces equal parts by the earlier ones, so that their text is kept once."""
+    """Replaces parts by equal earlier ones, so that equal texts are kept once."""
     known = {part: part for part in earlier.parts}
     return replace(prompt, parts=tuple(known.get(part, part) for part in prompt.parts))
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
-    """Arguments are parsed so that their spacing changes nothing."""
+    """Returns name and arguments as JSON text, whatever the arguments' spacing was."""
     function = call.get("function")
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")

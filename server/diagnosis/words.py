@@ -23,7 +23,7 @@ MAX_WORD_CHARACTERS = 80
 MAX_WORDS = 2000
 """With more words between first and last change, only the first change is searched."""
 MAX_ADDED_WORDS = 6
-"""More added or removed words are an edit, whatever they say."""
+"""Adding or removing more words is an edit, whatever the words say."""
 MAX_CHARACTERS = 1 << 18
 """Longer texts are compared only around their first change."""
 
@@ -84,13 +84,13 @@ def find_changes(before: str, after: str) -> list[WordChange]:
 
 
 def only_leaves_out(before: str, after: str) -> bool:
-    """Whether each word of `after` stands in `before`, in the same order."""
+    """Whether `before` contains each word of `after`, in the same order."""
     words = iter(before.split())
     return all(word in words for word in after.split())
 
 
 def shared_ends(one: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
-    """Returns how much of both is the same at the beginning, and behind that at the end."""
+    """Returns the lengths of the equal beginnings, and of the equal ends of the rest."""
     head = shared_length(one, other)
     return head, shared_length(one[head:][::-1], other[head:][::-1])
 
@@ -118,7 +118,7 @@ def _cause_of_addition(before: str, after: str, start: int, tail: int) -> Cause:
 
 
 def _cause_of_whole(before: str, after: str) -> Cause | None:
-    """None unless both say the same in another form."""
+    """Returns the cause if both texts say the same in another form, else None."""
     if max(len(before), len(after)) > MAX_CHARACTERS:
         return None
     if "".join(before.split()) == "".join(after.split()):
@@ -153,7 +153,7 @@ def _random_word(text: str, start: int) -> str | None:
 
 
 def _looks_random(word: str) -> bool:
-    """Hexadecimal, a UUID, base64, or too many digits to count with."""
+    """Whether a word is hexadecimal, a UUID, base64, or has too many digits to count with."""
     core = re.sub(r"^[a-z]{2,12}[_-](?=\w)", "", word)
     parts = [part for part in re.split(r"[-_]+", core) if part]
     letters, digits = sum(map(str.isalpha, core)), sum(map(str.isdigit, core))
@@ -208,7 +208,7 @@ def _change_at(before: str, after: str, cause: Cause) -> WordChange:
 def excerpt(text: str, offset: int) -> str:
     """Returns whole words, about `WINDOW_CHARACTERS` on either side."""
     begin, end = max(0, offset - WINDOW_CHARACTERS), min(len(text), offset + WINDOW_CHARACTERS)
-    # The offset itself may stand within a word that is longer than the window's rest.
+    # The offset may be within a word that is longer than the window's rest.
     while begin > 0 and not text[begin - 1].isspace() and offset - begin < WINDOW_CHARACTERS + MAX_WORD_CHARACTERS:
         begin -= 1
     while end < len(text) and not text[end].isspace() and end - offset < WINDOW_CHARACTERS + MAX_WORD_CHARACTERS:

@@ -39,7 +39,7 @@ class Recorded:
     time: str | float | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
     reply: Mapping[str, Any] | None = None
-    """The message of the answer."""
+    """The answer's message."""
 
     @property
     def is_continued(self) -> bool:
@@ -62,7 +62,7 @@ class Reader(Protocol):
     """Makes tokens of requests, one after the other."""
 
     characters_per_token: int
-    """Of an array, for one token."""
+    """How many characters of an array count as one token."""
     refused: list[dict[str, Any]]
     """As `/v1/sessions` lists them."""
 
@@ -148,7 +148,7 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
 
 
 def _namespace(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Stands for key and salt; never the key itself."""
+    """Returns a name for key and salt that does not contain the key."""
     key = next((value for name, value in _headers(outer).items() if name.lower() == "authorization"), "")
     digest = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
     return f"{digest}/{body.get('cache_salt') or ''}"
@@ -200,7 +200,7 @@ def _time(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str | float | No
 # -------------------------------------------------------------------------------------------------- what they lose
 
 MAX_BYTES = 1 << 30
-"""For the last turns of all conversations."""
+"""Bound on the last turns of all conversations."""
 
 
 def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> list[Checkup]:

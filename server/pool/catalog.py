@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 LISTING_SECONDS = 5.0
-"""A list is made anew after this time, though no folder changed: this looks at every cached file."""
+"""A list is made again after this time even if no folder changed; making it looks at every cached file."""
 
 
 class Catalog:
@@ -91,7 +91,7 @@ class Catalog:
         return next((source.plain for source in self._named if source.id == name), None)
 
     def _identified(self, source: ModelSource) -> ModelSource:
-        """The id is that of the command line's first model with the same folder."""
+        """Gives a model the id of the command line's first model with the same folder."""
         folder = os.path.realpath(source.path)
         for named in self._named:
             if named.adapter is None and named.id != source.id and os.path.realpath(named.path) == folder:

@@ -61,7 +61,7 @@ class ModelInUse(PoolError):
 
 
 class ChangeKind(StrEnum):
-    """What happened."""
+    """What happened to a model."""
 
     LOADING = "loading"
     LOADED = "loaded"

@@ -1,8 +1,8 @@
 """Loads and unloads models, one at a time in the order of the requests. Event loop only.
 
-A model is loaded once for all who wait, on a thread of its own. Another one is unloaded for it only when its files
-are in order and it is known to fit. A model to be unloaded takes no more requests: new ones wait behind the model
-that waits for its memory. So two models that do not fit together take turns, and neither starves.
+A model is loaded once for all who wait, on a thread of its own. Other models are unloaded for it only when the new
+model's files are in order and it is known to fit. A model to be unloaded takes no more requests: new ones wait behind
+the model that waits for its memory. So two models that do not fit together take turns, and neither starves.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class Around:
-    """What is in memory when a model is loaded."""
+    """What else the memory holds when a model is loaded."""
 
     weights: Sequence[int]
-    """In bytes, of each model that stays loaded."""
+    """Bytes of weights of each model that stays loaded."""
     budget_bytes: int
-    """For the model's state."""
+    """Budget for the new model's state."""
     kept: KeptState | None = None
-    """The model's own state; consumed."""
+    """State that the model left when it was unloaded; consumed."""
 
 
 class Opener(Protocol):
@@ -171,7 +171,7 @@ class Loader:
     def _released(self, member: Member) -> None:
         member.last_used = self._clock()
         self.watch()
-        # Its conversations may need more memory than it is due.
+        # The model's conversations may need more memory than it is due.
         if len(self.loaded) > 1 and not self.is_closed and not self._changing.locked():
             self._in_background(self._divide())
 
@@ -255,7 +255,7 @@ class Loader:
         is_loaded = loading.source.id in self.loaded
         try:
             member = self.loaded[loading.source.id] if is_loaded else await self._load(loading)
-            # In use from now on, however long it takes.
+            # The model counts as in use from now on, however long this takes.
             with contextlib.closing(self._hold(member)):
                 if is_loaded:
                     await self._make_room(loading, [])

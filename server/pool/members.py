@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 GROWTH_PART = 4
 LEAST_GROWTH_BYTES = 256 << 20
-"""A server needs a part more than its state takes, and at least this."""
+"""A server needs more than its state takes: a part of that, and at least this."""
 RETRY_SECONDS = 0.1
 """Pause before a model is asked again for memory that its answers hold."""
 
@@ -56,7 +56,7 @@ class OpenedModel:
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
     """The model with each adapter, by the adapter's name."""
     useful_bytes: int = UNBOUNDED_BYTES
-    """The most that a budget for state is to be."""
+    """The largest useful budget for state."""
 
     def served(self, adapter: str | None) -> ServedModel | None:
         """Returns the model, or its variant with an adapter."""
@@ -101,7 +101,7 @@ class Member:
         return known
 
     def has(self, model: ServedModel) -> bool:
-        """Whether `served` returned this object and still would."""
+        """Whether `served` returned this object and would return it again."""
         return model is self.opened.served(model.adapter_name) or self._labelled.get(model.id) is model
 
     @property
@@ -110,7 +110,7 @@ class Member:
 
     @property
     def held_bytes(self) -> int:
-        """Its state, live and stored."""
+        """Bytes of the model's state, live and stored."""
         cache = self.opened.engine.stats().cache
         return cache.stored_bytes + cache.live_bytes
 
@@ -136,7 +136,7 @@ class Member:
         try:
             return await asyncio.shield(resizing)
         except asyncio.CancelledError:
-            # A command that the engine runs already is not taken back, so what it made of the budget must be noted.
+            # A command that already runs cannot be taken back, so its change of the budget must be noted.
             await asyncio.wait((resizing,))
             raise
 
@@ -147,7 +147,7 @@ class Member:
         except QueueFull:
             return False
         except EngineStopped:
-            pass  # it holds nothing any more
+            pass  # an ended engine holds no state
         self.budget_bytes = budget_bytes
         return True
 
@@ -199,17 +199,17 @@ class Budgets:
         self._clock = clock
         self.unloaded: dict[str, UnloadedModel] = {}
         self.joining: ModelUse | None = None
-        """A model being loaded, which counts already."""
+        """A model being loaded, which already counts in `plan`."""
         self._due_bytes = 0
         self.idle_limit = IdleLimit()
         self.on_change: Callable[[], None] = lambda: None
         """Called when the taken memory has changed."""
         self.on_given_up: Callable[[str], None] = lambda model_id: None
-        """Called with the id of an unloaded model of which memory holds no state any more."""
+        """Called with an unloaded model's id once its last state is dropped from memory."""
 
     @property
     def taken_bytes(self) -> int:
-        """Weights, and what state may take."""
+        """Bytes of all weights, and the budgets for state."""
         return self.weights_bytes + self._taken_for_state()
 
     @property
@@ -218,7 +218,7 @@ class Budgets:
 
     @property
     def needed_bytes(self) -> int:
-        """What state takes, and a part to grow."""
+        """Bytes that all state takes, and a part to grow."""
         held_bytes = sum(self._held().values())
         return held_bytes + max(held_bytes // GROWTH_PART, LEAST_GROWTH_BYTES)
 
@@ -230,7 +230,7 @@ class Budgets:
         """Returns the budgets with the joining model, without the leaving ones."""
         uses = self._uses()
         due, plan = due_bytes(self._for_state(uses), uses), divide(self._for_state(uses), uses)
-        # The others grow once it is loaded, and go on until then.
+        # The other models grow once this one is loaded, and keep running until then.
         self._due_bytes = due if self.joining is None else min(due, self._due_bytes)
         for member in self.members.values():
             member.planned_bytes = plan[member.source.id]
@@ -266,7 +266,7 @@ class Budgets:
         self.on_change()
 
     def relieve(self, level: Pressure) -> bool:
-        """Heeds the machine's lack of memory: returns whether that has changed."""
+        """Adapts to the machine's lack of memory; returns whether its level has changed."""
         held = self._held()
         total_bytes = sum(held.values())
         limit = self.idle_limit

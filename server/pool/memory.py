@@ -14,15 +14,17 @@ from server.pool.errors import ModelTooLarge
 from server.pool.names import Alias
 
 SMALLEST_PART_BYTES = 64 << 20
-"""Less would hold no useful conversation."""
+"""A smaller budget holds no useful conversation."""
 MUCH_WEIGHTS = 0.5
 """Memory is short where weights take more than this share."""
 IDLE_SECONDS = 60.0
 """A model used within this time counts as in use."""
 QUIET_SECONDS = 30.0
-"""Without pressure, until idle state may grow."""
+"""Time without pressure until idle state may grow."""
 FLOOR_PART = 4
-"""An idle model keeps such a part of what it is due, all unloaded ones of everything; one in use grows by one."""
+"""One part in so many: the floor of an idle model's due budget, the floor of all unloaded models, and a step of
+growth.
+"""
 
 
 @dataclass
@@ -32,11 +34,11 @@ class PoolMemory:
     total_bytes: int
     """Changes as other servers come, need more, and go."""
     state_bytes: int | None = None
-    """None: what the weights leave."""
+    """Limit for all state; None: what the weights leave."""
     largest_alone_bytes: int = 0
     """Weights up to this are loaded if alone, whatever they leave for state."""
     smallest_alone_bytes: int = 0
-    """For state beside a single model."""
+    """The least for state beside a single model."""
     largest_state_bytes: int | None = None
     """The most for state; None: whatever the weights leave."""
 
@@ -104,11 +106,11 @@ class IdleLimit:
 
 @dataclass(frozen=True)
 class ModelUse:
-    """What decides about a model's memory."""
+    """Facts that decide how much memory a model gets."""
 
     id: str
     last_used: float
-    """Reading of a clock."""
+    """When the model was last used, by a clock."""
     weights_bytes: int = 0
     used_bytes: int = 0
     """A budget that holds all of the model's state."""
@@ -135,9 +137,9 @@ def _unloaded_floor(total_bytes: int, models: Sequence[ModelUse]) -> int:
 def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
     """Returns the budget for state of each model, in sum at most `total_bytes`, each at most its `useful_bytes`.
 
-    Each model in use gets what it is due, each other model what it uses up to its floor. Then, as far as there is
-    memory: models in use get what they use, and some to grow; the others what they use, and what they are due if
-    loaded; models in use the rest. Those used last come first.
+    First, each model in use gets its due budget, and each other model its used bytes up to the floor. Then, while
+    memory is left: models in use get their used bytes and a step of growth; other models their used bytes, and loaded
+    ones their due budget; models in use share the rest. In each group the last used model comes first.
     """
     latest = sorted(models, key=lambda one: one.last_used, reverse=True)
     in_use, idle = [one for one in latest if one.is_in_use], [one for one in latest if not one.is_in_use]
@@ -204,6 +206,6 @@ class PoolSettings:
     """None: as `Loader.expires` says."""
     aliases: Sequence[Alias] = ()
     default_id: str | None = None
-    """For requests that name none."""
+    """Model for requests that name none."""
     wire: Callable[[int, bool], object] = lambda weights_bytes, is_quiet: None
-    """Told the bytes of all loaded weights, and whether nothing runs. Blocks."""
+    """Called with the bytes of all loaded weights, and whether nothing runs. Blocks."""

@@ -13,9 +13,9 @@ from models.store.stored_model import ModelDefaults
 LATEST = ":latest"
 """Added by Ollama's clients to a name without a tag."""
 MAX_NAME_LENGTH = 200
-"""Characters that an error repeats."""
+"""The most characters of a name that an error repeats."""
 MAX_LISTED = 8
-"""In the answer to an unknown name."""
+"""The most names in the answer to an unknown one."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
 
 
 def served_instead(name: str, served: Collection[str]) -> str:
-    """Returns a clause with names like an unknown one, else with those there are."""
+    """Returns a clause with names like the unknown one, else with all names."""
     near = difflib.get_close_matches(name.lower(), served, n=3) if len(served) > 1 else []
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -67,9 +67,9 @@ class ModelSource:
     path: Path
     adapter: str | None = None
     label: str | None = None
-    """A name of our own, which clients use in place of the id."""
+    """A local name, which clients use in place of the id."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
-    """Of requests under the label."""
+    """Defaults of requests under the label."""
 
     @property
     def name(self) -> str:
@@ -77,15 +77,15 @@ class ModelSource:
 
     @property
     def plain(self) -> "ModelSource":
-        """Without label and adapter."""
+        """The same model without label and adapter."""
         return ModelSource(self.id, self.path)
 
 
 FOREVER = math.inf
 WHEN_SHORT_SECONDS = 30 * 60.0
-"""For idle models where memory is short, and nobody said."""
+"""Idle models are unloaded after this time if memory is short and nobody set another."""
 LONGEST_SECONDS = 1e9
-"""Longer is for ever."""
+"""A longer time means for ever."""
 
 _UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 _PART = r"(\d+(?:\.\d+)?)(ms|s|m|h|d)"

@@ -20,8 +20,10 @@ from server.pool.names import ModelSource, served_instead, spellings
 from server.pool.served import EnginePort, ListedModel, ModelFacts, Occupancy, ServedModel
 
 LOADED: ContextVar[Member | None] = ContextVar("LOADED", default=None)
-"""The model that was loaded for a request, and is held meanwhile. The request keeps that model, although another one
-waits for the memory: else two requests that take long to plan could have two models loaded by turns for ever.
+"""The model that was loaded for a request, and is held while the request is planned.
+
+The request keeps that model, although another one waits for the memory: else two requests that take long to plan
+could have two models loaded by turns for ever.
 """
 
 

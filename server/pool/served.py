@@ -31,7 +31,7 @@ from server.engine.request import EngineStats, GenerationRequest, TokenArray
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """For people: facts never change an answer. Unknown ones are empty or 0."""
+    """Facts for people, which never change an answer. Unknown ones are empty or 0."""
 
     architecture: str = ""
     """Such as `qwen3`."""
@@ -67,7 +67,7 @@ def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 MAX_PREVIEW_CHARACTERS = 80
 MAX_PREVIEWS = 16_384
-"""Remembered: most readers ask repeatedly for the same edges."""
+"""Previews remembered: most readers ask repeatedly for the same edges."""
 
 
 class PromptRenderer(Protocol):
@@ -171,7 +171,7 @@ class ServedModel:
     """None if answers cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
     reranking: Judgement | None = None
-    """Set for a model made to judge a query with a document."""
+    """Set if the model was made to judge a query with a document."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Defaults for fields missing in a request."""
     facts: ModelFacts = field(default_factory=ModelFacts)
@@ -201,7 +201,7 @@ class ServedModel:
 
     @property
     def base_id(self) -> str:
-        """The base model's, also for a variant."""
+        """The base model's id, also for a variant."""
         return self.id if self.parent_id is None else self.parent_id
 
     @property
