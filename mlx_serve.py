@@ -20,7 +20,7 @@ def main() -> NoReturn:
     """Runs the command that the process was started with, and ends the process."""
     try:
         if sys.argv[1:] == ["--version"]:
-            # All that this needs, before anything else is imported.
+            # `--version` needs no more, so nothing else is imported.
             from importlib.metadata import version
 
             sys.stdout.write(f"mlx-serve {version(DISTRIBUTION)}\n")

@@ -33,7 +33,7 @@ FIND_SECONDS = 1.0
 """A server that takes longer to list its models is left out."""
 PROGRAM = "mlx-serve"
 OWNER = "mlx-serve/"
-"""Begins the owner of our servers' models, before the version."""
+"""How `owned_by` of our servers' models begins, before the version."""
 
 
 def known_urls() -> list[str]:
@@ -216,7 +216,7 @@ def doctor(
         if model is not None:
             # Else transformers advises to install PyTorch; it reads this when it is imported.
             os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-            from server.api.openai.recorded import ModelReader  # these two need what a server needs
+            from server.api.openai.recorded import ModelReader  # these two import what a server imports
             from server.app.service import open_renderer
 
             reader = ModelReader(open_renderer(model))

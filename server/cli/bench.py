@@ -61,7 +61,7 @@ def bench(
         result.facts["blas"] = fast_blas or "MLX's own"
     if others:
         result.facts["beside"] = _beside(others)
-    # A folder on the disk is to be deleted.
+    # The scratch folder is to be deleted.
     with handling(leave, signal.SIGTERM):
         _measure(config, result, until)
     typer.echo(result.as_json() if as_json else result.as_markdown() if as_markdown else result.as_text())
@@ -85,7 +85,7 @@ def _measure(config: ServerConfig, result: "BenchResult", until: float) -> None:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("of at most 3 minutes")
     console, begun = Console(stderr=True), until - LIMIT_SECONDS
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        console.show_cursor(True)  # Ctrl-C ends the loading at once
+        console.show_cursor(True)  # Ctrl-C ends loading at once
         task = progress.add_task("loading the model", total=LIMIT_SECONDS)
         with interruptible():
             service = open_service(config, running(runtime_folder(os.environ)))
@@ -120,7 +120,7 @@ def _scratch_folder(config: ServerConfig) -> Iterator[Path | None]:
 
 
 def machine() -> dict[str, str]:
-    """Returns what is measured on."""
+    """Returns the machine's facts."""
     import mlx.core as mx
 
     info: dict[str, Any] = mx.device_info()
@@ -200,7 +200,7 @@ TITLES = {
 
 @dataclass
 class BenchResult:
-    """What was measured, and where."""
+    """Results, and the machine that they are from."""
 
     facts: dict[str, str]
     rows: "BenchRows"
@@ -226,7 +226,7 @@ class BenchResult:
         return "\n\n".join([facts, *tables, notes, send])
 
     def as_markdown(self) -> str:
-        """Returns the same for a page."""
+        """Returns the tables in Markdown."""
         facts = ", ".join(f"{name} {told}" for name, told in self.facts.items())
         tables = ("\n".join([f"{title}:", "", *lines]) for title, lines in self._tables())
         return "\n\n".join([facts, *tables, self._notes()])

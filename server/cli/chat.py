@@ -103,7 +103,7 @@ _LEAVE = ("bye", "exit", "quit")
 
 
 def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None, *, is_local: bool) -> int:
-    """Talks with a model that a server has loaded or else, and where `is_local`, one that is loaded here.
+    """Talks with a model that a server has loaded; else, or if `is_local`, loads the model here.
 
     Returns the exit status; raises ModelError.
     """
@@ -199,7 +199,7 @@ class Chat:
             self.screen.note(said)
 
     def answer(self, text: str) -> bool:
-        """Shows an answer as it comes; False if there is none."""
+        """Shows an answer while it arrives; False if there is none."""
         image = find_image(text)
         if image is not None:
             self.screen.complain(NO_IMAGES.format(image))

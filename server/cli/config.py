@@ -34,7 +34,7 @@ _MODEL_DEFAULT = "Default: the pulled model that was used last, else demo."
 
 
 def with_settings(**others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command a flag for each setting; `others` are switches of its own."""
+    """Gives a command a flag for each setting; `others` are the command's own switches."""
     options: dict[str, tuple[Any, object]] = {name: (_option(setting), None) for name, setting in SETTINGS.items()}
     options |= {name: (annotation, False) for name, annotation in others.items()}
 
@@ -61,7 +61,7 @@ def _option(setting: "Field[Any]") -> Any:
         metavar=None if kind is bool else _metavar(setting),
         autocompletion=(lambda: list(metadata["choices"])) if metadata["choices"] else None,
     )
-    # A text is read as one of the file or of a variable is.
+    # A text is read like one from the file or a variable.
     return Annotated[(bool if kind is bool else list[str] if kind == tuple[str, ...] else str) | None, info]
 
 
@@ -129,7 +129,7 @@ def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
 
 def _read_file(environment: Mapping[str, str]) -> Layer:
     path = config_file(environment)
-    # A file that was named has to be there.
+    # A named file must exist.
     if not environment.get(config.FILE_VARIABLE) and not path.is_file():
         return {}
     text, fault = read_private(path, str(path))

@@ -46,7 +46,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handler: "Callable[[int, Any], object] | signal.Handlers", *numbers: signal.Signals) -> Iterator[None]:
-    """Handles signals otherwise for a while; main thread only."""
+    """Handles signals with `handler` in the block; main thread only."""
     before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
@@ -88,9 +88,10 @@ PUT_OFF_SECONDS = signal.SIGTERM - 1
 class Sigterm:
     """SIGTERM ends the process even where Python's own handler cannot run, since a thread never gives its lock back.
 
-    The handler is the C library's `alarm`, with the signal's number for its seconds. It may run on any thread, also
-    on one that is not Python's: the system chooses. A thread of ours finds the alarm set, calls `on_signal`, and puts
-    the alarm off again and again; where it cannot run for so long, the process exits with SIGALRM's number.
+    The handler is the C library's `alarm`, with the signal's number for its seconds. The handler may run on any
+    thread that the system chooses, also on one that is not Python's. A thread of ours finds the alarm set, calls
+    `on_signal`, and postpones the alarm again and again. If that thread cannot run for so long, the process exits
+    with SIGALRM's number.
     """
 
     def __init__(self, on_signal: Callable[[], object]) -> None:
@@ -151,7 +152,7 @@ def loading(model: str) -> Iterator[str | None]:
     resolve(model)
     console = Console()
     with interruptible():
-        # Before any other thread exists: it could take a Ctrl-C that is held back.
+        # Before any other thread exists, which could take a Ctrl-C that is held back.
         with held_back():
             fast_blas = load_fast_blas()
         find_compiler(held_back)

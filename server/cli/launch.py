@@ -34,7 +34,7 @@ app = command_group()
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0
-"""For writing state to the disk."""
+"""Time for a server to write state to the disk."""
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def describe_target(served: Served, key: str | None) -> LaunchTarget:
 
 
 def look_at_sessions(target: LaunchTarget) -> SessionCounts:
-    """Returns the server's counts; none where the server does not say."""
+    """Returns the counts of the server's sessions; none if the server does not give them."""
     try:
         return recipes.count_sessions((_get(target.url, "/v1/sessions", target.key) or {})["data"])
     except (KeyError, TypeError):

@@ -90,7 +90,7 @@ service logs (at_login) Show the last 100 lines of the server's log.
 service remove (at_login) End the server, and have it start no more.
     mlx-serve service remove
 """
-"""Each command's words behind `mlx-serve`, its file in this folder, its help, and below that its examples."""
+"""One command a line: words after `mlx-serve`, the file in this folder, the help; examples follow below."""
 
 COMMANDS: Mapping[str, tuple[str, str, Sequence[str]]] = {
     words: (file, told, examples.split("\n    ")[1:])
@@ -105,7 +105,7 @@ _GROUPS = {
     "Models": "show create convert cp tag rm verify",
     "Set up": "config service completion",
 }
-"""The commands under headings, those that are used most first."""
+"""The commands under headings, the most used ones first."""
 
 
 class LazyCommands(TyperGroup):

@@ -65,7 +65,7 @@ def pull_for_person(
     if chosen is not None and not as_json:
         console.print(f"{name} ({about(chosen)}) is the largest of its family that fits here.", soft_wrap=True)
     limit_bytes = None if is_forced else largest_weights_bytes(machine)
-    # During retries the bar stands still; if they fail, the error has the sentence.
+    # During retries the bar stands still; if all fail, the error has the sentence.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     with handling(lambda *_: _stop_pull(name), signal.SIGINT), _reporting(console, name, as_json=as_json) as tell:
         folder = pull(name, tell, max_weights_bytes=limit_bytes)
@@ -286,7 +286,7 @@ def _reporting(console: Console, name: str, *, as_json: bool) -> Iterator[TellPu
 
 
 def _stop_pull(name: str) -> NoReturn:
-    # Downloads run in threads that would otherwise be waited for; what they wrote is kept for the next time.
+    # The process would otherwise wait for downloading threads; the bytes written are kept for the next time.
     note = f"\nmlx-serve: stopped; go on where it stopped with: mlx-serve pull {name}\n"
     os.write(sys.stderr.fileno(), note.encode())
     os._exit(INTERRUPTED)

@@ -13,7 +13,7 @@ from models.short_names import grouped
 from server.app.log_events import percent_text, seconds_text
 
 NO_KEY = "none"
-"""For agents that want a key, where the server wants none."""
+"""For agents that require a key, if the server requires none."""
 CODEX_KEY = "MLX_LAUNCH_KEY"
 """Codex takes the key from this variable."""
 COMPACT_FROM_TOKENS = 100_000
@@ -122,7 +122,7 @@ def command_of(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> lis
 
 
 def as_shell(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> str:
-    """Returns a shell line that does the same."""
+    """Returns a shell line that starts the agent in the same way."""
     variables = recipe.variables(target)
     unset = [f"-u {name}" for name, value in variables.items() if value is None]
     told = [f"{name}={shlex.quote(value)}" for name, value in variables.items() if value is not None]
@@ -136,7 +136,7 @@ SessionCounts = Mapping[tuple[str, str], tuple[int, int]]
 
 @dataclass(frozen=True)
 class LaunchSavings:
-    """Counts prompt tokens; an unknown speed is 0."""
+    """Prompt tokens saved; an unknown speed is 0."""
 
     cached_tokens: int
     evaluated_tokens: int
@@ -168,7 +168,7 @@ def changed(before: SessionCounts, after: SessionCounts) -> list[tuple[str, str]
 
 
 def savings_between(before: SessionCounts, after: SessionCounts, tokens_per_second: float) -> LaunchSavings:
-    """Returns what came in between. A session that began again counts from its beginning."""
+    """Returns the savings between two looks at the sessions. A session that began again counts from its beginning."""
     cached = evaluated = 0
     for name in changed(before, after):
         old, new = before.get(name, (0, 0)), after[name]

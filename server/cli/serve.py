@@ -66,7 +66,7 @@ STORE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a start found on the machine."""
+    """Facts about the machine, found at the start."""
 
     others: Sequence[Claim]
     fast_blas: str | None
@@ -328,7 +328,7 @@ def _start(config: ServerConfig, console: Console, around: Surroundings, claim: 
         if warning is not None:
             console.print(warning, markup=False)
         tell("trying it out")
-        # What has been loaded stays: looking through it for garbage would stop all threads for a tenth of a second.
+        # Loaded objects stay: searching them for garbage would stop all threads for a tenth of a second.
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -380,7 +380,7 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
     with console.status(f"Loading {escape(model)} …") as status:
         # A process that ended now would leave the terminal without a cursor.
         console.show_cursor(True)
-        # While the line is shown, standard error is written above it.
+        # While the line is shown, standard error appears above it.
         streams = [handler.setStream(sys.stderr) for handler in handlers]
         try:
             yield lambda step: status.update(f"Loading {escape(model)}: {escape(step)} …")
@@ -463,7 +463,7 @@ async def _serve(
     if stopper.draining is not None:
         await stopper.draining
     if app.state.api.background:
-        # Responses in the background are stored with what there is of them.
+        # Responses in the background are stored with their text so far.
         await asyncio.wait(app.state.api.background, timeout=STORE_SECONDS)
     if app.state.api.tracing is not None:
         await asyncio.to_thread(app.state.api.tracing.close)

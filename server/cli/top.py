@@ -43,7 +43,7 @@ HELP = (
 
 @dataclass(frozen=True)
 class TopPage:
-    """The view, besides the figures."""
+    """What is shown besides the figures."""
 
     url: str
     width: int
@@ -181,12 +181,12 @@ TIMEOUT_SECONDS = 5.0
 
 
 class Watched:
-    """A server that is looked at again and again."""
+    """A server whose figures are read again and again."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._server = AskedServer(url, api_key, TIMEOUT_SECONDS)
         self.found: dict[str, Any] | None = None
-        """The figures of the last look."""
+        """The figures read last."""
         self.speeds: dict[str, float] = {}
 
     def stats(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The losses of one conversation's turns, added up by cause, for a server and for recorded requests alike. Pure.
 
-Only later turns show what a change of earlier messages was. If they continue the version before it, it was a request
-beside the conversation; if they continue the changed version only, the conversation began anew.
+Only later turns show what a change of earlier messages was. If later turns continue the version before the change,
+the changed request was one beside the conversation; if they continue only the changed version, the conversation began
+anew.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from server.diagnosis.advice import TOOLS, advice
 from server.engine.diagnosis import UNBLAMED, UNTOLD, Cause, Miss, MissReason
 
 NEGLIGIBLE_TOKENS = 128
-"""So many lost tokens or fewer need no cure: state is kept at some offsets only."""
+"""Up to so many lost tokens need no cure, since state is kept at some offsets only."""
 _OF_STATE = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.UNLOADED, Cause.RESTARTED, Cause.SIDE_REQUEST})
 _SMALL = _OF_STATE | {Cause.NOTE}
 """Reported only above `NEGLIGIBLE_TOKENS`."""
@@ -29,14 +30,14 @@ class Loss:
     place: str | None
     """The role of the message, or `TOOLS`."""
     where: str
-    """For a person: `system message`."""
+    """The place in words: `system message`."""
     tokens: int
     seconds: float | None = None
     """None where no speed is known."""
     before: str = ""
     after: str = ""
     is_hidden: bool = False
-    """The loss stands behind another change, so it cost nothing by itself."""
+    """The loss comes after another change, so it cost nothing by itself."""
     missing_bytes: int | None = None
     """As of `Miss`."""
 
@@ -94,7 +95,7 @@ class Checkup:
     """Average share of the prompt before that was reused, 0 to 1; None for a single turn."""
     losses: tuple[Loss, ...]
     num_seen: int | None = None
-    """Set where not all turns are kept."""
+    """Number of all turns, if not all are kept."""
     began: float | None = None
     """Seconds since 1970, like `ended`."""
     ended: float | None = None
@@ -120,11 +121,11 @@ class Savings:
 
     tokens: int
     turns: int
-    """Good ones too."""
+    """Number of turns, those without losses included."""
     seconds: float | None
     seconds_per_turn: float | None
     within_seconds: float | None
-    """From the first turn to the last. No more is told of the time to come."""
+    """Time from the first turn to the last; savings are not extrapolated beyond."""
 
 
 def savings_of(checkups: Sequence[Checkup]) -> Savings:
@@ -176,7 +177,7 @@ def place_name(index: int | None, role: str | None) -> str:
 
 _VERSIONS = frozenset({Cause.EDITED, Cause.TOOLS, Cause.TRIMMED, Cause.SUMMARISED, Cause.COMPACTED, Cause.REMOVED})
 _VERSIONS |= {Cause.MERGED, Cause.INSERTED, Cause.TEMPLATE_ARGUMENTS}
-"""These changes make another version of a conversation."""
+"""Changes that make another version of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,10 @@ class LinkedTurn:
 
     id: str
     previous: str | None
-    """None where there was none, or nobody knows."""
+    """None if there was none, or if unknown."""
     losses: tuple[Loss, ...]
     kept: float | None = None
-    """Share of the prompt before that was reused."""
+    """Part of the previous prompt that was reused, 0 to 1."""
 
 
 def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
@@ -214,7 +215,7 @@ def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]
 
 
 def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
-    """Takes a loss by another version for one by a request beside the conversation."""
+    """Yields a turn's losses, those by another version as one by a request beside the conversation."""
     versions = [loss for loss in turn.losses if loss.cause in _VERSIONS]
     yield from (loss for loss in turn.losses if loss.cause not in _VERSIONS)
     costliest = max(versions, key=lambda loss: loss.tokens)

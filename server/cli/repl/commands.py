@@ -16,7 +16,7 @@ NO_IMAGES = "models here take text only, so {} cannot be shown to them; describe
 
 _PATH = re.compile(r"""(?P<quote>['"])(?P<quoted>.+?)(?P=quote)|(?P<bare>(?:\\.|\S)+)""")
 _SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd\ufffd\ufffd\x00\x10JFIF")
-"""Of image files, read as text."""
+"""How image files begin, read as text."""
 
 
 class FileRefused(Exception):

@@ -19,7 +19,7 @@ from models.inference.sampling_params import SamplingParams, check
 
 
 class Manner(StrEnum):
-    """What a part is: answer or thought."""
+    """Whether a part is of the answer or of the reasoning."""
 
     ANSWER = "answer"
     THOUGHT = "thought"
@@ -184,11 +184,11 @@ class Dialogue:
     turns: list[Turn] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     number: int = 1
-    """Tells a server this conversation from earlier ones."""
+    """Number by which a server tells this conversation from earlier ones."""
     costs: AnswerCosts | None = None
     last_message: str = ""
     is_answered: bool = False
-    """The last two turns are a message and its answer."""
+    """Whether the last two turns are a message and its answer."""
 
     def prompt(self) -> list[Turn]:
         """Returns all messages, the system message first."""
