@@ -23,7 +23,7 @@ from server.pool.served import EnginePort
 
 CAPACITY = 1024
 KEEP_SECONDS = 60.0
-"""After the last listener left."""
+"""How long events are kept after the last listener left."""
 BATCH = 128
 """Events sent together."""
 
@@ -55,7 +55,7 @@ class EventLog:
     def __init__(self, epoch: str, *, wall: Callable[[], float], clock: Callable[[], float]) -> None:
         """`epoch` tells this process's events from another's; `wall` reads seconds since 1970."""
         self.on_wanted: Callable[[bool], None] = lambda is_wanted: None
-        """Called when events begin to be kept, and when they end."""
+        """Called when events begin to be kept, and when they are no longer."""
         self._epoch = epoch
         self._wall = wall
         self._clock = clock
@@ -121,7 +121,7 @@ class EventLog:
 
     @property
     def first(self) -> int:
-        """Of the next event if none is kept."""
+        """Number of the first kept event; of the next event if none is kept."""
         return self._events[0].number if self._events else self._next
 
     def id_before(self, number: int) -> str:
@@ -132,7 +132,7 @@ class EventLog:
         return f"{self._epoch}-{number}"
 
     def _place_behind(self, last_id: str | None) -> int | None:
-        """None if events in between are gone."""
+        """Returns the place behind an event; None if later events are gone."""
         if last_id is None:
             return self._next
         epoch, _, number = last_id.rpartition("-")
@@ -165,7 +165,7 @@ class Listener:
 
     @property
     def place_id(self) -> str:
-        """Of the last event taken, or the one before the first."""
+        """Id of the last event taken, or of the event before the first."""
         return self._log.id_before(self._place)
 
     def _may_see(self, event: LiveEvent) -> bool:
@@ -226,7 +226,7 @@ class Sums:
     restored: dict[str, int] = field(default_factory=lambda: {"live": 0, "memory": 0, "disk": 0})
     """Tokens by the tier that held their state."""
     lost: dict[str, LostTokens] = field(default_factory=dict)
-    """By reason."""
+    """Tokens evaluated again, by reason."""
 
     def add(self, record: RequestRecord) -> None:
         """Adds a request."""

@@ -55,7 +55,7 @@ from server.pool.served import EnginePort, ServedModel
 logger = logging.getLogger(__name__)
 
 OutputEvent: TypeAlias = Started | Piece | Finished
-"""Of a choice: one `Started`, ordered pieces, one `Finished`."""
+"""Events of a choice: one `Started`, ordered pieces, one `Finished`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Exchange(ABC):
     """One checked request; writes its answer once, by `frames` or by `body`."""
 
     keep_alive_seconds: float | None = None
-    """How long the model stays loaded after its last request; None: as it was."""
+    """How long the model stays loaded after its last request; None: as before."""
 
     def __init__(self, question: Question, *, is_streamed: bool = False) -> None:
         self.model = question.model
@@ -176,7 +176,7 @@ class TurnAccount:
 
 
 def _with_reuse(started: Started, reuse: Reuse) -> Started:
-    """A reason that the engine gave stays."""
+    """Adds the reuse; a reason that the engine gave stays."""
     return started if started.reuse.miss is not None else replace(started, reuse=reuse)
 
 
@@ -231,7 +231,7 @@ class Run:
             self._keep_turn(None)
 
     def withdraw(self) -> None:
-        """Cancels the request as if it had never been: another choice was refused."""
+        """Cancels the request without a trace, since another choice was refused."""
         self._context.activity.forget(self.open)
         self._generation.cancel()
 
@@ -257,7 +257,7 @@ class Run:
                 self._remember_reply()
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Only the first call counts."""
+        """Keeps the turn; only the first call counts."""
         # The last token of a cut-off answer is not evaluated.
         is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
         ids = self.token_ids[:-1] if is_cut else self.token_ids
@@ -265,7 +265,7 @@ class Run:
         self.account.record(self.open.cached_tokens + self.open.evaluated_tokens, ids, reply)
 
     def _remember_reply(self) -> None:
-        """Only for a whole reply: one that was cut off may end within a token."""
+        """Remembers a whole reply's tokens: a reply that was cut off may end within a token."""
         if self.exchange.conversation is not None:
             renderer = self.exchange.model.renderer
             renderer.remember_reply(self.exchange.prompt, "".join(self._texts), self.token_ids)
@@ -353,7 +353,7 @@ class Answer:
 
     @property
     def finished(self) -> Finished:
-        """Of the last part or first successful choice, with the counts of all; once all ended."""
+        """The end of the last part or first successful choice, with the counts of all; once all have ended."""
         well = [run.finished for run in self.runs if run.finished is not None]
         if self._num_choices == 1:
             return well[-1]
@@ -382,7 +382,7 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompts and output so far; a shared prompt counts once."""
+        """Tokens of prompts and output so far; a shared prompt counts once."""
         return self._counts.prompt_tokens + sum(len(run.token_ids) for run in self.runs)
 
     @property
@@ -463,7 +463,7 @@ async def _evaluate_ahead(
 
 
 async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:
-    """The queue is short, so that the engine notices a slow reader."""
+    """Merges the runs' events. The queue is short, so that the engine notices a slow reader."""
     queue: asyncio.Queue[tuple[int, OutputEvent | Failed]] = asyncio.Queue(maxsize=1)
 
     async def follow(index: int, run: Run) -> None:

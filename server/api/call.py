@@ -39,7 +39,7 @@ CLIENT_LEFT = 499
 """Only the access log shows it."""
 
 Plan: TypeAlias = Exchange | EmbeddingWork | ModelReady
-"""What a body asks for; its model, if any, is loaded and held."""
+"""What a body asks for; the model, if any, is loaded and held."""
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 """An endpoint; raises the errors that `server.api.errors` maps."""
 OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | ModelReady]
@@ -193,7 +193,7 @@ class Call:
 
     @property
     def _num_tokens(self) -> int:
-        """Charged to the key's allowance."""
+        """Tokens charged to the key's allowance."""
         charged = self._answer or self._work
         return 0 if charged is None else charged.num_tokens
 
@@ -226,7 +226,7 @@ class Call:
                     source = error.source
 
     def _read(self) -> Plan:
-        """Called on another thread."""
+        """Reads the body; called on another thread."""
         check_amount(self._raw)
         fields, is_finite = parse_object(self._raw)
         self._http.state.origin = self._origin_of(fields)
@@ -251,7 +251,7 @@ class Call:
     # ------------------------------------------------------------------------------------------------- answering
 
     async def _respond_when_loaded(self, source: ModelSource) -> Response:
-        """A stream begins before a slow load ends; heartbeats keep it open."""
+        """Loads and responds; a stream begins before a slow load ends, and heartbeats keep it open."""
         loading = asyncio.ensure_future(self._plan_loaded(source))
         # Whoever waits gets the error; a client that has left needs none.
         loading.add_done_callback(lambda done: done.cancelled() or done.exception())

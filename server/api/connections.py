@@ -42,9 +42,9 @@ MIN_BODY_BYTES = 4096
 UNSENT_BYTES = 1 << 16
 """Bytes that the kernel may hold unsent; more would hide a client that reads nothing."""
 CHECKS = 4
-"""Per `client_seconds`."""
+"""Checks of a connection per `client_seconds`."""
 RESET_SECONDS = 0.1
-"""Between checks of a client that sends no more."""
+"""Time between checks of a client that sends no more."""
 REPORT_SECONDS = 60.0
 RETRY_SECONDS = 5
 MAX_LINGERING = ACCEPTED_AT_ONCE
@@ -234,7 +234,7 @@ class Connection(H11Protocol):
 
     def _make_place(self) -> None:
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
-        # By time alone: were idle ones first, newcomers would take only each other's places beside dribbling bodies.
+        # By time alone: if idle ones went first, newcomers would replace only each other, and slow bodies would stay.
         unfinished = [one for one in others if one.is_idle or one.is_sending]
         if unfinished:
             self._reports.add("closed a connection without a whole request for a new one: there are too many")
@@ -265,7 +265,7 @@ class Connection(H11Protocol):
 
     @property
     def _may_answer(self) -> bool:
-        """A second answer would be taken for the rest of the first."""
+        """Whether no answer has begun: a second one would be taken for the rest of the first."""
         is_unsent = self.transport.get_write_buffer_size() > 0
         return not is_unsent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 

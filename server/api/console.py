@@ -1,7 +1,7 @@
 """The console: a page at `/` that shows what the server is doing, and its few static files.
 
 The files hold no user data and need no key. A server without keys gives the page to this machine only, since anybody
-could read along. Its content policy allows no other server and no code outside these files.
+could read along. The page's content policy allows no other server and no code outside these files.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # A file changes with the server only, but then at once.
+    # A file changes only with the server, but then at once.
     "cache-control": "no-cache",
 }
 

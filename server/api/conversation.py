@@ -20,7 +20,7 @@ from server.engine.request import GenerationRequest, Priority
 from server.pool.served import PromptRenderer, ServedModel
 
 MIN_TOKENS_AHEAD = 16
-"""The next turn itself evaluates fewer."""
+"""Fewer tokens are left to the next turn itself."""
 
 _THOUGHT = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
@@ -85,7 +85,7 @@ class Conversation:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     namespace: str = ""
     changed_tools: Sequence[Mapping[str, Any]] | None = None
-    """Callable after the last message, if changed."""
+    """Tools callable after the last message, if changed."""
     continues: bool = False
     """The answer continues the last, the assistant's, message."""
     forbids_calls: bool = False
@@ -119,7 +119,7 @@ class Conversation:
 
     @property
     def asked(self) -> Sequence[Message]:
-        """All but a continued message."""
+        """All messages but a continued one."""
         return self.messages[:-1] if self.continues else self.messages
 
     @property
@@ -183,7 +183,7 @@ class ThinkingWish:
     is_enabled: bool | None = None
     effort: str | None = None
     max_tokens: int | None = None
-    """Then the thought is closed."""
+    """Tokens after which the reasoning is ended."""
 
     def template_arguments(self) -> Mapping[str, Any]:
         """Returns the values to pass to chat templates."""

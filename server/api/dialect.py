@@ -1,8 +1,9 @@
 """The seam between the server and its dialects: everything in which families of clients differ.
 
-A dialect is a folder of `server/api/`, handed to the application as one `Api`. Its endpoints make an `Exchange` of
-each checked body; `call.py` does the rest. A field is honoured; has no effect, since it could not change the answer;
-or is refused with a reason, except for values that ask for nothing. Fields without a rule are ignored.
+A dialect is a folder of `server/api/`, handed to the application as one `Api`. A dialect's endpoints make an
+`Exchange` of each checked body; `call.py` does the rest. A field is honoured; has no effect, since it could not
+change the answer; or is refused with a reason, except for values that ask for nothing. Fields without a rule are
+ignored.
 """
 
 import json
@@ -168,7 +169,7 @@ def dialect_of(request: Request) -> Dialect:
 
 
 class Treatment(Enum):
-    """What becomes of a field."""
+    """How a field is treated."""
 
     HONOURED = "honoured"
     NO_EFFECT = "no effect"
@@ -181,9 +182,9 @@ class Rule:
 
     treatment: Treatment
     why: str = ""
-    """Of no effect or refusal, a clause."""
+    """Why the field has no effect or is refused, as a clause."""
     neutral: tuple[Any, ...] = ()
-    """Besides null: values with which a refused field asks for nothing."""
+    """Values, besides null, with which a refused field asks for nothing."""
     is_read: bool = False
     """Whether the body's type holds the field."""
 

@@ -19,7 +19,7 @@ from server.pool.served import EnginePort, ServedModel
 
 MAX_TEXTS = 2048
 MAX_TOKENS = 300_000
-"""Of all texts of one request, OpenAI's limit."""
+"""The most tokens of all texts of one request, as OpenAI has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class EmbeddingWork:
     model: ServedModel
     texts: Sequence[TokenArray]
     write: Callable[[Sequence[Vector]], str]
-    """Returns JSON. On another thread; raises ApiError."""
+    """Writes the body as JSON, on another thread; raises ApiError."""
     keep_alive_seconds: float | None = None
     reading: Reading | None = None
     """None for the model's own vectors."""

@@ -57,7 +57,7 @@ class WebAccess:
     """Which hosts and origins are served. Pure."""
 
     hosts: frozenset[str] | None
-    """Besides those always accepted; None: any name."""
+    """Names accepted besides the usual ones; None: any name."""
     origins: frozenset[str]
     """`*` is all."""
 

@@ -175,7 +175,7 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
 
 PROVIDER = "mlx_serve"
 PATH = "/v1/traces"
-"""If the address has none."""
+"""The path, if the address has none."""
 NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 SEND_SECONDS = 5.0
 END_SECONDS = 3.0
@@ -250,7 +250,7 @@ class Tracing:
 
 
 def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
-    """Returns what the span of a request says of it."""
+    """Returns the attributes of a request's span."""
     first, counts, turn = record.first, record.counts, record.turn
     request, sampling = first.request, first.request.sampling
     found: dict[str, Any] = {

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from server.diagnosis.account import Name  # with numpy, which `doctor` starts without
 
 MAX_SESSIONS = 1024
-"""Of all namespaces together."""
+"""The most sessions of all namespaces together."""
 _LOOKED_AT = 64
 MAX_TURNS = 32
-"""Of one session; the sums include dropped turns."""
+"""The most turns of one session; the sums include dropped turns."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TurnRecord:
 
     @property
     def miss(self) -> Miss | None:
-        """The costliest."""
+        """The costliest miss."""
         return max(self.misses, key=lambda miss: miss.lost_tokens, default=None)
 
     @property
@@ -156,7 +156,7 @@ class SessionRecords:
 
 
 MAX_REFUSALS = 32
-"""Of one namespace."""
+"""The most refusals of one namespace."""
 MAX_NAMESPACES = 128
 
 _Key: TypeAlias = tuple[str, str, str]

@@ -92,11 +92,11 @@ def _broken(encoding: str) -> ApiError:
 
 
 MAX_MESSAGES: Final = 10_000
-"""Of one conversation; each part and tool call counts."""
+"""The most messages of one conversation; each part and tool call counts."""
 MAX_TEXTS: Final = 200_000
-"""Texts, field names, objects and lists of one body."""
+"""The most texts, field names, objects and lists of one body."""
 MAX_VALUES: Final = 2_000_000
-"""Of any kind in one body; a prompt may be a list of token ids."""
+"""The most values of any kind in one body; a prompt may be a list of token ids."""
 
 _BLOCK_BYTES: Final = 1 << 16
 _NO_BACKSLASH: Final = re.compile(rb"[^\\]")
@@ -177,7 +177,7 @@ def _num_entries(message: Any) -> int:
 
 
 def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
-    """By block: how many texts and containers begin, and how many values end with a comma."""
+    """Counts for each block the texts and containers that begin, and the values that end with a comma."""
     start, is_in_text = 0, False
     while start < len(raw):
         # A block never ends with a backslash, so an escaped character is in its backslash's block.

@@ -111,7 +111,7 @@ class NamespaceBody(TypedDict):
 
     namespace: str
     adapter: str | None
-    """The digest of one that is no longer served."""
+    """The digest, if the adapter is no longer served."""
     num_nodes: int
     num_tokens: int
     num_disk_nodes: int

@@ -38,7 +38,7 @@ def thought_of(shown: str, signature: str) -> str:
 
 
 BlockEvent: TypeAlias = dict[str, Any]
-"""Its `type` is the event's name."""
+"""An event's data; `type` is the event's name."""
 
 
 class TextBlockBody(TypedDict):
@@ -57,7 +57,7 @@ class ThinkingBlockBody(TypedDict):
 
 
 class ToolUseBlockBody(TypedDict):
-    """A call. One that was cut off has no input here, and a part of it in a stream."""
+    """A call. A call that was cut off has no input here, and in a stream a part of the input."""
 
     type: Literal["tool_use"]
     id: str
@@ -90,7 +90,7 @@ class _Open:
     """A block as it grows."""
 
     head: dict[str, Any]
-    """Its type; of a call, id and name too."""
+    """The block's type; of a call, also id and name."""
     is_hidden: bool = False
     """A thought that only its signature holds."""
     text: str = ""
@@ -109,13 +109,13 @@ class AnswerContent:
     """The content of one answer."""
 
     def __init__(self, *, shows_thoughts: bool = True, searches: Container[str] = ()) -> None:
-        """Without `shows_thoughts`, signatures hold the thoughts. `searches` are the names of those run here."""
+        """Without `shows_thoughts`, signatures hold the thoughts. `searches` are the tool searches run here."""
         self._shows_thoughts = shows_thoughts
         self._searches = searches
         self._ended: list[BlockBody] = []
         self._open: _Open | None = None
         self._num_streamed = 0
-        """Failed calls included."""
+        """Number of streamed blocks, failed calls included."""
 
     @property
     def blocks(self) -> list[BlockBody]:

@@ -55,7 +55,7 @@ class OutputTokensDetails(TypedDict):
 
 
 class MessagesUsage(TypedDict):
-    """Token counts of one request. The prompt has the sum of the three that tell of input."""
+    """Token counts of one request. The sum of the three input counts is the prompt."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -66,7 +66,7 @@ class MessagesUsage(TypedDict):
 
 
 class CacheMissReason(TypedDict):
-    """Why not all was reused of what the conversation's last turn held, in Anthropic's words."""
+    """Why part of the conversation's last turn was not reused, in Anthropic's words."""
 
     type: str
     cache_missed_input_tokens: NotRequired[int]
@@ -120,11 +120,11 @@ def diagnostics_of(started: Started, session_id: str | None, finished: Finished 
 
 
 MAX_PARTS = 8
-"""Then the client must continue the answer."""
+"""After so many parts the client must continue the answer."""
 
 
 class ContextManagementBody(TypedDict):
-    """What was removed from the conversation: nothing."""
+    """The edits made to the conversation: none."""
 
     applied_edits: list[Any]
 
@@ -237,7 +237,7 @@ class MessageExchange(Exchange):
         return self._content.add_results(found)
 
     async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
-        """Goes on with the results of searches, if any."""
+        """Continues the answer with the results of searches, if any."""
         finished, kinds = self._finished[-1], {block["type"] for block in part._content.blocks}
         is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
         is_for_client = "server_tool_use" not in kinds or "tool_use" in kinds

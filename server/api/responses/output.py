@@ -130,7 +130,7 @@ class _OpenItem:
 
     kind: str
     prefix: str
-    """Of ids."""
+    """How the item's ids begin."""
     id = ""
     index = 0
     text = ""
@@ -157,12 +157,12 @@ class _OpenItem:
 
 @dataclass(frozen=True)
 class _Form:
-    """What an item of text is called, and its only part."""
+    """The names of an item of text and of its only part."""
 
     kind: str
     prefix: str
     fields: Mapping[str, Any]
-    """Besides the part."""
+    """The item's fields besides the part."""
     place: Literal["content", "summary"]
     """The item's field with the part."""
     part: str
@@ -243,7 +243,7 @@ class _OpenCall(_OpenItem):
         return {**super().body(status), "call_id": self._call_id, **self.called()}
 
     def called(self) -> dict[str, Any]:
-        """Returns what is called, and with what."""
+        """Returns the item's fields that hold the call's name and arguments."""
         return {**self._named, "arguments": self.text}
 
     @property
@@ -338,7 +338,7 @@ class AnswerOutput:
             case ToolCallEnded():
                 return self.close()
             case ToolCallCut():
-                return []  # the end of the answer ends it too, as incomplete
+                return []  # the end of the answer ends the call too, as incomplete
             case ToolCallFailed(text):
                 # No event ends the failed call, so that clients do not run it.
                 self._open = None

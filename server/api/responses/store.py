@@ -26,7 +26,7 @@ FILE_NAME: Final = "responses.sqlite3"
 MAX_RESPONSES: Final = 10_000
 MAX_DISK_BYTES: Final = 1 << 30
 MAX_MEMORY_BYTES: Final = 1 << 26
-"""Of everything stored, as JSON."""
+"""The most bytes of JSON stored in memory."""
 MAX_CHAIN: Final = 10_000
 """Responses of one chain read for a prompt."""
 _MODE_ATTEMPTS: Final = 250
@@ -132,7 +132,7 @@ class ResponseStore:
         return None if row is None else _stored(*row)
 
     def delete(self, namespace: str, response_id: str) -> bool:
-        """Forgets a response; returns whether it was there. Its continuations lose their beginning."""
+        """Forgets a response; returns whether it was there. Responses that continue it lose their beginning."""
         return self._forget((namespace, response_id), "DELETE FROM responses WHERE namespace = ? AND id = ?")
 
     def put_conversation(self, namespace: str, conversation: StoredConversation) -> None:
@@ -170,7 +170,10 @@ class ResponseStore:
         return self._forget((namespace, conversation_id, item_id), f"{_ITEMS_DELETION} AND id = ?")
 
     def _forget(self, place: Sequence[str], *statements: str) -> bool:
-        """Deletes, then empties the log unless another server reads it; returns whether the last one found any."""
+        """Runs the deletions; returns whether the last one deleted a row.
+
+        Empties the log unless another server reads it.
+        """
         with self._opened() as database:
             *_, num_found = [database.execute(statement, place).rowcount for statement in statements]
         with self._opened() as database:

@@ -83,7 +83,7 @@ Items = Annotated[list[Any], BeforeValidator(_as_items)]
 
 
 class InputBody(CallingBody):
-    """What a prompt is made of."""
+    """The fields that make the prompt."""
 
     model: str | None = None
     """May be left out if only one model is served."""
@@ -114,7 +114,7 @@ class ResponsesBody(InputBody, SharedBody):
     max_tool_calls: Whole | None = None
     seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
     background: bool | None = None
-    """The response is made though its client leaves."""
+    """The response is finished even if the client leaves."""
 
     @property
     def is_stored(self) -> bool:
