@@ -35,7 +35,7 @@ ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
 @dataclass(frozen=True)
 class AnswerGrammar:
-    """What binds an answer, and the body's field that requests it."""
+    """What binds an answer, and the body's field that requests this."""
 
     param: str
     grammar: Grammar
@@ -111,7 +111,7 @@ class GenerationParams:
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
-    """Closes the reasoning; None leaves that to the model."""
+    """Tokens after which reasoning is ended; None leaves that to the model."""
     is_single_call: bool = False
     """The answer ends with its first tool call, if calls have markers."""
     grammar: AnswerGrammar | None = None
@@ -255,7 +255,7 @@ def can_forbid_calls(model: ServedModel) -> bool:
 
 
 def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
-    """Special tokens are not text."""
+    """Returns the grammar of text without calls; special tokens are not text."""
     start = (syntax.start,) if isinstance(syntax, ToolFormat) else ()
     markers = "|".join(re.escape(marker) for marker in (*start, *syntax.frames))
     excluded = [f"(?s:.*)({markers})(?s:.*)"] if markers else []
@@ -329,7 +329,7 @@ def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool that describes no arguments takes none, unlike a nested object."""
+    """Returns the schema of a function's arguments: undescribed ones are none, unlike in a nested object."""
     schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
     return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
 

@@ -20,7 +20,7 @@ from server.api.errors import Code, retry_later
 Result = TypeVar("Result")
 
 MAX_WAITING_BYTES: Final = 256 << 20
-"""Of bodies that wait for a thread."""
+"""The most bytes of bodies that wait for a thread."""
 RETRY_SECONDS: Final = 5
 
 

@@ -32,7 +32,7 @@ class Bucket:
     filled_at: float
 
     def fill(self, per_minute: int, now: float) -> None:
-        """Adds what came in since; the limit may have changed."""
+        """Adds what flowed in since the last call; the limit may have changed."""
         self.per_minute = per_minute
         self.amount = min(per_minute, self.amount + (now - self.filled_at) * per_minute / 60)
         self.filled_at = now
@@ -56,10 +56,10 @@ class KeyUsage:
 
     num_running: int = 0
     buckets: dict[str, Bucket] = field(default_factory=dict)
-    """Of `requests` and `tokens`, if the key has such a limit."""
+    """Buckets of `requests` and `tokens`, if the key has such limits."""
 
     def fill(self, key: ApiKey, now: float) -> None:
-        """Adds what came in since, by the limits that the key has now."""
+        """Adds what flowed in since the last call, by the key's current limits."""
         for what, per_minute in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
             if per_minute is None:
                 self.buckets.pop(what, None)
@@ -67,7 +67,7 @@ class KeyUsage:
                 self.buckets.setdefault(what, Bucket(per_minute, per_minute, now)).fill(per_minute, now)
 
     def use(self, what: str, amount: int) -> None:
-        """Takes an amount, also one that is not there yet."""
+        """Takes an amount, even if the bucket holds less."""
         if what in self.buckets:
             self.buckets[what].amount -= amount
 

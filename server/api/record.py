@@ -54,9 +54,9 @@ class OpenRequest:
     model_id: str
     arrival: Arrival
     is_first: bool = True
-    """Whether it reports for all choices."""
+    """Whether this choice reports for all."""
     repeats_prompt: bool = False
-    """Whether the choice before counts the same prompt."""
+    """Whether the previous choice counts the same prompt."""
     session_id: str | None = None
     received_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
@@ -65,12 +65,12 @@ class OpenRequest:
     """`time.monotonic()` at its slot."""
     first_text_at: float | None = None
     evaluated_tokens: int = 0
-    """Without restored tokens."""
+    """Prompt tokens evaluated, without restored ones."""
     predicted_tokens: int = 0
     timings: Timings | None = None
     """None until the last event."""
     outcome: str | None = None
-    """None before its end."""
+    """How the request ended; None before that."""
     error: Exception | None = None
 
     @property
@@ -88,12 +88,12 @@ class OpenRequest:
 
     @property
     def has_ended(self) -> bool:
-        """Neither cancelled nor failed."""
+        """Whether the request ended neither cancelled nor failed."""
         return self.outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
     @property
     def failure(self) -> str | None:
-        """The name of its error."""
+        """The name of the error, if any."""
         return None if self.error is None else type(self.error).__name__
 
     @property
@@ -176,7 +176,7 @@ class RequestRecord:
 
     @cached_property
     def counts(self) -> TokenCounts:
-        """Of all choices."""
+        """Tokens of all choices."""
         return TokenCounts.of(self.choices)
 
     @property
@@ -185,16 +185,16 @@ class RequestRecord:
 
     @property
     def failure(self) -> str | None:
-        """For programs; None for an answer that reached its end or limit."""
+        """The failure's name for programs; None for an answer that reached its end or limit."""
         return None if self.first.has_ended else self.first.failure or "cancelled"
 
     @cached_property
     def turn(self) -> TurnRecord | None:
-        """None for a request that never held a slot."""
+        """Returns the request as a turn of its session; None if it never held a slot."""
         first = self.first
         if first.started is None:
             return None
-        # Of an answer that was cut off, the time so far.
+        # For an answer that was cut off, the time so far.
         prompt_ms = 1000 * ((first.first_text_at or self.ended) - first.started_at)
         reuse = first.started.reuse
         return TurnRecord(
@@ -227,7 +227,7 @@ Subscriber: TypeAlias = Callable[[Told], None]
 LONG_PREFILL_SECONDS = 3.0
 """The log shows the progress of longer prompts."""
 PROGRESS_SECONDS = 2.0
-"""Between progress entries of one request."""
+"""Time between progress entries of one request."""
 
 
 class RequestLog:
@@ -238,7 +238,7 @@ class RequestLog:
         """When the next progress entry is due, and their number."""
 
     def tell(self, told: Told) -> None:
-        """Logs what is due."""
+        """Logs the entries that are due."""
         if isinstance(told, RequestRecord):
             self._noted.pop(told.first, None)
             if not told.is_refused and logger.isEnabledFor(logging.INFO):
@@ -318,7 +318,7 @@ class TimingsBody(TypedDict):
 
 
 class MissBody(TypedDict):
-    """One thing that was lost of what the conversation's last turn left, and what to do about it."""
+    """One loss of tokens that the conversation's last turn had, and what to do about it."""
 
     reason: str
     cause: str
@@ -333,7 +333,7 @@ class MissBody(TypedDict):
 
 
 class CacheBody(TypedDict):
-    """What of the prompt was reused, from where, and why not more."""
+    """How much of the prompt was reused, from where, and why not more."""
 
     session_id: str | None
     slot: int

@@ -23,7 +23,7 @@ from server.engine.request import Delta, Failed, Finished, FinishReason, Generat
 from server.pool.served import TokenReader
 
 FAILED = "error"
-"""Of a failed choice where others succeeded."""
+"""Finish reason of a failed choice, if others succeeded."""
 MAX_SEED = 2**63
 LEAST = -9999.0
 """Stands for a log-probability of minus infinity."""
@@ -77,7 +77,7 @@ class ChoiceEnd(TypedDict, total=False):
     stop_reason: str | int | None
     """None for an end of turn or a limit."""
     matched_stop: str | int | None
-    """The same, or the end of turn's token."""
+    """As `stop_reason`, or the token of the end of turn."""
     error: ErrorObject
 
 
@@ -150,7 +150,7 @@ class TextLogprobsWriter:
         self._names = names
         self._num_top = num_top
         self._before = b""
-        """Offsets count characters of this."""
+        """Bytes of the text so far; offsets count its characters."""
 
     def write(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
         """Returns the log-probabilities of the next tokens."""
@@ -164,9 +164,9 @@ class TextLogprobsWriter:
         }
 
     def write_all(self, prompt: Sequence[int], scored: Sequence[TokenLogprob], num_characters: int) -> TextLogprobs:
-        """Returns those of an echoed prompt of `num_characters` and its answer.
+        """Returns the log-probabilities of an echoed prompt of `num_characters` and its answer.
 
-        The first token has none, and the tokenizer's prefix is not echoed.
+        The first token has no log-probability, and the tokenizer's prefix is not echoed.
         """
         told = self.write([TokenLogprob(prompt[0], 0.0), *scored])
         told["token_logprobs"][0] = None
@@ -183,7 +183,7 @@ class TextLogprobsWriter:
 
 
 class ChoiceExchange(Exchange):
-    """Writes one choice; the first writes the answer of all."""
+    """Writes one choice; the first choice also writes the answer of all."""
 
     kind: ClassVar[str]
     """The answer's `object`."""
@@ -199,9 +199,9 @@ class ChoiceExchange(Exchange):
         self._others: Sequence[ChoiceExchange] = ()
         self.names = TokenNames(self.model.token_texts, body.return_tokens_as_token_ids is True)
         self._logprobs: list[TokenLogprob] = []
-        """Not yet written, only if requested."""
+        """Log-probabilities not yet written, only if requested."""
         self._token_ids: list[int] = []
-        """Not yet written."""
+        """Tokens not yet written."""
         self._num_tokens = 0
         self._tells_ids = body.return_token_ids is True
         self._prompt_ids: PromptIds = {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
@@ -257,7 +257,7 @@ class ChoiceExchange(Exchange):
         return (self, *self._others)
 
     def with_others(self, others: "Sequence[ChoiceExchange]") -> Self:
-        """Makes itself the first choice; returns itself."""
+        """Makes this the first of all choices; returns it."""
         self._others = others
         for other in others:
             other.answer_id = self.answer_id
@@ -272,7 +272,7 @@ class ChoiceExchange(Exchange):
         async for index, event in answer.choice_events():
             choice = choices[index]
             if isinstance(event, Finished | Failed):
-                # The costs of all stand in the last choice's end.
+                # The last choice's end has the costs of all.
                 if end is not None:
                     yield sse_event(end)
                 reason, told = choice._end(event)
@@ -325,7 +325,7 @@ class ChoiceExchange(Exchange):
         return token_counts(len(self.request.tokens), num_cached, self._num_tokens)
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
-        """Returns the finish reason, and what else is told of the end."""
+        """Returns the finish reason, and other fields of the end."""
         if isinstance(end, Failed):
             return FAILED, {"error": error_body(explain(end.error, self.request.request_id))["error"]}
         token, text = end.stop_token, end.stop_text

@@ -59,7 +59,7 @@ def _grammar(body: GenerationBody) -> AnswerGrammar | None:
 
 
 def refuse_going_on(body: GenerationBody, why: str) -> None:
-    """Raises ApiError (400) for fields that keep an answer going which must end by itself."""
+    """Raises ApiError (400) for fields that continue an answer, where the answer must end by itself."""
     wishes = {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens, "min_new_tokens": body.min_new_tokens}
     for name, wish in wishes.items():
         if wish:

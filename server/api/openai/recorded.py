@@ -19,7 +19,10 @@ PATH = "/v1/chat/completions"
 
 
 class ModelReader:
-    """Tokens as of the model's server, whose idle time shows the next turn each reply as the template does."""
+    """Makes the tokens that a server of the model has.
+
+    In idle time such a server evaluates replies as the template shows them.
+    """
 
     characters_per_token = 1
     """A number of an array is a token."""

@@ -208,7 +208,7 @@ class StreamOptions(BodyModel):
     include_obfuscation: bool | None = None
     """Without effect."""
     continuous_usage_stats: bool | None = None
-    """Then send the counts so far in every chunk."""
+    """With `include_usage`: also send the counts so far in every chunk."""
 
 
 class SharedBody(BodyModel):
@@ -505,7 +505,7 @@ class ReasoningOptions(BodyModel):
     max_tokens: _Budget = None
     enabled: bool | None = None
     exclude: Literal[False] | None = None
-    """Thoughts are always returned."""
+    """Only false: reasoning is always returned."""
     summary: str | None = None
     """Without effect."""
 
@@ -543,7 +543,7 @@ class ChatBody(GenerationBody, CallingBody):
     prediction: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """Likeliest tokens to send with each."""
+    """Number of likeliest tokens to send with each token."""
 
     def num_top_logprobs(self) -> int | None:
         """As in the base class; raises ApiError without `logprobs`."""

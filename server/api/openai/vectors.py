@@ -49,7 +49,7 @@ class EmbeddingsBody(BodyModel):
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[Whole, Field(ge=1)] | None = None
-    """To its first numbers."""
+    """Number of first numbers of each vector to return."""
 
 
 IN_EMBEDDINGS: Rules = {

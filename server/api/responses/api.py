@@ -39,7 +39,7 @@ from server.api.wire import JsonBody, number_asked, sse_event
 
 Found = TypeVar("Found")
 Ask: TypeAlias = Callable[[ResponseStore, str, str], Any]
-"""Asks a store for what a namespace has under a name."""
+"""Asks a store for an entry of a namespace, by name."""
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
 MAX_EVENTS = 999_999_999
@@ -52,7 +52,7 @@ _NAMED = {
 
 
 class Deletion(TypedDict):
-    """What a deletion is answered with."""
+    """The answer to a deletion."""
 
     id: str
     object: Literal["response", "conversation.deleted"]
@@ -145,7 +145,7 @@ def _run_of(request: Request) -> BackgroundRun | None:
 
 
 def _as_known(stored: StoredResponse) -> Mapping[str, Any]:
-    """Returns a stored response; one without a run that has not ended never will."""
+    """Returns a stored response; an unfinished one without a run has failed."""
     if stored.body["status"] not in UNFINISHED:
         return stored.body
     error = {"code": "server_error", "message": "the server ended before the response did"}

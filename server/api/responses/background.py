@@ -14,11 +14,11 @@ from server.api.errors import ApiError, Code, retry_later, wrong
 from server.app.config import ServerConfig
 
 MAX_RUNNING: Final = 16
-"""Of one namespace."""
+"""The most unfinished runs of one namespace."""
 MAX_RUNS: Final = 256
-"""Of all namespaces, with those that have ended."""
+"""The most runs of all namespaces, ended ones included."""
 MAX_EVENT_BYTES: Final = 1 << 26
-"""Of all runs; beyond, the first events of the oldest run go."""
+"""The most bytes of all runs' events; beyond that, the first events of the oldest run are dropped."""
 MAX_SECONDS: Final = 7200
 KEPT_SECONDS: Final = 600
 """How long the events of a run that has ended are kept."""
@@ -26,7 +26,7 @@ RETRY_SECONDS: Final = 5
 
 
 class Written(Protocol):
-    """A response as it is written."""
+    """A response that is being written."""
 
     def written(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields all events, the last one that of any failure."""
@@ -39,7 +39,7 @@ class Written(Protocol):
 
 
 class BackgroundRun:
-    """One response that is made, or was."""
+    """One response that is being made, or has ended."""
 
     def __init__(self, runs: "BackgroundRuns", place: tuple[str, str], written: Written, answer: Answer) -> None:
         self._runs = runs
@@ -51,7 +51,7 @@ class BackgroundRun:
         self._events: list[bytes] = []
         self._num_forgotten = 0
         self.num_bytes = 0
-        """Of the events that are kept."""
+        """Bytes of the kept events."""
         self._grown = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_cancelled = False
@@ -78,7 +78,7 @@ class BackgroundRun:
             await asyncio.wait((self._task,))
 
     async def events(self, number: int = 0) -> AsyncIterator[bytes]:
-        """Yields the events from `number` on, with those to come; raises ApiError (400) for forgotten ones."""
+        """Yields the events from `number` on, future ones included; raises ApiError (400) for dropped ones."""
         while True:
             while number < self._num_forgotten + len(self._events):
                 if number < self._num_forgotten:
@@ -100,7 +100,7 @@ class BackgroundRun:
         return num_bytes
 
     async def make(self, held: ExitStack) -> None:
-        """Writes the response to its end, and closes `held`. Its events are kept for a while."""
+        """Writes the response to its end, and closes `held`. The events are kept for a while."""
         assert self._written is not None and self._answer is not None, "a run is made once"
         self._task = asyncio.current_task()
         try:

@@ -93,7 +93,7 @@ class ConversationName(TypedDict):
 
 
 class ReasoningBody(TypedDict):
-    """What was asked of the model's thoughts."""
+    """The requested effort and summary of reasoning."""
 
     effort: str | None
     summary: str | None
@@ -202,7 +202,7 @@ def begun_response(
 
 ID_PREFIX = "resp_"
 UNFINISHED = ("queued", "in_progress")
-"""The status of a response that is made."""
+"""The status of a response that is being made."""
 
 
 class ResponseTokensBody(TypedDict):
@@ -325,7 +325,7 @@ def _not_found(param: str, why: str) -> ApiError:
 def _found_tools(
     tools: ToolSet, items: Sequence[Item], model: ServedModel, namespace: str
 ) -> tuple[ToolSet, dict[str, str]]:
-    """With the tools that searches found; their definitions by call id."""
+    """Returns the tools, found ones included, and definitions of found tools by call id."""
     definitions: dict[str, str] = {}
     for item in search_outputs(items):
         found = read_tools(item["tools"], "input.tools", defers=False)
@@ -473,7 +473,7 @@ class ResponseExchange(Exchange):
             yield await self._cut("failed", explain(error, self.request.request_id))
 
     async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> Event:
-        """Returns the last event of a response that has not reached its end, with what there is of it."""
+        """Returns the last event of a response that was cut off, with its content so far."""
         self._output.close("incomplete")
         why = None if error is None else error_of(error)
         self._response = {**self._response, "status": status, "error": why, "output": list(self._output.items)}
@@ -518,5 +518,5 @@ class ResponseExchange(Exchange):
         kept = StoredResponse(name, dict(self._response), self._given.new, parent, self._given.session or name)
         try:
             await asyncio.to_thread(self._keeper.store.save, self.request.namespace, kept, conversation_id)
-        except sqlite3.Error as error:  # the answer itself is good
+        except sqlite3.Error as error:  # the answer itself is complete
             logger.warning("%s: the response is not kept: %s", name, error)
