@@ -54,8 +54,8 @@ class ServerConfig:
 
     models: tuple[str, ...] = _setting(
         ("demo",),
-        "Models to serve: 'demo', a folder, or a Hugging Face repository in the local cache. The first is loaded "
-        "now, others when they are asked for.",
+        "Models to serve: 'demo', a folder, or a Hugging Face repository in the local cache. The first is loaded at "
+        "the start, others when requests name them.",
         flag="MODEL",
     )
     aliases: tuple[str, ...] = _setting(
@@ -77,8 +77,8 @@ class ServerConfig:
     )
     keep_alive: str | None = _setting(
         None,
-        "How long a model stays loaded that nobody uses, such as 30m, or -1 for ever; by default for ever, or 30m "
-        "where the weights take more than half of the memory.",
+        "How long an unused model stays loaded, such as 30m, or -1 for ever; by default for ever, or 30m if the "
+        "weights take more than half of the memory.",
         unit="duration",
     )
     host: str = _setting("127.0.0.1", "Address to listen on.")
@@ -96,8 +96,8 @@ class ServerConfig:
     )
     wire_weights: bool = _setting(
         True,
-        "Let macOS page the weights out as it does other memory; by default they are wired, so that a Mac whose "
-        "memory is nearly full stays quick.",
+        "Let macOS page out the weights like other memory; by default they are wired, so that a Mac whose memory is "
+        "nearly full stays quick.",
     )
     cache_disk_bytes: int | None = _setting(
         None,
@@ -127,14 +127,14 @@ class ServerConfig:
     chunk_tokens: int = _setting(
         256,
         "Prompt tokens evaluated per step; running answers pause for at most one such step. On a GPU eight times as "
-        "many while nothing else runs or waits, but for models with sliding windows.",
+        "many while nothing else runs or waits, up to token 65 536, except for models with sliding windows.",
         between=(16, 65_536),
     )
     max_body_bytes: int = _setting(
         32 * MEBIBYTE, "Largest request body; a larger one is answered with status 413.", between=(1024, math.inf)
     )
     api_key: str | None = _setting(
-        None, "Key that clients must send as a bearer token; by default none is asked for.", is_secret=True
+        None, "Key that clients must send as a bearer token; by default no key is required.", is_secret=True
     )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
@@ -151,8 +151,7 @@ class ServerConfig:
     )
     api_key_file: str | None = _setting(
         None,
-        "File that holds the key instead; on the command line anyone on this machine can read it. Or set "
-        "MLX_SERVE_API_KEY.",
+        "File that holds the key, since anyone on this machine can read the command line. Or set MLX_SERVE_API_KEY.",
     )
     api_keys_file: str | None = _setting(
         None, "TOML file of several keys, each with a name and limits; SIGHUP has it read again.", flag="--api-keys"
@@ -167,7 +166,7 @@ class ServerConfig:
         unit="URL",
     )
     console: bool = _setting(
-        True, "Serve no page; by default / is one in a browser, on the server's own machine or with a key."
+        True, "Serve no console; by default / is a page for browsers on the server's own machine, or with a key."
     )
     prompt_hygiene: bool = _setting(
         True,
