@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from models.mlx_lm_import import QuantizedSwitchLinear, SwitchLinear
 
-Progress = Callable[[int, int], object]
+TellConverted = Callable[[int, int], object]
 """Gets the number of weights converted, and the total."""
 
 
@@ -63,7 +63,7 @@ def measure(model: Module) -> WeightSizes:
     return WeightSizes(stored, all_float32 - packs + sum(4 * _num_weights(m) for m in packed), bool(packed))
 
 
-def convert(model: Module, precision: Precision, tell: Progress = lambda done, total: None) -> None:
+def convert(model: Module, precision: Precision, tell: TellConverted = lambda done, total: None) -> None:
     """Converts and evaluates weights, layer by layer to spare memory."""
     if precision is Precision.STORED:
         return

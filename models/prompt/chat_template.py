@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -19,16 +19,11 @@ from numpy.typing import NDArray
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import FOREIGN_FAULTS, ModelError, PromptTooLong
-from models.prompt.shapes import NO_OUTLINE, Adaptation, Outline, Tools, adaptation_for, num_leading_system
+from models.prompt.shapes import NO_OUTLINE, Adaptation, Message, Outline, Tools, adaptation_for, num_leading_system
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
 from models.prompt.tokenize import PromptParts, Tail, TextCutter, encode, stop_if_abandoned
 from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.texts import shared_length, well_formed
-
-Message: TypeAlias = Mapping[str, Any]
-"""`role`, `content` (text, None, or text parts), and other fields for the template. `cache_control` in a part or
-message asks for a restore point at its end.
-"""
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {

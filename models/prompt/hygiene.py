@@ -12,12 +12,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
-from models.prompt.shapes import num_leading_system
-
-Message: TypeAlias = Mapping[str, Any]
-"""`role`, and `content` as a text or text parts."""
+from models.prompt.shapes import Message, num_leading_system
 
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: ?[a-z][a-z0-9_]*=[\w.+-]*;)+ ?(?=\r?\n|\Z)", re.ASCII)
 _CHANGING_VALUES = (

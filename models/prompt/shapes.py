@@ -14,7 +14,10 @@ from functools import reduce
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
-"""`content` is always a text."""
+"""`role`, `content` (in this module a text; elsewhere also None or text parts), and other fields for the template.
+
+`cache_control` in a part or message asks for a restore point at its end.
+"""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 
@@ -211,8 +214,8 @@ def num_leading_system(messages: Sequence[Message]) -> int:
 
 Apply: TypeAlias = Callable[[Sequence[Message], Tools], str | None]
 """Renders a conversation; None if the template refuses it."""
-Change: TypeAlias = Callable[[Sequence[Message]], list[Message]]
-ToolChange: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Reshape: TypeAlias = Callable[[Sequence[Message]], list[Message]]
+ToolReshape: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -222,8 +225,8 @@ class Shape:
     sample: Sequence[Message]
     is_shown: Callable[[str], bool]
     """Whether a rendering shows what matters in the sample."""
-    change: Change = list
-    change_tool: ToolChange = dict
+    change: Reshape = list
+    change_tool: ToolReshape = dict
     tools: Tools = None
     """Tools of the sample."""
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from cache.journal import CacheStats
 from models.output.pieces import OutputParser, Piece, PlainParser
-from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.chat_template import RenderedPrompt
+from models.prompt.shapes import Message
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, next_turn_requests, sent_back
 from server.api.dialect import Payload

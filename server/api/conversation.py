@@ -13,8 +13,9 @@ import numpy as np
 from cache.snapshots import RestorePointKind
 from cache.types import common_prefix_length
 from models.output.tool_formats import HarmonyFormat
-from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt, plain_text
+from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, RenderedPrompt, plain_text
 from models.prompt.hygiene import with_constant_headers
+from models.prompt.shapes import Message
 from server.api.errors import ApiError, Code, wrong
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import PromptRenderer, ServedModel

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-Schema: TypeAlias = dict[str, Any]
+JsonSchema: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Schemas(GenerateJsonSchema):
         return {**super().typed_dict_schema(schema), "additionalProperties": False}
 
 
-def describe(entries: Sequence[DescribedPath], version: str) -> Schema:
+def describe(entries: Sequence[DescribedPath], version: str) -> JsonSchema:
     """Returns the document. Two entries for one path and method give either answer."""
     used = ((one.operation.body, one.operation.answer, one.operation.stream, one.error) for one in entries)
     kinds = dict.fromkeys(kind for group in used for kind in group if kind is not None)
@@ -62,7 +62,7 @@ def describe(entries: Sequence[DescribedPath], version: str) -> Schema:
         schema_generator=_Schemas,
     )
     schemas = {kind: schema for (kind, _), schema in found.items()}
-    paths: dict[str, Schema] = {}
+    paths: dict[str, JsonSchema] = {}
     for entry in entries:
         path = paths.setdefault(re.sub(r":[a-z]+}", "}", entry.path), {})
         for method in sorted(name.lower() for name in set(entry.methods) - {"HEAD"}):
@@ -76,7 +76,7 @@ def describe(entries: Sequence[DescribedPath], version: str) -> Schema:
     }
 
 
-def _described(entry: DescribedPath, method: str, schemas: Mapping[Any, Any]) -> Schema:
+def _described(entry: DescribedPath, method: str, schemas: Mapping[Any, Any]) -> JsonSchema:
     operation = entry.operation
     content = {operation.answer_type: {"schema": schemas[operation.answer]}}
     if operation.stream is not None:
@@ -86,7 +86,7 @@ def _described(entry: DescribedPath, method: str, schemas: Mapping[Any, Any]) ->
             "x-event": schemas[operation.stream],
         }
     names = re.findall(r"{(\w+)", entry.path)
-    described: Schema = {
+    described: JsonSchema = {
         "operationId": re.sub(r"\W+", "_", f"{method}{entry.path}").strip("_"),
         "summary": (inspect.getdoc(entry.endpoint) or "").partition("\n")[0],
         "parameters": [
@@ -103,14 +103,14 @@ def _described(entry: DescribedPath, method: str, schemas: Mapping[Any, Any]) ->
     return described
 
 
-_TEXT: Schema = {"type": "string"}
-_KEYS: Schema = {
+_TEXT: JsonSchema = {"type": "string"}
+_KEYS: JsonSchema = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 
 
-def _either(first: Schema | None, second: Schema) -> Schema:
+def _either(first: JsonSchema | None, second: JsonSchema) -> JsonSchema:
     if first is None:
         return second
     for status, response in first["responses"].items():
@@ -120,7 +120,7 @@ def _either(first: Schema | None, second: Schema) -> Schema:
     return first
 
 
-def _json(schema: Schema) -> Schema:
+def _json(schema: JsonSchema) -> JsonSchema:
     return {"application/json": {"schema": schema}}
 
 

@@ -357,7 +357,7 @@ MAX_NAMED_OPTIONS = 500
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+PenaltyValue = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 Window = Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)]
 CacheSalt = Annotated[str, Field(max_length=256)]
@@ -376,8 +376,8 @@ class SampledBody(BodyModel):
     top_p: Share | None = None
     min_p: Share | None = None
     repeat_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    presence_penalty: PenaltyValue | None = None
+    frequency_penalty: PenaltyValue | None = None
     repeat_last_n: Window | None = None
     """Tokens that the penalties look at; -1 is all, 0 none."""
 

@@ -17,7 +17,8 @@ import numpy as np
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.formats import Judgement, Reading
 from models.output.tool_calls import ToolFormat
-from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
+from models.prompt.chat_template import ChatTemplateError, RenderedPrompt
+from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool, ToolDefinitions
 from server.engine.diagnosis import Miss, Reuse
 from server.engine.messages import Generation, Mailbox

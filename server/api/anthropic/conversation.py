@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 from models.inference.sampling_params import check
-from models.prompt.chat_template import Message
+from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool
 from server.api.anthropic.content import thought_of
 from server.api.anthropic.types import (

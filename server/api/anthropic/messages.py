@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from cache.snapshots import RestorePointKind
 from models.errors import ModelError
-from models.prompt.chat_template import Message
+from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.anthropic.content import AnswerContent, BlockBody, BlockEvent, ServerToolUseBody, ToolSearchResultBody
 from server.api.anthropic.conversation import (

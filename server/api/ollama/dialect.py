@@ -17,7 +17,8 @@ from typing_extensions import TypedDict
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.inference.sampling_params import check
 from models.output.tool_formats import HarmonyFormat
-from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.chat_template import RenderedPrompt
+from models.prompt.shapes import Message
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, ThinkingWish
 from server.api.dialect import BodyModel, Dialect, Rules, honoured, no_effect, read_by, refused

@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
-from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.chat_template import RenderedPrompt
+from models.prompt.shapes import Message
 from models.texts import well_formed_json
 from server.api.answer import Answer, Exchange, OutputEvent, Question
 from server.api.call import compute, generate

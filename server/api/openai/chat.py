@@ -17,7 +17,7 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.prompt.chat_template import Message
+from models.prompt.shapes import Message
 from server.api.answer import Question
 from server.api.call import generate
 from server.api.context import ApiContext

@@ -13,7 +13,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from models.inference.sampling_params import MAX_REPEATED, MAX_TOP_LOGPROBS
 from models.output.grammar import Grammar, GrammarKind
-from models.prompt.chat_template import Message
+from models.prompt.shapes import Message
 from models.texts import read_object
 from server.api.conversation import ThinkingWish
 from server.api.dialect import BodyModel, Whole, as_whole

@@ -17,7 +17,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from models.prompt.chat_template import Message
+from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
 from server.api.context import ApiContext
@@ -31,7 +31,7 @@ from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_req
 from server.api.record import CacheBody, TimingsBody, costs_of
 from server.api.responses.background import BackgroundRun, BackgroundRuns
 from server.api.responses.items import Item, check_items, read_messages, search_outputs
-from server.api.responses.output import AnswerOutput, Event, ItemBody, ToolSet
+from server.api.responses.output import AnswerOutput, ItemBody, ResponseEvent, ToolSet
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
 from server.api.responses.types import (
     ENCRYPTED_THOUGHTS,
@@ -457,11 +457,11 @@ class ResponseExchange(Exchange):
         """Returns the last event of a response that took too long, or, without an error, was cancelled."""
         return self._numbered(await self._cut("cancelled" if error is None else "failed", error))
 
-    def _numbered(self, event: Event) -> bytes:
+    def _numbered(self, event: ResponseEvent) -> bytes:
         self._num_events += 1
         return sse_event({"type": event["type"], "sequence_number": self._num_events - 1, **event}, event["type"])
 
-    async def _told(self, answer: Answer) -> AsyncIterator[Event]:
+    async def _told(self, answer: Answer) -> AsyncIterator[ResponseEvent]:
         if self._run is not None:
             await self._keep()
         yield {"type": "response.created", "response": self._response}
@@ -472,7 +472,7 @@ class ResponseExchange(Exchange):
         except Exception as error:  # the status is sent, so the stream must report the error
             yield await self._cut("failed", explain(error, self.request.request_id))
 
-    async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> Event:
+    async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> ResponseEvent:
         """Returns the last event of a response that was cut off, with its content so far."""
         self._output.close("incomplete")
         why = None if error is None else error_of(error)
@@ -481,7 +481,7 @@ class ResponseExchange(Exchange):
             await self._keep()
         return {"type": f"response.{status}", "response": self._response}
 
-    async def _events(self, answer: Answer) -> AsyncIterator[Event]:
+    async def _events(self, answer: Answer) -> AsyncIterator[ResponseEvent]:
         async for event in answer.events():
             match event:
                 case Started():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from models.prompt.chat_template import Message
+from models.prompt.shapes import Message
 from server.api.dialect import BodyModel, validated
 from server.api.errors import Code, wrong
 from server.api.openai.types import ChatMessage, template_messages
@@ -41,14 +41,14 @@ def _part_text(part: Any) -> str:
     return text
 
 
-Text = Annotated[str, BeforeValidator(_text)]
+ItemText = Annotated[str, BeforeValidator(_text)]
 
 
 class MessageItem(BodyModel):
     """What somebody said."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text
+    content: ItemText
 
 
 class FunctionCallItem(BodyModel):
@@ -81,7 +81,7 @@ class OutputItem(BodyModel):
 
     call_id: str | None = None
     id: str | None = None
-    output: Text
+    output: ItemText
 
 
 class SearchCallItem(BodyModel):
@@ -101,8 +101,8 @@ class SearchOutputItem(BodyModel):
 class ReasoningItem(BodyModel):
     """What the model thought."""
 
-    summary: Text = ""
-    content: Text | None = None
+    summary: ItemText = ""
+    content: ItemText | None = None
     encrypted_content: str | None = None
 
 

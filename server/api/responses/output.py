@@ -120,7 +120,7 @@ def thought_of(enclosed: str | None, content: str | None, summary: str) -> str:
     return opened(enclosed or "") or content or summary
 
 
-Event: TypeAlias = dict[str, Any]
+ResponseEvent: TypeAlias = dict[str, Any]
 ItemBody: TypeAlias = dict[str, Any]
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
@@ -139,19 +139,19 @@ class _OpenItem:
         """Returns the item as it is now."""
         return {"id": self.id, "type": self.kind, "status": status}
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[ResponseEvent]:
         return []
 
-    def grow(self, text: str) -> list[Event]:
+    def grow(self, text: str) -> list[ResponseEvent]:
         """Takes more text; returns its events."""
         self.text += text
         return []
 
-    def end(self) -> list[Event]:
+    def end(self) -> list[ResponseEvent]:
         """Returns the events that end the item's parts."""
         return []
 
-    def event(self, kind: str, **fields: Any) -> Event:
+    def event(self, kind: str, **fields: Any) -> ResponseEvent:
         return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.index, **fields}
 
 
@@ -211,20 +211,20 @@ class _OpenText(_OpenItem):
                 item["encrypted_content"] = enclose(self.text)
         return item
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[ResponseEvent]:
         return [self._event(f"{self.form.part_event}.added", part=self._part)]
 
-    def grow(self, text: str) -> list[Event]:
+    def grow(self, text: str) -> list[ResponseEvent]:
         self.text += text
         return [self._event(f"{self.form.event}.delta", delta=text, **self.form.event_fields)]
 
-    def end(self) -> list[Event]:
+    def end(self) -> list[ResponseEvent]:
         return [
             self._event(f"{self.form.event}.done", text=self.text, **self.form.event_fields),
             self._event(f"{self.form.part_event}.done", part=self._part),
         ]
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         return self.event(kind, **{f"{self.form.place}_index": 0}, **fields)
 
     @property
@@ -251,11 +251,11 @@ class _OpenCall(_OpenItem):
         namespace = self._tool.namespace
         return {"name": self._tool.name, **({} if namespace is None else {"namespace": namespace})}
 
-    def grow(self, text: str) -> list[Event]:
+    def grow(self, text: str) -> list[ResponseEvent]:
         self.text += text
         return [self.event("function_call_arguments.delta", delta=text)]
 
-    def end(self) -> list[Event]:
+    def end(self) -> list[ResponseEvent]:
         return [self.event("function_call_arguments.done", name=self._tool.name, arguments=self.text)]
 
 
@@ -269,16 +269,16 @@ class _OpenCustomCall(_OpenCall):
     def called(self) -> dict[str, Any]:
         return {**self._named, "input": self.text}
 
-    def grow(self, text: str) -> list[Event]:
+    def grow(self, text: str) -> list[ResponseEvent]:
         return self._delta(self._input.feed(text))
 
-    def end(self) -> list[Event]:
+    def end(self) -> list[ResponseEvent]:
         whole, rest = self._input.finish()
         events = self._delta(rest)
         self.text = whole
         return [*events, self.event("custom_tool_call_input.done", input=whole)]
 
-    def _delta(self, text: str) -> list[Event]:
+    def _delta(self, text: str) -> list[ResponseEvent]:
         self.text += text
         return [self.event("custom_tool_call_input.delta", delta=text)] if text else []
 
@@ -322,7 +322,7 @@ class AnswerOutput:
         """The items that have ended, and the open one."""
         return [*self.items, *(() if self._open is None else (self._open.body("in_progress"),))]
 
-    def add(self, piece: Piece) -> list[Event]:
+    def add(self, piece: Piece) -> list[ResponseEvent]:
         """Takes a piece; returns its events."""
         match piece:
             case Text(text):
@@ -344,7 +344,7 @@ class AnswerOutput:
                 self._open = None
                 return self.add(Text(text))
 
-    def close(self, status: Status = "completed") -> list[Event]:
+    def close(self, status: Status = "completed") -> list[ResponseEvent]:
         """Ends the open item; returns its events."""
         if self._open is None:
             return []
@@ -360,12 +360,12 @@ class AnswerOutput:
             self.items.append(item)
         return [*events, done]
 
-    def _ready(self, form: _Form, *, is_enclosed: bool = False) -> list[Event]:
+    def _ready(self, form: _Form, *, is_enclosed: bool = False) -> list[ResponseEvent]:
         """Begins an item of text, unless it is open."""
         is_open = isinstance(self._open, _OpenText) and self._open.form is form
         return [] if is_open else self._begin(_OpenText(form, is_enclosed=is_enclosed))
 
-    def _begin(self, item: _OpenItem) -> list[Event]:
+    def _begin(self, item: _OpenItem) -> list[ResponseEvent]:
         events, index = self.close(), self._num_begun
         item.id, item.index = f"{item.prefix}_{self._name}_{index}", index
         self._num_begun += 1
@@ -373,6 +373,6 @@ class AnswerOutput:
         added = {"type": "response.output_item.added", "output_index": index, "item": item.body("in_progress")}
         return [*events, added, *item.begin()]
 
-    def _grow(self, text: str) -> list[Event]:
+    def _grow(self, text: str) -> list[ResponseEvent]:
         assert self._open is not None, "a part belongs to an item"
         return self._open.grow(text)

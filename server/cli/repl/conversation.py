@@ -10,12 +10,13 @@ import unicodedata
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from rich.cells import cell_len
 
 from models.errors import InvalidParameter
 from models.inference.sampling_params import SamplingParams, check
+from models.prompt.shapes import Message
 
 
 class Manner(StrEnum):
@@ -61,10 +62,6 @@ class AnswerFailed(Exception):
     """The answer is missing or incomplete; the message is one sentence."""
 
 
-Turn: TypeAlias = dict[str, Any]
-"""A message, as templates and the API take it."""
-
-
 class Answerer(Protocol):
     """A model that can answer."""
 
@@ -72,7 +69,7 @@ class Answerer(Protocol):
     def name(self) -> str: ...
 
     def answer(
-        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+        self, turns: Sequence[Message], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """Yields an answer, its costs last; a cancel stops the model. Raises AnswerFailed.
 
@@ -181,7 +178,7 @@ class Dialogue:
     """The messages so far, and how to answer."""
 
     system: str = ""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Message] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     number: int = 1
     """Number by which a server tells this conversation from earlier ones."""
@@ -190,9 +187,9 @@ class Dialogue:
     is_answered: bool = False
     """Whether the last two turns are a message and its answer."""
 
-    def prompt(self) -> list[Turn]:
+    def prompt(self) -> list[Message]:
         """Returns all messages, the system message first."""
-        system: list[Turn] = [{"role": "system", "content": self.system}] if self.system else []
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns]
 
     def start_anew(self) -> None:
@@ -210,7 +207,7 @@ class Dialogue:
     def load(self, text: str) -> str:
         """Continues a saved conversation; returns its model. Raises NotAConversation, and changes nothing then."""
         record = _record(text)
-        turns = [_turn(message) for message in record["messages"]]
+        turns = [_message(message) for message in record["messages"]]
         try:
             for name, value in record["parameters"].items():
                 check_value(name, value)
@@ -246,7 +243,7 @@ def _record(text: str) -> dict[str, Any]:
     return record
 
 
-def _turn(message: Any) -> Turn:
+def _message(message: Any) -> Message:
     match message:
         case {"role": "user" | "assistant" as role, "content": str(content)}:
             return {"role": role, "content": content}

@@ -7,9 +7,10 @@ from typing import Any
 
 import httpx2
 
+from models.prompt.shapes import Message
 from server.cli.ask import FIND_SECONDS, Served, bearer, find_served, models_at
 from server.cli.repl import conversation
-from server.cli.repl.conversation import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn
+from server.cli.repl.conversation import AnswerCosts, Answerer, AnswerFailed, Manner, Said
 
 _MANNERS = {"reasoning_content": Manner.THOUGHT, "content": Manner.ANSWER}
 
@@ -27,7 +28,7 @@ class JoinedModel:
         return self._served.model
 
     async def answer(
-        self, turns: Sequence[Turn], number: int, parameters: Mapping[str, Any]
+        self, turns: Sequence[Message], number: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """As `Answerer.answer`; the server notices a cancel by the closed connection."""
         arguments = conversation.template_arguments(parameters)

@@ -14,11 +14,12 @@ from models.errors import ModelError
 from models.names import installed, resolve, shorten
 from models.output.pieces import OutputParser, Piece, Reasoning, Text
 from models.prompt.chat_template import RenderedPrompt
+from models.prompt.shapes import Message
 from server.app.config import ServerConfig
 from server.app.log import configure_logging
 from server.app.service import open_service
 from server.cli.repl import conversation
-from server.cli.repl.conversation import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn
+from server.cli.repl.conversation import AnswerCosts, Answerer, AnswerFailed, Manner, Said
 from server.engine.messages import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
 from server.pool.served import EnginePort, ServedModel
@@ -54,7 +55,7 @@ class LocalModel:
         return self._model.id
 
     async def answer(
-        self, turns: Sequence[Turn], number: int, parameters: Mapping[str, Any]
+        self, turns: Sequence[Message], number: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """As `Answerer.answer`."""
         try:
@@ -136,7 +137,7 @@ class _Nobody:
     name = "none"
 
     def answer(
-        self, turns: Sequence[Turn], number: int, parameters: Mapping[str, Any]
+        self, turns: Sequence[Message], number: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """Raises AnswerFailed."""
         raise AnswerFailed("no model is loaded; /model NAME loads one")

@@ -25,7 +25,7 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.prompt.chat_template import Message
+from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.app import APIS, create_app
 from server.api.call import generate

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.chat_template import RenderedPrompt
+from models.prompt.shapes import Message
 from server.cli.chat import Chat, Opening, Screen, chat
 from server.cli.repl.conversation import AnswerCosts, Dialogue
 from server.cli.repl.local import LocalModel
