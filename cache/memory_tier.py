@@ -61,7 +61,7 @@ def _holding_of(node: Node) -> Holding:
 
 MAX_NAMESPACES = 1024
 """The most namespaces, since eviction visits all."""
-FORGOTTEN_SHARE = 64
+FORGOTTEN_PART = 64
 """At the limit, one in so many is forgotten at once, not one for every new namespace."""
 MAX_EXTRA = 32
 """Superseded or unusable candidates evicted beyond a round's target."""
@@ -122,7 +122,7 @@ class MemoryTier:
 
     def _forget_idle(self, idle: Sequence[str]) -> None:
         is_full = len(self._namespaces) >= MAX_NAMESPACES
-        limit = MAX_NAMESPACES - MAX_NAMESPACES // FORGOTTEN_SHARE
+        limit = MAX_NAMESPACES - MAX_NAMESPACES // FORGOTTEN_PART
         for name in sorted(idle, key=lambda name: self._namespaces[name].trie.num_nodes > 0):
             trie = self._namespaces[name].trie
             if is_full and len(self._namespaces) >= limit:

@@ -25,7 +25,7 @@ from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
 
-GAIN_SHARE = 2.5
+GAIN_RATIO = 2.5
 """A snapshot is written once the rows since the last take this many times its bytes."""
 
 MIN_RESTORE_TOKENS = 256
@@ -173,7 +173,7 @@ class DiskConnector:
             return []
         on_disk = [file.stop for file in self.tier.tree.snapshots(disk_path.place)]
         size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
-        min_gain = int(GAIN_SHARE * size / self.bytes_per_token) if self.bytes_per_token else 0
+        min_gain = int(GAIN_RATIO * size / self.bytes_per_token) if self.bytes_per_token else 0
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _has_whole_snapshot(self, node: Node) -> bool:

@@ -88,7 +88,7 @@ class Candidate:
         return is_explicit, value / max(1, now - self.last_used)
 
 
-AGE_SHARE = 4
+AGE_PART = 4
 """Ages closer than one part in this many count as equal."""
 MAX_HEAPS = 256
 """More are joined even without evictions."""
@@ -182,7 +182,7 @@ class Queue:
         heaps = list[_Heap]()
         max_entries = MAX_JOINED if len(self._heaps) < MAX_HEAPS else self._num_candidates
         for heap in self._heaps:
-            is_close = heaps and heap.stop - heaps[-1].start <= (now - heap.stop) // AGE_SHARE
+            is_close = heaps and heap.stop - heaps[-1].start <= (now - heap.stop) // AGE_PART
             if is_close and len(heaps[-1].entries) + len(heap.entries) <= max_entries:
                 heaps[-1].take(heap)
             elif heap.entries:

@@ -139,7 +139,7 @@ def test_nobody_goes_whose_value_is_much_higher_than_anothers(
         assert victim is not None and left.pop(victim.key) is victim
         is_explicit, value = victim.rank(now)
         # What counts as of one age differs by two parts of it at most: two neighbours of a heap that has just grown.
-        assert all((is_explicit, value / (1 + 2 / policy.AGE_SHARE)) <= other.rank(now) for other in left.values())
+        assert all((is_explicit, value / (1 + 2 / policy.AGE_PART)) <= other.rank(now) for other in left.values())
         assert len(queue) == len(left)
     assert queue.pop(now) is None
 
