@@ -367,8 +367,8 @@ class Answer:
             prompt_ms=max(end.timings.prompt_ms for end in well),
             predicted_ms=max(end.timings.predicted_ms for end in well),
         )
-        thoughts = [end.reasoning_tokens for end in well if end.reasoning_tokens is not None]
-        reasoning_tokens = sum(thoughts) if thoughts else None
+        reasoned = [end.reasoning_tokens for end in well if end.reasoning_tokens is not None]
+        reasoning_tokens = sum(reasoned) if reasoned else None
         return replace(
             well[0], prompt_tokens=counts.prompt_tokens, timings=timings, reasoning_tokens=reasoning_tokens
         )

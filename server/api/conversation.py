@@ -1,6 +1,6 @@
 """A conversation of any dialect, as chat templates read it, and the prompts rendered from it.
 
-Templates and clients may drop a finished turn's thought or rewrite its calls: `stable_prefix` is what no later
+Templates and clients may drop a finished turn's reasoning or rewrite its calls: `stable_prefix` is what no later
 message changes, and `next_turn_requests` evaluates the rest while the engine is idle.
 """
 
@@ -23,7 +23,7 @@ from server.pool.served import PromptRenderer, ServedModel
 MIN_TOKENS_AHEAD = 16
 """Fewer tokens are left to the next turn itself."""
 
-_THOUGHT = "reasoning_content"
+_REASONING = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
 _NEXT_MESSAGE: Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 _BEFORE_USER = (RestorePointKind.USER_START, RestorePointKind.SYSTEM_END)
@@ -40,8 +40,8 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
 
 
 def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
-    """Returns how clients may send a reply back: unchanged, and without thoughts."""
-    without = [{name: value for name, value in message.items() if name != _THOUGHT} for message in reply]
+    """Returns how clients may send a reply back: unchanged, and without reasoning."""
+    without = [{name: value for name, value in message.items() if name != _REASONING} for message in reply]
     return [reply] if without == list(reply) else [reply, without]
 
 
@@ -134,9 +134,9 @@ class Conversation:
             return reply
         first = self.messages[-1]
         text = plain_text(first.get("content")) + plain_text(reply.get("content"))
-        thought = f"{first.get(_THOUGHT) or ''}{reply.get(_THOUGHT) or ''}"
+        reasoning = f"{first.get(_REASONING) or ''}{reply.get(_REASONING) or ''}"
         joined = {**first, **reply, "content": [{"text": text}]}
-        return {**joined, _THOUGHT: thought} if thought else joined
+        return {**joined, _REASONING: reasoning} if reasoning else joined
 
     def stable_prefix(self) -> RenderedPrompt:
         """Returns the part of the prompt that no later message changes; raises the renderer's errors."""

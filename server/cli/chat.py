@@ -35,7 +35,7 @@ _TWO_COLUMNS = re.compile(r"\S.*?\s{2,}")
 
 
 class Screen:
-    """Wraps answers and dims thoughts; without `columns` the answer's plain text alone."""
+    """Wraps answers and dims reasoning; without `columns` the answer's plain text alone."""
 
     def __init__(
         self, write: Callable[[str], object], columns: Callable[[], int] | None = None, *, is_coloured: bool = False
@@ -72,14 +72,14 @@ class Screen:
     def end(self, mark: str = "") -> None:
         """Ends an answer and its line, with `mark` behind the last word."""
         rest = self._wrap.finish(self._columns()) if self._columns is not None else ""
-        reset = _RESET if self._manner is Manner.THOUGHT and self._is_coloured else ""
+        reset = _RESET if self._manner is Manner.REASONING and self._is_coloured else ""
         self._write(f"{rest}{mark}{reset}\n")
         self._wrap, self._manner = WordWrap(), Manner.ANSWER
 
     def _change_manner(self, manner: Manner, columns: int) -> None:
         rest = self._wrap.finish(columns)
         gap = "" if self._wrap.is_at_start else "\n\n"
-        colour = (_DIM if manner is Manner.THOUGHT else _RESET) if self._is_coloured else ""
+        colour = (_DIM if manner is Manner.REASONING else _RESET) if self._is_coloured else ""
         self._write(f"{rest}{gap}{colour}")
         self._wrap, self._manner = WordWrap(), manner
 

@@ -32,7 +32,7 @@ _SUMMARY = re.compile(
     re.IGNORECASE,
 )
 _STARTS, _ENDS = ("|".join(map(re.escape, markers)) for markers in zip(*KNOWN_MARKERS, strict=True))
-_THOUGHTS = re.compile(
+_REASONING = re.compile(
     rf"(?:{_STARTS}|<reasoning>)(.*?)(?:{_ENDS}|</reasoning>|\Z)|\A((?:(?!{_STARTS}).)*?)</think>", re.S | re.I
 )
 """The prompt may have begun them."""
@@ -338,9 +338,9 @@ def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
     if one.text != other.text:
         for found in find_changes(one.text, other.text):
             yield found.cause, found.before, found.after
-    elif one.thoughts != other.thoughts:
-        cause = Cause.EDITED if other.thoughts else Cause.THOUGHTS
-        yield cause, excerpt(one.thoughts, 0), excerpt(other.thoughts, 0)
+    elif one.reasoning != other.reasoning:
+        cause = Cause.EDITED if other.reasoning else Cause.THOUGHTS
+        yield cause, excerpt(one.reasoning, 0), excerpt(other.reasoning, 0)
     if one.calls != other.calls:
         before, after = "\n".join(one.calls), "\n".join(other.calls)
         start = shared_length(before, after)
@@ -352,21 +352,21 @@ def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
 
 def _lacks_thoughts(one: Part, other: Part) -> bool:
     is_same = _without_thoughts(one) == other.text.strip() and one.calls == other.calls
-    had_thoughts = bool(one.thoughts) or one.text.strip() != other.text.strip()
-    return one.role == "assistant" and is_same and had_thoughts and not other.thoughts
+    had_reasoning = bool(one.reasoning) or one.text.strip() != other.text.strip()
+    return one.role == "assistant" and is_same and had_reasoning and not other.reasoning
 
 
 def _without_thoughts(part: Part) -> str:
-    return _THOUGHTS.sub("", part.text).strip()
+    return _REASONING.sub("", part.text).strip()
 
 
 def thoughts_apart(part: Part) -> Part:
     """Returns a message with the thoughts that begin its text in their field, where a server puts them."""
-    found = _THOUGHTS.match(part.text.lstrip()) if part.role == "assistant" else None
+    found = _REASONING.match(part.text.lstrip()) if part.role == "assistant" else None
     if found is None:
         return part
-    thoughts = part.thoughts or (found[1] or found[2] or "").strip()
-    return replace(part, text=part.text.lstrip()[found.end() :].lstrip(), thoughts=thoughts)
+    reasoning = part.reasoning or (found[1] or found[2] or "").strip()
+    return replace(part, text=part.text.lstrip()[found.end() :].lstrip(), reasoning=reasoning)
 
 
 def _holds_all(part: Part, others: Sequence[Part]) -> bool:

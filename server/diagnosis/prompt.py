@@ -20,14 +20,14 @@ class Part:
 
     role: str
     text: str
-    thoughts: str = ""
+    reasoning: str = ""
     calls: tuple[str, ...] = ()
     """Name and arguments of each call, as JSON text in the written order of keys."""
     call_ids: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
-        return "\n".join(text for text in (self.thoughts, self.text, *self.calls) if text)
+        return "\n".join(text for text in (self.reasoning, self.text, *self.calls) if text)
 
     @property
     def num_bytes(self) -> int:
@@ -105,7 +105,7 @@ def part_of(message: Mapping[str, Any]) -> Part:
     return Part(
         role="system" if role in SYSTEM_ROLES else role,
         text=_content_text(message.get("content")) or str(message.get("refusal") or ""),
-        thoughts=str(message.get("reasoning_content") or message.get("reasoning") or ""),
+        reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
         calls=tuple(_call_text(call) for call in calls),
         call_ids=tuple(str(one) for one in ids if one),
     )

@@ -1,7 +1,7 @@
-"""The blocks of an answer as they grow, their events, and thoughts' signatures. Pure.
+"""The blocks of an answer as they grow, their events, and signatures of thinking. Pure.
 
-Clients send a thought back with its signature, which proves nothing: any thought is accepted. A hidden thought's
-signature holds its text.
+Clients send thinking back with its signature, which proves nothing: any thinking is accepted. The signature of hidden
+thinking holds the text.
 """
 
 import base64
@@ -27,13 +27,13 @@ from models.texts import enclose, opened, read_object
 _DIGEST: Final = "mlx-serve-1:"
 
 
-def sign(thought: str) -> str:
-    """Returns the signature of a visible thought."""
-    return _DIGEST + base64.b64encode(hashlib.sha256(thought.encode(errors="replace")).digest()).decode()
+def sign(reasoning: str) -> str:
+    """Returns the signature of visible thinking."""
+    return _DIGEST + base64.b64encode(hashlib.sha256(reasoning.encode(errors="replace")).digest()).decode()
 
 
-def thought_of(shown: str, signature: str) -> str:
-    """Returns a returned block's thought: the visible text, or the signature's."""
+def reasoning_of(shown: str, signature: str) -> str:
+    """Returns the reasoning of a returned block: the visible text, or the signature's."""
     return shown or opened(signature) or ""
 
 
@@ -92,7 +92,7 @@ class _Open:
     head: dict[str, Any]
     """The block's type; of a call, also id and name."""
     is_hidden: bool = False
-    """A thought that only its signature holds."""
+    """Thinking whose text only the signature holds."""
     text: str = ""
 
     def body(self) -> Any:
@@ -108,9 +108,9 @@ class _Open:
 class AnswerContent:
     """The content of one answer."""
 
-    def __init__(self, *, shows_thoughts: bool = True, searches: Container[str] = ()) -> None:
-        """Without `shows_thoughts`, signatures hold the thoughts. `searches` are the tool searches run here."""
-        self._shows_thoughts = shows_thoughts
+    def __init__(self, *, shows_thinking: bool = True, searches: Container[str] = ()) -> None:
+        """Without `shows_thinking`, signatures hold the thinking. `searches` are the tool searches run here."""
+        self._shows_thinking = shows_thinking
         self._searches = searches
         self._ended: list[BlockBody] = []
         self._open: _Open | None = None
@@ -131,9 +131,9 @@ class AnswerContent:
             case Text(text):
                 return [*self._ready("text"), self._grow(text, {"type": "text_delta", "text": text})]
             case Reasoning(text):
-                events = self._ready("thinking", is_hidden=not self._shows_thoughts)
+                events = self._ready("thinking", is_hidden=not self._shows_thinking)
                 delta = self._grow(text, {"type": "thinking_delta", "thinking": text})
-                return [*events, delta] if self._shows_thoughts else events
+                return [*events, delta] if self._shows_thinking else events
             case ToolCallStarted(call_id, name):
                 kind, prefix = ("server_tool_use", "srvtoolu_") if name in self._searches else ("tool_use", "toolu_")
                 # The model's own id stays.
@@ -168,7 +168,7 @@ class AnswerContent:
         return events
 
     def _ready(self, kind: str, *, is_hidden: bool = False) -> list[BlockEvent]:
-        """Begins a block of text or thought, unless it is open."""
+        """Begins a block of text or thinking, unless it is open."""
         is_open = self._open is not None and self._open.head["type"] == kind
         return [] if is_open else self._begin(_Open({"type": kind}, is_hidden))
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from models.inference.sampling_params import check
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool
-from server.api.anthropic.content import thought_of
+from server.api.anthropic.content import reasoning_of
 from server.api.anthropic.types import (
     MAX_CACHE_POINTS,
     InputMessage,
@@ -182,8 +182,8 @@ def _message(role: str, blocks: Sequence[Any]) -> Message:
 
 
 def _assistant_message(blocks: Sequence[Any]) -> Message:
-    """Returns thought, text and calls of an earlier answer."""
-    thoughts = [thought_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
+    """Returns reasoning, text and calls of an earlier answer."""
+    reasoning = [reasoning_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
     texts = [one.text for one in blocks if isinstance(one, TextBlock)]
     calls = [
         {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.input}}
@@ -192,8 +192,8 @@ def _assistant_message(blocks: Sequence[Any]) -> Message:
     ]
     # Text may be split into blocks anywhere, so its parts are joined unchanged.
     message: dict[str, Any] = {"role": "assistant", "content": [{"text": "".join(texts)}] if texts else []}
-    if any(thoughts):
-        message["reasoning_content"] = "".join(thoughts)
+    if any(reasoning):
+        message["reasoning_content"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
     return _marked(message, blocks)

@@ -62,7 +62,7 @@ class MessagesUsage(TypedDict):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: NotRequired[OutputTokensDetails]
-    """Only if the model's thoughts are told apart."""
+    """Only if the model's thinking is told apart."""
 
 
 class CacheMissReason(TypedDict):
@@ -99,9 +99,9 @@ def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: 
 def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> MessagesUsage:
     """Returns a finished answer's counts: its first part's prompt, all output."""
     usage: MessagesUsage = {**at_start, "output_tokens": sum(part.timings.predicted_tokens for part in parts)}
-    thought = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
-    if thought:
-        usage["output_tokens_details"] = {"thinking_tokens": sum(thought)}
+    counts = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
+    if counts:
+        usage["output_tokens_details"] = {"thinking_tokens": sum(counts)}
     return usage
 
 
@@ -176,7 +176,7 @@ class MessageExchange(Exchange):
         super().__init__(question, is_streamed=body.stream is True)
         self._body = body
         searches = {tool.name for tool in body.tools or () if tool.is_search}
-        self._content = AnswerContent(shows_thoughts=body.shows_thoughts, searches=searches)
+        self._content = AnswerContent(shows_thinking=body.shows_thinking, searches=searches)
         self._open_part = open_part
         self._started: Started | None = None
         self._finished: list[Finished] = []

@@ -110,7 +110,7 @@ class ToolUseBlock(MarkedBody):
 
 
 class ThinkingBlock(BodyModel):
-    """What the assistant thought."""
+    """The assistant's reasoning."""
 
     type: Literal["thinking"]
     thinking: str
@@ -118,7 +118,7 @@ class ThinkingBlock(BodyModel):
 
 
 class RedactedThinkingBlock(BodyModel):
-    """A thought that only another server can read."""
+    """Reasoning that only another server can read."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -308,7 +308,7 @@ class PromptBody(MarkedBody):
         return self.tool_choice is not None and self.tool_choice.type == "none"
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns the body's wishes for thoughts."""
+        """Returns the body's wishes for thinking."""
         option = self.thinking
         is_enabled = {"enabled": True, "disabled": False}.get(option.type) if option is not None else None
         budget = option.budget_tokens if option is not None and option.type == "enabled" else None
@@ -349,7 +349,7 @@ class MessagesBody(PromptBody):
     """Without effect, as the answer says."""
 
     @property
-    def shows_thoughts(self) -> bool:
+    def shows_thinking(self) -> bool:
         return self.thinking is None or self.thinking.display != "omitted"
 
 

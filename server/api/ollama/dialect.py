@@ -125,12 +125,12 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
 
 
 def thinks(model: ServedModel) -> bool:
-    """Whether thoughts are told apart."""
+    """Whether reasoning is told apart."""
     return model.reasoning_format is not None or isinstance(model.tool_syntax, HarmonyFormat)
 
 
 def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any]:
-    """Returns the template's arguments; raises ApiError (400) for a model without thoughts."""
+    """Returns the template's arguments; raises ApiError (400) for a model without reasoning."""
     if body.think and not thinks(model):
         raise wrong("think", f"{model.id!r} does not support thinking", Code.UNSUPPORTED_PARAMETER)
     effort = body.think if isinstance(body.think, str) else None

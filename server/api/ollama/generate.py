@@ -130,10 +130,10 @@ class OllamaExchange(Exchange):
         self._name = body.model or self.model.id
         self._began = began
         self._said = ""
-        self._thought = ""
+        self._reasoning = ""
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields text, thoughts and complete calls, then the end."""
+        """Yields text, reasoning and complete calls, then the end."""
         async for event in answer.events():
             if isinstance(event, Finished):
                 yield line(self.written({"role": "assistant", "content": ""}, event))
@@ -154,15 +154,15 @@ class OllamaExchange(Exchange):
                 self._said += text
                 return {"role": "assistant", "content": text}
             case Reasoning(text):
-                self._thought += text
+                self._reasoning += text
                 return {"role": "assistant", "content": "", "thinking": text}
         return None
 
     @property
     def message(self) -> SaidMessage:
         message: SaidMessage = {"role": "assistant", "content": self._said}
-        if self._thought:
-            message["thinking"] = self._thought
+        if self._reasoning:
+            message["thinking"] = self._reasoning
         return message
 
     def written(self, said: SaidMessage, finished: Finished | None) -> Payload:
@@ -253,7 +253,7 @@ class OllamaGenerateExchange(OllamaExchange):
             self.parser = self.model.output_parser((), self.prompt.text)
 
     def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
-        """Returns the fields of text and thought, and the tokens that a next prompt may continue."""
+        """Returns the fields of text and reasoning, and the tokens that a next prompt may continue."""
         fields: dict[str, Any] = {"response": said["content"], "thinking": said.get("thinking")}
         if finished is not None and not self._is_raw:
             fields["context"] = [*self.request.tokens.tolist(), *finished.token_ids]

@@ -210,7 +210,7 @@ class ChatExchange(ChoiceExchange):
     def __init__(self, body: ChatBody, question: Question, index: int = 0) -> None:
         super().__init__(body, question, index)
         self._said = ""
-        self._thought = ""
+        self._reasoning = ""
         self._calls: list[ToolCallBody] = []
         self._num_streamed = 0
         """Failed calls included."""
@@ -248,7 +248,7 @@ class ChatExchange(ChoiceExchange):
                 self._said += text
                 return {"content": text}
             case Reasoning(text):
-                self._thought += text
+                self._reasoning += text
                 return {"reasoning_content": text, "reasoning": text}
             case ToolCallStarted(call_id, name):
                 self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
@@ -269,8 +269,8 @@ class ChatExchange(ChoiceExchange):
             "content": self._said if self._said or not self._calls else None,
             "refusal": None,
         }
-        if self._thought:
-            message["reasoning_content"] = message["reasoning"] = self._thought
+        if self._reasoning:
+            message["reasoning_content"] = message["reasoning"] = self._reasoning
         if self._calls:
             message["tool_calls"] = self._calls
         return message

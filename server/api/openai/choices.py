@@ -61,7 +61,7 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: NotRequired[CompletionTokensDetails]
-    """Only if the model's thoughts are told apart."""
+    """Only if the model's reasoning is told apart."""
 
 
 class PromptIds(TypedDict, total=False):

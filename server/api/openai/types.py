@@ -552,7 +552,7 @@ class ChatBody(GenerationBody, CallingBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns the wishes for thoughts; the plainest name takes precedence."""
+        """Returns the wishes for reasoning; the plainest name takes precedence."""
         options, limits = self.reasoning or ReasoningOptions(), self.thinking or ThinkingOptions()
         by_type = {"enabled": True, "disabled": False}.get(limits.type or "")
         by_think = self.think if isinstance(self.think, bool) else None

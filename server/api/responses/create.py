@@ -34,7 +34,7 @@ from server.api.responses.items import Item, check_items, read_messages, search_
 from server.api.responses.output import AnswerOutput, ItemBody, ResponseEvent, ToolSet
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
 from server.api.responses.types import (
-    ENCRYPTED_THOUGHTS,
+    ENCRYPTED_REASONING,
     IN_COUNT,
     IN_RESPONSES,
     InputBody,
@@ -410,7 +410,7 @@ class ResponseExchange(Exchange):
             self.request.request_id.removeprefix(ID_PREFIX),
             given.tools,
             is_summary=body.wants_summary,
-            is_enclosed=ENCRYPTED_THOUGHTS in (body.include or ()),
+            is_enclosed=ENCRYPTED_REASONING in (body.include or ()),
         )
         self._response = begun_response(body, fields, self.request, self.model.id)
         self._run: BackgroundRun | None = None

@@ -14,7 +14,7 @@ from models.prompt.shapes import Message
 from server.api.dialect import BodyModel, validated
 from server.api.errors import Code, wrong
 from server.api.openai.types import ChatMessage, template_messages
-from server.api.responses.output import INPUT, SEARCH, joined_name, thought_of
+from server.api.responses.output import INPUT, SEARCH, joined_name, reasoning_of
 
 Item: TypeAlias = dict[str, Any]
 """Items that were read have a `type`."""
@@ -99,7 +99,7 @@ class SearchOutputItem(BodyModel):
 
 
 class ReasoningItem(BodyModel):
-    """What the model thought."""
+    """The model's reasoning."""
 
     summary: ItemText = ""
     content: ItemText | None = None
@@ -199,8 +199,8 @@ def _assistant_part(item: Item) -> dict[str, Any] | None:
         case "message" if item["role"] == "assistant":
             return {"content": _text(item["content"])}
         case "reasoning":
-            thought = ReasoningItem.model_validate(item)
-            return {"reasoning_content": thought_of(thought.encrypted_content, thought.content, thought.summary)}
+            sent = ReasoningItem.model_validate(item)
+            return {"reasoning_content": reasoning_of(sent.encrypted_content, sent.content, sent.summary)}
         case "function_call":
             name = joined_name(item.get("namespace"), item["name"])
             return _call(item, name, item["arguments"])

@@ -115,8 +115,8 @@ class CustomInput:
         return whole, whole.removeprefix(self.told) if whole.startswith(self.told) else ""
 
 
-def thought_of(enclosed: str | None, content: str | None, summary: str) -> str:
-    """Returns a returned thought: its encrypted content, else content or summary."""
+def reasoning_of(enclosed: str | None, content: str | None, summary: str) -> str:
+    """Returns returned reasoning: its encrypted content, else content or summary."""
     return opened(enclosed or "") or content or summary
 
 
@@ -184,11 +184,11 @@ _MESSAGE: Final = _Form(
     part_fields={"annotations": [], "logprobs": []},
     event_fields={"logprobs": []},
 )
-_THOUGHT: Final = _Form(
+_REASONING: Final = _Form(
     "reasoning", "rs", {"summary": []}, "content", "reasoning_text", "reasoning_text", "content_part"
 )
 _SUMMARY: Final = replace(
-    _THOUGHT,
+    _REASONING,
     place="summary",
     part="summary_text",
     event="reasoning_summary_text",
@@ -304,14 +304,14 @@ class AnswerOutput:
     def __init__(self, name: str, tools: ToolSet, *, is_summary: bool = False, is_enclosed: bool = False) -> None:
         """Nothing but `name` is random in item ids.
 
-        `is_summary`: thoughts are their own summary, which some clients show. `is_enclosed`: they are repeated as
+        `is_summary`: reasoning is its own summary, which some clients show. `is_enclosed`: it is repeated as
         encrypted content.
         """
         self.items: list[ItemBody] = []
         """The output items that have ended."""
         self._name = name
         self._tools = tools
-        self._thought = _SUMMARY if is_summary else _THOUGHT
+        self._reasoning = _SUMMARY if is_summary else _REASONING
         self._is_enclosed = is_enclosed
         self._open: _OpenItem | None = None
         self._num_begun = 0
@@ -328,7 +328,7 @@ class AnswerOutput:
             case Text(text):
                 return [*self._ready(_MESSAGE), *self._grow(text)]
             case Reasoning(text):
-                return [*self._ready(self._thought, is_enclosed=self._is_enclosed), *self._grow(text)]
+                return [*self._ready(self._reasoning, is_enclosed=self._is_enclosed), *self._grow(text)]
             case ToolCallStarted(call_id, name):
                 # An unknown name is a function's.
                 tool = self._tools.by_name.get(name) or ClientTool(name)

@@ -18,8 +18,8 @@ from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, jso
 from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 
 MAX_METADATA = 16
-ENCRYPTED_THOUGHTS = "reasoning.encrypted_content"
-"""In `include`: thoughts in the form in which clients send them back."""
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+"""In `include`: reasoning in the form in which clients send it back."""
 
 
 def _as_items(value: Any) -> Any:
@@ -66,7 +66,7 @@ class ReasoningWish(BodyModel):
 
     effort: str | None = None
     summary: str | None = None
-    """Any value makes thoughts their own summary."""
+    """Any value makes reasoning its own summary."""
     generate_summary: str | None = None
     """Older name of `summary`."""
 
@@ -98,7 +98,7 @@ class InputBody(CallingBody):
     truncation: Literal["auto", "disabled"] | None = None
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns the wishes for thoughts."""
+        """Returns the wishes for reasoning."""
         return ThinkingWish(effort=self.reasoning.effort if self.reasoning else None)
 
 

@@ -23,7 +23,7 @@ class Manner(StrEnum):
     """Whether a part is of the answer or of the reasoning."""
 
     ANSWER = "answer"
-    THOUGHT = "thought"
+    REASONING = "reasoning"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from server.cli.ask import FIND_SECONDS, Served, bearer, find_served, models_at
 from server.cli.repl import conversation
 from server.cli.repl.conversation import AnswerCosts, Answerer, AnswerFailed, Manner, Said
 
-_MANNERS = {"reasoning_content": Manner.THOUGHT, "content": Manner.ANSWER}
+_MANNERS = {"reasoning_content": Manner.REASONING, "content": Manner.ANSWER}
 
 
 class JoinedModel:

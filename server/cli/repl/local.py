@@ -24,7 +24,7 @@ from server.engine.messages import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
 from server.pool.served import EnginePort, ServedModel
 
-MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER, Reasoning: Manner.THOUGHT}
+MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER, Reasoning: Manner.REASONING}
 """Other pieces are not shown."""
 
 

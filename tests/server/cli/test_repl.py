@@ -93,24 +93,24 @@ def shown_by(*said: Said, **options: object) -> str:
     return "".join(seen)
 
 
-THOUGHT_AND_ANSWER = (Said("Let me", Manner.THOUGHT), Said(" think.", Manner.THOUGHT), Said("Yes.\nNo."))
+REASONING_AND_ANSWER = (Said("Let me", Manner.REASONING), Said(" think.", Manner.REASONING), Said("Yes.\nNo."))
 
 
 def test_thoughts_are_dim_on_a_terminal() -> None:
-    shown = shown_by(*THOUGHT_AND_ANSWER, columns=lambda: 40, is_coloured=True)
+    shown = shown_by(*REASONING_AND_ANSWER, columns=lambda: 40, is_coloured=True)
     assert shown == "\x1b[2mLet me think.\n\n\x1b[0mYes.\nNo.\n"
 
 
 def test_thoughts_alone_leave_nothing_dim() -> None:
-    assert shown_by(Said("Hm", Manner.THOUGHT), columns=lambda: 40, is_coloured=True) == "\x1b[2mHm\x1b[0m\n"
+    assert shown_by(Said("Hm", Manner.REASONING), columns=lambda: 40, is_coloured=True) == "\x1b[2mHm\x1b[0m\n"
 
 
 def test_without_colours_there_are_no_codes() -> None:
-    assert shown_by(*THOUGHT_AND_ANSWER, columns=lambda: 40) == "Let me think.\n\nYes.\nNo.\n"
+    assert shown_by(*REASONING_AND_ANSWER, columns=lambda: 40) == "Let me think.\n\nYes.\nNo.\n"
 
 
 def test_in_a_pipe_there_is_the_answer_only_unwrapped() -> None:
-    assert shown_by(*THOUGHT_AND_ANSWER, Said(" word" * 30)) == "Yes.\nNo." + " word" * 30 + "\n"
+    assert shown_by(*REASONING_AND_ANSWER, Said(" word" * 30)) == "Yes.\nNo." + " word" * 30 + "\n"
 
 
 # ------------------------------------------------------------------------------------------------ joined server

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.texts import enclose
-from server.api.anthropic.content import AnswerContent, sign, thought_of
+from server.api.anthropic.content import AnswerContent, reasoning_of, sign
 
 CALL: list[Piece] = [ToolCallStarted("call_1", "f"), ToolArguments('{"a": '), ToolArguments("1}"), ToolCallEnded()]
 FAILED: list[Piece] = [ToolCallStarted("call_2", "g"), ToolArguments('{"a": '), ToolCallFailed("<tool_call>{")]
@@ -86,7 +86,7 @@ def test_what_was_said_so_far_is_there_before_the_end() -> None:
 
 
 def test_a_thought_that_is_not_shown_is_in_its_signature() -> None:
-    content, events = told([Reasoning("H"), Reasoning("m"), Text("Hi")], shows_thoughts=False)
+    content, events = told([Reasoning("H"), Reasoning("m"), Text("Hi")], shows_thinking=False)
     [thought, _] = content.blocks
     assert thought == {"type": "thinking", "thinking": "", "signature": enclose("Hm")}
     assert [as_block(made) for made in collected(events)] == content.blocks
@@ -113,11 +113,11 @@ def test_the_events_make_up_the_blocks(groups: list[list[Piece]]) -> None:
 
 @pytest.mark.parametrize("thought", ["", "Hm", "größer 🙂\n", "\ud83d"])
 def test_a_thought_survives_its_signature(thought: str) -> None:
-    assert thought_of("", enclose(thought)) == thought.encode(errors="replace").decode()
-    assert thought_of(thought, sign(thought)) == thought
+    assert reasoning_of("", enclose(thought)) == thought.encode(errors="replace").decode()
+    assert reasoning_of(thought, sign(thought)) == thought
 
 
 @pytest.mark.parametrize("signature", ["", "EqQBCgIY", "mlx-serve-text-1:%%%", "mlx-serve-text-1:/w==", sign("a")])
 def test_a_signature_that_holds_no_thought_leaves_it_empty(signature: str) -> None:
-    assert thought_of("", signature) == ""
-    assert thought_of("shown", signature) == "shown"
+    assert reasoning_of("", signature) == ""
+    assert reasoning_of("shown", signature) == "shown"
