@@ -2,7 +2,7 @@
 
 A folder that needs its own code (`auto_map`) is refused. The checksum takes each array as 32-bit words; a chunk's sum
 of word × odd random multiplier, modulo 2^32, changes with nearly any change (multiply-shift hashing; Dietzfelbinger
-et al., 1997), equally on every device. It withstands no attacker.
+et al., 1997), equally on every device. The checksum withstands no attacker.
 """
 
 import contextlib

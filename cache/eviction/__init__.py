@@ -1,1 +1,1 @@
-"""What is evicted when memory is short: by what value, in which order."""
+"""Eviction when memory is short: the value of state, and the order."""

@@ -1,7 +1,7 @@
 """Definitions of tools that a conversation learns of after its beginning, as the model's template writes them.
 
-A later tool's definition is the text that the template adds to a prompt with one tool for a second one. It is written
-where the tool is loaded: nothing before changes.
+A later tool's definition is the text that the template adds to a prompt with one tool for a second one. The
+definition is written where the tool is loaded: nothing before changes.
 """
 
 import json

@@ -1,8 +1,8 @@
 """What the server is doing: open requests, sums of the past, and events about requests and state.
 
 Listeners share one ring of the latest events, so publishing costs the same however slow a listener is. A listener
-whose place has left the ring is told how many events it lost of those that it may see. Engines' workers send events
-about state only while somebody listens. Event loop only.
+whose place has left the ring is told how many of its events were lost. Engines' workers send events about state only
+while somebody listens. Event loop only.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 A line is the body of a chat completion, or an object with the body as `body` or `request` and the answer as
 `response`. Sessions are named as for the server. Requests are in the order of `timestamp`, `time` or `created` where
-every line has one, else of the file. They are compared as by a server whose cache forgets nothing. A `Reader` makes
-tokens of prompts: that of a model, or one of characters, by which tokens are estimated.
+every line has one, else of the file. Requests are compared as by a server whose cache forgets nothing. A `Reader`
+makes tokens of prompts: that of a model, or one of characters, by which tokens are estimated.
 """
 
 import hashlib

@@ -131,7 +131,7 @@ REFUSED: Mapping[str, Callable[[Any], object]] = {
     "message": str,
     "count": int,
 }
-"""What is told of requests that a server answered with the same error."""
+"""Lines about requests that a server answered with the same error."""
 
 
 def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_json: bool = False) -> None:

@@ -156,7 +156,7 @@ class CacheEdgeBody(TypedDict):
 
 
 class ClearedBody(TypedDict):
-    """What was freed."""
+    """Tokens and bytes freed."""
 
     object: str
     model: str

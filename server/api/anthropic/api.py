@@ -1,6 +1,6 @@
 """The paths, models and conventions of Anthropic's dialect.
 
-Its clients send `x-api-key`, and read named events and `request-id`. `GET /v1/models` has Anthropic's form for
+Clients send `x-api-key`, and read named events and `request-id`. `GET /v1/models` has Anthropic's form for
 requests with `anthropic-version`.
 """
 

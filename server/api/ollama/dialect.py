@@ -1,7 +1,7 @@
 """What Ollama's endpoints share: lines of JSON, errors as a text, common fields, and `context`.
 
-`follow_up` continues the tokens that `/api/generate` returned as `context`. They end with the model's reply, without
-the template's text behind it, so the next message is rendered behind a sample reply.
+`follow_up` continues the tokens that `/api/generate` returned as `context`. These tokens end with the model's reply,
+without the template's text after it, so the next message is rendered after a sample reply.
 """
 
 import logging

@@ -34,7 +34,7 @@ class ModelReader:
         self._orders = ToolOrders() if hygiene else None
 
     def read(self, request: Recorded) -> Read | None:
-        """Returns a request's tokens; None for one that the server refuses, which is noted."""
+        """Returns a request's tokens; notes a request that the server refuses, and returns None."""
         namespace, model = request.prompt.namespace, request.prompt.model
         try:
             source = self._conversation(request.body, namespace)
