@@ -23,7 +23,7 @@ class HeadedKVCache(KVCache):  # type: ignore[misc]
 
     def __init__(self, head: KVCache, tail: KVCache) -> None:
         self.head = head
-        self.tail = tail
+        self.tail = tail  # type: ignore[misc]
 
     @property
     def offset(self) -> int:
@@ -35,14 +35,14 @@ class HeadedKVCache(KVCache):  # type: ignore[misc]
         return self.tail.state
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends to the tail; returns copies of all keys and values, which live as long as the layer is evaluated."""
+        """Appends to the tail; returns copies of all keys and values: extra memory while the layer is evaluated."""
         self.tail.update_and_fetch(keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Copies of all keys and values."""
         parts = zip(self.head.keys_and_values(), self.tail.keys_and_values(), strict=True)
-        keys, values = (mx.concatenate(part, axis=2) for part in parts)
+        keys, values = (mx.concatenate(list(part), axis=2) for part in parts)
         return keys, values
 
 
@@ -86,7 +86,8 @@ def split_at_head(caches: list[LayerCache], head: Sequence[LayerCache], num_toke
 
 def _split(cache: LayerCache, head: LayerCache, num_tokens: int) -> LayerCache:
     if isinstance(cache, CacheList):
-        return CacheList(*[_split(part, one, num_tokens) for part, one in zip(cache.caches, head.caches, strict=True)])
+        pairs = zip(cache.caches, head.caches, strict=True)
+        return CacheList(*[_split(part, one, num_tokens) for part, one in pairs])
     if type(cache) is not KVCache or cache.keys is None:
         return cache
     if head.keys is None:

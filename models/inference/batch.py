@@ -18,10 +18,19 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from cache.layers.headed import head_length, split_at_head, tail_of
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Row, Wanted, capacity_for
-from models.inference.groups import Group, bytes_per_token, is_fresh, length_of, reserved_tokens_of, used_leaves
+from models.inference.groups import (
+    Group,
+    bytes_per_token,
+    head_of,
+    is_fresh,
+    length_of,
+    reserved_tokens_of,
+    used_leaves,
+)
 from models.inference.ragged import RaggedBatch, ragged_attention
 from models.mlx_lm_import import KVCache
 
@@ -50,7 +59,7 @@ class DecodeBatch:
     choose: Choose | None
     """None: no groups."""
     rows: list[BatchRow | None] = field(default_factory=list)
-    """In the order of the batch, groups first; None for a row that was taken out since."""
+    """In the order of the batch; None for a row that was taken out since."""
     has_changed: bool = False
     """Bytes have moved since this was last set to False."""
     _groups: list[Group] = field(default_factory=list)
@@ -73,12 +82,18 @@ class DecodeBatch:
         self._extract_all()
         if self.choose is not None:
             self._regroup(rows, spare_bytes)
+        self._joined = RaggedBatch(self._members(rows))
         by_caches = {id(row.caches): row for row in rows}
-        ordered = [by_caches.pop(id(caches)) for group in self._groups for caches in group.rows]
-        ordered += by_caches.values()
-        self._joined = RaggedBatch([row.caches for row in ordered], self._groups)
-        self.rows, self._has_fresh = list(ordered), any(is_fresh(row.caches) for row in ordered)
+        self.rows = [by_caches[id(caches)] for caches in self._joined.rows]
+        self._has_fresh = any(is_fresh(row.caches) for row in rows)
         return self._joined.layers
+
+    def _members(self, rows: Sequence[BatchRow]) -> list[Group | Sequence[LayerCache]]:
+        """Those on one head are neighbours: attention then reads it once."""
+        grouped = {id(caches) for group in self._groups for caches in group.rows}
+        alone = [row.caches for row in rows if id(row.caches) not in grouped]
+        members: list[Group | Sequence[LayerCache]] = [*self._groups, *alone]
+        return sorted(members, key=lambda one: id(one.head if isinstance(one, Group) else head_of(one)))
 
     def advance(self) -> None:
         """After a model call."""
@@ -154,14 +169,25 @@ class DecodeBatch:
     # -- groups
 
     def _regroup(self, rows: Sequence[BatchRow], spare_bytes: float) -> None:
+        """Rows share a buffer only with others on the same head, or without one."""
+        sizes = [group.bytes_per_token for group in self._groups] + [bytes_per_token(row.caches) for row in rows]
+        before, spare_tokens = self._groups, spare_bytes / max(1, *sizes)
+        heads = {id(head): head for head in (head_of(row.caches) for row in rows)}
+        found = list[Group]()
+        for head in heads.values():
+            members = [row for row in rows if head_of(row.caches) is head]
+            groups = [group for group in before if group.head is head]
+            made = self._regrouped(members, groups, spare_tokens)
+            spare_tokens -= sum(group.extra_tokens for group in made)
+            found += made
+        self._groups = found
+
+    def _regrouped(self, rows: Sequence[BatchRow], groups: Sequence[Group], spare_tokens: float) -> list[Group]:
         assert self.choose is not None
-        described = [self._describe(row) for row in rows]
-        before = list(self._groups)
-        sizes = [group.bytes_per_token for group in before] + [bytes_per_token(row.caches) for row in rows]
-        buffers, spare_tokens = [group.buffer for group in before], spare_bytes / max(1, *sizes)
-        wanted = self.choose(described, buffers, spare_tokens=spare_tokens)
-        self._empty(before, rows, wanted)
-        self._groups = [self._filled(before, [rows[place] for place in one.rows], one) for one in wanted]
+        described = [_describe(row, groups) for row in rows]
+        wanted = self.choose(described, [group.buffer for group in groups], spare_tokens=spare_tokens)
+        self._empty(groups, rows, wanted)
+        return [self._filled(groups, [rows[place] for place in one.rows], one) for one in wanted]
 
     def _empty(self, groups: Sequence[Group], rows: Sequence[BatchRow], wanted: Sequence[Wanted]) -> None:
         """Rows leave groups in which they are not wanted."""
@@ -183,13 +209,6 @@ class DecodeBatch:
             self.has_changed = True
         return group
 
-    def _describe(self, row: BatchRow) -> Row:
-        for number, group in enumerate(self._groups):
-            if (index := group.index_of(row.caches)) is not None:
-                return Row(group.clock.offsets[index], reserved_tokens_of(row.caches), number)
-        can_share = used_leaves(row.caches) is not None
-        return Row(length_of(row.caches), reserved_tokens_of(row.caches), can_share=can_share)
-
     # -- memory
 
     @property
@@ -209,9 +228,18 @@ class DecodeBatch:
         return sum(group.own_bytes(index) for group in self._groups for index in range(len(group.rows)))
 
 
+def _describe(row: BatchRow, groups: Sequence[Group]) -> Row:
+    for number, group in enumerate(groups):
+        if (index := group.index_of(row.caches)) is not None:
+            return group.describe(index, number)
+    num_tokens = length_of(row.caches) - head_length(leaves_of(row.caches))
+    return Row(num_tokens, reserved_tokens_of(row.caches), can_share=used_leaves(row.caches) is not None)
+
+
 _NUM_ROWS, _NUM_LAYERS = 4, 2
 _MIN_TRIALS, _MAX_TRIALS, _TRIAL_SECONDS = 5, 40, 0.3
 _SHORT_TOKENS, _LONG_TOKENS = 512, 2048
+_TAIL_TOKENS = 64
 _QUERIES_PER_KEY = 4
 """Heads of queries for each head of keys: common in models of today."""
 
@@ -220,33 +248,60 @@ def measure_member_tokens(caches: Sequence[LayerCache]) -> float:
     """Cost of one more member of a batch in a step, in tokens read: see `grouping.py`.
 
     Attention alone is timed, in layers like those of `caches`, a row with a few tokens: rows each by itself, the same
-    rows in a group, and longer rows. The best of several, in turns: other work of the machine only adds.
+    rows in a group, and longer rows.
     """
-    like = next(cache for cache in leaves_of(caches) if length_of([cache]) and cache.keys is not None)
-    sides = [
-        _Trial(like, _SHORT_TOKENS, None),
-        _Trial(like, _SHORT_TOKENS, _one_group),
-        _Trial(like, _LONG_TOKENS, None),
-    ]
+    like, num_rows = _layer_of(caches), _NUM_ROWS
+    alone, grouped, longer = _best_seconds(
+        _Trial(_rows_like(like, num_rows, _SHORT_TOKENS), None),
+        _Trial(_rows_like(like, num_rows, _SHORT_TOKENS), _one_group),
+        _Trial(_rows_like(like, num_rows, _LONG_TOKENS), None),
+    )
+    member = max(0.0, alone - grouped) / (num_rows - 1)
+    token = max(1e-12, longer - alone) / (num_rows * (_LONG_TOKENS - _SHORT_TOKENS))
+    return float(min(member / token, MAX_MEMBER_TOKENS))
+
+
+def measure_head_tokens(caches: Sequence[LayerCache]) -> float:
+    """Tokens from which two rows on one head are faster than the same rows with a copy each; maybe infinite.
+
+    Timed at two lengths, as `measure_member_tokens`; the gain counts as linear between and beyond.
+    """
+    like, lengths = _layer_of(caches), (_SHORT_TOKENS, _LONG_TOKENS)
+    copied = [_rows_like(like, 2, num_tokens + _TAIL_TOKENS) for num_tokens in lengths]
+    headed = [_rows_like(like, 2, num_tokens + _TAIL_TOKENS, num_tokens) for num_tokens in lengths]
+    short_copied, long_copied, short_headed, long_headed = _best_seconds(
+        *[_Trial(rows, _one_group) for rows in (*copied, *headed)]
+    )
+    short_gain, long_gain = short_copied - short_headed, long_copied - long_headed
+    per_token = (long_gain - short_gain) / (_LONG_TOKENS - _SHORT_TOKENS)
+    if long_gain <= 0 or per_token <= 0:
+        return float("inf")
+    return max(0.0, _SHORT_TOKENS - short_gain / per_token)
+
+
+def _layer_of(caches: Sequence[LayerCache]) -> LayerCache:
+    return next(cache for cache in leaves_of(caches) if length_of([cache]) and cache.keys is not None)
+
+
+def _best_seconds(*sides: "_Trial") -> list[float]:
+    """The best of several, in turns: other work of the machine only adds."""
     timed, begun = list[list[float]](), time.perf_counter()
     while len(timed) < _MIN_TRIALS or (len(timed) < _MAX_TRIALS and time.perf_counter() - begun < _TRIAL_SECONDS):
         timed.append([side.seconds() for side in sides])
-    alone, grouped, longer = (min(times) for times in zip(*timed, strict=True))
-    member = max(0.0, alone - grouped) / (_NUM_ROWS - 1)
-    token = max(1e-12, longer - alone) / (_NUM_ROWS * (_LONG_TOKENS - _SHORT_TOKENS))
-    return float(min(member / token, MAX_MEMBER_TOKENS))
+    return [min(times) for times in zip(*timed, strict=True)]
 
 
 class _Trial:
     """Attention of some rows in a few layers, to be timed."""
 
-    def __init__(self, like: LayerCache, num_tokens: int, choose: Choose | None) -> None:
-        self._rows = [_MadeUpRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for _ in range(_NUM_ROWS)]
+    def __init__(self, rows: Sequence["_MadeUpRow"], choose: Choose | None) -> None:
+        self._rows = rows
         self._batch = DecodeBatch(choose)
+        like, num_rows = tail_of(rows[0].caches[0]), len(rows)
         num_heads, width = like.keys.shape[1], like.keys.shape[3]
-        self._queries = mx.zeros((_NUM_ROWS, _QUERIES_PER_KEY * num_heads, 1, width), like.keys.dtype)
+        self._queries = mx.zeros((num_rows, _QUERIES_PER_KEY * num_heads, 1, width), like.keys.dtype)
         self._added = [
-            mx.zeros((_NUM_ROWS, num_heads, 1, rows.shape[3]), rows.dtype) for rows in (like.keys, like.values)
+            mx.zeros((num_rows, num_heads, 1, rows.shape[3]), rows.dtype) for rows in (like.keys, like.values)
         ]
 
     def seconds(self) -> float:
@@ -268,6 +323,15 @@ class _Trial:
 class _MadeUpRow:
     caches: list[LayerCache]
     is_lost: bool = False
+
+
+def _rows_like(like: LayerCache, num_rows: int, num_tokens: int, head_tokens: int = 0) -> list[_MadeUpRow]:
+    """Rows without content, the first `head_tokens` on one head."""
+    rows = [_MadeUpRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for _ in range(num_rows)]
+    head = [KVCache() for _ in range(_NUM_LAYERS)]
+    for row in rows if head_tokens else ():
+        split_at_head(row.caches, head, head_tokens)
+    return rows
 
 
 def _made_up(like: LayerCache, num_tokens: int) -> LayerCache:

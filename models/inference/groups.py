@@ -4,6 +4,8 @@ A group has a buffer `[room, num_heads, capacity, head_dim]` for the keys and on
 window layer. Its rows fill the buffer from the beginning, each left-aligned at its own length. A window layer is a
 ring: token `p` is at `p % window`. A row joins at the end; where one leaves, the last takes its place.
 
+Rows on one head (`cache/layers/headed.py`) share a buffer of their tails: places in span layers count from its end.
+
 While a row is in a group, its own layer caches hold no arrays; `step` of a span cache says how many tokens the row's
 own buffers are to have, so that whoever resizes them needs not know of groups. Worker thread only.
 """
@@ -13,6 +15,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from cache.layers.headed import HeadedKVCache, head_length, tail_of
 from cache.layers.layout import GROWTH_TOKENS, leaves_of
 from cache.types import LayerCache
 from models.inference.grouping import Buffer, Row, capacity_for
@@ -24,9 +27,16 @@ def length_of(caches: Sequence[LayerCache]) -> int:
     return max((int(cache.offset) for cache in leaves_of(caches) if _can_share(cache)), default=0)
 
 
+def head_of(caches: Sequence[LayerCache]) -> LayerCache | None:
+    """What names the head of a row: one of its layer caches."""
+    return next((cache.head for cache in leaves_of(caches) if isinstance(cache, HeadedKVCache)), None)
+
+
 def reserved_tokens_of(caches: Sequence[LayerCache]) -> int:
-    """Tokens that fit a row's own span buffers, at least those that it has."""
-    return max((_own_capacity(cache) for cache in leaves_of(caches) if _can_share(cache)), default=0)
+    """Tokens that fit a row's own span buffers, at least those that it has; without those of its head."""
+    leaves = leaves_of(caches)
+    start = head_length(leaves)
+    return max((_own_capacity(cache, start) for cache in leaves if _can_share(cache)), default=0)
 
 
 def is_fresh(caches: Sequence[LayerCache]) -> bool:
@@ -37,7 +47,8 @@ def is_fresh(caches: Sequence[LayerCache]) -> bool:
 
 def bytes_per_token(caches: Sequence[LayerCache]) -> int:
     """Of keys and values; an upper bound beyond a window."""
-    rows = [cache for cache in leaves_of(caches) if _can_share(cache) and cache.keys is not None]
+    rows = [tail_of(cache) for cache in leaves_of(caches) if _can_share(cache)]
+    rows = [cache for cache in rows if cache.keys is not None]
     return sum(array.nbytes // array.shape[2] for cache in rows for array in (cache.keys, cache.values))
 
 
@@ -47,17 +58,18 @@ def used_leaves(caches: Sequence[LayerCache]) -> tuple[int, ...] | None:
     A model may leave caches empty whose layers share the keys of others.
     """
     rows = [(index, cache) for index, cache in enumerate(leaves_of(caches)) if not isinstance(cache, ArraysCache)]
-    used = tuple(index for index, cache in rows if cache.keys is not None)
+    used = tuple(index for index, cache in rows if tail_of(cache).keys is not None)
     return used if used and all(_can_share(cache) for _, cache in rows) else None
 
 
 def _can_share(cache: LayerCache) -> bool:
-    return type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
+    return type(cache) in (KVCache, HeadedKVCache) or (type(cache) is RotatingKVCache and cache.keep == 0)
 
 
-def _own_capacity(cache: LayerCache) -> int:
+def _own_capacity(cache: LayerCache, start: int) -> int:
     if isinstance(cache, RotatingKVCache):
-        return int(cache.offset)
+        return int(cache.offset) - start
+    cache = tail_of(cache)
     return max(int(cache.step if cache.keys is None else cache.keys.shape[2]), int(cache.offset))
 
 
@@ -97,11 +109,18 @@ class Clock:
 class GroupLayer:
     """One span or window layer of a group's rows; stands in for a layer cache where a model expects one."""
 
-    def __init__(self, like: LayerCache, clock: Clock, buffer: Buffer) -> None:
+    def __init__(self, like: LayerCache, clock: Clock, buffer: Buffer, head_tokens: int) -> None:
         self._clock = clock
         self.window = int(like.max_size) if isinstance(like, RotatingKVCache) else None
-        self.capacity = min(buffer.capacity, self.window or buffer.capacity)
+        self.head = like.head if isinstance(like, HeadedKVCache) else None
+        self._head_tokens = head_tokens
+        self._start = 0 if self.window else head_tokens
+        self.capacity = self._bounded(buffer.capacity)
+        like = tail_of(like)
         self.keys, self.values = (_empty(rows, buffer.room, self.capacity) for rows in (like.keys, like.values))
+
+    def _bounded(self, capacity: int) -> int:
+        return min(capacity + self._head_tokens, self.window) if self.window else capacity
 
     @property
     def offset(self) -> mx.array:
@@ -116,10 +135,20 @@ class GroupLayer:
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def bytes_for(self, num_tokens: int) -> int:
-        """Bytes of one row's own buffers for `num_tokens`."""
-        room, held = self.keys.shape[0], min(num_tokens, self.window or num_tokens)
-        return held * (self.num_bytes // (room * self.capacity))
+    def own_bytes(self, index: int, cache: LayerCache) -> int:
+        """Bytes that row `index` would have in buffers of its own."""
+        num_held, room = self._own_tokens(index, tail_of(cache)), self.keys.shape[0]
+        return num_held * (self.num_bytes // (room * self.capacity))
+
+    def _own_tokens(self, index: int, own: LayerCache) -> int:
+        offset = self._clock.offsets[index] - self._start
+        return min(offset, self.window) if self.window else max(offset, own.step)
+
+    def extend_own(self, index: int, cache: LayerCache) -> None:
+        """A row that has used up its own buffers gets larger ones, as a layer cache grows by itself."""
+        own, offset = tail_of(cache), self._clock.offsets[index] - self._start
+        if not self.window and offset >= own.step:
+            own.step = offset + GROWTH_TOKENS
 
     # -- in a model
 
@@ -138,25 +167,29 @@ class GroupLayer:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Views of all rows up to the longest, this step's token included."""
+        """Views of all rows up to the longest, this step's token included, from the head's end on."""
         num_rows, stop = len(self._clock.offsets), self._stop
         return self.keys[:num_rows, :, :stop], self.values[:num_rows, :, :stop]
 
     def make_mask(self, num_tokens: int, window_size: int | None = None, **_: Any) -> mx.array | None:
         """Boolean `[num_rows, 1, 1, num_places]` of the places each row may attend to; None if all may to all."""
         assert num_tokens == 1, "a group decodes one token of each row"
+        assert self.head is None or window_size is None, "a mask that bounds attention would have to cover the head"
         seen = min(window_size or self.window or self._stop, self.window or self._stop)
-        if (self._clock.is_even or min(self._clock.offsets) + 1 >= self._stop) and seen >= self._stop:
+        if (self._clock.is_even or self._end_of(min(self._clock.offsets)) >= self._stop) and seen >= self._stop:
             return None
         key = "mask", self.window, self._stop, seen
         return cast(mx.array, self._clock.made(key, lambda: self._mask(seen)))
 
     @property
     def _stop(self) -> int:
-        return min(max(self._clock.offsets) + 1, self.window or self.capacity)
+        return min(self._end_of(max(self._clock.offsets)), self.window or self.capacity)
+
+    def _end_of(self, offset: int) -> int:
+        return offset + 1 - self._start
 
     def _place_of(self, offset: int) -> int:
-        return offset % self.window if self.window else offset
+        return offset % self.window if self.window else offset - self._start
 
     def _indices(self, num_heads: int) -> tuple[mx.array, ...]:
         shape = len(self._clock.offsets), num_heads
@@ -167,7 +200,7 @@ class GroupLayer:
 
     def _mask(self, seen: int) -> mx.array:
         """By age: how many tokens ago a place was written, as a ring where there is a window."""
-        last, places = self._clock.device[:, None, None, None], mx.arange(self._stop, dtype=mx.int32)
+        last, places = self._clock.device[:, None, None, None] - self._start, mx.arange(self._stop, dtype=mx.int32)
         if self.window is None:
             return (places <= last) & (places > last - seen)
         age = (last % self.window + self.window - places) % self.window
@@ -177,6 +210,7 @@ class GroupLayer:
 
     def take(self, cache: LayerCache, index: int) -> None:
         """Moves the rows of `cache` to row `index`."""
+        cache = tail_of(cache)
         offset = int(cache.offset)
         for held, rows in ((self.keys, cache.keys), (self.values, cache.values)):
             rows = self._as_ring(cache, rows, offset) if self.window else rows[:, :, :offset]
@@ -196,8 +230,8 @@ class GroupLayer:
 
     def give(self, cache: LayerCache, index: int) -> None:
         """Copies row `index` into a row's own `cache`, evaluated."""
-        offset = self._clock.offsets[index]
-        num_kept = min(offset, self.window) if self.window else max(offset, cache.step)
+        cache = tail_of(cache)
+        offset, num_kept = self._clock.offsets[index] - self._start, self._own_tokens(index, cache)
         cache.keys, cache.values = (_copied(rows, index, num_kept) for rows in (self.keys, self.values))
         cache.offset = offset
         mx.eval(cache.keys, cache.values)
@@ -214,7 +248,7 @@ class GroupLayer:
 
     def grow(self, capacity: int) -> None:
         """Makes room for rows of `capacity` tokens."""
-        capacity = min(capacity, self.window or capacity)
+        capacity = self._bounded(capacity)
         for name in ("keys", "values"):
             held = getattr(self, name)
             spare = _empty(held, held.shape[0], capacity - self.capacity)
@@ -245,11 +279,11 @@ class Group:
         """Empty; its layers are like those of a row."""
         used, all_leaves = used_leaves(like), leaves_of(like)
         assert used is not None, "a row that must stay alone was put into a group"
-        self.used = used
+        self.used, self.head, self._start = used, head_of(like), head_length(all_leaves)
         self.room, self.capacity = buffer.room, buffer.capacity
         self.rows: list[Sequence[LayerCache]] = []
         self.clock = Clock()
-        self._layers = {index: GroupLayer(all_leaves[index], self.clock, buffer) for index in used}
+        self._layers = {index: GroupLayer(all_leaves[index], self.clock, buffer, self._start) for index in used}
 
     def layer(self, leaf: int) -> GroupLayer | None:
         """The group's layer for a leaf of the rows' caches; None if the model leaves that leaf unused."""
@@ -264,6 +298,11 @@ class Group:
         return sum(layer.num_bytes for layer in self._layers.values())
 
     @property
+    def extra_tokens(self) -> int:
+        """Tokens that the buffers hold beyond what the rows reserved."""
+        return self.room * self.capacity - sum(reserved_tokens_of(row) for row in self.rows)
+
+    @property
     def bytes_per_token(self) -> int:
         return self.num_bytes // (self.room * self.capacity)
 
@@ -274,11 +313,11 @@ class Group:
     def own_bytes(self, index: int) -> int:
         """Bytes that a row's own buffers would have."""
         held = leaves_of(self.rows[index])
-        offset = self.clock.offsets[index]
-        return sum(
-            layer.bytes_for(offset if layer.window else max(offset, held[leaf].step))
-            for leaf, layer in self._layers.items()
-        )
+        return sum(layer.own_bytes(index, held[leaf]) for leaf, layer in self._layers.items())
+
+    def describe(self, index: int, group: int | None = None) -> Row:
+        """A row as `grouping.py` knows it."""
+        return Row(self.clock.offsets[index] - self._start, reserved_tokens_of(self.rows[index]), group)
 
     def join(self, rows: Sequence[Sequence[LayerCache]]) -> None:
         """Moves rows into the group, one layer after another: the extra memory is one layer's."""
@@ -312,19 +351,12 @@ class Group:
 
     def make_room(self) -> bool:
         """Whether buffers had to grow for the next token."""
-        if not self.rows or max(self.clock.offsets) < self.capacity:
+        if not self.rows or max(self.clock.offsets) - self._start < self.capacity:
             return False
-        for index, offset in enumerate(self.clock.offsets):
-            self._extend_own(index, offset)
-        rows = [Row(self.clock.offsets[index], reserved_tokens_of(row)) for index, row in enumerate(self.rows)]
-        self.capacity = capacity_for(rows)
+        for index, row in enumerate(self.rows):
+            for leaf, layer in self._layers.items():
+                layer.extend_own(index, leaves_of(row)[leaf])
+        self.capacity = capacity_for([self.describe(index) for index in range(len(self.rows))])
         for layer in self._layers.values():
             layer.grow(self.capacity)
         return True
-
-    def _extend_own(self, index: int, offset: int) -> None:
-        """A row that has used up its own buffers gets larger ones, as a layer cache grows by itself."""
-        for leaf, layer in self._layers.items():
-            cache = leaves_of(self.rows[index])[leaf]
-            if not layer.window and offset >= cache.step:
-                cache.step = offset + GROWTH_TOKENS

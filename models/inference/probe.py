@@ -25,6 +25,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
+from cache.layers.headed import split_at_head, tail_of
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
 from models.inference.batch import DecodeBatch
@@ -59,6 +60,12 @@ def fill(
             _fill_rows(cache, source, num_tokens, gains, rng)
 
 
+def _begin_alike(cache: LayerCache, other: LayerCache, num_tokens: int) -> None:
+    if type(cache) is KVCache and cache.keys is not None:
+        cache.keys[:, :, :num_tokens] = other.keys[:, :, :num_tokens]
+        cache.values[:, :, :num_tokens] = other.values[:, :, :num_tokens]
+
+
 def copy_row(caches: Sequence[LayerCache], source: Sequence[LayerCache]) -> None:
     """Copies `source`'s state into fresh `caches`."""
     for cache, original in zip(leaves_of(caches), leaves_of(source), strict=True):
@@ -73,6 +80,7 @@ def _same(value: Any) -> Any:
 
 def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
     """Keys and values of the last `count` tokens, `[1, num_heads, count, head_dim]`; empty if unused."""
+    cache = tail_of(cache)
     if cache.keys is None:
         return []
     if isinstance(cache, RotatingKVCache):
@@ -223,8 +231,10 @@ _Trace: TypeAlias = dict[_Observed, NDArray[np.float32]]
 
 
 class Form(Enum):
-    """How several rows are evaluated, in the words of the start report."""
+    """How several rows are evaluated, in the words of the start report; the best first."""
 
+    HEADS = "together, in groups, beginnings in common held once"
+    """As `GROUPS`, rows with the same first tokens on one head where the cache says so."""
     GROUPS = "together, in groups"
     """In one model call, rows of like lengths in shared buffers."""
     ROWS = "together"
@@ -244,16 +254,26 @@ class FoundForm:
         """For a person."""
         if self.reason is None:
             return self.form.value
-        return f"{self.form.value}{', not in groups' if self.form is Form.ROWS else ''}, because {self.reason}"
+        missing = {Form.ROWS: ", not in groups", Form.GROUPS: ", without heads"}.get(self.form, "")
+        return f"{self.form.value}{missing}, because {self.reason}"
 
 
-_GROUPINGS: dict[Form, Sequence[Sequence[Sequence[int]]]] = {
-    Form.ROWS: [[]],
-    Form.GROUPS: [[[0, 1, 2]], [[0, 1]]],
+class _Trial(NamedTuple):
+    """How three rows are evaluated in one comparison; a group has one row more later."""
+
+    groups: Sequence[Sequence[int]] = ()
+    on_head: Sequence[int] = ()
+    """Rows whose beginning is one head."""
+    in_chunks: bool = False
+    """Rows on the head are evaluated one by one, as in prefill."""
+
+
+_TRIALS: dict[Form, Sequence[_Trial]] = {
+    Form.ROWS: [_Trial()],
+    Form.GROUPS: [_Trial([[0, 1, 2]]), _Trial([[0, 1]])],
+    Form.HEADS: [_Trial([[1, 2]], (1, 2)), _Trial((), (1, 2)), _Trial((), (1, 2), in_chunks=True)],
 }
-"""Rows in groups, for each comparison. With one group a model may make masks itself; with more members only their
-caches can.
-"""
+"""For each comparison. With one group a model may make masks itself; with more members only their caches can."""
 
 
 def find_form(
@@ -273,10 +293,19 @@ def find_form(
         return found
     except Exception as error:  # it only shows that this model cannot be called in this way
         faults = {Form.ROWS: _refusal(error)}
-    form = Form.ALONE if Form.ROWS in faults else Form.ROWS if Form.GROUPS in faults else Form.GROUPS
-    found = FoundForm(form, faults.get(Form.ROWS) or faults.get(Form.GROUPS))
+    found = _best_form(faults)
     logger.info("rows decode %s", found.text)
     return found
+
+
+def _best_form(faults: dict[Form, str]) -> FoundForm:
+    """The ladder's highest step with none refused below."""
+    found = Form.ALONE
+    for form in _TRIALS:
+        if form in faults:
+            return FoundForm(found, faults[form])
+        found = form
+    return FoundForm(found)
 
 
 def _refusal(error: Exception) -> str:
@@ -296,6 +325,8 @@ class _Evaluator:
         self.eps = 0.0
         self.can_share = False
         """Rows can be in groups."""
+        self.has_spans = False
+        """Some layers keep all tokens."""
 
     def make_caches(self) -> list[LayerCache]:
         return list(make_prompt_cache(self._model))
@@ -308,6 +339,7 @@ class _Evaluator:
         logits = self([[0]], caches)
         self._token_seconds = self._clock() - begun
         self.can_share = used_leaves(caches) is not None
+        self.has_spans = any(type(cache) is KVCache and cache.keys is not None for cache in leaves_of(caches))
         self.eps = max(float(mx.finfo(array.dtype).eps) for array in (logits, *_arrays(caches)))
         for cache in leaves_of(caches):
             cache.__dict__.pop("make_mask", None)  # which refers to the cache: its arrays would not be freed at once
@@ -343,6 +375,8 @@ class _Rows:
         self._border = border
         self._seed = seed
         self._lengths = (_SHORT_TOKENS, max(1, border - 2), border + min(border // 3, 64) + 5)
+        self._head_tokens = -(-self._lengths[1] // 2)
+        """With which rows 1 and 2 begin."""
         self._short = evaluate.make_caches()
         prompt = rng.integers(0, vocab_size, _SHORT_TOKENS).tolist()
         for part in (prompt[:4], prompt[4:]):
@@ -359,8 +393,16 @@ class _Rows:
         if row == 0:
             copy_row(caches, self._short)
         else:
-            fill(caches, self._short, self._lengths[row], [self._border], 2 * self._seed + row)
+            self._fill(caches, row)
         return caches
+
+    def _fill(self, caches: Sequence[LayerCache], row: int) -> None:
+        num_tokens = self._lengths[row]
+        borders = [self._border, num_tokens - self._head_tokens]
+        fill(caches, self._short, num_tokens, borders, 2 * self._seed + row)
+        if row == 2:
+            for cache, other in zip(leaves_of(caches), leaves_of(self.make(1)), strict=True):
+                _begin_alike(cache, other, self._head_tokens)
 
     def alone(self) -> _Trace:
         trace: _Trace = {}
@@ -371,20 +413,28 @@ class _Rows:
         return trace
 
     def in_chunks(self) -> _Trace:
+        return self._in_chunks([self.make(row) for row in range(3)])
+
+    def _in_chunks(self, rows: Sequence[Sequence[LayerCache]]) -> _Trace:
         trace: _Trace = {}
-        for row in range(3):
-            caches = self.make(row)
+        for row, caches in enumerate(rows):
             trace |= _observe(row, caches, list(self._evaluate([self._fed(row)], caches)[0]))
         return trace
 
-    def together(self, grouping: Sequence[Sequence[int]]) -> _Trace:
-        """With some rows in groups as long as they decode."""
+    def together(self, trial: _Trial) -> _Trace:
+        """With some rows in groups as long as they decode, some on a head."""
         rows = [_TrialRow(self.make(row)) for row in range(3)]
+        head = self._evaluate.make_caches()
+        for row in trial.on_head:
+            split_at_head(rows[row].caches, head, self._head_tokens)
+        if trial.in_chunks:
+            return self._in_chunks([row.caches for row in rows])
         logits: list[list[mx.array]] = [[], [], []]
         batch = DecodeBatch(None)
         for members in _STEPS:
-            groups = [[members.index(row) for row in group if row in members] for group in grouping]
-            batch.choose = partial(_choose_these, groups) if grouping else None
+            peers = [row for row in members if not trial.on_head or row in trial.on_head]
+            groups = [[peers.index(row) for row in group if row in peers] for group in trial.groups]
+            batch.choose = partial(_choose_these, groups)
             layers = batch.arrange([rows[row] for row in members], float("inf"))
             order = [row for one in batch.rows for row in members if rows[row] is one]
             with ragged_attention():
@@ -410,7 +460,7 @@ def _choose_these(
 ) -> list[Wanted]:
     """Puts each member's rows into one group with room for one more; keeps a group while its rows fit."""
     wanted = list[Wanted]()
-    for places in (tuple(member) for member in members if len(member) > 1):
+    for places in (tuple(member) for member in members if 1 < len(member) <= len(rows)):
         found = [rows[place] for place in places]
         kept = found[0].group
         if kept is None or max(row.tokens for row in found) >= groups[kept].capacity:
@@ -425,7 +475,7 @@ _NUM_STEPS = sum(len(members) for members in _STEPS)
 
 def _tokens_per_trial(forms: Iterable[Form]) -> int:
     """Evaluated to make up rows, and by each of them alone, in chunks and together."""
-    return 2 * _SHORT_TOKENS + (2 + sum(len(_GROUPINGS[form]) for form in forms)) * _NUM_STEPS
+    return 2 * _SHORT_TOKENS + (2 + sum(len(_TRIALS[form]) for form in forms)) * _NUM_STEPS
 
 
 def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
@@ -458,11 +508,15 @@ def _find_faults(evaluate: _Evaluator, vocab_size: int, seed: int) -> dict[Form,
     faults = dict[Form, str]()
     if not evaluate.can_share:
         faults[Form.GROUPS] = "the model has no layer in which rows could share buffers"
-    elif not evaluate.affords(len(borders) * _tokens_per_trial(_GROUPINGS)):
+    elif not evaluate.affords(len(borders) * _tokens_per_trial([Form.ROWS, Form.GROUPS])):
         faults[Form.GROUPS] = "trying it takes too much time"
+    elif not evaluate.has_spans:
+        faults[Form.HEADS] = "no layer keeps all tokens"
+    elif not evaluate.affords(len(borders) * _tokens_per_trial(_TRIALS)):
+        faults[Form.HEADS] = "trying it takes too much time"
     evaluate.require(len(borders) * _tokens_per_trial([Form.ROWS]))
     for border in borders:
-        forms = [form for form in _GROUPINGS if form not in faults]
+        forms = list(_TRIALS)[: min((list(_TRIALS).index(form) for form in faults), default=None)]
         faults |= _find_faults_at(evaluate, border, vocab_size, seed, forms)
         if Form.ROWS in faults:
             break
@@ -483,7 +537,7 @@ def _find_faults_at(
         for form in pending:
             try:
                 found = _suspects(rows, evaluate.eps, form, alone, in_chunks)
-            except (NotProven, NotRagged):
+            except NotProven:
                 raise
             except Exception as error:  # it only shows that this model cannot be called in this way
                 faults[form], suspects[form] = _refusal(error), {}
@@ -502,7 +556,7 @@ def _suspects(rows: _Rows, eps: float, form: Form, alone: _Trace, in_chunks: _Tr
     spreads: dict[tuple[int, int], float] = defaultdict(lambda: max(eps, _SMALLEST_SPREAD))
     for key, array in alone.items():
         spreads[key.place] = max(spreads[key.place], _difference(in_chunks[key], array))
-    traces = [rows.together(grouping) for grouping in _GROUPINGS[form]]
+    traces = [rows.together(trial) for trial in _TRIALS[form]]
     errors = {
         key: max(min(_difference(trace[key], one[key]) for one in (alone, in_chunks)) for trace in traces)
         for key in alone

@@ -8,6 +8,9 @@ A model sees a batch of rows with one token each, so its linear layers run once.
   within `ragged_attention()` attention runs once per part. Where all rows are one group, its layer stands in.
 - *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
+Members on one *head* (`cache/layers/headed.py`) are neighbours. All their rows attend to the head at once, and each
+member to its tails; the scores' peaks and sums merge both results, as in FlashAttention (arXiv:2205.14135).
+
 Knows no tokens, sampling or requests. Other threads' attention is unaffected.
 """
 
@@ -15,10 +18,11 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
+from cache.layers.headed import HeadedKVCache, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.groups import Group, GroupLayer
@@ -48,22 +52,44 @@ class Parts(mx.array):
     items: list[Any]
     cuts: Sequence[int]
     """Where a batch is split into members: the first row of each but the first."""
+    heads: list[mx.array | None]
+    """What a member's rows have before its item: the same array for neighbours on one head."""
 
-    def __init__(self, items: Sequence[Any], cuts: Sequence[int]) -> None:
+    def __init__(
+        self, items: Sequence[Any], cuts: Sequence[int], heads: Sequence[mx.array | None] | None = None
+    ) -> None:
         super().__init__(_MISFIT, next((item.dtype for item in items if isinstance(item, mx.array)), mx.bool_))
         self.items = list(items)
         self.cuts = cuts
+        self.heads = list(heads) if heads is not None else [None] * len(self.items)
+
+    @property
+    def has_heads(self) -> bool:
+        return any(head is not None for head in self.heads)
+
+    @property
+    def runs(self) -> Iterator[tuple[mx.array | None, range]]:
+        """Heads, and the neighbouring members on each."""
+        for _, members in itertools.groupby(range(len(self.items)), key=lambda member: id(self.heads[member])):
+            found = list(members)
+            yield self.heads[found[0]], range(found[0], found[-1] + 1)
 
     def swapaxes(self, axis1: int, axis2: int) -> "Parts":  # type: ignore[override]
         """Swaps two axes of each item."""
-        return Parts([item.swapaxes(axis1, axis2) for item in self.items], self.cuts)
+        return self._each(lambda item: item.swapaxes(axis1, axis2))
 
     def astype(self, dtype: mx.Dtype, *_: Any) -> "Parts":
         """Converts each item."""
-        return Parts([item.astype(dtype) for item in self.items], self.cuts)
+        return self._each(lambda item: item.astype(dtype))
+
+    def _each(self, operation: Callable[[Any], Any]) -> "Parts":
+        heads = {id(head): None if head is None else operation(head) for head in self.heads}
+        return Parts([operation(item) for item in self.items], self.cuts, [heads[id(head)] for head in self.heads])
 
     def __rmatmul__(self, batch: mx.array) -> "Parts":
         """Multi-head latent attention multiplies queries with cached positions outside of attention."""
+        if self.has_heads:
+            raise NotRagged("latent attention has no form for heads")
         parts = zip(_split(batch, self.cuts), self.items, strict=True)
         return Parts([part @ item for part, item in parts], self.cuts)
 
@@ -95,15 +121,15 @@ class RaggedLayer:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
         """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns all of each member's cache."""
         updates = zip(self._members, _split(keys, self._cuts), _split(values, self._cuts), strict=True)
-        return self._parts(member.update_and_fetch(key, value) for member, key, value in updates)
+        return self._parts(tail_of(member).update_and_fetch(key, value) for member, key, value in updates)
 
     def keys_and_values(self) -> tuple[Parts, Parts]:
         """Each member's cache, for layers that attend to another layer's keys."""
-        return self._parts(member.keys_and_values() for member in self._members)
+        return self._parts(tail_of(member).keys_and_values() for member in self._members)
 
     def make_mask(self, num_tokens: int, **options: Any) -> Parts | None:
         """Each member's mask for its next `num_tokens`; None if none needs one."""
-        masks = [member.make_mask(num_tokens, **options) for member in self._members]
+        masks = [_mask_of(member, num_tokens, options) for member in self._members]
         return None if all(mask is None for mask in masks) else Parts(masks, self._cuts)
 
     def _parts(self, fetched: Iterator[tuple[Any, Any]]) -> tuple[Parts, Parts]:
@@ -113,7 +139,15 @@ class RaggedLayer:
                 key, value = (QuantizedRow(kv, member.group_size, member.bits) for kv in (key, value))
             keys.append(key)
             values.append(value)
-        return Parts(keys, self._cuts), Parts(values, self._cuts)
+        heads = [getattr(member, "head", None) for member in self._members]
+        head_keys, head_values = ([head and getattr(head, name) for head in heads] for name in ("keys", "values"))
+        return Parts(keys, self._cuts, head_keys), Parts(values, self._cuts, head_values)
+
+
+def _mask_of(member: LayerCache | GroupLayer, num_tokens: int, options: dict[str, Any]) -> mx.array | None:
+    if isinstance(member, HeadedKVCache) and (num_tokens > 1 or options.get("window_size") is not None):
+        raise NotRagged("a mask would have to cover a head")
+    return cast(mx.array | None, member.make_mask(num_tokens, **options))
 
 
 def _num_rows(member: LayerCache | GroupLayer) -> int:
@@ -138,7 +172,7 @@ class OffsetArrays:
 
 
 class RaggedBatch:
-    """The layer caches of several rows, groups first, borrowed and joined into a batch's cache.
+    """The layer caches of several rows, alone or in groups, borrowed and joined into a batch's cache.
 
     From the first model call until `extract`, rows' own recurrent state is outdated; other state of rows in no group
     never is.
@@ -146,13 +180,17 @@ class RaggedBatch:
 
     layers: list[LayerCache]
 
-    def __init__(self, rows: Sequence[Sequence[LayerCache]], groups: Sequence[Group] = ()) -> None:
-        """`rows` begin with those of the groups, in order. Raises `NotRagged`."""
-        self._groups = groups
-        self._num_grouped = sum(len(group.rows) for group in groups)
+    rows: list[Sequence[LayerCache]]
+    """In the order of the batch."""
+
+    def __init__(self, members: Sequence[Group | Sequence[LayerCache]]) -> None:
+        """Members on one head must be neighbours. Raises `NotRagged`."""
+        self._rows_of = [member.rows if isinstance(member, Group) else [member] for member in members]
+        self._groups = [member if isinstance(member, Group) else None for member in members]
+        self.rows = list(itertools.chain.from_iterable(self._rows_of))
         self._offsets = OffsetArrays()
         leaves = itertools.count()
-        self.layers = [self._join(column, leaves) for column in zip(*rows, strict=True)]
+        self.layers = [self._join(column, leaves) for column in zip(*self.rows, strict=True)]
 
     @property
     def has_recurrent(self) -> bool:
@@ -173,14 +211,17 @@ class RaggedBatch:
         if not all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
             raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
         members = self._members(column, leaf)
-        is_one_group = len(members) == 1 and isinstance(members[0], GroupLayer)
+        is_one_group = len(members) == 1 and isinstance(members[0], GroupLayer) and members[0].head is None
         return members[0] if is_one_group else RaggedLayer(members, self._offsets)
 
     def _members(self, column: Sequence[LayerCache], leaf: int) -> list[LayerCache | GroupLayer]:
         """Every row by itself where the layer is unused."""
-        grouped = [layer for group in self._groups if (layer := group.layer(leaf)) is not None]
-        assert len(grouped) in (0, len(self._groups)), "groups of one model use the same layers"
-        return [*grouped, *column[self._num_grouped :]] if grouped else list(column)
+        rest, found = iter(column), list[LayerCache | GroupLayer]()
+        for group, rows in zip(self._groups, self._rows_of, strict=True):
+            caches = list(itertools.islice(rest, len(rows)))
+            layer = group.layer(leaf) if group is not None else None
+            found += caches if layer is None else [layer]
+        return found
 
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
@@ -236,8 +277,21 @@ def _attend(queries: mx.array, keys: Any, values: Any, *, scale: float, **option
     if not isinstance(keys, Parts):
         return _mlx_attention(queries, keys, values, scale=scale, **options)
     masks = _masks(options.pop("mask", None), len(keys.items))
-    parts = zip(_split(queries, keys.cuts), keys.items, values.items, masks, strict=True)
-    return mx.concatenate([_attend_member(q, k, v, scale, m, options) for q, k, v, m in parts])
+    members = list(zip(_split(queries, keys.cuts), keys.items, values.items, masks, strict=True))
+    if not keys.has_heads:
+        return mx.concatenate([_attend_member(*member, scale, options) for member in members])
+    found = list[mx.array]()
+    for (head_keys, places), (head_values, _) in zip(keys.runs, values.runs, strict=True):
+        run = members[places.start : places.stop]
+        if head_keys is None or head_values is None:
+            found += [_attend_member(*member, scale, options) for member in run]
+        else:
+            found.append(_attend_from_head(run, head_keys, head_values, scale, **options))
+    return _joined(found)
+
+
+def _joined(arrays: Sequence[mx.array]) -> mx.array:
+    return mx.concatenate(list(arrays)) if len(arrays) > 1 else arrays[0]
 
 
 def _masks(mask: Any, num_members: int) -> list[Any]:
@@ -249,7 +303,7 @@ def _masks(mask: Any, num_members: int) -> list[Any]:
 
 
 def _attend_member(
-    queries: mx.array, keys: Any, values: Any, scale: float, mask: mx.array | None, options: dict[str, Any]
+    queries: mx.array, keys: Any, values: Any, mask: mx.array | None, scale: float, options: dict[str, Any]
 ) -> mx.array:
     if not isinstance(keys, QuantizedRow):
         return _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
@@ -257,3 +311,90 @@ def _attend_member(
         raise ValueError("quantized keys and values cannot be combined with attention sinks")
     sizes = {"group_size": keys.group_size, "bits": keys.bits}
     return cast(mx.array, quantized_attention(queries, keys.arrays, values.arrays, scale, mask, **sizes))
+
+
+# ----------------------------------------------------------------------------------------------- attention with heads
+
+_Member: TypeAlias = tuple[mx.array, mx.array, mx.array, mx.array | None]
+"""Queries, keys, values and mask."""
+
+_Elementwise = TypeVar("_Elementwise", bound=Callable[..., mx.array])
+
+
+def _fused(operation: _Elementwise) -> _Elementwise:
+    return cast(_Elementwise, mx.compile(operation, shapeless=True))
+
+
+def _attend_from_head(
+    members: Sequence[_Member], keys: mx.array, values: mx.array, scale: float, *, sinks: mx.array | None = None
+) -> mx.array:
+    """All rows of the members over one head's keys and values, `[1, num_heads, num_tokens, width]`, then their tails.
+
+    Returns `[num_rows, num_query_heads, num_queries, width]`, of the queries' type.
+    """
+    queries = _joined([member[0] for member in members])
+    head = _over_head(queries, keys, values, scale)
+    tails = [_over_tails(*member, scale) for member in members]
+    tail = _Partial(*(_joined(arrays) for arrays in zip(*tails, strict=True)))
+    merged = _merge(*head, *tail) if sinks is None else _merge_sinks(*head, *tail, sinks[None, :, None, None])
+    return merged.astype(queries.dtype)
+
+
+class _Partial(NamedTuple):
+    """A result before its division by `total`: softmax over some of the keys, with weights `exp(score - peak)`."""
+
+    weighted: mx.array
+    peak: mx.array
+    total: mx.array
+
+
+def _over_head(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> _Partial:
+    """Queries of all rows as one matrix: each key head is read once."""
+    (num_rows, num_query_heads, num, width), num_heads = queries.shape, keys.shape[1]
+    folded = queries.reshape(num_rows, num_heads, -1, width).swapaxes(0, 1).reshape(num_heads, -1, width)
+    # `squeeze`, not `[0]`, which copies.
+    found = _partial(folded, keys.squeeze(0), values.squeeze(0), scale, None)
+    shape = num_heads, num_rows, num_query_heads // num_heads * num
+    unfolded = (array.reshape(*shape, -1).swapaxes(0, 1) for array in found)
+    return _Partial(*(array.reshape(num_rows, num_query_heads, num, -1) for array in unfolded))
+
+
+def _over_tails(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, scale: float) -> _Partial:
+    """Rows of one buffer, `mask` `[num_rows, 1, 1, num_places]`."""
+    num_rows, num_query_heads, num, width = queries.shape
+    found = _partial(queries.reshape(num_rows, keys.shape[1], -1, width), keys, values, scale, mask)
+    return _Partial(*(array.reshape(num_rows, num_query_heads, num, -1) for array in found))
+
+
+def _partial(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None) -> _Partial:
+    """Scores in float32: rounded to half precision they would be wrong by more than fused attention's."""
+    scores = (queries.astype(mx.float32) * scale) @ keys.astype(mx.float32).swapaxes(-1, -2)
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
+    peak = scores.max(axis=-1, keepdims=True)
+    weights = _weights(scores, peak)
+    return _Partial(weights.astype(values.dtype) @ values, peak, weights.sum(axis=-1, keepdims=True))
+
+
+@_fused
+def _weights(scores: mx.array, peak: mx.array) -> mx.array:
+    return mx.exp(scores - peak)
+
+
+@_fused
+def _merge(
+    one: mx.array, one_peak: mx.array, one_total: mx.array, other: mx.array, peak: mx.array, total: mx.array
+) -> mx.array:
+    highest = mx.maximum(one_peak, peak)
+    one_weight, weight = mx.exp(one_peak - highest), mx.exp(peak - highest)
+    return (one * one_weight + other * weight) / (one_total * one_weight + total * weight)
+
+
+def _merge_sinks(*parts: mx.array) -> mx.array:
+    """As `_merge`; a sink per head is one more score, without a value."""
+    one, one_peak, one_total, other, peak, total, sink = parts
+    sink = sink.astype(mx.float32)
+    # A third part with the sink's score and no value; merging is associative.
+    highest = mx.maximum(peak, sink)
+    weight = mx.exp(peak - highest)
+    return _merge(one, one_peak, one_total, other * weight, highest, total * weight + mx.exp(sink - highest))

@@ -35,7 +35,8 @@ from models import lora
 from models.adapter import NO_ADAPTER
 from models.errors import RowLost
 from models.inference import grouping, probe
-from models.inference.batch import DecodeBatch, measure_member_tokens
+from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
+from models.inference.groups import head_of
 from models.inference.probe import Form
 from models.inference.ragged import own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler
@@ -150,6 +151,8 @@ class Runner:
     """The same for a person, with the reason where it is not the best."""
     member_tokens: float | None
     """Cost of a member of a batch, in tokens read; None without groups. See `grouping.py`."""
+    head_tokens: float | None
+    """Tokens from which a head for two rows makes steps faster, maybe infinite; None without heads."""
     mixes: bool
     """Rows of different adapters are evaluated in one call."""
     overlaps: bool
@@ -175,15 +178,17 @@ class Runner:
         self._num_steps = 0
         found = probe.find_form(model, vocab_size, max_seconds=max_probe_seconds)
         self.form, self.rows_form = found.form, found.text
-        self.member_tokens = self._measure_member_tokens() if self.form is Form.GROUPS else None
+        self.member_tokens = self._measure(measure_member_tokens) if self.form in (Form.GROUPS, Form.HEADS) else None
+        self.head_tokens = self._measure(measure_head_tokens) if self.form is Form.HEADS else None
         is_together = self.form is not Form.ALONE
         self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
-    def _measure_member_tokens(self) -> float:
+    def _measure(self, measure: Callable[[Sequence[LayerCache]], float]) -> float:
+        """By layer caches with a token."""
         caches = self.make_caches()
         mx.eval(self._model(mx.array([[0]]), cache=caches))
-        return measure_member_tokens(caches)
+        return measure(caches)
 
     def make_caches(self) -> list[LayerCache]:
         """Empty layer caches for one sequence."""
@@ -382,7 +387,7 @@ class Runner:
     ) -> list[tuple[list[LayerCache], Sequence[DecodeRow]]]:
         """Layer caches and rows of each model call."""
         batch = self._batches.setdefault(name, DecodeBatch(self._choose if self.member_tokens is not None else None))
-        if len(rows) > 1 and self.form is not Form.ALONE:
+        if self.form is not Form.ALONE and (len(rows) > 1 or head_of(rows[0].caches) is not None):
             return [(batch.arrange(rows, spare_bytes), cast(Sequence[DecodeRow], batch.rows))]
         batch.dissolve()
         return [(row.caches, [row]) for row in rows]

@@ -114,7 +114,7 @@ def assert_like_alone(name: str, *sequences: Sequence) -> None:
 
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_the_probe_finds_which_models_decode_ragged(name: str) -> None:
-    expected = Form.ALONE if name in ROW_BY_ROW else Form.ROWS if name in WITHOUT_GROUPS else Form.GROUPS
+    expected = Form.ALONE if name in ROW_BY_ROW else Form.ROWS if name in WITHOUT_GROUPS else Form.HEADS
     assert runner_of(name).form is expected
 
 
@@ -255,7 +255,7 @@ class FlakyModel:
 def test_a_failing_launch_harms_no_row_outside_of_it(name: str) -> None:
     model = FlakyModel(name)
     decoding = Decoding(Runner(model, vocab_size=VOCAB, max_probe_seconds=float("inf")))
-    assert decoding.runner.form is Form.GROUPS
+    assert decoding.runner.form is Form.HEADS
     bystander, victims = decoding.join(9), [decoding.join(20), decoding.join(30)]
     decoding.step(4)
     decoding.read()

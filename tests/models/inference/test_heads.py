@@ -1,0 +1,235 @@
+"""Rows on a head: the tokens that they say, what a step costs, and faults that the probe must see."""
+
+import functools
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from cache.layers.headed import HeadedKVCache, head_length, put_on_head, split_at_head
+from cache.layers.layout import leaves_of
+from models.inference import probe, ragged
+from models.inference.groups import GroupLayer
+from models.inference.probe import Form
+from models.inference.ragged import Parts
+from models.inference.runner import Runner
+from models.mlx_lm_import import KVCache, make_prompt_cache
+from server.measure import launch
+from tests.models.inference import test_runner as driver
+from tests.models.inference.test_groups import grouped, groups_of, num_launches
+from tests.models.inference.test_runner import Decoding, Sequence, prompt
+from tests.support import tiny_models
+from tests.support.tiny_models import VOCAB, WINDOW
+
+WITH_HEADS = [name for name in driver.ALL_NAMES if name not in driver.ROW_BY_ROW | driver.WITHOUT_GROUPS]
+
+
+@functools.cache
+def alone(name: str, tokens: tuple[int, ...], num_tokens: int) -> list[int]:
+    """The greedy output of the bare model."""
+    model: Any = tiny_models.build(name)
+    caches, fed, output = make_prompt_cache(model), list(tokens), []
+    for _ in range(num_tokens):
+        logits = model(mx.array([fed]), cache=caches)
+        fed = [cast(int, mx.argmax(logits[0, -1]).item())]
+        output += fed
+    return output
+
+
+class HeadedDecoding(Decoding):
+    """Rows whose prompts begin alike, by `head`; the heads of their caches."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        self.heads: dict[int, list[Any]] = {}
+        self.prompts: dict[Sequence, list[int]] = {}
+
+    def join_with(self, head: int, length: int) -> Sequence:
+        """A row with copies of all its tokens."""
+        tokens, caches = self._prompt(head, length), self.runner.make_caches()
+        self._prefill(caches, tokens[:-1])
+        return self._joined(caches, tokens)
+
+    def join_on(self, head: int, length: int) -> Sequence:
+        """A row that begins on a head, and evaluates its own tokens behind it."""
+        tokens, caches = self._prompt(head, length), self.runner.make_caches()
+        self._prefill(caches, tokens[:head])
+        put_on_head(caches, self.heads[head], 4)
+        self._prefill(caches, tokens[head:-1])
+        return self._joined(caches, tokens)
+
+    def put_on_head(self, sequence: Sequence) -> None:
+        """What the cache does between two steps of a running row."""
+        tokens = self.prompts[sequence]
+        head = next(length for length in HEADS if tokens[:length] == prompt(length, seed=1))
+        self.runner.separate(sequence.row.caches)
+        if not head_length(leaves_of(sequence.row.caches)):
+            split_at_head(sequence.row.caches, self.heads.setdefault(head, self.runner.make_caches()), head)
+
+    def check(self, name: str) -> None:
+        self.read()
+        for sequence, tokens in self.prompts.items():
+            if sequence.output:
+                assert sequence.output == alone(name, tuple(tokens), len(sequence.output)), len(tokens)
+
+    def _prompt(self, head: int, length: int) -> list[int]:
+        return prompt(head, seed=1) + prompt(length, seed=len(self.prompts))
+
+    def _prefill(self, caches: list[Any], tokens: list[int]) -> None:
+        for start in range(0, len(tokens), 13):
+            self.runner.prefill(caches, np.array(tokens[start : start + 13], np.int32))
+
+    def _joined(self, caches: list[Any], tokens: list[int]) -> Sequence:
+        sequence = Sequence(self.runner.make_row(caches, driver.GREEDY, tokens[-1]), len(tokens))
+        self.live.append(sequence)
+        self.prompts[sequence] = tokens
+        return sequence
+
+
+HEADS = (WINDOW - 3, 2 * WINDOW + 7)
+
+
+@pytest.mark.parametrize("name", WITH_HEADS)
+def test_long_histories_with_heads_that_come_and_go_change_no_token(name: str) -> None:
+    """Rows of two heads and of none: joins, leaves, returns, separated rows, groups by other costs."""
+    rng, decoding = np.random.default_rng(len(name)), HeadedDecoding(grouped(name))
+    away: list[Sequence] = []
+    for head in HEADS:
+        decoding.put_on_head(decoding.join_with(head, 5))
+        decoding.join_on(head, 3)
+    for _ in range(35):
+        change = rng.integers(8)
+        head = int(rng.choice(HEADS))
+        if change == 0 and len(decoding.live) < 7:
+            decoding.join_on(head, int(rng.integers(1, 2 * WINDOW)))
+        elif change == 1 and len(decoding.live) < 7:
+            decoding.join_with(head, int(rng.integers(1, 2 * WINDOW)))
+        elif change == 2:
+            decoding.put_on_head(decoding.live[rng.integers(len(decoding.live))])
+        elif change == 3 and len(decoding.live) > 1:
+            decoding.read()
+            leaving = decoding.live[rng.integers(len(decoding.live))]
+            if leaving.output:
+                decoding.leave(leaving)
+                away.append(leaving)
+        elif change == 4 and away:
+            decoding.return_(away.pop())
+        elif change == 5:
+            decoding.runner.separate_all()
+        elif change == 6:
+            decoding.runner.member_tokens = float(rng.choice([0, 20, 1e6]))
+        elif change == 7:
+            rng.shuffle(cast(Any, decoding.live))
+        decoding.step(int(rng.integers(1, 9)))
+    assert any(head_length(leaves_of(row.row.caches)) for row in decoding.live)
+    decoding.check(name)
+
+
+def test_a_row_alone_on_its_head_decodes_from_both_parts() -> None:
+    decoding = HeadedDecoding(grouped("gpt_oss"))
+    decoding.put_on_head(decoding.join_with(HEADS[1], 5))
+    decoding.step(20)
+    decoding.check("gpt_oss")
+
+
+def test_rows_on_one_head_attend_to_it_once_and_hold_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = HeadedDecoding(grouped("llama"))
+    decoding.put_on_head(decoding.join_with(HEADS[1], 30))
+    for length in (5, 6, 33):
+        decoding.join_on(HEADS[1], length)
+    decoding.join_with(HEADS[0], 4)
+    decoding.runner.member_tokens = 40
+    seen = list[int]()
+
+    def counting(queries: mx.array, *args: Any) -> Any:
+        seen.append(queries.shape[0])
+        return over_head(queries, *args)
+
+    over_head = ragged._over_head
+    monkeypatch.setattr(ragged, "_over_head", counting)
+    decoding.step(3)
+    assert set(seen) == {4} and len(seen) == 3 * len(decoding.runner.make_caches())
+    heads = {id(leaf.head) for row in decoding.live for leaf in row.row.caches if isinstance(leaf, HeadedKVCache)}
+    assert len(heads) == len(decoding.runner.make_caches())
+    assert groups_of(decoding.runner)
+    decoding.check("llama")
+
+
+# ------------------------------------------------------------------------------------------------ planted faults
+
+
+def _shifted(parts: Parts) -> Any:
+    for head, members in RUNS.fget(parts):  # type: ignore[attr-defined]
+        yield (None if head is None else mx.roll(head, 1, 2)), members
+
+
+def _one_short(parts: Parts) -> Any:
+    for head, members in RUNS.fget(parts):  # type: ignore[attr-defined]
+        yield (None if head is None else head[:, :, :-1]), members
+
+
+def _merged_without_peaks(*parts: mx.array) -> mx.array:
+    one, _, one_total, other, _, total = parts
+    return (one + other) / (one_total + total)
+
+
+def _from_tail_alone(cache: HeadedKVCache) -> int:
+    return int(cache.tail.offset)
+
+
+RUNS, OFFSET, END = Parts.runs, HeadedKVCache.offset, GroupLayer._end_of
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "fault"),
+    [
+        (Parts, "runs", property(_one_short)),
+        (ragged, "_merge", _merged_without_peaks),
+        (HeadedKVCache, "offset", property(_from_tail_alone)),
+        (GroupLayer, "_end_of", lambda layer, offset: END(layer, offset) - (layer.head is not None)),
+        (KVCache, "keys_and_values", lambda cache: (cache.keys, cache.values)),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama_swa", "gpt_oss"])
+def test_a_fault_with_heads_leaves_each_row_its_own_beginning(
+    name: str, owner: Any, attribute: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, attribute, fault)
+    found = probe.find_form(tiny_models.build(name), VOCAB, max_seconds=float("inf"))
+    assert found.form is not Form.HEADS, found.text
+
+
+# ------------------------------------------------------------------------------------------------ cost of a step
+
+
+@pytest.mark.parametrize("num_rows", [8, 32])
+def test_a_step_of_rows_on_a_head_has_fewer_than_twice_the_operations_of_one_row(
+    num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(queries: mx.array, keys: mx.array, values: mx.array, *, mask: Any = None, **_: Any) -> mx.array:
+        return mx.abs(mx.depends(queries, [keys, values, *([mask] if isinstance(mask, mx.array) else [])]))
+
+    monkeypatch.setattr(ragged, "_mlx_attention", attention)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(mx.fast, "rope", lambda x, *_, offset, **options: mx.abs(x))
+    monkeypatch.setattr(mx.fast, "rms_norm", lambda x, *_: mx.abs(x))
+    runner, counts = grouped("llama"), list[int]()
+    for count in (1, num_rows):
+        decoding = HeadedDecoding(runner)
+        decoding.join_with(HEADS[1], 5)
+        if count > 1:
+            decoding.put_on_head(decoding.live[0])
+            for row in range(count - 1):
+                decoding.join_on(HEADS[1], 4 + row % 5)
+        rows = [sequence.row for sequence in decoding.live]
+        first = launch(runner, rows, None)
+        first.tokens()
+        step = runner.prepare(rows, first)
+        assert step.sampled is not None
+        counts.append(num_launches(step.sampled, tmp_path))
+        runner.start(step)
+        step.tokens()
+        runner.separate_all()
+    assert counts[1] <= 1.9 * counts[0], counts
