@@ -280,13 +280,15 @@ def find_form(
     model: Any,
     vocab_size: int,
     *,
+    shares_heads: bool = True,
     clock: Callable[[], float] = time.monotonic,
     max_seconds: float = MAX_SECONDS,
     seed: int = 0,
 ) -> FoundForm:
     """The best form in which rows of different lengths are proven to give the same as alone, within `max_seconds`."""
+    unwanted = {} if shares_heads else {Form.HEADS: "they are turned off"}
     try:
-        faults = _find_faults(_Evaluator(model, clock, max_seconds), vocab_size, seed)
+        faults = _find_faults(_Evaluator(model, clock, max_seconds), vocab_size, seed, unwanted)
     except NotProven as error:
         found = FoundForm(Form.ALONE, f"it is not proven that they may together: {error}")
         logger.warning("rows decode %s", found.text)
@@ -501,18 +503,18 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 # ------------------------------------------------------------------------------------------------ comparison
 
 
-def _find_faults(evaluate: _Evaluator, vocab_size: int, seed: int) -> dict[Form, str]:
+def _find_faults(evaluate: _Evaluator, vocab_size: int, seed: int, unwanted: dict[Form, str]) -> dict[Form, str]:
     """Why a form is refused, for each that is; where time is short, groups are refused untried."""
     RaggedBatch([evaluate.make_caches()] * 2)  # raises for a class without ragged form, before anything is evaluated
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
-    faults = dict[Form, str]()
+    faults = unwanted.copy()
     if not evaluate.can_share:
         faults[Form.GROUPS] = "the model has no layer in which rows could share buffers"
     elif not evaluate.affords(len(borders) * _tokens_per_trial([Form.ROWS, Form.GROUPS])):
         faults[Form.GROUPS] = "trying it takes too much time"
     elif not evaluate.has_spans:
         faults[Form.HEADS] = "no layer keeps all tokens"
-    elif not evaluate.affords(len(borders) * _tokens_per_trial(_TRIALS)):
+    elif not unwanted and not evaluate.affords(len(borders) * _tokens_per_trial(_TRIALS)):
         faults[Form.HEADS] = "trying it takes too much time"
     evaluate.require(len(borders) * _tokens_per_trial([Form.ROWS]))
     for border in borders:

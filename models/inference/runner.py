@@ -164,6 +164,7 @@ class Runner:
         *,
         vocab_size: int,
         adapters: AdapterSet | None = None,
+        shares_heads: bool = True,
         max_probe_seconds: float = probe.MAX_SECONDS,
     ) -> None:
         """`vocab_size` is the logits' width; `adapters` are attached. Probes the model with short calls."""
@@ -176,7 +177,7 @@ class Runner:
         self._has_forgotten = False
         self._prefilled_tokens = 0
         self._num_steps = 0
-        found = probe.find_form(model, vocab_size, max_seconds=max_probe_seconds)
+        found = probe.find_form(model, vocab_size, shares_heads=shares_heads, max_seconds=max_probe_seconds)
         self.form, self.rows_form = found.form, found.text
         self.member_tokens = self._measure(measure_member_tokens) if self.form in (Form.GROUPS, Form.HEADS) else None
         self.head_tokens = self._measure(measure_head_tokens) if self.form is Form.HEADS else None

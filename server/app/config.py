@@ -94,6 +94,12 @@ class ServerConfig:
         "Memory for the state of past tokens, live and stored, at any time; by default from the machine's memory.",
         between=(MEBIBYTE, math.inf),
     )
+    share_heads: bool = _setting(
+        True,
+        "Give each running conversation its own copy of a beginning that several have in common; by default they "
+        "share one, where that is faster or memory is short. With half precision the last bits of an answer may then "
+        "depend on what else runs.",
+    )
     wire_weights: bool = _setting(
         True,
         "Let macOS page out the weights like other memory; by default they are wired, so that a Mac whose memory is "

@@ -104,6 +104,8 @@ class EngineConfig:
     """Prompt tokens evaluated between two decode steps."""
     max_waiting: int = 64
     """Requests that may wait beyond those that run."""
+    shares_heads: bool = True
+    """Running sequences hold a beginning in common once."""
     disk_folder: Path | None = None
     """For state that memory does not hold."""
     disk_bytes: int = 0
@@ -143,7 +145,12 @@ class Engine:
             kept = None
 
         def make_worker() -> Worker:
-            runner = Runner(loaded.model, vocab_size=loaded.vocab_size, adapters=loaded.adapters)
+            runner = Runner(
+                loaded.model,
+                vocab_size=loaded.vocab_size,
+                adapters=loaded.adapters,
+                shares_heads=config.shares_heads,
+            )
             prefix_cache = _make_prefix_cache(runner, config, loaded, kept)
             _calibrate(runner, prefix_cache)
             give_back()  # buffers left by reading the weights and trying the model
