@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cache import snapshots
 from cache.budget import ASIDE, BudgetExceeded, PinnedFull
 from cache.disk_moves import DiskMoves
+from cache.heads import Heads, is_in_place
 from cache.layers.layout import SequenceSizes
 from cache.lease import Lease, PrivateLease, Recorder, Tier
 from cache.lookup import Lookup, LookupResult
@@ -52,6 +53,7 @@ class Admission:
     sizes: SequenceSizes
     disk_moves: DiskMoves
     recorder: Recorder
+    heads: Heads
 
     def admit(self, request: CacheRequest) -> Lease | None:
         """A lease with the prompt restored as far as possible; None if the request must wait.
@@ -67,11 +69,12 @@ class Admission:
             return None
         slot.turn.is_background = request.is_background
         capacity = self._capacity(request)
-        left = self._free_memory(request, slot, found, capacity)
+        left = self._free_memory(request, slot, self._share_head(request, slot, found, capacity), capacity)
         if left is None:
             return None
         shared = left.shared[slot.index]
         self._restore(request, slot, left, capacity)
+        self.heads.gather(is_short=False, also=slot)
         self._lease_slot(request, slot)
         self.reclaimer.reserve(slot, capacity, needed=len(request.tokens))
         is_live = shared >= slot.offset
@@ -110,27 +113,36 @@ class Admission:
         excess = self.sizes.bytes_for(wanted) - budget
         return max(num_tokens, self.sizes.tokens_without(excess, wanted))
 
+    def _share_head(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> LookupResult:
+        """Has running sequences share a head with the request, where that pays; returns what memory then holds."""
+        is_short = self.reclaimer.shortage(slot, found.path, found.restorable_in(slot), capacity) > 0
+        return self._look_again(request, found) if self.heads.invite(slot, found, is_short=is_short) else found
+
+    def _look_again(self, request: CacheRequest, found: LookupResult) -> LookupResult:
+        trie = self.pager.trie(request.namespace)
+        return self.disk_moves.result_of(trie.match(request.tokens[: found.match.length]))
+
     def _free_memory(
         self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int
     ) -> LookupResult | None:
         """None if the request must wait; else what memory still holds of `found`."""
-        excess = self.reclaimer.excess_for(slot, found.path, found.restorable_in(slot), capacity)
+        offset = found.restorable_in(slot)
+        excess = self.reclaimer.excess_for(slot, found.path, offset, capacity)
         if excess <= 0:
             return found
-        needed = found.needed_in(slot, self.pager.layout)
+        needed, head = found.needed_in(slot, self.pager.layout), self.heads.head_of(slot, found.path, offset)
+        needed = needed if head is None else [*needed, head.tip]
         missing = self.reclaimer.free(excess, protected=needed, busy=slot, is_background=slot.turn.is_background)
         is_shared = self.pager.ledger.slot_bytes(ASIDE) or any(other.is_leased for other in self.pager.slots)
         if missing > 0 and is_shared:
             return None
         if missing > 0 and not path_nodes(self.pins.explicit()) <= set(found.path):
             raise PinnedFull(missing)
-        trie = self.pager.trie(request.namespace)
-        return self.disk_moves.result_of(trie.match(request.tokens[: found.match.length]))
+        return self._look_again(request, found)
 
     def _restore(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> None:
         offset, trie = found.restorable_in(slot), self.pager.trie(request.namespace)
-        is_there = slot.namespace == trie.namespace and slot.offset == offset
-        if is_there and (not offset or slot.tip in found.path):
+        if slot.namespace == trie.namespace and is_in_place(slot, found.path, offset):
             self.pager.keep_tip(slot)
             self.pager.enter(slot, trie)
         else:
@@ -143,10 +155,16 @@ class Admission:
         """Pages in less than `[0, offset)` if freeing memory evicts some; `slot` holds the first `shared`."""
         trie = self.pager.trie(request.namespace)
         landing = self.pager.land(trie, path, offset)
-        self.pager.page_out(slot, min(shared, offset))
+        arriving, keep = landing.path(), min(shared, offset)
+        head = self.heads.head_of(slot, arriving, offset)
+        self.pager.page_out_heads(arriving)
+        self.pager.page_out(slot, 0 if head is not None and keep <= head.offset and head is not slot.head else keep)
         self.pager.enter(slot, trie)
-        arriving = landing.path()
         try:
+            if head is not None and not slot.offset:
+                self.pager.enter_head(slot, head)
+            elif head is not None and slot.head is None:
+                self.pager.share_head(slot, head.tip, head)
             self.reclaimer.free_to_restore(slot, arriving, offset, capacity)
             left = deepest_up_to(self.pager.layout, landing)
             if left == offset:

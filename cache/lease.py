@@ -67,6 +67,11 @@ class Lease:
     def offset(self) -> int:
         return self._slot.offset
 
+    @property
+    def is_lost(self) -> bool:
+        """See `Slot.is_lost`; such a lease is to be discarded."""
+        return self._slot.is_lost
+
     def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
         """The next prefill chunk's end: at `chunk_end`, or a restore point before."""
         stop = chunk_end(self.offset, limit, chunk_tokens)
@@ -98,13 +103,15 @@ class Lease:
         """
         # The snapshot at the prompt's end can be evicted only once the trie has the tokens after it.
         self._record_all()
-        return self._recorder.reclaimer.try_grow(self._slot, max_tokens)
+        return self.is_lost or self._recorder.reclaimer.try_grow(self._slot, max_tokens)
 
     def append(self, token: int, *, is_evaluated: bool = False) -> None:
         """Records one token of a decode step; the first is the prompt's last.
 
         A restore point can be captured if `is_evaluated`: the caches hold only this sequence, evaluated.
         """
+        if self.is_lost:
+            return
         may_capture = is_evaluated and self.captures_next
         self._slot.log.append(np.array([token], np.int32))
         if may_capture:

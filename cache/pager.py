@@ -3,9 +3,11 @@
 What to move and what to evict is decided elsewhere. Invariants:
 * a node's span is stored on the node, or live in its home slot, on whose path the node is;
 * state leaves a slot in `page_out` only, which first stores every span that is live only there;
-* a slot's log, layer caches and path to the tip hold the same tokens; of a running request the log may be ahead.
+* a slot's log, layer caches and path to the tip hold the same tokens; of a running request the log may be ahead;
+* a slot with a head has own spans after the head's tokens only, and is home of no node before.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -13,6 +15,7 @@ import numpy as np
 
 from cache.budget import PADDING
 from cache.journal import CacheEvent, Happening
+from cache.layers.headed import put_on_head, split_at_head
 from cache.layers.layout import Layout
 from cache.layers.state import RowSource, Segment
 from cache.memory_tier import MemoryTier
@@ -38,16 +41,26 @@ class Pager:
         self.shared: SharedBuffers | None = None
         """The runner's, once there is one."""
         self.slots: list[Slot] = []
+        self.heads: list[Slot] = []
         root = self.trie("").root
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
 
     def trie(self, namespace: str) -> PrefixTrie:
         """A namespace's trie; made if missing."""
-        return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.slots))
+        return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.all_live))
+
+    @property
+    def all_live(self) -> list[Slot]:
+        """Slots and heads."""
+        return [*self.heads, *self.slots]
+
+    def readers(self, head: Slot) -> list[Slot]:
+        """Slots whose sequences begin in a head."""
+        return [slot for slot in self.slots if slot.head is head]
 
     def use_caches_of(self, make_caches: Callable[[], list[LayerCache]]) -> None:
         """Replaces the maker of layer caches; all slots must be empty."""
-        assert not any(slot.caches for slot in self.slots), "a slot holds caches of a model that has gone"
+        assert not any(slot.caches for slot in self.all_live), "a slot holds caches of a model that has gone"
         self._make_caches = make_caches
 
     def enter(self, slot: Slot, trie: PrefixTrie) -> None:
@@ -104,8 +117,10 @@ class Pager:
     def page_out(self, slot: Slot, keep: int) -> None:
         """Takes `[keep, …)` out of a slot: nodes live only there are stored, others get another home.
 
-        Unless `keep` is 0 the slot `is_cut`: page it in, or give it up.
+        A slot that keeps less than its head keeps nothing. Unless `keep` is 0 the slot `is_cut`: page it in, or give
+        it up.
         """
+        keep = keep if keep >= slot.origin else 0
         if slot.offset > keep and slot.tip.parent is not None:
             try:
                 self.keep_tip(slot)
@@ -129,10 +144,12 @@ class Pager:
         self.layout.truncate_spans(slot.caches, keep)
 
     def _record(self, what: Happening, slot: Slot, num_tokens: int) -> None:
-        self._memory.journal.record(CacheEvent(what, slot.namespace, num_tokens, slot=slot.index))
+        self._memory.journal.record(
+            CacheEvent(what, slot.namespace, num_tokens, slot=None if slot in self.heads else slot.index)
+        )
 
-    def page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
-        """Pages idle slots out until `target_bytes` are charged.
+    def page_out_idle(self, target_bytes: int, busy: Slot | None, spared: Sequence[Node] = ()) -> None:
+        """Pages idle slots out until `target_bytes` are charged, then heads without readers but at `spared` nodes.
 
         Frees only spare capacity, and copies in other slots.
         """
@@ -140,6 +157,8 @@ class Pager:
         for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
             if self.ledger.charged_bytes > target_bytes:
                 self.page_out(slot, 0)
+        if self.ledger.charged_bytes > target_bytes:
+            self.page_out_heads(spared)
 
     def _store_homed(self, slot: Slot, trie: PrefixTrie, keep: int) -> None:
         cut = next((node for node in slot.tip.path() if node.start < keep < node.stop), None)
@@ -156,8 +175,8 @@ class Pager:
             trie.store(node, segment)
 
     def _other_homes(self, slot: Slot) -> dict[Node, Slot]:
-        others = [s for s in self.slots if s is not slot and s.namespace == slot.namespace]
-        return {node: other for other in others for node in other.tip.path()}
+        others = [s for s in self.all_live if s is not slot and s.namespace == slot.namespace]
+        return {node: other for other in others for node in other.tip.path() if node.start >= other.origin}
 
     def empty(self, slot: Slot) -> None:
         """Empties a slot, whose state was stored, or is dropped next.
@@ -165,9 +184,11 @@ class Pager:
         `enter` makes new layer caches: there may be no memory now.
         """
         self.move_tip(slot, self.trie(slot.namespace).root)
-        slot.caches = []
+        slot.caches, slot.head = [], None
         slot.log.truncate(0)
         slot.is_cut = False
+        if slot in self.heads:
+            self.heads.remove(slot)
         slot.turn.session_id, slot.capacity, slot.reserved_tokens = None, 0, 0
         self.ledger.set_live(slot.index, 0)
         self.ledger.reserve(slot.index, 0)
@@ -187,6 +208,52 @@ class Pager:
         """Ends a lease with untrusted caches."""
         self.give_up(slot, slot.tip.path())
         slot.is_leased = False
+
+    # -- heads
+
+    def share_head(self, slot: Slot, tip: Node, head: Slot | None) -> Slot:
+        """Cuts a sequence's first tokens off, up to `tip` on its path: they move into a new head if `head` is None.
+
+        An error loses the sequence, if it runs until its lease ends.
+        """
+        shared = head or self._new_head(slot.namespace)
+        try:
+            self._separate(slot)
+            split_at_head(slot.caches, shared.caches, tip.stop)
+        except Exception:
+            self.give_up(slot, slot.tip.path())
+            raise
+        slot.head = shared
+        if head is None:
+            self._fill_head(shared, slot, tip)
+        for node in tip.path():
+            node.home = shared if node.home is slot else node.home
+        self.measure(slot)
+        return shared
+
+    def _new_head(self, namespace: str) -> Slot:
+        taken = {head.index for head in self.heads}
+        index = next(index for index in itertools.count(len(self.slots)) if index not in taken)
+        return Slot(index, self._make_caches(), TokenLog(), self.trie(namespace).root, namespace, is_cut=True)
+
+    def _fill_head(self, head: Slot, slot: Slot, tip: Node) -> None:
+        head.log.append(slot.log.view(0, tip.stop))
+        self.heads.append(head)
+        self.move_tip(head, tip)
+        self.measure(head)
+
+    def enter_head(self, slot: Slot, head: Slot) -> None:
+        """Has an empty slot begin with a head's tokens, which are not copied. Page the rest in, or give it up."""
+        put_on_head(slot.caches, head.caches, spare_tokens=1)
+        slot.head, slot.is_cut = head, True
+        slot.log.append(head.log.view())
+        self.move_tip(slot, head.tip)
+
+    def page_out_heads(self, spared: Sequence[Node] = ()) -> None:
+        """Pages out heads without readers, except those that end at `spared` nodes."""
+        for head in list(self.heads):
+            if not self.readers(head) and head.tip not in spared:
+                self.page_out(head, 0)
 
     def move_tip(self, slot: Slot, tip: Node) -> None:
         """Records that a slot's sequence ends at `tip`."""
@@ -253,19 +320,31 @@ class Pager:
 
     def check(self) -> None:
         """Asserts the module's invariants."""
-        for slot in self.slots:
+        for slot in self.all_live:
             self._check_slot(slot)
         for _, node in self._memory.nodes():
             assert node.home is None or node in node.home.tip.path(), f"{node} is live in a slot that left it"
+            assert node.home is None or node.start >= node.home.origin, f"{node} is live in its home's head"
 
     def _check_slot(self, slot: Slot) -> None:
         path = slot.tip.path()
         tokens = np.concatenate([node.tokens for node in path]) if path else np.empty(0, np.int32)
         assert np.array_equal(tokens, slot.log.view(0, len(tokens))), f"slot {slot.index} left its path"
         assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
-        assert not slot.is_cut, f"slot {slot.index} was cut and not restored"
+        assert slot.is_cut == (slot in self.heads), f"slot {slot.index} was cut and not restored"
         assert slot.tip.num_slots >= 1 or slot.tip.parent is None
         assert slot.tip.parent is not None or slot.tip is self.trie(slot.namespace).root
+        self._check_head(slot)
+
+    def _check_head(self, slot: Slot) -> None:
+        head, caches = slot.head, slot.caches
+        assert self.layout.origin(caches) == slot.origin, f"slot {slot.index} begins elsewhere than its head stops"
+        if head is not None:
+            assert head in self.heads and head.tip in slot.tip.path(), f"slot {slot.index} left its head's path"
+            assert np.array_equal(slot.log.view(0, head.offset), head.log.view()), "a head holds other tokens"
+        if slot in self.heads:
+            assert self.layout.capacity(caches) == slot.offset == slot.tip.stop, "a head holds more than its tokens"
+            assert self.ledger.slot_bytes(slot.index) == self.live_bytes(slot), "a head is not charged"
 
 
 def _is_whole(node: Node) -> bool:

@@ -1,9 +1,9 @@
 """The prefix cache of one model: the facade over its parts. All methods belong to the worker thread.
 
-`admission` restores a request's prompt in a slot, `lease` records what is evaluated. `lookup` finds what memory
-holds, `disk_moves` moves state to and from disk, `pager` between slots and tries. `memory_tier` and `eviction/` keep
-stored state within the budget, `reclaim` frees memory, `pins` protect state. Nothing here knows models, request
-parameters, or time.
+`admission` restores a request's prompt in a slot, `lease` records what is evaluated. `heads` has running sequences
+hold their first tokens once. `lookup` finds what memory holds, `disk_moves` moves state to and from disk, `pager`
+between slots and tries. `memory_tier` and `eviction/` keep stored state within the budget, `reclaim` frees memory,
+`pins` protect state. Nothing here knows models, request parameters, or time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +14,7 @@ from cache.disk.connector import DiskConnector
 from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
 from cache.disk_moves import DiskMoves
+from cache.heads import Heads
 from cache.journal import CacheStats, Journal
 from cache.layers.layout import CHUNK_TOKENS, Layout, SequenceSizes
 from cache.lease import Lease, Recorder
@@ -40,10 +41,12 @@ class PrefixCache:
         chunk_tokens: int = CHUNK_TOKENS,
         layout: Layout | None = None,
         disk: DiskTier | None = None,
+        shares_heads: bool = True,
     ) -> None:
         """Prompts are evaluated up to `chunk_tokens` a call; `layout` defaults to that of `make_caches`.
 
-        `disk`, if any, gets idle state, and state beyond the budget.
+        `disk`, if any, gets idle state, and state beyond the budget. With `shares_heads` running sequences hold the
+        first tokens that they share once, where the runner can decode so.
         """
         self.layout = layout or Layout(make_caches())
         self.clock = RequestClock()
@@ -55,10 +58,11 @@ class PrefixCache:
         self.slots = self.pager.slots
         self.sizes = SequenceSizes(self.layout, chunk_tokens)
         self.pins = Pins(self.ledger)
-        self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, self.sizes)
+        heads = Heads(self.pager, self.sizes, shares_heads)
+        self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, self.sizes, heads)
         self._disk_moves = DiskMoves(self.disk, self.memory, self.pager, self.reclaimer, self.clock)
         parts = self.memory, self.pager, self.clock, self.reclaimer, self.pins
-        self._admission = Admission(*parts, self.sizes, self._disk_moves, Recorder(*parts))
+        self._admission = Admission(*parts, self.sizes, self._disk_moves, Recorder(*parts), heads)
 
     # ------------------------------------------------------------------------------------------ for requests
 
@@ -115,6 +119,7 @@ class PrefixCache:
         for slot in self.slots:
             if not slot.is_leased and namespace in (None, slot.namespace):
                 self.pager.page_out(slot, 0)
+        self.pager.page_out_heads()
         self.memory.clear(namespace)
         if self.disk is not None:
             self.disk.tier.clear(namespace)
@@ -133,7 +138,8 @@ class PrefixCache:
 
     def limit_idle(self, max_bytes: int) -> bool:
         """Evicts what no request holds down to `max_bytes`; returns whether there was more."""
-        running_bytes = sum(self.ledger.slot_bytes(slot.index) for slot in self.slots if slot.is_leased)
+        running = {one for slot in self.slots if slot.is_leased for one in (slot, slot.head) if one is not None}
+        running_bytes = sum(self.ledger.slot_bytes(slot.index) for slot in running)
         running_bytes += self.ledger.slot_bytes(ASIDE) + self.ledger.slot_bytes(PADDING)
         idle_bytes = self.ledger.charged_bytes - running_bytes
         self.reclaimer.free(idle_bytes - max_bytes)
@@ -172,6 +178,7 @@ class PrefixCache:
         assert not any(slot.is_leased for slot in self.slots), "a request still runs"
         for slot in self.slots:
             self.pager.page_out(slot, 0)
+        self.pager.page_out_heads()
         self.pager.take_back_padding()
         self.pager.use_caches_of(_no_caches)
         self.pager.shared = None

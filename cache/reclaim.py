@@ -1,14 +1,16 @@
 """Frees memory of one model's budget, and reserves it, for live buffers or a sequence without a slot. Worker thread
 only.
 
-In this order: padding of shared buffers is given back, idle slots are paged out, stored state is evicted, soft pins
-end and more is evicted. Live buffers are reserved when a sequence begins, and grow while it generates.
+In this order: padding of shared buffers is given back, running sequences share heads, idle slots are paged out,
+stored state is evicted, soft pins end and more is evicted. Live buffers are reserved when a sequence begins, and grow
+while it generates.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cache.budget import ASIDE, PADDING, Ledger
+from cache.heads import Heads, is_in_place
 from cache.layers import layout
 from cache.layers.layout import SequenceSizes
 from cache.lookup import nodes_to_restore
@@ -28,6 +30,7 @@ class Reclaimer:
     pins: Pins
     clock: RequestClock
     sizes: SequenceSizes
+    heads: Heads
 
     @property
     def ledger(self) -> Ledger:
@@ -46,7 +49,7 @@ class Reclaimer:
         busy: Slot | None = None,
         is_background: bool = False,
     ) -> int:
-        """Frees `excess_bytes` without evicting `protected`; returns the bytes not freed.
+        """Frees `excess_bytes` without evicting `protected`; returns the bytes not freed. An error loses a sequence.
 
         `busy`, the slot in need, is not paged out. `is_background` evicts session ends last.
         """
@@ -54,7 +57,8 @@ class Reclaimer:
             return 0
         target = self.ledger.charged_bytes - excess_bytes
         self.pager.take_back_padding()
-        self.pager.page_out_idle(target, busy)
+        self.heads.gather(is_short=True, target_bytes=target)
+        self.pager.page_out_idle(target, busy, protected)
         kept, now = set(protected), self.clock.now
         self.memory.evict(target, kept, now, guards_sessions=is_background)
         if self.ledger.charged_bytes > target and self.pins.release_soft():
@@ -82,12 +86,21 @@ class Reclaimer:
 
         If any, idle slots are paged out first: what was live only there moves here, counted once.
         """
+        excess = self.shortage(slot, path, offset, num_tokens)
+        if excess > 0:
+            also = slot if is_in_place(slot, path, offset) else None
+            self.heads.gather(is_short=True, target_bytes=self.ledger.charged_bytes - excess, also=also)
+            excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
+        if excess > 0:
+            self.pager.page_out_idle(self.ledger.charged_bytes - excess, slot, path)
+            excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
+        return excess
+
+    def shortage(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
+        """As `excess_for`, after padding alone is given back."""
         excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         if excess > 0:
             self.pager.take_back_padding()
-            excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
-        if excess > 0:
-            self.pager.page_out_idle(self.ledger.charged_bytes - excess, slot)
             excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         return excess
 
@@ -97,7 +110,9 @@ class Reclaimer:
             start, stop, span = node.start, node.stop, node.span
             if span is not None and start < offset:
                 moving += span.num_bytes if stop <= offset else span.num_bytes * (offset - start) / (stop - start)
-        return int(self.sizes.bytes_for(num_tokens) - moving) - self.ledger.slot_bytes(slot.index)
+        head = self.heads.head_of(slot, path, offset)
+        own_bytes = self.sizes.bytes_for(num_tokens, head.offset if head is not None else 0)
+        return int(own_bytes - moving) - self.ledger.slot_bytes(slot.index)
 
     def relieve(self) -> None:
         """Evicts half of the stored state: the device has less memory than the budget.
@@ -114,7 +129,7 @@ class Reclaimer:
 
         An error empties the slot and ends its lease.
         """
-        self.ledger.reserve(slot.index, self.sizes.bytes_for(num_tokens))
+        self.ledger.reserve(slot.index, self.sizes.bytes_for(num_tokens, slot.origin))
         slot.reserved_tokens, capacity = num_tokens, self.pager.layout.capacity(slot.caches)
         if capacity is not None and needed <= capacity <= num_tokens + layout.GROWTH_TOKENS:
             slot.capacity = capacity
@@ -142,7 +157,7 @@ class Reclaimer:
         The slot counts with its estimate even where it holds more: an allocator returns larger buffers than
         requested.
         """
-        growth = self.sizes.bytes_for(num_tokens) - self.ledger.slot_bytes(slot.index)
+        growth = self.sizes.bytes_for(num_tokens, slot.origin) - self.ledger.slot_bytes(slot.index)
         excess = self.ledger.excess_bytes(growth)
         missing = self.free(excess, busy=slot, is_background=slot.turn.is_background)
         return self.sizes.tokens_without(missing, num_tokens)

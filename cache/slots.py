@@ -1,7 +1,8 @@
 """Slots: places for live sequences, the choice of one for a request, and the clock of their age. Pure.
 
 A slot is *leased* while a request runs and *idle* afterwards, still live: the conversation's next turn continues in
-place. Slots know only the trie node where their sequence ends. The clock counts requests, not seconds.
+place. A *head* is a slot in which nobody decodes: it holds the first tokens of the sequences that read it. Slots know
+only the trie node where their sequence ends. The clock counts requests, not seconds.
 """
 
 from collections.abc import Iterable
@@ -42,7 +43,9 @@ class Slot:
     turn: SlotTurn = field(default_factory=SlotTurn)
     is_leased: bool = False
     is_cut: bool = False
-    """Spans were truncated for a restore; other state is of the old end."""
+    """Spans were truncated for a restore; other state is of the old end. A head has spans only."""
+    head: "Slot | None" = None
+    """Holds the sequence's first tokens; the slot's own spans begin after them."""
     capacity: int = 0
     """Tokens in live buffers, allocated or not yet."""
     reserved_tokens: int = 0
@@ -50,6 +53,16 @@ class Slot:
     @property
     def offset(self) -> int:
         return len(self.log)
+
+    @property
+    def origin(self) -> int:
+        """Where the slot's own spans begin."""
+        return self.head.offset if self.head is not None else 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Its state was lost while memory was freed for another: the request must be evaluated again."""
+        return self.is_leased and not self.caches
 
     def runs_session(self, namespace: str, session_id: str | None) -> bool:
         """Whether its last request was of that session."""

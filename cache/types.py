@@ -29,6 +29,10 @@ class LayerKinds(Protocol):
 class SharedBuffers(Protocol):
     """Buffers in which running sequences are evaluated together: their layer caches hold no arrays then."""
 
+    head_tokens: float | None
+    """Tokens from which a shared head makes steps faster; inf if none does, None if the model is not proven with one.
+    """
+
     @property
     def padding_bytes(self) -> int:
         """Bytes beyond those that each sequence's own buffers would take."""

@@ -241,7 +241,7 @@ class CacheReports:
 
     def bytes_of(self, namespace: str) -> StateBytes:
         """Bytes of one namespace."""
-        live = sum(self._pager.live_bytes(slot) for slot in self._pager.slots if slot.namespace == namespace)
+        live = sum(self._pager.live_bytes(slot) for slot in self._pager.all_live if slot.namespace == namespace)
         disk = self._tier.space.bytes_of(namespace) if self._tier is not None else 0
         held = self._memory.holdings(namespace).total
         return StateBytes(held.span_bytes, held.window_bytes, held.recurrent_bytes, live, disk)

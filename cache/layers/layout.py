@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from cache.layers import state as segments
+from cache.layers.headed import head_length, tail_of
 from cache.layers.state import (
     LiveRows,
     Pack,
@@ -223,6 +224,18 @@ class Layout:
     def needs_snapshots(self) -> bool:
         return bool(self._recurrent or self._windows)
 
+    @property
+    def can_share_heads(self) -> bool:
+        """Whether all spans are of the class that can be cut into a head and tails."""
+        return bool(self._spans) and all(type(place.leaf) is RowLeaf for place in self._spans)
+
+    def origin(self, caches: Sequence[LayerCache]) -> int:
+        """Where a sequence's own span rows begin: after its head, if it has one."""
+        return head_length(leaves_of(caches))
+
+    def _own_spans(self, caches: Sequence[LayerCache]) -> "list[_Pair]":
+        return [(place, tail_of(live)) for place, live in _pairs(self._spans, caches)]
+
     # -- sizes
 
     def live_bytes(self, caches: Sequence[LayerCache]) -> int:
@@ -250,18 +263,19 @@ class Layout:
     # -- capacity of live buffers
 
     def capacity(self, caches: Sequence[LayerCache]) -> int | None:
-        """How many tokens fit all span buffers, if any exist."""
-        pairs = _pairs(self._spans, caches)
+        """How many tokens fit head and span buffers, if any exist."""
+        pairs, origin = self._own_spans(caches), self.origin(caches)
         capacities = [place.leaf.capacity(live) for place, live in pairs if place.leaf.can_overallocate]
-        return min((num for num in capacities if num is not None), default=None)
+        return min((origin + num for num in capacities if num is not None), default=None)
 
     def resize(self, caches: Sequence[LayerCache], capacity_tokens: int) -> None:
         """Resizes span buffers to `capacity_tokens`, at least what they hold, unless larger by a step at most.
 
         Copies one after another: the extra memory is one buffer. The first evaluation allocates missing ones at this
-        size. An error damages the caches.
+        size. An error damages the caches. A head counts towards `capacity_tokens`.
         """
-        for place, live in _pairs(self._spans, caches):
+        capacity_tokens -= self.origin(caches)
+        for place, live in self._own_spans(caches):
             capacity = place.leaf.capacity(live) if place.leaf.can_overallocate else capacity_tokens
             if capacity is None:
                 live.step = capacity_tokens
@@ -271,16 +285,17 @@ class Layout:
 
     def bound_growth(self, caches: Sequence[LayerCache]) -> None:
         """Existing span buffers grow by a step from now on, however large."""
-        for place, live in _pairs(self._spans, caches):
+        for place, live in self._own_spans(caches):
             if place.leaf.can_overallocate and place.leaf.capacity(live) is not None:
                 live.step = GROWTH_TOKENS
 
-    # -- spans
+    # -- spans, of a sequence with a head from there on
 
     def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> LiveRows:
         """Span rows `[start, stop)` as views, to be copied at once."""
-        arrays = [array for place, live in _pairs(self._spans, caches) for array in place.leaf.arrays(live)]
-        return LiveRows([array[..., start:stop, :] for array in arrays])
+        arrays = [array for place, live in self._own_spans(caches) for array in place.leaf.arrays(live)]
+        first, last = _own_range(self.origin(caches), start, stop)
+        return LiveRows([array[..., first:last, :] for array in arrays])
 
     def cut_spans(
         self, caches: Sequence[LayerCache], ranges: Sequence[tuple[int, int]], *, consume: bool = False
@@ -290,10 +305,11 @@ class Layout:
         With `consume` each layer is dropped once copied: the extra memory is one pack.
         """
         packs: list[list[Pack]] = [[] for _ in ranges]
-        for batch in _batches(_pairs(self._spans, caches)):
+        own_ranges = [_own_range(self.origin(caches), *tokens) for tokens in ranges]
+        for batch in _batches(self._own_spans(caches)):
             arrays = [array for place, live in batch for array in place.leaf.arrays(live)]
             indices = [index for place, _ in batch for index in place.components]
-            for held, (start, stop) in zip(packs, ranges, strict=True):
+            for held, (start, stop) in zip(packs, own_ranges, strict=True):
                 held.extend(cut_packs(indices, arrays, start, stop))
             del arrays
             if consume:
@@ -314,24 +330,28 @@ class Layout:
 
         Buffers get `capacity_tokens`. Sources forget copied components. Raises AssertionError if rows are missing.
         """
-        for place, live in _pairs(self._spans, caches):
-            held = [array[..., :keep, :] for array in place.leaf.arrays(live)] if keep else []
+        origin = self.origin(caches)
+        _, num_kept = _own_range(origin, origin, keep)
+        for place, live in self._own_spans(caches):
+            held = [array[..., :num_kept, :] for array in place.leaf.arrays(live)] if num_kept else []
             num_spare = capacity_tokens - offset if place.leaf.can_overallocate else 0
             arrays = []
             for number, component in enumerate(place.components):
                 parts = [*held[number : number + 1], *(source.component(component) for source in sources)]
                 arrays.append(_with_spare_rows(parts, num_spare))
-                assert_rows(arrays[-1], 0, offset + max(0, num_spare))
+                assert_rows(arrays[-1], origin, offset + max(0, num_spare))
             mx.eval(arrays)
-            place.leaf.load(live, arrays, offset, offset)
+            place.leaf.load(live, arrays, offset - origin, offset - origin)
             for source in sources:
                 for component in place.components:
                     source.forget(component)
 
     def truncate_spans(self, caches: Sequence[LayerCache], offset: int) -> None:
         """Forgets span rows from `offset` on."""
-        for place, live in _pairs(self._spans, caches):
-            place.leaf.truncate(live, offset)
+        origin = self.origin(caches)
+        _, num_kept = _own_range(origin, origin, offset)
+        for place, live in self._own_spans(caches):
+            place.leaf.truncate(live, num_kept)
 
     # -- windows and recurrent state
 
@@ -378,6 +398,13 @@ _Pair: TypeAlias = tuple[_Place, LayerCache]
 def _pairs(places: Iterable[_Place], caches: Sequence[LayerCache]) -> list[_Pair]:
     leaves = leaves_of(caches)
     return [(place, leaves[place.index]) for place in places]
+
+
+def _own_range(origin: int, start: int, stop: int) -> tuple[int, int]:
+    """A token range as indices of own rows; raises AssertionError for rows of a head."""
+    if not origin <= start <= stop:
+        raise AssertionError(f"the rows [{start}, {stop}) are not a sequence's own, which begin at {origin}")
+    return start - origin, stop - origin
 
 
 def _batches(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
@@ -435,14 +462,14 @@ class SequenceSizes:
         self._window_bytes_per_token = self._layout.window_bytes_per_token(caches)
         self._recurrent_bytes = self._layout.recurrent_bytes(caches)
 
-    def bytes_for(self, num_tokens: int) -> int:
-        """About the most bytes of a live sequence until it has `num_tokens`.
+    def bytes_for(self, num_tokens: int, head_tokens: int = 0) -> int:
+        """About the most own bytes of a live sequence until it has `num_tokens`, of them `head_tokens` in a head.
 
         A window layer counts right after a prefill chunk. Recurrent state counts twice: while rows decode together,
         the runner holds a merged copy.
         """
         in_windows = self._layout.max_window_rows(num_tokens, self._chunk_tokens)
-        rows = num_tokens * self.bytes_per_token + in_windows * self._window_bytes_per_token
+        rows = (num_tokens - head_tokens) * self.bytes_per_token + in_windows * self._window_bytes_per_token
         return int(rows) + 2 * self._recurrent_bytes
 
     def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:

@@ -120,6 +120,10 @@ class Sequence:
         return self.output.reason is None and self.decode.num_launched < self.request.max_tokens
 
     @property
+    def has_lost_state(self) -> bool:
+        return self.lease is not None and self.lease.is_lost
+
+    @property
     def max_offset(self) -> int:
         return len(self.request.tokens) + self.request.max_tokens
 
@@ -390,6 +394,12 @@ class SequenceTable:
         if sequence.lease is not None:
             sequence.lease.discard()
         self._requeue(sequence, is_suspect=True)
+
+    def replay_lost(self) -> None:
+        """Queues sequences again whose state was lost while memory was freed; no step may be unread."""
+        for sequence in self.leased():
+            if sequence.has_lost_state and sequence.output.reason is None:
+                self.replay(sequence)
 
     def suspend(self, sequence: Sequence) -> None:
         """Takes a sequence's slot and queues it; the trie keeps its state."""

@@ -147,6 +147,8 @@ class Worker:
         self._prefill.run_chunk(before_each=self._finish_decode_step)
         self._give_memory_to_answers()
         self._reserve_next_step()
+        if any(sequence.has_lost_state for sequence in self._table):
+            self._finish_decode_step()
         self._decode.step()
         wants_memory = self._scheduler.count(Phase.WAITING) > 0 and self._has_free_slot()
         self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
@@ -168,6 +170,7 @@ class Worker:
         """Reads the launched step: a prefill chunk would delay all rows."""
         self._decode.read()
         self._table.close_finished(list(self._table))
+        self._table.replay_lost()
 
     # -- memory
 

@@ -4,6 +4,7 @@ Several requests run interleaved on few slots with small budgets. After every st
 slot and every stored array stands for its tokens, and no memory is held that the ledger does not know.
 """
 
+import math
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cache import heads
 from cache.budget import BudgetExceeded
 from cache.disk import connector
 from cache.disk.folder import DiskStore
@@ -33,6 +35,7 @@ from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
 from tests.support import fake_model
 from tests.support.disk_driver import CountingFiles
+from tests.support.fake_runner import SharesNothing
 
 WINDOW = 6
 MAX_CHUNK_TOKENS = 16
@@ -63,6 +66,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @initialize(num_slots=st.integers(1, 3), budget_bytes=st.sampled_from([6_000, 20_000, 60_000, 10_000_000]))
     def start(self, num_slots: int, budget_bytes: int) -> None:
+        self._start(num_slots, budget_bytes)
+
+    def _start(self, num_slots: int, budget_bytes: int) -> None:
         mx.clear_cache()
         self.base_bytes = mx.get_active_memory()
         self.tier = self.open_tier()
@@ -287,6 +293,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         self.prefix_cache.check()
         fake_model.assert_stored_right(self.prefix_cache)
+        for head in self.prefix_cache.pager.heads:
+            spans = [layer for layer in fake_model.contents(head.caches, head.offset) if layer]
+            assert spans and all(layer == head.log.view().tolist() for layer in spans), "a head holds other tokens"
         for slot in self.prefix_cache.slots:
             fake_model.assert_holds(slot.caches, slot.log.view().tolist(), WINDOW)
         for run in self.running:
@@ -301,7 +310,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert cache.ledger.stored_bytes == fake_model.stored_bytes(cache)
         if self.tier is not None:
             return  # what is on its way to the disk is held as well
-        live = sum(cache.layout.live_bytes(slot.caches) for slot in cache.slots)
+        live = sum(cache.layout.live_bytes(slot.caches) for slot in cache.pager.all_live)
         held = mx.get_active_memory() - self.base_bytes
         assert held <= cache.ledger.stored_bytes + live + SLACK_BYTES, "memory is held behind the ledger's back"
 
@@ -361,6 +370,39 @@ class DiskMachine(PrefixCacheMachine):
             self.folder.cleanup()
 
 
+class HeadsMachine(PrefixCacheMachine):
+    """The same with sequences that share heads, wherever that is possible or where memory is short."""
+
+    @initialize(
+        num_slots=st.integers(2, 4),
+        budget_bytes=st.sampled_from([20_000, 60_000, 10_000_000]),
+        head_tokens=st.sampled_from([2.0, math.inf]),
+    )
+    def start(self, num_slots: int, budget_bytes: int, head_tokens: float) -> None:
+        self._start(num_slots, budget_bytes)
+        self.prefix_cache.pager.shared = SharesHeads(head_tokens)
+
+    @rule(
+        story=st.lists(st.integers(1, 3), min_size=3, max_size=20),
+        tails=st.lists(some_tokens, min_size=2, max_size=3),
+        expected_tokens=st.integers(0, 20),
+    )
+    def run_side_by_side(self, story: list[int], tails: list[list[int]], expected_tokens: int) -> None:
+        """Requests with the same first tokens, the second once the first was evaluated."""
+        for tail in tails:
+            num_running = len(self.running)
+            self._begin([*story, *tail, 4], "", None, [len(story)], None, True, expected_tokens)
+            while len(self.running) > num_running and self.running[-1].lease.offset < self.running[-1].limit:
+                self.prefill(self._index(self.running[-1]), MAX_CHUNK_TOKENS)
+            self.invariants_hold()
+            self.bytes_are_known()
+
+
+class SharesHeads(SharesNothing):
+    def __init__(self, head_tokens: float) -> None:
+        self.head_tokens = head_tokens
+
+
 def _common(left: list[int], right: list[int]) -> int:
     return next((i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]),
                 min(len(left), len(right)))  # fmt: skip
@@ -372,10 +414,11 @@ def _small_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "GROWTH_TOKENS", 8)
 
 
-@pytest.mark.parametrize("kind", [PrefixCacheMachine, DiskMachine])
+@pytest.mark.parametrize("kind", [PrefixCacheMachine, DiskMachine, HeadsMachine])
 @pytest.mark.parametrize("layout", fake_model.MORE_LAYOUTS)
 def test_random_histories(layout: str, kind: type[PrefixCacheMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "MIN_RESTORE_TOKENS", 2)
+    monkeypatch.setattr(heads, "MIN_HEAD_TOKENS", 2)
     machine: Any = type(f"Machine{layout}", (kind,), {"layout": layout})
     run_state_machine_as_test(
         machine,

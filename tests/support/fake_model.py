@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from cache.layers.headed import HeadedKVCache
 from cache.layers.state import RecurrentState, Segment, arrays_in
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import Snapshot
@@ -114,6 +115,11 @@ def _contents_of(cache: LayerCache, num_tokens: int) -> list[list[int]]:
     if isinstance(cache, Opaque):
         assert cache.last == cache.seen[-4:], "rows are of another offset"
         return [cache.seen]
+    if isinstance(cache, HeadedKVCache):
+        whole = KVCache()
+        whole.keys, whole.values = cache.keys_and_values()
+        whole.offset = cache.offset
+        return _contents_of(whole, num_tokens)
     if cache.keys is None:
         return [[]]
     assert cache.offset == num_tokens, f"layer rests at {cache.offset}, the sequence at {num_tokens}"

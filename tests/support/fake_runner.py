@@ -91,6 +91,7 @@ class SharesNothing:
     """A runner whose rows are evaluated each over its own caches."""
 
     padding_bytes = 0
+    head_tokens: float | None = None
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
         """Nothing is shared."""
@@ -217,4 +218,4 @@ def _allowed(token: int, words: MaskWords) -> int:
 def tokens_in(caches: Sequence[LayerCache]) -> list[int]:
     """Returns the tokens that the first layer holds."""
     first = caches[0]
-    return fake_model.contents([first], first.offset)[0] if first.keys is not None else []
+    return fake_model.contents([first], first.offset)[0] if first.offset else []
