@@ -232,8 +232,9 @@ class Recorder:
 
     def measure(self, slot: Slot) -> None:
         """Charges a slot's allocated bytes."""
-        self.layout.bound_growth(slot.caches)
-        self.pager.measure(slot)
+        if not slot.is_lost:
+            self.layout.bound_growth(slot.caches)
+            self.pager.measure(slot)
 
     def close(self, slot: Slot) -> None:
         """Ends a lease; the sequence stays live, idle."""

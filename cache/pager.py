@@ -128,7 +128,7 @@ class Pager:
             except Exception:
                 self.give_up(slot, slot.tip.path())
                 raise
-            self._record(Happening.PAGED_OUT, slot, slot.offset - keep)
+            self._record(Happening.PAGED_OUT, slot, slot.offset - max(keep, slot.origin))
         if keep == 0:
             num_bytes = self.ledger.slot_bytes(slot.index)
             self.empty(slot)

@@ -66,6 +66,10 @@ class FaultyRunner(FakeRunner):
         self.faults.meet("start")
         super().start(step)
 
+    def separate(self, caches: Sequence[LayerCache]) -> None:
+        self.faults.meet("separate")
+        super().separate(caches)
+
     def detach(self, row: Any) -> None:
         self.faults.meet("detach")
         super().detach(row)
@@ -124,7 +128,29 @@ def test_each_operation_may_fail(operation: str, number: int) -> None:
     assert faults.failed == [operation]
 
 
-def run_day(layout: str, faults: Faults) -> None:
+@pytest.mark.parametrize("message", ["the device fails", NO_MEMORY], ids=["fault", "memory"])
+@pytest.mark.parametrize("num_steps", [1, 6], ids=["prefilling", "decoding"])
+@pytest.mark.usefixtures("overlaps")
+def test_a_sequence_that_is_lost_where_it_is_cut_for_a_head_is_evaluated_again(num_steps: int, message: str) -> None:
+    runner = FaultyRunner("T")
+    runner.head_tokens, runner.faults = 4, Faults(0, False, message, only="separate")
+    harness = Tight(1000, runner=runner, num_slots=3, chunk_tokens=16)
+    prompts = [prompt_of(0, 40), [*prompt_of(0, 40)[:16], *prompt_of(1, 20)]]
+    asked = []
+    for prompt in prompts:
+        asked.append(harness.submit(prompt, max_tokens=20, ignore_eos=True))
+        harness.step(num_steps)
+    harness.run()
+    assert runner.faults.failed and not any(slot.is_leased for slot in harness.prefix_cache.slots)
+    for sink, prompt in zip(asked, prompts, strict=True):
+        assert_right(sink, prompt, 20)
+    assert isinstance(asked[1].last, Failed) == (message != NO_MEMORY)
+    assert len(asked[0].tokens) == 20
+
+
+def run_day(
+    layout: str, faults: Faults, head_tokens: float | None = None
+) -> list[tuple[Collected, Sequence[int], int]]:
     """Runs a day with faults, and then asks for something without."""
     runner = FaultyRunner(layout)
     runner.faults = Faults(0, False, "", is_armed=False)

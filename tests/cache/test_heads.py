@@ -1,0 +1,264 @@
+"""Sequences that share their first tokens hold these once: who does, what that saves, and what is left of it."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from cache import heads
+from cache.layers import headed, layout
+from cache.layers.layout import leaves_of
+from cache.lease import Lease
+from cache.prefix_cache import PrefixCache
+from cache.slots import Slot
+from tests.cache.worlds import RealWorld
+from tests.support import cache_driver, fake_model
+from tests.support.fake_runner import SharesNothing
+
+# isort: split
+from mlx_lm.models.cache import KVCache
+
+pytestmark = pytest.mark.usefixtures("exact_buffers")
+
+STEP = 8
+HEAD = [int(token) for token in np.random.default_rng(1).integers(1, 9, 400)]
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "GROWTH_TOKENS", STEP)
+
+
+class Shares(SharesNothing):
+    def __init__(self, head_tokens: float | None) -> None:
+        self.head_tokens = head_tokens
+
+
+def make(head_tokens: float | None = 64, *, kind: str = "T", num_slots: int = 8, **options: bool) -> PrefixCache:
+    cache = PrefixCache(lambda: fake_model.make_caches(kind), num_slots=num_slots, budget_bytes=1 << 30, **options)
+    sample = fake_model.make_caches(kind)
+    fake_model.evaluate(sample, fake_model.tokens_of(1, 2, 3))
+    cache.calibrate(sample)
+    cache.pager.shared = Shares(head_tokens)
+    return cache
+
+
+def run(cache: PrefixCache, prompt: Sequence[int], **options: bool | int) -> Lease:
+    """Begins a request and evaluates its prompt."""
+    tokens = np.array(prompt, np.int32)
+    lease = cache.begin(tokens, **options)  # type: ignore[arg-type]
+    assert lease is not None
+    cache_driver.prefill(lease, tokens, fake_model.evaluate)
+    assert_right(cache, lease, prompt[:-1])
+    return lease
+
+
+def assert_right(cache: PrefixCache, lease: Lease, tokens: Sequence[int]) -> None:
+    cache.check()
+    fake_model.assert_holds(lease.caches, tokens)
+    fake_model.assert_stored_right(cache)
+
+
+def told_apart(number: int) -> list[int]:
+    return [*HEAD, 10 + number, *range(20, 24), 1]
+
+
+def slot_of(cache: PrefixCache, lease: Lease) -> Slot:
+    return cache.slots[lease.slot_index]
+
+
+@pytest.mark.parametrize("kind", ["T", "WR"])
+def test_eight_running_sequences_hold_their_head_once(kind: str) -> None:
+    cache = make(kind=kind)
+    leases = [run(cache, told_apart(number)) for number in range(8)]
+    (head,) = cache.pager.heads
+    assert len(cache.pager.readers(head)) == 8
+    assert 0 < head.offset <= len(HEAD)
+    for lease in leases:
+        pairs = zip(leaves_of(lease.caches), leaves_of(head.caches), strict=True)
+        assert all(own.head is one for own, one in pairs if type(one) is KVCache), "a sequence holds a copy"
+    if kind == "T":
+        unique = sum(node.stop - node.start for _, node in cache.memory.nodes()) * cache.sizes.bytes_per_token
+        assert cache.ledger.live_bytes <= 1.15 * unique
+    own = [cache.ledger.slot_bytes(lease.slot_index) for lease in leases]
+    assert max(own) <= cache.sizes.bytes_for(len(told_apart(0)) + STEP, head.offset)
+
+
+def test_a_request_that_reuses_nothing_neither_makes_nor_joins_a_head() -> None:
+    cache = make()
+    private = run(cache, told_apart(0), reuse=False)
+    run(cache, told_apart(1))
+    assert not cache.pager.heads
+    run(cache, told_apart(2))
+    late = run(cache, told_apart(3), reuse=False)
+    (head,) = cache.pager.heads
+    assert {lease.slot_index for lease in (private, late)}.isdisjoint(s.index for s in cache.pager.readers(head))
+
+
+def test_short_of_memory_copies_become_a_head_before_anything_is_given_up() -> None:
+    cache = make(None)
+    idle = run(cache, [9, *HEAD[:50]])
+    idle.close()
+    stored = run(cache, [8, *HEAD[:50]])
+    stored.close()
+    cache.pager.page_out(slot_of(cache, stored), 0)
+    leases = [run(cache, told_apart(number)) for number in range(3)]
+    before, cache.ledger.budget_bytes = cache.ledger.charged_bytes, cache.ledger.charged_bytes
+    cache.pager.shared = Shares(math.inf)
+    assert leases[2].try_grow(1000)
+    (head,) = cache.pager.heads
+    saved = 2 * head.offset * cache.sizes.bytes_per_token
+    assert cache.ledger.charged_bytes <= before - saved + 2 * STEP * cache.sizes.bytes_per_token
+    assert cache.memory.num_evictions == 0 and slot_of(cache, idle).offset == 50, "state was given up too early"
+    for number, lease in enumerate(leases):
+        assert_right(cache, lease, told_apart(number)[:-1])
+
+
+def test_a_newcomer_that_would_not_fit_joins_a_head_instead_of_waiting() -> None:
+    for shares_heads in (False, True):
+        cache = make(math.inf, shares_heads=shares_heads)
+        lease = run(cache, told_apart(0))
+        cache.ledger.budget_bytes = cache.sizes.bytes_for(len(HEAD) + 100)
+        found = cache.begin(np.array(told_apart(1), np.int32))
+        assert (found is not None) == shares_heads
+        assert_right(cache, lease, told_apart(0)[:-1])
+    assert found is not None and found.hit_tokens == len(HEAD)
+
+
+def test_the_greatest_saving_is_chosen_and_short_heads_are_none() -> None:
+    cache = make(None)
+    for number, length in enumerate([390, 390, 100, 100, 100, heads.MIN_HEAD_TOKENS - 1]):
+        run(cache, [*HEAD[:length], 10 + number, 20, 21])
+    cache.pager.shared = Shares(math.inf)
+    cache.reclaimer.heads.gather(is_short=True, target_bytes=cache.ledger.charged_bytes - 1)
+    cache.check()
+    assert [(head.offset, len(cache.pager.readers(head))) for head in cache.pager.heads] == [(100, 5)]
+    cache.reclaimer.heads.gather(is_short=True)
+    assert len(cache.pager.heads) == 1
+
+
+def test_leavers_store_their_tails_and_the_last_its_head() -> None:
+    cache = make(num_slots=2)
+    leases = [run(cache, told_apart(number)) for number in range(2)]
+    (head,) = cache.pager.heads
+    leases[0].close()
+    cache.pager.page_out(slot_of(cache, leases[0]), 0)
+    cache.check()
+    assert cache.ledger.stored_bytes <= 8 * cache.sizes.bytes_per_token
+    again = run(cache, [*told_apart(0)[:-1], 5, 5, 5])
+    assert again.hit_tokens == len(told_apart(0)) - 1 and slot_of(cache, again).head is head
+    for lease in (again, leases[1]):
+        lease.close()
+    cache.check()
+    run(cache, [7, 7, 7]).close()
+    run(cache, [6, 6, 6])  # pages out the last reader; its head follows
+    assert run(cache, [5, 5, 5]) and not cache.pager.heads
+    assert cache.ledger.stored_bytes >= len(HEAD) * cache.sizes.bytes_per_token
+    assert cache.peek(np.array(told_apart(1), np.int32)) == len(told_apart(1)) - 1
+
+
+def test_a_conversation_goes_on_in_its_head_and_leaves_it_to_be_edited() -> None:
+    cache = make(num_slots=3)
+    one, other = (run(cache, told_apart(number), session_id=str(number)) for number in range(2))
+    (head,) = cache.pager.heads
+    one.close()
+    one = run(cache, [*told_apart(0)[:-1], 3, 3, 3], session_id="0")
+    assert slot_of(cache, one).head is head and one.hit_tokens == len(told_apart(0)) - 1
+    one.close()
+    edited = [*HEAD[:300], 12, 13, 14]
+    one = run(cache, edited, session_id="0")
+    assert slot_of(cache, one).head is None and one.hit_tokens == 300
+    assert_right(cache, other, told_apart(1)[:-1])
+    other.discard()
+    cache.check()
+    assert cache.pager.heads == [head], "a head is not of the sequence that was damaged"
+    one.close()
+    cache.clear()
+    assert not cache.pager.heads and cache.stats().num_nodes == cache.ledger.stored_bytes == 0
+
+
+def test_a_preempted_sequence_moves_its_tail_alone_and_joins_again() -> None:
+    cache = make()
+    leases = [run(cache, told_apart(number)) for number in range(2)]
+    (head,) = cache.pager.heads
+    leases[1].suspend()
+    cache.pager.page_out_idle(0, None)
+    assert cache.ledger.stored_bytes <= 8 * cache.sizes.bytes_per_token and cache.pager.heads == [head]
+    again = run(cache, told_apart(1))
+    assert again.hit_tokens == len(told_apart(1)) - 1 and slot_of(cache, again).head is head
+
+
+@pytest.mark.parametrize("cut", ["a row's tail", "the buffers that rows share"])
+def test_an_error_in_a_cut_loses_that_sequence_alone(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at in range(1, 100):
+        cache, fault = make(None), Fault(at)
+        leases = [run(cache, told_apart(number)) for number in range(4)]
+        cache.pager.shared = shared = Shares(64)
+        if cut == "a row's tail":
+            monkeypatch.setattr(headed, "_rest", fault.before(HEADED_REST))
+        else:
+            monkeypatch.setattr(shared, "separate", fault.before(shared.separate))
+        try:
+            cache.reclaimer.heads.gather(is_short=False)
+        except MemoryError:
+            lost = [lease for lease in leases if lease.is_lost]
+            assert len(lost) == 1
+        else:
+            assert not any(lease.is_lost for lease in leases) and at > 4
+            return
+        fault.at = 0
+        lost[0].append(1)
+        cache.check()
+        lost[0].discard()
+        again = run(cache, told_apart(leases.index(lost[0])))
+        for number, lease in enumerate(leases):
+            lease = again if lease is lost[0] else lease
+            assert_right(cache, lease, told_apart(number)[:-1])
+            lease.close()
+        cache.check()
+
+
+HEADED_REST = headed._rest
+
+
+class Fault:
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def before(self, act: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """As `act`, but fails when it is called for the n-th time."""
+
+        def do(*arguments: object) -> mx.array:
+            self.at -= 1
+            if self.at == 0:
+                raise MemoryError
+            return act(*arguments)
+
+        return do
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "falcon_h1"])
+def test_real_models_restore_on_a_head_what_a_cold_run_has(name: str) -> None:
+    world = RealWorld(name, num_slots=3)
+    cache = world.prefix_cache
+    tokens = [int(token) for token in np.random.default_rng(2).integers(1, 99, 90)]
+    caches = world.make_caches()
+    world.evaluate(caches, np.array(tokens[:5], np.int32))
+    cache.calibrate(caches)
+    cache.pager.shared = Shares(16)
+    world.request(tokens[:70], explicit=[60])
+    first = np.array([*tokens[:60], 5, 6, 7], np.int32)
+    lease = cache.begin(first)
+    assert lease is not None and lease.hit_tokens == 60
+    cache_driver.prefill(lease, first, world.evaluate)
+    for number in range(2):
+        world.logits.clear()
+        assert world.request([*tokens[:60], 8 + number, 8, *tokens[60:]], [3, 4]) == 32
+    assert [head.offset for head in cache.pager.heads] == [60]
+    world.evaluate(lease.caches, first[-1:])
+    lease.append(7, is_evaluated=True)
+    world.assert_right(lease, first.tolist(), 0)
+    lease.close()
+    cache.check()
