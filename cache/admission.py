@@ -77,7 +77,7 @@ class Admission:
         self.heads.gather(is_short=False, also=slot)
         self._lease_slot(request, slot)
         self.reclaimer.reserve(slot, capacity, needed=len(request.tokens))
-        is_live = shared >= slot.offset
+        is_live = max(shared, slot.origin) >= slot.offset
         tier = Tier.DISK if is_promoted else Tier.LIVE if is_live else Tier.MEMORY
         return self._make_lease(request, slot, found.match, tier if slot.offset else None)
 

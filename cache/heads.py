@@ -49,7 +49,7 @@ class Heads:
         Returns whether it did; then `found` is no longer valid. An error loses a running sequence.
         """
         offset, least = found.restorable_in(slot), self._least_tokens(is_short=is_short)
-        if is_in_place(slot, found.path, offset):
+        if least == math.inf or is_in_place(slot, found.path, offset):
             return False
         shared = [min(found.shared[other.index], offset) for other in self._loose(None)]
         saved = {num: num * sum(other >= num for other in shared) for num in shared if num >= least}

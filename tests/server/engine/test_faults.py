@@ -67,8 +67,12 @@ class FaultyRunner(FakeRunner):
         super().start(step)
 
     def separate(self, caches: Sequence[LayerCache]) -> None:
-        self.faults.meet("separate")
-        super().separate(caches)
+        """A fault also damages what was to be cut."""
+        try:
+            self.faults.meet("separate")
+        except RuntimeError:
+            caches[:] = []  # type: ignore[index]
+            raise
 
     def detach(self, row: Any) -> None:
         self.faults.meet("detach")
@@ -129,15 +133,16 @@ def test_each_operation_may_fail(operation: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("message", ["the device fails", NO_MEMORY], ids=["fault", "memory"])
-@pytest.mark.parametrize("num_steps", [1, 6], ids=["prefilling", "decoding"])
+@pytest.mark.parametrize("num_steps", [1, 9], ids=["prefilling", "decoding"])
 @pytest.mark.usefixtures("overlaps")
 def test_a_sequence_that_is_lost_where_it_is_cut_for_a_head_is_evaluated_again(num_steps: int, message: str) -> None:
     runner = FaultyRunner("T")
     runner.head_tokens, runner.faults = 4, Faults(0, False, message, only="separate")
     harness = Tight(1000, runner=runner, num_slots=3, chunk_tokens=16)
-    prompts = [prompt_of(0, 40), [*prompt_of(0, 40)[:16], *prompt_of(1, 20)]]
+    prompts = [prompt_of(0, 90), [*prompt_of(0, 90)[:16], *prompt_of(1, 10)]]
     asked = []
     for prompt in prompts:
+        assert harness.worker.stats().requests.decoding == (num_steps > 1 and len(asked) == 1)
         asked.append(harness.submit(prompt, max_tokens=20, ignore_eos=True))
         harness.step(num_steps)
     harness.run()
