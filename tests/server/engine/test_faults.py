@@ -140,7 +140,7 @@ def test_a_sequence_that_is_lost_where_it_is_cut_for_a_head_is_evaluated_again(n
     runner.head_tokens, runner.faults = 4, Faults(0, False, message, only="separate")
     harness = Tight(1000, runner=runner, num_slots=3, chunk_tokens=16)
     prompts = [prompt_of(0, 90), [*prompt_of(0, 90)[:16], *prompt_of(1, 10)]]
-    asked = []
+    asked = list[Collected]()
     for prompt in prompts:
         assert harness.worker.stats().requests.decoding == (num_steps > 1 and len(asked) == 1)
         asked.append(harness.submit(prompt, max_tokens=20, ignore_eos=True))
@@ -153,9 +153,7 @@ def test_a_sequence_that_is_lost_where_it_is_cut_for_a_head_is_evaluated_again(n
     assert len(asked[0].tokens) == 20
 
 
-def run_day(
-    layout: str, faults: Faults, head_tokens: float | None = None
-) -> list[tuple[Collected, Sequence[int], int]]:
+def run_day(layout: str, faults: Faults) -> None:
     """Runs a day with faults, and then asks for something without."""
     runner = FaultyRunner(layout)
     runner.faults = Faults(0, False, "", is_armed=False)
