@@ -206,8 +206,12 @@ class Pager:
 
     def discard(self, slot: Slot) -> None:
         """Ends a lease with untrusted caches."""
+        if self.shared is not None:
+            self.shared.drop(slot.caches)
+        slot.caches.clear()  # the rows of a step are referenced until the next one
         self.give_up(slot, slot.tip.path())
         slot.is_leased = False
+        self.measure_running()
 
     # -- heads
 

@@ -43,6 +43,9 @@ class SharedBuffers(Protocol):
     def separate(self, caches: Sequence[LayerCache]) -> None:
         """Gives a sequence its state back, evaluated, in its layer caches."""
 
+    def drop(self, caches: Sequence[LayerCache]) -> None:
+        """Forgets a sequence whose state nobody wants."""
+
     def separate_all(self) -> None:
         """Gives all sequences their state back; where that fails they are evaluated again."""
 

@@ -86,6 +86,7 @@ class DecodeBatch:
         by_caches = {id(row.caches): row for row in rows}
         self.rows = [by_caches[id(caches)] for caches in self._joined.rows]
         self._has_fresh = any(is_fresh(row.caches) for row in rows)
+        self._joined.take_over()
         return self._joined.layers
 
     def _members(self, rows: Sequence[BatchRow]) -> list[Group | Sequence[LayerCache]]:
@@ -114,6 +115,17 @@ class DecodeBatch:
                 self._extract(index)
                 self._leave_group(row)
                 self.rows[index] = None
+        self._end_if_empty()
+
+    def drop(self, caches: Sequence[LayerCache]) -> None:
+        """Takes a row out whose state nobody wants: its place in a group is free at once."""
+        for index, row in enumerate(self.rows):
+            if row is not None and row.caches is caches:
+                self.rows[index] = None
+                self._leave_group(row, keeps_state=False)
+        self._end_if_empty()
+
+    def _end_if_empty(self) -> None:
         if not any(self.rows):
             self._joined = None  # frees the merged state now, not at the next step
 
@@ -153,10 +165,10 @@ class DecodeBatch:
         if self._joined is not None and row is not None:
             self._joined.extract(index, row.caches)
 
-    def _leave_group(self, row: BatchRow) -> None:
+    def _leave_group(self, row: BatchRow, *, keeps_state: bool = True) -> None:
         for group in self._groups:
             if (index := group.index_of(row.caches)) is not None:
-                group.leave(index)
+                group.leave(index, keeps_state=keeps_state)
                 self.has_changed = True
         self._end_small_groups()
 
@@ -213,19 +225,20 @@ class DecodeBatch:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of all groups' buffers."""
-        return sum(group.num_bytes for group in self._groups)
+        """Bytes of all groups' buffers and of merged state."""
+        merged = self._joined.recurrent_bytes if self._joined is not None else 0
+        return merged + sum(group.num_bytes for group in self._groups)
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Bytes that the buffers of a row in a group would have, were they its own; else 0."""
-        for group in self._groups:
-            if (index := group.index_of(caches)) is not None:
-                return group.own_bytes(index)
-        return 0
+        """Bytes that what a row shares would have, were it its own; else 0."""
+        if not any(row is not None and row.caches is caches for row in self.rows):
+            return 0
+        merged = self._joined.recurrent_bytes // len(self.rows) if self._joined is not None else 0
+        return merged + sum(group.own_bytes_of(caches) for group in self._groups)
 
     @property
     def all_own_bytes(self) -> int:
-        return sum(group.own_bytes(index) for group in self._groups for index in range(len(group.rows)))
+        return sum(self.own_bytes(row.caches) for row in self.rows if row is not None)
 
 
 def _describe(row: BatchRow, groups: Sequence[Group]) -> Row:

@@ -310,9 +310,11 @@ class Group:
         """A row's place, if it is in the group."""
         return next((index for index, row in enumerate(self.rows) if row is caches), None)
 
-    def own_bytes(self, index: int) -> int:
-        """Bytes that a row's own buffers would have."""
-        held = leaves_of(self.rows[index])
+    def own_bytes_of(self, caches: Sequence[LayerCache]) -> int:
+        """Bytes that a row's own buffers would have; 0 for a row of no place here."""
+        if (index := self.index_of(caches)) is None:
+            return 0
+        held = leaves_of(caches)
         return sum(layer.own_bytes(index, held[leaf]) for leaf, layer in self._layers.items())
 
     def describe(self, index: int, group: int | None = None) -> Row:
@@ -328,11 +330,12 @@ class Group:
         self.rows += rows
         self.clock.set([*self.clock.offsets, *offsets])
 
-    def leave(self, index: int) -> None:
-        """Gives a row its state back; the last row takes its place."""
+    def leave(self, index: int, *, keeps_state: bool = True) -> None:
+        """Gives a row its state back, unless nobody wants it; the last row takes its place."""
         last = len(self.rows) - 1
         for leaf, layer in self._layers.items():
-            layer.give(leaves_of(self.rows[index])[leaf], index)
+            if keeps_state:
+                layer.give(leaves_of(self.rows[index])[leaf], index)
             if index != last:
                 layer.move(last, index)
         offsets = self.clock.offsets
@@ -346,6 +349,7 @@ class Group:
             layer = self._layers.pop(leaf)
             for index, row in enumerate(self.rows):
                 layer.give(leaves_of(row)[leaf], index)
+            del layer.keys, layer.values  # the latest step refers to the layer
         self.rows = []
         self.clock.set([])
 

@@ -174,8 +174,8 @@ class OffsetArrays:
 class RaggedBatch:
     """The layer caches of several rows, alone or in groups, borrowed and joined into a batch's cache.
 
-    From the first model call until `extract`, rows' own recurrent state is outdated; other state of rows in no group
-    never is.
+    From `take_over` until `extract` rows have no recurrent state of their own; other state of rows in no group is
+    theirs.
     """
 
     layers: list[LayerCache]
@@ -191,6 +191,16 @@ class RaggedBatch:
         self._offsets = OffsetArrays()
         leaves = itertools.count()
         self.layers = [self._join(column, leaves) for column in zip(*self.rows, strict=True)]
+
+    def take_over(self) -> None:
+        """Frees the rows' own recurrent state, which is merged now: as slices it would hold an earlier batch's."""
+        for _, own in itertools.chain.from_iterable(_recurrent_layers(self.layers, row) for row in self.rows):
+            own.cache = [None] * len(own.cache)
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """Bytes of all rows' merged state."""
+        return sum(merged.nbytes for merged, _ in _recurrent_layers(self.layers, self.layers))
 
     @property
     def has_recurrent(self) -> bool:

@@ -333,14 +333,26 @@ class Runner:
                 batch.forget()
                 raise
 
+    def drop(self, caches: Sequence[LayerCache]) -> None:
+        """Forgets the row with these caches; after an error the rows that share buffers with it are lost too."""
+        for batch in self._batches.values():
+            try:
+                batch.drop(caches)
+            except Exception as error:
+                self._lose(batch, error)
+
     def separate_all(self) -> None:
         """Gives all rows their state back; after an error they are lost instead."""
         for batch in self._batches.values():
             try:
                 batch.dissolve_groups()
             except Exception as error:
-                logger.warning("rows that decode together are evaluated again: %s", error)
-                batch.forget()
+                self._lose(batch, error)
+
+    def _lose(self, batch: DecodeBatch, error: Exception) -> None:
+        logger.warning("rows that decode together are evaluated again: %s", error)
+        batch.forget()
+        self._has_forgotten = True
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
         """Bytes that buffers of a row's own would have in place of shared ones; 0 where nothing is shared."""

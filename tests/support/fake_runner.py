@@ -100,6 +100,9 @@ class SharesNothing:
     def separate(self, caches: Sequence[LayerCache]) -> None:
         """Nothing is shared."""
 
+    def drop(self, caches: Sequence[LayerCache]) -> None:
+        """Nothing is shared."""
+
     def separate_all(self) -> None:
         """Nothing is shared."""
 

@@ -1,9 +1,11 @@
 """The whole engine on tiny real architectures: sharing, batching and paging change no token."""
 
 import functools
+import gc
 import random
 from contextlib import suppress
 
+import mlx.core as mx
 import pytest
 
 from cache.budget import PADDING
@@ -15,6 +17,8 @@ from tests.support.engine_driver import Collected, Harness
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 6
+STEP_BYTES = 16 << 10
+"""What a step leaves behind: its tokens, offsets and logits."""
 
 
 def harness_for(name: str, *, num_slots: int = 4, chunk_tokens: int = 16) -> Harness:
@@ -126,6 +130,32 @@ def test_what_an_error_took_from_shared_buffers_is_neither_kept_nor_blamed_on_a_
 
 def _fail(*_: object) -> None:
     raise RuntimeError("[malloc] out of memory")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "mamba2"])
+def test_what_is_held_is_charged_whoever_leaves(name: str, exact_buffers: None) -> None:
+    """One row ends, another fails, and then all; a merged state or a place in a group outlives none of them."""
+    harness = harness_for(name, chunk_tokens=128)
+    harness.runner.overlaps = False
+    prompts = [text_of(seed, 30 + seed) for seed in range(4)]
+    mx.synchronize()
+    before_bytes = mx.get_active_memory()
+    for number, prompt in enumerate(prompts):
+        ask(harness, prompt, request_id=f"{number}", cache_prompt=False)
+    ledger, table = harness.prefix_cache.ledger, harness.worker._table
+    harness.step(3)
+    assert len(table.decoding()) == len(prompts)
+    for leaving in ("", "1", "2", "", "0", "3"):
+        if leaving == "1":
+            harness.worker.cancel("1")
+        elif leaving:
+            table.fail_step(table._sequences[leaving], RuntimeError("the model failed"))  # which detaches no row
+        else:
+            harness.step()
+        harness.worker._decode.read()
+        gc.collect()
+        held_bytes = mx.get_active_memory() - before_bytes
+        assert held_bytes <= ledger.live_bytes + STEP_BYTES, leaving
 
 
 @pytest.mark.usefixtures("overlaps")
