@@ -271,8 +271,7 @@ class Runner:
         A row is fed its `next_token`, once, else `previous`'s sample. Without `samples` it waits for `sample`. Rows
         may share buffers that take `spare_bytes` more than their own would.
         """
-        for row in rows:
-            _assert_has_state(row)
+        _assert_have_state(rows)
         tokens = _inputs(rows, previous)
         with self._forgetting_on_error(rows):
             logits = self._evaluate(rows, tokens, spare_bytes)
@@ -317,7 +316,7 @@ class Runner:
 
     def detach(self, row: DecodeRow) -> None:
         """Takes a row out of the batch: `row.caches` hold all its state, evaluated, in own arrays. Raises RowLost."""
-        _assert_has_state(row)
+        _assert_have_state([row])
         self.separate(row.caches)
         mx.eval([cache.state for cache in row.caches])
         own_recurrent_state(row.caches)
@@ -378,9 +377,7 @@ class Runner:
 
     def _evaluate(self, rows: Sequence[DecodeRow], tokens: mx.array, spare_bytes: float) -> mx.array:
         """Logits `[num_rows, vocab_size]`."""
-        batches: dict[int, list[DecodeRow]] = {}
-        for row in rows:
-            batches.setdefault(self._batch_of(row), []).append(row)
+        batches = {name: [row for row in rows if self.mixes or row.adapter == name] for name in self._names(rows)}
         places = {row: place for place, row in enumerate(rows)}
         logits, order = list[mx.array](), list[int]()
         for name, members in batches.items():
@@ -392,8 +389,9 @@ class Runner:
         all_logits = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         return _at(all_logits, np.argsort(order).tolist())
 
-    def _batch_of(self, row: DecodeRow) -> int:
-        return NO_ADAPTER if self.mixes else row.adapter
+    def _names(self, rows: Sequence[DecodeRow]) -> list[int]:
+        """Of the batches that rows are in."""
+        return [NO_ADAPTER] if self.mixes else list(dict.fromkeys([row.adapter for row in rows]))
 
     def _calls(
         self, name: int, rows: Sequence[DecodeRow], spare_bytes: float
@@ -426,14 +424,14 @@ class Runner:
 
     def _forget(self, rows: Sequence[DecodeRow]) -> None:
         """Drops what rows share: it may be damaged."""
-        for name in {self._batch_of(row) for row in rows}:
+        for name in self._names(rows):
             if (batch := self._batches.pop(name, None)) is not None:
                 batch.forget()
                 self._has_forgotten = True
 
 
-def _assert_has_state(row: DecodeRow) -> None:
-    if row.is_lost:
+def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
+    if [row for row in rows if row.is_lost]:
         raise RowLost("the state of a row was lost by an earlier error")
 
 
