@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 # isort: split
 import mlx.core as mx
@@ -185,10 +185,20 @@ class PeerSide:
         return list(self._tokens.values())
 
 
+class Side(Protocol):
+    """Who decodes rows."""
+
+    def decode(self, num_steps: int) -> None:
+        """Decodes `num_steps` tokens of each row; nothing is left running."""
+
+    def tokens(self) -> list[list[int]]:
+        """Returns what each row has said."""
+
+
 class TimedSide:
     """One side with its times and its memory. Joining rows is not timed: the peer merges caches, we do not."""
 
-    def __init__(self, make: Callable[[], OurSide | PeerSide]) -> None:
+    def __init__(self, make: Callable[[], Side]) -> None:
         gc.collect()
         mx.clear_cache()
         before_bytes = mx.get_active_memory()
@@ -247,14 +257,19 @@ def compare(subject: Subject, lengths: Sequence[int], num_blocks: int) -> Compar
     num_steps = WARM_UP_STEPS + num_blocks * BLOCK_STEPS
     ours = TimedSide(lambda: OurSide(subject.runner, sequences, num_steps))
     peer = TimedSide(lambda: PeerSide(subject.model, sequences, num_steps))
+    return take_turns(subject, Comparison(len(lengths), ours, peer), num_blocks)
+
+
+def take_turns(subject: Subject, sides: Comparison, num_blocks: int) -> Comparison:
+    """Has both sides decode, a block at a time; fewer blocks where time ends. Raises TimeUp."""
     for number in range(num_blocks):
         if number < MIN_BLOCKS:
             subject.check_time()
         elif subject.is_late:
             break
-        ours.decode_block()
-        peer.decode_block()
-    return Comparison(len(lengths), ours, peer)
+        sides.ours.decode_block()
+        sides.peer.decode_block()
+    return sides
 
 
 # --------------------------------------------------------------------------------------------- prefill and the cache
