@@ -99,7 +99,7 @@ def requests_of(arrivals: Iterable[Arrival], numbers: BlockNumbers) -> Iterator[
         if arrival.script is None:
             yield _one_shot(arrival, number, numbers)
         else:
-            yield _turn_request(arrival, arrival.script, users)
+            yield turn_request(arrival, arrival.script, users)
 
 
 def _one_shot(arrival: Arrival, number: int, numbers: BlockNumbers) -> Request:
@@ -109,7 +109,8 @@ def _one_shot(arrival: Arrival, number: int, numbers: BlockNumbers) -> Request:
     return Request(f"one-shot {number}", None, prompt, output, points, False, arrival.seconds)
 
 
-def _turn_request(arrival: Arrival, script: Script, users: dict[str, int]) -> Request:
+def turn_request(arrival: Arrival, script: Script, users: dict[str, int]) -> Request:
+    """Returns a turn in tokens; `users` is where the last user message of each conversation began."""
     name, index = script.conversation.name, arrival.index
     users[name] = _user_start(script, index, users.get(name, 0))
     return Request(

@@ -6,6 +6,7 @@ message, and a compaction: the history is replaced by a summary.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,8 +21,6 @@ _GROWTH = (6.63, 1.13)
 _OUTPUT = (5.56, 0.90)
 _GAP_AFTER_TOOL = (2.48, 1.20)
 _GAP_AFTER_PERSON = (4.95, 1.87)
-_START = (13_600, 19_200, 30_900)
-_REQUESTS = (7, 46, 160)
 _COMPACTION_SHARE = 0.0045
 _REWIND_SHARE = 0.0086
 _PERSON_SHARE = 1 / 8.8
@@ -29,19 +28,47 @@ _Z90 = 1.2816
 """Standard deviations between the median and the 90th percentile of a normal distribution."""
 
 
+Range = tuple[float, float, float]
+"""10th percentile, median, 90th percentile."""
+
+
+@dataclass(frozen=True)
+class AgentShape:
+    """How one kind of agent talks."""
+
+    head_tokens: int
+    """Tools and system prompt."""
+    start: Range
+    """Tokens of the first prompt."""
+    requests: Range
+    max_prompt_tokens: int
+
+
+RECORDED = AgentShape(HARNESS_TOKENS, (13_600, 19_200, 30_900), (7, 46, 160), MAX_PROMPT_TOKENS)
+
+
 def generate(num_conversations: int, seed: int) -> list[Conversation]:
     """Returns conversations of a seed; the same ones for the same arguments."""
-    return [_Writer(np.random.default_rng([seed, number]), number).write() for number in range(num_conversations)]
+    return [
+        write(np.random.default_rng([seed, number]), f"generated_{number:04}", RECORDED)
+        for number in range(num_conversations)
+    ]
+
+
+def write(rng: np.random.Generator, name: str, shape: AgentShape) -> Conversation:
+    """Returns a conversation of one kind of agent."""
+    return _Writer(rng, name, shape).write()
 
 
 class _Writer:
     """Writes one conversation, request by request."""
 
-    def __init__(self, rng: np.random.Generator, number: int) -> None:
+    def __init__(self, rng: np.random.Generator, name: str, shape: AgentShape) -> None:
         self._rng = rng
-        self._name = f"generated_{number:04}"
-        start = int(self._between(*_START))
-        self._head_tokens = min(HARNESS_TOKENS, start - BLOCK_TOKENS)
+        self._name = name
+        self._shape = shape
+        start = int(self._between(*shape.start))
+        self._head_tokens = min(shape.head_tokens, start - BLOCK_TOKENS)
         self._num_prompt = start
         self._next_block = start // BLOCK_TOKENS
         self._blocks: TokenArray = np.arange(self._next_block, dtype=np.int32)
@@ -49,7 +76,7 @@ class _Writer:
     def write(self) -> Conversation:
         """Returns the whole conversation."""
         turns, seconds = list[Turn](), 0.0
-        for _ in range(max(1, int(self._between(*_REQUESTS)))):
+        for _ in range(max(1, int(self._between(*self._shape.requests)))):
             is_person = self._rng.random() < _PERSON_SHARE
             stop = "end_turn" if is_person else "tool_use"
             turns.append(Turn(seconds, self._num_prompt, max(1, int(self._draw(_OUTPUT))), self._blocks, stop))
@@ -60,7 +87,7 @@ class _Writer:
     def _go_on(self) -> None:
         """Makes the prompt the next one's."""
         chance = self._rng.random()
-        if chance < _COMPACTION_SHARE or self._num_prompt > MAX_PROMPT_TOKENS:
+        if chance < _COMPACTION_SHARE or self._num_prompt > self._shape.max_prompt_tokens:
             summary = int(self._rng.uniform(0.1, 0.5) * self._num_prompt)
             self._grow_from(self._head_tokens, max(summary, BLOCK_TOKENS))
         elif chance < _COMPACTION_SHARE + _REWIND_SHARE:

@@ -3,7 +3,8 @@
 All three know the same requests, sizes and budget as the real cache, and have no slots: what they hold is stored.
 
 * `TreeRival`: one prefix tree, a snapshot at the end of every prompt and reply, least recently used goes first;
-  with `keeps_last_only`, a conversation has one snapshot, where its last prompt ended;
+  with `keeps_last_only`, a conversation has one snapshot, where its last prompt ended; with `keeps_points`, also one
+  at each restore point that the real cache is asked for. Where snapshots weigh nothing, none are needed;
 * `CopyRival`: each conversation whole in a copy of its own, with snapshots at its last prompt's end and its own
   end; a request goes on with the copy that serves it best, and takes it with it.
 """
@@ -47,8 +48,9 @@ def _sample(request: Request, match: int, hit: int, started: float) -> Sample:
 class TreeRival:
     """A prefix tree with snapshots at prompt ends and reply ends, least recently used first out."""
 
-    def __init__(self, sizes: Sizes, *, keeps_last_only: bool = False) -> None:
+    def __init__(self, sizes: Sizes, *, keeps_last_only: bool = False, keeps_points: bool = False) -> None:
         self._sizes = sizes
+        self._keeps_points = keeps_points
         self._keeps_last_only = keeps_last_only
         self._num_bytes = 0
         self._trie = PrefixTrie(self._count)
@@ -61,12 +63,16 @@ class TreeRival:
         self._clock += 1
         match = self._trie.match(request.prompt[:-1])
         usable = [node for node in match.path if node.snapshot is not None and node.stop <= match.length]
-        sample = _sample(request, match.length, usable[-1].stop if usable else 0, started)
+        restorable = match.length if not self._sizes.snapshot_bytes else usable[-1].stop if usable else 0
+        sample = _sample(request, match.length, restorable, started)
         if self._keeps_last_only:
             for node in usable:
                 if len(node.children) < 2:
                     self._trie.snap(node, None)
-        prompt_end = self._keep(self._trie.root, request.prompt[:-1], is_end=True)
+        start = self._trie.root
+        for point in sorted(request.points, key=lambda point: point.offset) if self._keeps_points else ():
+            start = self._keep(start, request.prompt[start.stop : point.offset], is_end=True)
+        prompt_end = self._keep(start, request.prompt[start.stop : -1], is_end=True)
         self._keep(
             prompt_end, np.concatenate([request.prompt[-1:], request.output[:-1]]), is_end=not self._keeps_last_only
         )

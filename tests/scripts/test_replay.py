@@ -3,14 +3,16 @@
 import gzip
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cache.prefix_cache import PrefixCache
 from cache.types import common_prefix_length
-from scripts.replay import traces
+from scripts.replay import together, traces
 from scripts.replay.conversations import (
     BLOCK_TOKENS,
     BlockNumbers,
@@ -22,10 +24,12 @@ from scripts.replay.conversations import (
 )
 from scripts.replay.drive import GENERATION_HEADER_TOKENS, Outcome, Sample, requests_of
 from scripts.replay.generator import generate
+from scripts.replay.heads import share_head
 from scripts.replay.layout import SizedCache, SizedLayout, SizedSegment
 from scripts.replay.report import Oracle, figures_of, losses, prefill_seconds
 from scripts.replay.rivals import CopyRival, Sizes, TreeRival
 from scripts.replay.schedule import MAX_GAP_SECONDS, plan_arrivals, with_one_shots
+from scripts.replay.together import Replay
 
 SIZES = ["--kv-bytes-per-token", "1000", "--snapshot-bytes", "100000"]
 
@@ -177,6 +181,34 @@ class TestRivals:
         for one in requests_of(arrivals, numbers):
             rival.run(one)
             assert rival.outcome([]).memory_bytes <= 60e6
+
+
+class TestTogether:
+    @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3.5-4b"])
+    def test_heads_leave_more_memory_to_what_is_stored(self, name: str) -> None:
+        model = replace(together.MODELS[name], head_tokens=1280)
+        sizes = Sizes(model.bytes_per_token, model.snapshot_bytes, 10_000 * model.bytes_per_token + 4e8)
+        found = [
+            Replay(together.make_agents(3, model, 1), sizes, num_slots=4, heads=heads, is_checked=True).run()
+            for heads in (False, True)
+        ]
+        for one in found:
+            assert len(one.order) == len({request.name for request in one.order}) > 50
+            assert one.num_prefilled >= one.num_prompt - one.num_hit - len(one.order)
+        assert found[0].reuse < found[1].reuse
+
+    def test_a_head_is_charged_once(self) -> None:
+        layout, tokens = SizedLayout(10, 0), np.arange(3000, dtype=np.int32)
+        cache = PrefixCache(layout.make_caches, num_slots=3, budget_bytes=70_000, layout=layout)
+        cache.calibrate(layout.make_caches())
+        share_head(cache, 10)
+        for number in range(3):
+            lease = cache.begin(np.append(tokens, np.int32(number + 4000)))
+            assert lease is not None, "three copies do not fit, one head and its readers do"
+            lease.caches[0].num_tokens = 3000
+            lease.advance(tokens[lease.offset :])
+        assert cache.ledger.live_bytes == 90_000 and cache.ledger.charged_bytes == 30_030
+        assert cache.stats().num_evictions == 0
 
 
 class TestFigures:
