@@ -179,18 +179,15 @@ class RaggedBatch:
     """
 
     layers: list[LayerCache]
-
     rows: list[Sequence[LayerCache]]
     """In the order of the batch."""
 
-    def __init__(self, members: Sequence[Group | Sequence[LayerCache]]) -> None:
+    def __init__(self, members: "Sequence[_Member]") -> None:
         """Members on one head must be neighbours. Raises `NotRagged`."""
-        self._rows_of = [member.rows if isinstance(member, Group) else [member] for member in members]
-        self._groups = [member if isinstance(member, Group) else None for member in members]
-        self.rows = list(itertools.chain.from_iterable(self._rows_of))
+        self.rows = [row for member in members for row in _rows_of(member)]
         self._offsets = OffsetArrays()
         leaves = itertools.count()
-        self.layers = [self._join(column, leaves) for column in zip(*self.rows, strict=True)]
+        self.layers = [self._join(column, members, leaves) for column in zip(*self.rows, strict=True)]
 
     def take_over(self) -> None:
         """Frees the rows' own recurrent state, which is merged now: as slices it would hold an earlier batch's."""
@@ -211,27 +208,35 @@ class RaggedBatch:
         for merged, own in _recurrent_layers(self.layers, caches):
             own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
 
-    def _join(self, column: Sequence[LayerCache], leaves: Iterator[int]) -> LayerCache:
+    def _join(self, column: Sequence[LayerCache], members: "Sequence[_Member]", leaves: Iterator[int]) -> LayerCache:
         if isinstance(column[0], CacheList):
             parts = zip(*(row.caches for row in column), strict=True)
-            return CacheList(*[self._join(part, leaves) for part in parts])
+            return CacheList(*[self._join(part, members, leaves) for part in parts])
         leaf = next(leaves)
         if isinstance(column[0], ArraysCache):
             return ArraysCache.merge(column)
         if not all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
             raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
-        members = self._members(column, leaf)
-        is_one_group = len(members) == 1 and isinstance(members[0], GroupLayer) and members[0].head is None
-        return members[0] if is_one_group else RaggedLayer(members, self._offsets)
+        held = _layers_of(members, column, leaf)
+        is_one_group = len(held) == 1 and isinstance(held[0], GroupLayer) and held[0].head is None
+        return held[0] if is_one_group else RaggedLayer(held, self._offsets)
 
-    def _members(self, column: Sequence[LayerCache], leaf: int) -> list[LayerCache | GroupLayer]:
-        """Every row by itself where the layer is unused."""
-        rest, found = iter(column), list[LayerCache | GroupLayer]()
-        for group, rows in zip(self._groups, self._rows_of, strict=True):
-            caches = list(itertools.islice(rest, len(rows)))
-            layer = group.layer(leaf) if group is not None else None
-            found += caches if layer is None else [layer]
-        return found
+
+_Member: TypeAlias = Group | Sequence[LayerCache]
+
+
+def _rows_of(member: _Member) -> Sequence[Sequence[LayerCache]]:
+    return member.rows if isinstance(member, Group) else [member]
+
+
+def _layers_of(members: Sequence[_Member], column: Sequence[LayerCache], leaf: int) -> list[LayerCache | GroupLayer]:
+    """One layer of each member; every row by itself where the layer is unused."""
+    rest, found = iter(column), list[LayerCache | GroupLayer]()
+    for member in members:
+        caches = list(itertools.islice(rest, len(_rows_of(member))))
+        layer = member.layer(leaf) if isinstance(member, Group) else None
+        found += caches if layer is None else [layer]
+    return found
 
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
@@ -325,8 +330,8 @@ def _attend_member(
 
 # ----------------------------------------------------------------------------------------------- attention with heads
 
-_Member: TypeAlias = tuple[mx.array, mx.array, mx.array, mx.array | None]
-"""Queries, keys, values and mask."""
+_Attending: TypeAlias = tuple[mx.array, mx.array, mx.array, mx.array | None]
+"""A member's queries, keys, values and mask."""
 
 _Elementwise = TypeVar("_Elementwise", bound=Callable[..., mx.array])
 
@@ -336,7 +341,7 @@ def _fused(operation: _Elementwise) -> _Elementwise:
 
 
 def _attend_from_head(
-    members: Sequence[_Member], keys: mx.array, values: mx.array, scale: float, *, sinks: mx.array | None = None
+    members: Sequence[_Attending], keys: mx.array, values: mx.array, scale: float, *, sinks: mx.array | None = None
 ) -> mx.array:
     """All rows of the members over one head's keys and values, `[1, num_heads, num_tokens, width]`, then their tails.
 
