@@ -17,8 +17,8 @@ from cache.pager import Pager
 from cache.slots import Slot
 from cache.trie import Node
 
-MIN_HEAD_TOKENS = 64
-"""Where memory is short; what a shorter head saves is not worth the cut."""
+MIN_HEAD_TOKENS = 256
+"""Where memory is short; a shorter head saves less than a buffer grows by, and costs every step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +27,11 @@ class Heads:
 
     pager: Pager
     sizes: SequenceSizes
-    is_allowed: bool
 
     def _least_tokens(self, *, is_short: bool) -> float:
         """Tokens from which a head pays, now that memory `is_short` or not; inf if none does."""
         fast = self.pager.shared.head_tokens if self.pager.shared is not None else None
-        if fast is None or not self.is_allowed or not self.pager.layout.can_share_heads:
+        if fast is None or not self.pager.layout.can_share_heads:
             return math.inf
         return min(fast, MIN_HEAD_TOKENS) if is_short else fast
 

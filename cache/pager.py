@@ -15,7 +15,6 @@ import numpy as np
 
 from cache.budget import PADDING
 from cache.journal import CacheEvent, Happening
-from cache.layers.headed import put_on_head, split_at_head
 from cache.layers.layout import Layout
 from cache.layers.state import RowSource, Segment
 from cache.memory_tier import MemoryTier
@@ -223,7 +222,7 @@ class Pager:
         shared = head or self._new_head(slot.namespace)
         try:
             self._separate(slot)
-            split_at_head(slot.caches, shared.caches, tip.stop)
+            self.layout.split_at_head(slot.caches, shared.caches, tip.stop)
         except Exception:
             self.give_up(slot, slot.tip.path())
             raise
@@ -248,7 +247,7 @@ class Pager:
 
     def enter_head(self, slot: Slot, head: Slot) -> None:
         """Has an empty slot begin with a head's tokens, which are not copied. Page the rest in, or give it up."""
-        put_on_head(slot.caches, head.caches, spare_tokens=1)
+        self.layout.put_on_head(slot.caches, head.caches)
         slot.head, slot.is_cut = head, True
         slot.log.append(head.log.view())
         self.move_tip(slot, head.tip)

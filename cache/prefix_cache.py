@@ -41,12 +41,10 @@ class PrefixCache:
         chunk_tokens: int = CHUNK_TOKENS,
         layout: Layout | None = None,
         disk: DiskTier | None = None,
-        shares_heads: bool = True,
     ) -> None:
         """Prompts are evaluated up to `chunk_tokens` a call; `layout` defaults to that of `make_caches`.
 
-        `disk`, if any, gets idle state, and state beyond the budget. With `shares_heads` running sequences hold the
-        first tokens that they share once, where the runner can decode so.
+        `disk`, if any, gets idle state, and state beyond the budget.
         """
         self.layout = layout or Layout(make_caches())
         self.clock = RequestClock()
@@ -58,7 +56,7 @@ class PrefixCache:
         self.slots = self.pager.slots
         self.sizes = SequenceSizes(self.layout, chunk_tokens)
         self.pins = Pins(self.ledger)
-        heads = Heads(self.pager, self.sizes, shares_heads)
+        heads = Heads(self.pager, self.sizes)
         self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, self.sizes, heads)
         self._disk_moves = DiskMoves(self.disk, self.memory, self.pager, self.reclaimer, self.clock)
         parts = self.memory, self.pager, self.clock, self.reclaimer, self.pins

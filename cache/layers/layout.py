@@ -14,6 +14,7 @@ from typing import TypeAlias
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
+from cache.layers import headed
 from cache.layers import state as segments
 from cache.layers.headed import head_length, tail_of
 from cache.layers.state import (
@@ -352,6 +353,14 @@ class Layout:
         _, num_kept = _own_range(origin, origin, offset)
         for place, live in self._own_spans(caches):
             place.leaf.truncate(live, num_kept)
+
+    def split_at_head(self, caches: list[LayerCache], head: Sequence[LayerCache], num_tokens: int) -> None:
+        """See `headed.split_at_head`."""
+        headed.split_at_head(caches, head, num_tokens)
+
+    def put_on_head(self, caches: list[LayerCache], head: Sequence[LayerCache]) -> None:
+        """Makes empty caches begin with `head`, without a copy."""
+        headed.put_on_head(caches, head, spare_tokens=1)
 
     # -- windows and recurrent state
 

@@ -139,6 +139,7 @@ class SizedRunner:
     """A runner over state that has sizes only; counts what it evaluates and the seconds that takes."""
 
     rows_form, overlaps, padding_bytes = "together", False, 0
+    head_tokens: float | None = None
 
     def __init__(self) -> None:
         self.outputs: dict[int, TokenArray] = {}

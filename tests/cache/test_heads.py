@@ -28,6 +28,7 @@ HEAD = [int(token) for token in np.random.default_rng(1).integers(1, 9, 400)]
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "MIN_HEAD_TOKENS", 64)
     monkeypatch.setattr(layout, "GROWTH_TOKENS", STEP)
 
 
@@ -118,7 +119,7 @@ def test_short_of_memory_copies_become_a_head_before_anything_is_given_up() -> N
 
 def test_a_newcomer_that_would_not_fit_joins_a_head_instead_of_waiting() -> None:
     for shares_heads in (False, True):
-        cache = make(math.inf, shares_heads=shares_heads)
+        cache = make(math.inf if shares_heads else None)
         lease = run(cache, told_apart(0))
         cache.ledger.budget_bytes = cache.sizes.bytes_for(len(HEAD) + 100)
         found = cache.begin(np.array(told_apart(1), np.int32))
