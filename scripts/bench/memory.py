@@ -3,7 +3,8 @@
 Usage: python -m scripts.bench.memory [--json FILE] [--scale N] [--only budget]
 
 Eight conversations share a system prompt of 1 500 tokens. Paged out, they may take little more than the state of
-their different tokens and restore points. During a turn that grows to 8 000 tokens, everything together may take
+their different tokens and restore points, and all running at once no more than that and what layers without rows per
+token hold of each. During a turn that grows to 8 000 tokens, everything together may take
 little more than what is live, here the rows and states that a model must see, and the restore points kept on the way
 (the end of the system prompt and of the prompt: nothing for attention, a whole window or state elsewhere).
 
@@ -202,6 +203,28 @@ def bench_paged_out(shapes: Sequence[Shape]) -> Report:
         )
         report.figures[shape.name] = {"needed_bytes": needed, "snapshot_bytes": snapshots, "held_bytes": held}
         report.add_verdict(f"{shape.name}, held / needed", ratio, Target(MAX_PAGED_OUT))
+    return report
+
+
+def bench_running(shapes: Sequence[Shape]) -> Report:
+    """Weighs eight conversations that run at once, each with a copy of the system prompt, and on one head."""
+    report = Report(
+        f"{NUM_CONVERSATIONS} conversations on {SYSTEM_TOKENS} shared tokens, all running",
+        ["model", "needed MB", "copies MB", "on a head MB", "copies / needed", "head / needed"],
+    )
+    for shape in shapes:
+        held = []
+        for head_tokens in (None, 0.0):
+            run = Run(shape, num_slots=NUM_CONVERSATIONS)
+            shared = run.cache.pager.shared = SharesNothing()
+            shared.head_tokens = head_tokens
+            leases = [run.turn(tokens) for tokens in run.prompts()]
+            needed = sum(unique_bytes(run)) + len(leases) * shape.snapshot_bytes
+            held.append(run.held_bytes)
+        ratios = [num_bytes / needed for num_bytes in held]
+        report.rows.append([shape.name, *map(_mb, (needed, *held)), *(f"{ratio:.3f}" for ratio in ratios)])
+        report.figures[shape.name] = {"needed_bytes": needed, "copied_bytes": held[0], "headed_bytes": held[1]}
+        report.add_verdict(f"{shape.name}, on a head / needed", ratios[1], Target(MAX_PAGED_OUT))
     return report
 
 
@@ -474,6 +497,7 @@ def _decode_growing(shape: Shape, step: int) -> float:
 
 BENCHMARKS = {
     "paged-out": bench_paged_out,
+    "running": bench_running,
     "long-turn": bench_long_turn,
     "budget": bench_budget,
     "growth": bench_growth,
