@@ -96,7 +96,7 @@ class Heads:
         for slot in self._loose(also):
             if tip in slot.tip.path():
                 head = self.pager.share_head(slot, tip, head)
-                if slot.is_leased:
+                if slot.is_leased and not slot.is_lost:
                     reserved = self.sizes.bytes_for(slot.reserved_tokens, slot.origin)
                     self.pager.ledger.reserve(slot.index, reserved)
 

@@ -214,14 +214,18 @@ class Pager:
 
     # -- heads
 
-    def share_head(self, slot: Slot, tip: Node, head: Slot | None) -> Slot:
+    def share_head(self, slot: Slot, tip: Node, head: Slot | None) -> Slot | None:
         """Cuts a sequence's first tokens off, up to `tip` on its path: they move into a new head if `head` is None.
 
+        Returns the head, None if there is none yet: an earlier error took the sequence's state, and it is given up.
         An error loses the sequence, if it runs until its lease ends.
         """
         shared = head or self._new_head(slot.namespace)
         try:
             self._separate(slot)
+            if not self.layout.has_rows(slot.caches):
+                self.give_up(slot, slot.tip.path())
+                return head
             self.layout.split_at_head(slot.caches, shared.caches, tip.stop)
         except Exception:
             self.give_up(slot, slot.tip.path())

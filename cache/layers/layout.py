@@ -292,6 +292,10 @@ class Layout:
 
     # -- spans, of a sequence with a head from there on
 
+    def has_rows(self, caches: Sequence[LayerCache]) -> bool:
+        """Whether no span layer lost its arrays, as rows in shared buffers do by an error."""
+        return all(place.leaf.length(live) for place, live in self._own_spans(caches))
+
     def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> LiveRows:
         """Span rows `[start, stop)` as views, to be copied at once."""
         arrays = [array for place, live in self._own_spans(caches) for array in place.leaf.arrays(live)]

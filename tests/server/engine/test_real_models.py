@@ -8,6 +8,7 @@ from contextlib import suppress
 import mlx.core as mx
 import pytest
 
+from cache import heads
 from cache.budget import PADDING
 from models.inference.groups import GroupLayer
 from models.inference.runner import Runner
@@ -126,6 +127,25 @@ def test_what_an_error_took_from_shared_buffers_is_neither_kept_nor_blamed_on_a_
     again = [ask(harness, list(turn)) for turn in turns]
     harness.run()
     assert [sink.tokens for sink in again] == [alone(name, turn) for turn in turns]
+
+
+def test_rows_that_an_error_took_from_shared_buffers_become_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = harness_for("llama", chunk_tokens=128)
+    monkeypatch.setattr(heads, "MIN_HEAD_TOKENS", 16)
+    monkeypatch.setattr(harness.runner, "member_tokens", 1000)
+    monkeypatch.setattr(harness.runner, "head_tokens", float("inf"))
+    prompts = [[*text_of(0, 50), *text_of(seed, 9)] for seed in range(1, 5)]
+    sinks = [ask(harness, prompt) for prompt in prompts[:3]]
+    while any(len(sink.tokens) < 3 for sink in sinks):
+        harness.step()
+    with monkeypatch.context() as patched, suppress(RuntimeError):
+        patched.setattr(GroupLayer, "give", _fail)
+        harness.prefix_cache.reclaimer.free(1)
+    harness.prefix_cache.reclaimer.free(1)
+    harness.run()
+    sinks.append(ask(harness, prompts[3]))
+    harness.run()
+    assert [sink.tokens for sink in sinks] == [alone("llama", tuple(prompt)) for prompt in prompts]
 
 
 def _fail(*_: object) -> None:
