@@ -1,5 +1,6 @@
 """What the proofs with coding agents rest on: scripted words over real state."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ def served() -> Iterator[tuple[OpenAI, ScriptedEngine]]:
         yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), engine
 
 
+def wait_for_idle_work(engine: ScriptedEngine) -> None:
+    """Until the reply was evaluated as the next prompt shows it."""
+    deadline = time.monotonic() + 20
+    while engine.stats().num_open or not any(exchange.is_idle_work for exchange in engine.exchanges):
+        assert time.monotonic() < deadline, "the engine did not work while it was idle"
+        time.sleep(0.005)
+
+
 def test_an_agents_turns_follow_the_script(served: tuple[OpenAI, ScriptedEngine]) -> None:
     client, engine = served
     engine.begin(SCRIPT)
@@ -35,6 +44,7 @@ def test_an_agents_turns_follow_the_script(served: tuple[OpenAI, ScriptedEngine]
     assert (first.choices[0].message.content, call.function.arguments) == ("I read it.", '{"path": "a.txt"}')
     result = {"role": "tool", "tool_call_id": call.id, "content": "hello"}
     messages += [first.choices[0].message.model_dump(exclude_none=True), result]
+    wait_for_idle_work(engine)
     last = client.chat.completions.create(model="demo", messages=messages, tools=[READ])
     assert last.choices[0].message.content == "Done."
     assert [exchange.cached_tokens > 0 for exchange in engine.answered()] == [False, True]

@@ -53,7 +53,7 @@ def decoded(runner: Runner, rows: list[DecodeRow]) -> list[list[int]]:
 def test_rows_decode_together_as_alone(name: str, mixes: bool, tmp_path: Path) -> None:
     model, adapters = model_with(name, tmp_path)
     runner = Runner(model, vocab_size=tiny_models.VOCAB, adapters=adapters, max_probe_seconds=float("inf"))
-    assert runner.form is Form.GROUPS and runner.mixes is mixes
+    assert runner.form is Form.HEADS and runner.mixes is mixes
     alone = [decoded(runner, [row_of(runner, *pair)])[0] for pair in zip(PROMPTS, ADAPTERS, strict=True)]
     together = decoded(runner, [row_of(runner, *pair) for pair in zip(PROMPTS, ADAPTERS, strict=True)])
     assert together == alone
