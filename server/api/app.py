@@ -16,13 +16,13 @@ from server.api.admin import cache, sessions, state
 from server.api.anthropic.api import ANTHROPIC
 from server.api.console import PAGE_ROUTES, needs_no_key
 from server.api.context import ApiContext
-from server.api.dialect import Api, Endpoint, find_dialect, routes_of, with_and_without_v1
+from server.api.dialect import Api, Endpoint, Operation, find_dialect, routes_of, with_and_without_v1
 from server.api.guard import Check, ErrorBoundary, WebAccess, check_key, cross_origin_layer, raise_http_error
 from server.api.llama_cpp.api import LLAMA_CPP
 from server.api.observe import Tracing
 from server.api.ollama.api import OLLAMA
 from server.api.openai.api import OPENAI
-from server.api.openapi import DescribedPath, Operation, describe
+from server.api.openapi import DescribedPath, describe
 from server.api.responses.api import RESPONSES
 from server.api.wire import JsonBody
 from server.app.config import ServerConfig

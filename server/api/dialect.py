@@ -23,7 +23,6 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from server.api.errors import ApiError, Code, wrong
-from server.api.openapi import Operation
 from server.api.sessions import resolve_session_id
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
 from server.pool.served import ServedModel
@@ -92,6 +91,19 @@ class ModelReady:
     payload: Payload
     keep_alive_seconds: float | None = None
     """As in `Exchange`."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What an endpoint takes and gives; None: it takes no body."""
+
+    body: Any = None
+    answer: Any = dict[str, Any]
+    stream: Any = None
+    """The type of a stream's events or lines."""
+    stream_type: str = "text/event-stream"
+    answer_type: str = "application/json"
+    query: tuple[str, ...] = ()
 
 
 class Endpoint(Route):

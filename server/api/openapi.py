@@ -8,26 +8,16 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
+if TYPE_CHECKING:
+    from server.api.dialect import Operation
+
 JsonSchema: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What an endpoint takes and gives; None: it takes no body."""
-
-    body: Any = None
-    answer: Any = dict[str, Any]
-    stream: Any = None
-    """The type of a stream's events or lines."""
-    stream_type: str = "text/event-stream"
-    answer_type: str = "application/json"
-    query: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,7 +27,7 @@ class DescribedPath:
     path: str
     methods: Collection[str]
     endpoint: Callable[..., Any]
-    operation: Operation
+    operation: "Operation"
     error: Any
 
 

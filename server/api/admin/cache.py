@@ -24,7 +24,7 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate
 from server.api.context import ApiContext, context_of
 from server.api.conversation import cut_at_last_point
-from server.api.dialect import Endpoint, Payload, parse_body
+from server.api.dialect import Endpoint, Operation, Payload, parse_body
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import is_owner, namespace_of, visible_namespace
 from server.api.openai.chat import read_conversation
@@ -32,7 +32,6 @@ from server.api.openai.completions import CompletionBody, text_prompt
 from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
 from server.api.openai.params import read_params
 from server.api.openai.types import ChatBody
-from server.api.openapi import Operation
 from server.api.params import Incoming, build_request
 from server.api.wire import JsonBody, body_of, number_asked
 from server.engine.commands import (

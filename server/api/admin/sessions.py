@@ -10,10 +10,9 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from server.api.context import context_of
-from server.api.dialect import Endpoint
+from server.api.dialect import Endpoint, Operation
 from server.api.errors import ApiError, Code
 from server.api.guard import listed_namespace, visible_namespace
-from server.api.openapi import Operation
 from server.api.record import MissBody, miss_body, miss_of
 from server.api.sessions import SessionRecord, TurnRecord
 from server.api.wire import JsonBody, body_of

@@ -20,10 +20,9 @@ from typing_extensions import TypedDict
 from server.api.activity import EventLog, Listener, LiveEvent, Lost, Sums, frame_of
 from server.api.call import AnswerStream
 from server.api.context import ApiContext, context_of
-from server.api.dialect import BodyModel, Endpoint
+from server.api.dialect import BodyModel, Endpoint, Operation
 from server.api.errors import ApiError, Code, stopped
 from server.api.guard import is_authorised, is_owner, listed_namespace, read_owners_body
-from server.api.openapi import Operation
 from server.api.record import OpenRequest
 from server.api.wire import JsonBody, body_of, number_asked, sse_comment
 from server.engine.request import EngineStats

@@ -18,10 +18,18 @@ from server.api.anthropic.messages import MessageAnswer, create_message
 from server.api.anthropic.types import IN_COUNT, MessagesBody, PromptBody
 from server.api.call import inspect
 from server.api.context import ApiContext, context_of
-from server.api.dialect import Api, Dialect, Endpoint, HeaderRoute, Payload, parse_body, with_and_without_v1
+from server.api.dialect import (
+    Api,
+    Dialect,
+    Endpoint,
+    HeaderRoute,
+    Operation,
+    Payload,
+    parse_body,
+    with_and_without_v1,
+)
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.guard import namespace_of
-from server.api.openapi import Operation
 from server.api.params import Incoming
 from server.api.sessions import header_text
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event

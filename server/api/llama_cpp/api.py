@@ -26,6 +26,7 @@ from server.api.dialect import (
     BodyModel,
     Dialect,
     Endpoint,
+    Operation,
     Payload,
     Rules,
     honoured,
@@ -41,7 +42,6 @@ from server.api.openai.completions import text_prompt
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.params import read_params
 from server.api.openai.types import ChatBody, GenerationBody, as_limit
-from server.api.openapi import Operation
 from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CacheBody, TimingsBody, costs_of
 from server.api.wire import JsonBody, body_of, sse_event

@@ -18,11 +18,11 @@ from models.store.modelfile import modelfile_of, parameters_of
 from server.api import PRODUCT
 from server.api.call import inspect
 from server.api.context import ApiContext, context_of
-from server.api.dialect import Api, BodyModel, Endpoint, Payload, parse_body
+from server.api.dialect import Api, BodyModel, Endpoint, Operation, Payload, parse_body
 from server.api.errors import ApiError, Code
 from server.api.ollama import generate, manage
 from server.api.ollama.dialect import ErrorText, OllamaDialect, find_model, thinks
-from server.api.openapi import Operation, explain_unknown_path
+from server.api.openapi import explain_unknown_path
 from server.api.params import Incoming
 from server.api.wire import JsonBody
 from server.pool.errors import ModelNotLoaded

@@ -19,7 +19,7 @@ from server.api.answer import Answer, Exchange, OutputEvent, Question
 from server.api.call import compute, generate
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, can_continue
-from server.api.dialect import BodyModel, Endpoint, ModelReady, Payload, Whole, parse_body, refuse_fields
+from server.api.dialect import BodyModel, Endpoint, ModelReady, Operation, Payload, Whole, parse_body, refuse_fields
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
@@ -39,7 +39,6 @@ from server.api.ollama.dialect import (
     read_params,
     template_arguments,
 )
-from server.api.openapi import Operation
 from server.api.params import AnswerGrammar, Incoming, answer_or_calls, build_request
 from server.api.record import CacheBody, cache_of
 from server.engine.embeddings import Vector

@@ -24,11 +24,10 @@ from models.store.modelfile import Modelfile, parse_modelfile
 from models.store.stored_model import ExampleMessage, WeightsPlace
 from server.api.call import AnswerStream
 from server.api.context import ApiContext, context_of
-from server.api.dialect import BodyModel, Endpoint, no_effect, refused
+from server.api.dialect import BodyModel, Endpoint, Operation, no_effect, refused
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import read_owners_body
 from server.api.ollama.dialect import OllamaDialect, line
-from server.api.openapi import Operation
 from server.api.wire import JsonBody
 from server.app.config import ServerConfig
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine

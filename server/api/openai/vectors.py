@@ -15,10 +15,9 @@ from typing_extensions import TypedDict
 from models.formats import judged_text
 from server.api.call import compute
 from server.api.context import ApiContext
-from server.api.dialect import BodyModel, Endpoint, Rules, Whole, no_effect, parse_body, read_by, refused
+from server.api.dialect import BodyModel, Endpoint, Operation, Rules, Whole, no_effect, parse_body, read_by, refused
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import wrong
-from server.api.openapi import Operation
 from server.api.params import Incoming
 from server.api.wire import json_text
 from server.engine.embeddings import Vector

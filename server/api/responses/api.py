@@ -16,11 +16,10 @@ from typing_extensions import TypedDict
 
 from server.api.call import AnswerStream, inspect
 from server.api.context import ApiContext, context_of
-from server.api.dialect import Api, BodyModel, Endpoint, Payload, dialect_of, with_and_without_v1
+from server.api.dialect import Api, BodyModel, Endpoint, Operation, Payload, dialect_of, with_and_without_v1
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
 from server.api.openai.dialect import ErrorBody, OpenAiDialect, error_body
-from server.api.openapi import Operation
 from server.api.params import Incoming
 from server.api.responses.background import KEPT_SECONDS, BackgroundRun, BackgroundRuns
 from server.api.responses.create import (
