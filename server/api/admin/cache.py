@@ -27,9 +27,8 @@ from server.api.conversation import cut_at_last_point
 from server.api.dialect import Endpoint, Operation, Payload, parse_body
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import is_owner, namespace_of, visible_namespace
-from server.api.openai.chat import read_conversation
-from server.api.openai.completions import CompletionBody, text_prompt
 from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
+from server.api.openai.generate import CompletionBody, read_conversation, text_prompt
 from server.api.openai.params import read_params
 from server.api.openai.types import ChatBody
 from server.api.params import Incoming, build_request

@@ -37,9 +37,8 @@ from server.api.dialect import (
 )
 from server.api.errors import ApiError, Code, retry_later
 from server.api.guard import namespace_of
-from server.api.openai.chat import read_conversation
-from server.api.openai.completions import text_prompt
 from server.api.openai.fields import IN_CHAT, IN_TEXT
+from server.api.openai.generate import read_conversation, text_prompt
 from server.api.openai.params import read_params
 from server.api.openai.types import ChatBody, GenerationBody, as_limit
 from server.api.params import Incoming, build_request, check_token_ids

@@ -10,9 +10,15 @@ from typing_extensions import TypedDict
 from server.api import PRODUCT
 from server.api.context import context_of
 from server.api.dialect import Api, Endpoint, Operation, with_and_without_v1
-from server.api.openai.chat import ChatChunk, ChatCompletion, create_chat_completion
-from server.api.openai.completions import CompletionBody, TextCompletion, create_completion
 from server.api.openai.dialect import ErrorBody, OpenAiDialect
+from server.api.openai.generate import (
+    ChatChunk,
+    ChatCompletion,
+    CompletionBody,
+    TextCompletion,
+    create_chat_completion,
+    create_completion,
+)
 from server.api.openai.types import ChatBody
 from server.api.openai.vectors import ROUTES
 from server.api.wire import JsonBody

@@ -13,7 +13,7 @@ from server.api.answer import Run, TurnAccount
 from server.api.app import create_pool_app
 from server.api.call import Call
 from server.api.context import ApiContext
-from server.api.openai.chat import ChatExchange
+from server.api.openai.generate import ChatExchange
 from server.api.planning import Planning
 from server.api.wire import JsonBody
 from server.app.config import ServerConfig

@@ -25,11 +25,19 @@ from server.api.app import ADMIN_ROUTES, APIS
 from server.api.dialect import Rule, Rules, Treatment
 from server.api.errors import Code
 from server.api.openai.api import ModelBody, ModelList
-from server.api.openai.chat import ChatChoice, ChatChunk, ChatCompletion, ChunkChoice, MessageBody
 from server.api.openai.choices import PromptTokensDetails, Usage
-from server.api.openai.completions import CompletionBody, TextChoice, TextCompletion
 from server.api.openai.dialect import ErrorObject
 from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
+from server.api.openai.generate import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChunkChoice,
+    CompletionBody,
+    MessageBody,
+    TextChoice,
+    TextCompletion,
+)
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody, StreamOptions
 from server.api.record import CacheBody, MissBody, TimingsBody
 from server.api.sessions import (

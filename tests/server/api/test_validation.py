@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 from starlette.testclient import TestClient
 
 from server.api.app import create_app
-from server.api.openai.completions import CompletionBody
 from server.api.openai.fields import IN_CHAT, IN_TEXT
+from server.api.openai.generate import CompletionBody
 from server.api.openai.types import ChatBody
 from server.app.config import ServerConfig
 from server.engine.request import Priority

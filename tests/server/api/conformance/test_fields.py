@@ -24,8 +24,8 @@ from server.api.ollama.dialect import IN_CHAT as IN_OLLAMA_CHAT
 from server.api.ollama.dialect import IN_GENERATE, OllamaBody
 from server.api.ollama.dialect import IN_MESSAGE as IN_OLLAMA_MESSAGE
 from server.api.ollama.generate import OllamaChatBody, OllamaGenerateBody, OllamaMessage
-from server.api.openai.completions import CompletionBody
 from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
+from server.api.openai.generate import CompletionBody
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody
 from server.api.params import IN_OPTIONS, Options
 from server.api.responses.types import IN_COUNT as IN_RESPONSE_COUNT
