@@ -1,32 +1,48 @@
-"""The paths of Ollama's dialect, and what its clients ask of models and server."""
+"""The paths of Ollama's dialect, what its clients ask of the server, and models: told, made and pulled.
+
+Only the owner of the server changes models. A name is never taken for a path, creating and copying download nothing,
+and weights are never deleted.
+"""
 
 import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NotRequired
+from typing import Any, Final, NotRequired, TypeVar
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
-from models.errors import StoreError
-from models.names import find_stored
-from models.store.modelfile import modelfile_of, parameters_of
+from models.errors import ModelError, ModelfileError, ModelNotFound, RepositoryNotFound, StoreError
+from models.hub import PullChecking, PullEvent, PullProgress, pull
+from models.names import BUILT_IN, find_stored, folder_of, installed_place, parse_repository, shorten, suggest
+from models.short_names import find_family, largest
+from models.store import library
+from models.store.library import parse_free_name
+from models.store.modelfile import Modelfile, modelfile_of, parameters_of, parse_modelfile
+from models.store.stored_model import ExampleMessage, WeightsPlace
 from server.api import PRODUCT
-from server.api.call import inspect
+from server.api.call import AnswerStream, inspect
 from server.api.context import ApiContext, context_of
-from server.api.dialect import Api, BodyModel, Endpoint, Operation, Payload, parse_body
-from server.api.errors import ApiError, Code
-from server.api.ollama import generate, manage
-from server.api.ollama.dialect import ErrorText, OllamaDialect, find_model, thinks
+from server.api.dialect import Api, BodyModel, Endpoint, Operation, Payload, no_effect, parse_body, refused
+from server.api.errors import ApiError, Code, wrong
+from server.api.guard import read_owners_body
+from server.api.ollama import generate
+from server.api.ollama.dialect import ErrorText, OllamaDialect, find_model, line, thinks
 from server.api.openapi import explain_unknown_path
 from server.api.params import Incoming
 from server.api.wire import JsonBody
-from server.pool.errors import ModelNotLoaded
-from server.pool.names import LATEST
+from server.app.config import ServerConfig
+from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
+from server.app.pulls import Pulls
+from server.pool.errors import ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolError
+from server.pool.names import LATEST, ModelSource
 from server.pool.served import ListedModel, Occupancy, ServedModel
 
 OLLAMA_VERSION: Final = "0.12.6"
@@ -262,13 +278,259 @@ def _count_text(count: int) -> str:
     return f"{count / 10**6:.2f}M" if count >= 10**6 else f"{count / 10**3:.2f}K"
 
 
+Result = TypeVar("Result")
+
+STEPS = ("reading model metadata", "creating system layer", "writing manifest", "success")
+"""Clients show these while a model is made."""
+
+
+class CopyBody(BodyModel):
+    """Body of `POST /api/copy`."""
+
+    source: str
+    destination: str
+
+
+class _NamingBody(BodyModel):
+    model: str | None = None
+    name: str | None = None
+
+    @property
+    def named(self) -> str:
+        """Raises ApiError (400) if there is none."""
+        if not (self.model or self.name):
+            raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
+        return self.model or self.name or ""
+
+
+class DeleteBody(_NamingBody):
+    """Body of `DELETE /api/delete`."""
+
+
+class FirstMessage(BodyModel):
+    """A message at the head of each conversation."""
+
+    role: str = Field(pattern="^(system|user|assistant)$")
+    content: str
+
+
+class CreateBody(_NamingBody):
+    """Body of `POST /api/create`."""
+
+    from_: str | None = Field(default=None, alias="from")
+    modelfile: str | None = None
+    """Older form of `from` and the following fields."""
+    system: str | None = None
+    parameters: dict[str, Any] | None = None
+    messages: list[FirstMessage] | None = None
+    license: str | list[str] | None = None
+    stream: bool | None = None
+    """Steps are sent as lines unless false."""
+
+
+_IN_CREATE = {
+    **refused("a model's template comes with its files, and is written in Jinja, not in Go", 'template=""'),
+    **refused("start the server with --adapter NAME=FOLDER to serve a LoRA adapter beside a model", "adapters={}"),
+    **refused("weights stay as they are; pull a quantized model instead", 'quantize="" quantization=""'),
+    **refused("a model is pulled, or made from one that is here", 'files={} path=""'),
+}
+_IN_PULL = no_effect("the hub is asked as HF_ENDPOINT and HF_TOKEN say", "insecure username password")
+
+
+class CreateStatus(TypedDict):
+    """One line: what is being done."""
+
+    status: str
+
+
+async def create_model(request: Request) -> Response:
+    """Makes a model from another, with defaults of its own; raises ApiError (400, 403, 404)."""
+    body = await read_owners_body(request, CreateBody, _IN_CREATE, "names models")
+    await asyncio.to_thread(_create, context_of(request), body)
+    if body.stream is False:
+        return JsonBody(CreateStatus(status=STEPS[-1]))
+    lines = b"".join(line(CreateStatus(status=step)) for step in STEPS)
+    return Response(lines, media_type=generate.NDJSON)
+
+
+async def copy_model(request: Request) -> Response:
+    """Gives a model another name, whatever had it. Raises ApiError (400, 403, 404)."""
+    body = await read_owners_body(request, CopyBody, {}, "names models")
+    await asyncio.to_thread(_copy, context_of(request), body)
+    return JsonBody({})
+
+
+async def delete_model(request: Request) -> Response:
+    """Removes a name, and no weights; raises ApiError (400, 403, 404)."""
+    body = await read_owners_body(request, DeleteBody, {}, "names models")
+    await asyncio.to_thread(_delete, context_of(request), body.named)
+    return JsonBody({})
+
+
+def _copy(context: ApiContext, body: CopyBody) -> None:
+    name = _free(context, body.destination, "destination")
+    source = _source(context, body.source, "source")
+    _done(lambda: library.create(name, _place(source), Modelfile(source.name)), "destination")
+
+
+def _create(context: ApiContext, body: CreateBody) -> None:
+    name = _free(context, body.named, "model")
+    told = _asked(body)
+    source = _source(context, told.base, "from")
+    _done(lambda: library.create(name, _place(source), replace(told, base=source.name)), "parameters")
+
+
+def _asked(body: CreateBody) -> Modelfile:
+    """Returns base and settings of the new model; raises ApiError."""
+    if body.modelfile:
+        try:
+            return parse_modelfile(body.modelfile)
+        except ModelfileError as error:
+            raise wrong("modelfile", str(error)) from error
+    if not body.from_:
+        raise wrong("from", "name the model that it is made from", Code.MISSING_PARAMETER)
+    messages = [ExampleMessage(one.role, one.content) for one in body.messages or ()]
+    text = "\n".join(body.license) if isinstance(body.license, list) else body.license
+    return Modelfile(body.from_, list((body.parameters or {}).items()), body.system, messages, text)
+
+
+def _delete(context: ApiContext, name: str) -> None:
+    if _done(lambda: find_stored(name), "model") is not None:
+        _done(lambda: library.remove(name), "model")
+        return
+    source = _source(context, name, "model")
+    why = "its weights may be other programs', too; mlx-serve rm removes them, at the server's own machine"
+    raise ApiError(Code.INVALID_VALUE, f"{source.name} is no name that was given here: {why}", "model")
+
+
+def _free(context: ApiContext, name: str, param: str) -> str:
+    try:
+        free = parse_free_name(name)
+    except StoreError as error:
+        raise wrong(param, str(error)) from error
+    short = free.removesuffix(LATEST)
+    if any(model.adapter_name == short for model in context.pool.served):
+        # Requests for this name would still mean the adapter.
+        raise wrong(param, f"{short} is an adapter that this server was started with; choose another name")
+    return free
+
+
+def _source(context: ApiContext, name: str, param: str) -> ModelSource:
+    """Returns the named model; raises ApiError (404)."""
+    try:
+        source = context.pool.source_of(name or None)
+    except (ModelUnknown, ModelNameNeeded) as error:
+        instead = error.instead if isinstance(error, ModelUnknown) else str(error)
+        raise ApiError(Code.MODEL_NOT_FOUND, f"model {name[:200]!r} not found: {instead}", param) from error
+    except PoolError as error:
+        raise ApiError(Code.MODEL_UNUSABLE, str(error), param) from error
+    if source.adapter is not None:
+        raise wrong(param, f"{source.adapter} is an adapter, which has no name but the one of --adapter")
+    return source
+
+
+def _place(source: ModelSource) -> WeightsPlace:
+    """Returns the name of a model if the name leads to the folder of its weights, else the folder."""
+    place = installed_place(source.name) or installed_place(source.id)
+    folder = os.path.realpath(source.path)
+    if place is not None and os.path.realpath(folder_of(place)) == folder:
+        return place
+    return WeightsPlace("folder", folder)
+
+
+def _done(work: Callable[[], Result], param: str) -> Result:
+    """Returns the result; raises ApiError (400, 503)."""
+    try:
+        return work()
+    except ModelfileError as error:
+        raise wrong(param, str(error)) from error
+    except ModelError as error:
+        raise ApiError(Code.MODEL_UNUSABLE, str(error), "model") from error
+
+
+class PullBody(_NamingBody):
+    """Body of `POST /api/pull`."""
+
+    stream: bool | None = None
+
+
+class PullStatus(TypedDict):
+    """One line of progress."""
+
+    status: str
+    digest: NotRequired[str]
+    """`sha256:` and the file's digest."""
+    total: NotRequired[int]
+    completed: NotRequired[int]
+
+
+async def pull_model(request: Request) -> Response:
+    """Downloads a model; raises ApiError (400, 403, 404)."""
+    body = await read_owners_body(request, PullBody, _IN_PULL, "downloads models")
+    context = context_of(request)
+    name = _wanted(body.named)
+    steps = context.kept(pulls_of).steps(name)
+    lines = _lines(steps)
+    if body.stream is False:
+        async for _ in lines:
+            pass
+        return JsonBody(PullStatus(status="success"))
+    return AnswerStream(request, lines, lambda: b"")
+
+
+def pulls_of(config: ServerConfig) -> Pulls:
+    """Returns the server's downloads."""
+    return Pulls(lambda name, tell: pull(name, tell, max_weights_bytes=largest_weights_bytes(this_machine())))
+
+
+def _wanted(name: str) -> str:
+    """Returns the name to download, of a family the largest that fits; raises ApiError (404)."""
+    family, plain = find_family(name), name.removesuffix(LATEST)
+    if family:
+        return (largest(family, comfortable_weights_bytes(this_machine())) or family[0]).name
+    if plain not in BUILT_IN and parse_repository(plain) is None:
+        reason = f"pull model manifest: {shorten(plain)[:200]!r}: {suggest(plain)}"
+        raise ApiError(Code.MODEL_NOT_FOUND, reason, "model")
+    return plain
+
+
+async def _lines(steps: AsyncIterator[PullEvent]) -> AsyncIterator[bytes]:
+    """Yields progress; raises ApiError for wrong names, and failures of machine or hub."""
+    yield line(PullStatus(status="pulling manifest"))
+    try:
+        async for event in steps:
+            for status in _told(event):
+                yield line(status)
+    except (ModelNotFound, RepositoryNotFound) as error:
+        raise ApiError(Code.MODEL_NOT_FOUND, f"pull model manifest: {error}", "model") from error
+    except ModelError as error:
+        raise ApiError(Code.MODEL_UNUSABLE, str(error), "model") from error
+    yield line(PullStatus(status="writing manifest"))
+    yield line(PullStatus(status="success"))
+
+
+def _told(event: PullEvent) -> list[PullStatus]:
+    match event:
+        case PullProgress(file=file, file_bytes=here) if file is not None:
+            digest = f"sha256:{file.digest}"
+            status = f"pulling {file.digest[:12]}"
+            return [{"status": status, "digest": digest, "total": file.num_bytes, "completed": here}]
+        case PullChecking():
+            return [{"status": "verifying sha256 digest"}]
+        case _:
+            return []
+
+
 _ROUTES = (
     Endpoint("/api/tags", tags, Operation(answer=TagsBody)),
     Endpoint("/api/show", show, Operation(ShowBody, ShownBody)),
     Endpoint("/api/ps", ps, Operation(answer=RunningList)),
     Endpoint("/api/version", version, Operation(answer=VersionBody)),
     Endpoint("/", root, Operation(answer=str, answer_type="text/plain")),
-    *manage.ROUTES,
+    Endpoint("/api/pull", pull_model, Operation(PullBody, PullStatus, PullStatus, generate.NDJSON)),
+    Endpoint("/api/create", create_model, Operation(CreateBody, CreateStatus, CreateStatus, generate.NDJSON)),
+    Endpoint("/api/copy", copy_model, Operation(CopyBody)),
+    Endpoint("/api/delete", delete_model, Operation(DeleteBody), ["DELETE"]),
     *generate.ROUTES,
 )
 OLLAMA = Api(OllamaDialect(), _ROUTES, ErrorText, own_paths=("/api",))
