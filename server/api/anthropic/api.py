@@ -1,22 +1,34 @@
-"""The paths, models and conventions of Anthropic's dialect.
+"""The Messages API: conventions, lists of models, `POST /v1/messages`, streamed or whole, and its paths.
 
 Clients send `x-api-key`, and read named events and `request-id`. `GET /v1/models` has Anthropic's form for
 requests with `anthropic-version`.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NotRequired, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from server.api.anthropic.conversation import find_model, read_conversation
-from server.api.anthropic.messages import MessageAnswer, create_message
-from server.api.anthropic.types import IN_COUNT, MessagesBody, PromptBody
-from server.api.call import inspect
+from cache.snapshots import RestorePointKind
+from models.errors import ModelError
+from models.prompt.shapes import Message
+from server.api.answer import Answer, Exchange, Question
+from server.api.anthropic.content import AnswerContent, BlockBody, BlockEvent, ServerToolUseBody, ToolSearchResultBody
+from server.api.anthropic.conversation import (
+    as_function,
+    find_model,
+    read_conversation,
+    read_params,
+    template_messages,
+)
+from server.api.anthropic.tool_search import SearchFailed, find_tools
+from server.api.anthropic.types import IN_COUNT, IN_MESSAGES, InputMessage, MessagesBody, PromptBody
+from server.api.call import generate, inspect
 from server.api.context import ApiContext, context_of
 from server.api.dialect import (
     Api,
@@ -30,10 +42,13 @@ from server.api.dialect import (
 )
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.guard import namespace_of
-from server.api.params import Incoming
+from server.api.params import Incoming, build_request
+from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
-from server.pool.served import ListedModel
+from server.engine.diagnosis import MissReason
+from server.engine.request import Finished, FinishReason, GenerationRequest, Started
+from server.pool.served import ListedModel, ServedModel
 
 
 class ModelInfoBody(TypedDict):
@@ -190,6 +205,290 @@ def count_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     conversation = read_conversation(body, model, context.config, namespace_of(incoming.http, None))
     count: TokenCountBody = {"input_tokens": len(conversation.render().tokens)}
     return count
+
+
+_MISS_TYPES: Final = {
+    MissReason.SYSTEM_CHANGED: "system_changed",
+    MissReason.TOOLS_CHANGED: "tools_changed",
+    MissReason.MODEL_CHANGED: "model_changed",
+    MissReason.MESSAGES_CHANGED: "messages_changed",
+    MissReason.HISTORY_TRIMMED: "messages_changed",
+    MissReason.REPLY_CHANGED: "messages_changed",
+    MissReason.THOUGHTS_REMOVED: "messages_changed",
+    MissReason.BRANCHED: "messages_changed",
+    MissReason.NOTE_MOVED: "messages_changed",
+    MissReason.SIDE_REQUEST: "messages_changed",
+}
+"""Other reasons are `unavailable`."""
+
+
+class OutputTokensDetails(TypedDict):
+    """What the answer's tokens were spent on."""
+
+    thinking_tokens: int
+
+
+class MessagesUsage(TypedDict):
+    """Token counts of one request. The sum of the three input counts is the prompt."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: NotRequired[OutputTokensDetails]
+    """Only if the model's thinking is told apart."""
+
+
+class CacheMissReason(TypedDict):
+    """Why part of the conversation's last turn was not reused, in Anthropic's words."""
+
+    type: str
+    cache_missed_input_tokens: NotRequired[int]
+
+
+class DiagnosticsBody(TypedDict):
+    """What was reused, why not more, and what the answer cost."""
+
+    cache_miss_reason: CacheMissReason | None
+    cache: CacheBody | None
+    timings: NotRequired[TimingsBody]
+    """Only in a complete answer."""
+
+
+def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: bool) -> MessagesUsage:
+    """Returns the counts at the start; with `caches_all` the whole prompt is to be cached."""
+    num_prompt, num_read = started.prompt_tokens, started.hit_tokens
+    explicit = (point.offset for point in request.restore_points if point.kind is RestorePointKind.EXPLICIT)
+    # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
+    marked = num_prompt if caches_all else max(explicit, default=0)
+    num_created = max(0, min(marked, num_prompt) - num_read)
+    return {
+        "input_tokens": num_prompt - num_read - num_created,
+        "cache_creation_input_tokens": num_created,
+        "cache_read_input_tokens": num_read,
+        "output_tokens": 0,
+    }
+
+
+def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> MessagesUsage:
+    """Returns a finished answer's counts: its first part's prompt, all output."""
+    usage: MessagesUsage = {**at_start, "output_tokens": sum(part.timings.predicted_tokens for part in parts)}
+    counts = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
+    if counts:
+        usage["output_tokens_details"] = {"thinking_tokens": sum(counts)}
+    return usage
+
+
+def diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
+    """Returns the reuse; for a finished request also the times."""
+    miss, reason = started.reuse.miss, None
+    if miss is not None:
+        kind = _MISS_TYPES.get(miss.reason)
+        reason = CacheMissReason(type=kind or "unavailable")
+        if kind is not None:
+            reason["cache_missed_input_tokens"] = miss.lost_tokens
+    body: DiagnosticsBody = {"cache_miss_reason": reason, "cache": cache_of(started, session_id)}
+    if finished is not None:
+        body["timings"] = timings_of(finished.timings)
+    return body
+
+
+MAX_PARTS = 8
+"""After so many parts the client must continue the answer."""
+
+
+class ContextManagementBody(TypedDict):
+    """The edits made to the conversation: none."""
+
+    applied_edits: list[Any]
+
+
+class MessageAnswer(TypedDict):
+    """The body of an answer, and in a stream how it begins."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[BlockBody]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+    diagnostics: DiagnosticsBody
+    context_management: NotRequired[ContextManagementBody]
+
+
+@generate("msg_")
+def create_message(context: ApiContext, incoming: Incoming) -> Exchange:
+    """Answers the last message of a conversation."""
+    body = parse_body(MessagesBody, dict(incoming.fields), IN_MESSAGES)
+    return _open(context, incoming, body, find_model(context, body.model))
+
+
+def _open(context: ApiContext, incoming: Incoming, body: MessagesBody, model: ServedModel) -> "MessageExchange":
+    namespace = namespace_of(incoming.http, body.cache_salt)
+    conversation = read_conversation(body, model, context.config, namespace)
+    prompt = conversation.render()
+    request = build_request(incoming, model, prompt, read_params(body, conversation, model), namespace)
+
+    def open_part(longer: MessagesBody, number: int) -> MessageExchange:
+        # The model is held, but may take no other requests any more, so it is not looked up again.
+        return _open(context, replace(incoming, request_id=f"{incoming.request_id}-{number}"), longer, model)
+
+    # A prompt that is only evaluated has no answer for the next turn.
+    source = None if request.is_prefix_only else conversation
+    return MessageExchange(body, Question(model, request, prompt, source), open_part)
+
+
+class MessageExchange(Exchange):
+    """Writes one message. After tool searches further exchanges go on, each with a longer body."""
+
+    def __init__(
+        self, body: MessagesBody, question: Question, open_part: Callable[[MessagesBody, int], "MessageExchange"]
+    ) -> None:
+        """`open_part` takes a longer body and the part's number."""
+        super().__init__(question, is_streamed=body.stream is True)
+        self._body = body
+        searches = {tool.name for tool in body.tools or () if tool.is_search}
+        self._content = AnswerContent(shows_thinking=body.shows_thinking, searches=searches)
+        self._open_part = open_part
+        self._started: Started | None = None
+        self._finished: list[Finished] = []
+
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yields the events of the message."""
+        async for event in self._events(answer):
+            yield sse_event(event, event["type"])
+
+    async def body(self, answer: Answer) -> Payload:
+        """Returns the whole answer."""
+        async for _ in self._events(answer):
+            pass
+        assert self._started is not None, "a request starts before it finishes"
+        end = self._finished[-1]
+        ended = {**self._stop(end), **self._costs(self._started, end)}
+        return {**self._message(self._started), "content": self._content.blocks, **ended}
+
+    def reply_messages(self) -> list[Message]:
+        """Returns the answer as clients send it back."""
+        reply = InputMessage.model_validate({"role": "assistant", "content": self._content.blocks})
+        said, *found = template_messages([reply])
+        if found:
+            # Only reading the next request tells how definitions are worded.
+            return []
+        return [said if self.conversation is None else self.conversation.whole(said)]
+
+    async def _events(self, answer: Answer) -> AsyncIterator[BlockEvent]:
+        part = self
+        async for event in answer.events():
+            match event:
+                case Started():
+                    if self._started is None:
+                        self._started = event
+                        yield {"type": "message_start", "message": self._message(event)}
+                        yield {"type": "ping"}
+                case Finished():
+                    self._finished.append(event)
+                    for told in await self._run_searches(part):
+                        yield told
+                    following = await self._next_part(part)
+                    if following is not None and answer.go_on(following):
+                        part = following
+                        continue
+                    assert self._started is not None, "a request starts before it finishes"
+                    costs = {**self._costs(self._started, event), **self._edits}
+                    yield {"type": "message_delta", "delta": self._stop(event), **costs}
+                    yield {"type": "message_stop"}
+                case _:
+                    if part is not self:
+                        part._content.add(event)
+                    for told in self._content.add(event):
+                        yield told
+
+    async def _run_searches(self, part: "MessageExchange") -> list[BlockEvent]:
+        searches = [block for block in part._content.blocks if block["type"] == "server_tool_use"]
+        found = await asyncio.to_thread(lambda: [self._run(search) for search in searches]) if searches else []
+        return self._content.add_results(found)
+
+    async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
+        """Continues the answer with the results of searches, if any."""
+        finished, kinds = self._finished[-1], {block["type"] for block in part._content.blocks}
+        is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
+        is_for_client = "server_tool_use" not in kinds or "tool_use" in kinds
+        if is_over or is_for_client or len(self._finished) >= MAX_PARTS:
+            return None
+        try:
+            return await asyncio.to_thread(self._open_part, self._longer(), len(self._finished) + 1)
+        except (ApiError, ModelError):  # no space is left: the client may continue the answer
+            return None
+
+    @property
+    def _num_left(self) -> int:
+        return self._body.max_tokens - sum(part.timings.predicted_tokens for part in self._finished)
+
+    def _run(self, search: ServerToolUseBody) -> ToolSearchResultBody:
+        deferred = [as_function(tool) for tool in self._body.tools or () if tool.defer_loading]
+        content: dict[str, Any]
+        try:
+            names = find_tools(search["name"], search["input"], deferred)
+            references = [{"type": "tool_reference", "tool_name": name} for name in names]
+            content = {"type": "tool_search_tool_search_result", "tool_references": references}
+        except SearchFailed as error:
+            content = {"type": "tool_search_tool_result_error", "error_code": str(error)}
+        return {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": content}
+
+    def _longer(self) -> MessagesBody:
+        messages, said = self._body.messages, self._content.blocks
+        if self.conversation is not None and self.conversation.continues:
+            messages, said = messages[:-1], [*messages[-1].model_dump()["content"], *said]
+        reply = InputMessage.model_validate({"role": "assistant", "content": said})
+        longer: dict[str, Any] = {"messages": [*messages, reply], "max_tokens": self._num_left}
+        choice = self._body.tool_choice
+        if choice is not None and choice.type in ("any", "tool"):
+            longer["tool_choice"] = choice.model_copy(update={"type": "auto"})
+        return self._body.model_copy(update=longer)
+
+    def _message(self, started: Started) -> MessageAnswer:
+        message: MessageAnswer = {
+            "id": self.request.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model.id,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(started),
+            "diagnostics": diagnostics_of(started, self.request.session_id),
+        }
+        return cast(MessageAnswer, {**message, **self._edits})
+
+    @property
+    def _edits(self) -> dict[str, ContextManagementBody]:
+        return {} if self._body.context_management is None else {"context_management": {"applied_edits": []}}
+
+    def _stop(self, finished: Finished) -> dict[str, Any]:
+        return {"stop_reason": self._stop_reason(finished), "stop_sequence": finished.stop_text}
+
+    def _costs(self, started: Started, finished: Finished) -> dict[str, Any]:
+        return {
+            "usage": usage_at_end(self._usage(started), self._finished),
+            "diagnostics": diagnostics_of(started, self.request.session_id, finished),
+        }
+
+    def _usage(self, started: Started) -> MessagesUsage:
+        return usage_at_start(self.request, started, caches_all=self._body.cache_control is not None)
+
+    def _stop_reason(self, finished: Finished) -> str:
+        if finished.reason is FinishReason.LENGTH:
+            spent = sum(part.timings.predicted_tokens for part in self._finished)
+            return "model_context_window_exceeded" if spent < self._body.max_tokens else "max_tokens"
+        if finished.stop_text is not None:
+            return "stop_sequence"
+        kinds = [block["type"] for block in self._content.blocks]
+        if "tool_use" in kinds:
+            return "tool_use"
+        is_paused = finished.reason is FinishReason.STOP and kinds and kinds[-1] == "tool_search_tool_result"
+        return "pause_turn" if is_paused else "end_turn"
 
 
 _ROUTES = (

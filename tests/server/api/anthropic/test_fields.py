@@ -3,14 +3,15 @@
 import re
 from typing import Any, get_type_hints
 
-from server.api.anthropic.api import TokenCountBody, error_type
-from server.api.anthropic.messages import (
+from server.api.anthropic.api import (
     CacheMissReason,
     ContextManagementBody,
     DiagnosticsBody,
     MessageAnswer,
     MessagesUsage,
     OutputTokensDetails,
+    TokenCountBody,
+    error_type,
 )
 from server.api.anthropic.types import IN_MESSAGES, MessagesBody, PromptBody
 from server.api.dialect import Treatment

@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
-from server.api.anthropic import messages as messages_module
+from server.api.anthropic import api as messages_module
 from server.api.anthropic.tool_search import BM25, MAX_FOUND, MAX_SECONDS, REGEX, SearchFailed, find_tools
 from server.api.app import create_app
 from server.app.config import ServerConfig
