@@ -8,7 +8,7 @@ change its tokens: an answer follows a user's or tool's message, a user's messag
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from cache.budget import PinLimit
 from cache.snapshots import RestorePointKind
-from cache.views import CacheView, DiskNodeView, EdgeDetail, EdgeView, NamespaceView, NodeView
+from cache.views import CacheView, EdgeDetail, EdgeView, NamespaceView
 from models.adapter import client_namespace
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate
@@ -52,7 +52,6 @@ MAX_EDGE_TOKENS = 1024
 MAX_DIGITS = 18
 
 View = TypeVar("View", bound=EdgeView)
-Edge = TypeVar("Edge")
 
 
 class CacheBytesBody(TypedDict):
@@ -233,12 +232,8 @@ def _clear_unloaded(request: Request, source: ModelSource, namespace: str) -> Re
 
 
 def _cleared(model_id: str, freed: Freed) -> Response:
-    tokens, memory, disk = freed.num_tokens, freed.memory_bytes, freed.disk_bytes
-    return JsonBody(
-        ClearedBody(
-            object="cache.cleared", model=model_id, freed_tokens=tokens, freed_bytes=memory, freed_disk_bytes=disk
-        )
-    )
+    told = {"freed_tokens": freed.num_tokens, "freed_bytes": freed.memory_bytes, "freed_disk_bytes": freed.disk_bytes}
+    return JsonBody(body_of(ClearedBody, freed, object="cache.cleared", model=model_id, **told))
 
 
 async def pin_session(request: Request) -> Response:
@@ -283,8 +278,20 @@ def _state_body(
         disk_writes=None if view.disk_writes is None else body_of(DiskWritesBody, view.disk_writes),
         pinned_sessions=list(view.pinned),
         truncated=len(view.nodes) < view.num_nodes or view.is_disk_truncated,
-        nodes=_edges(model, view.nodes, _node_body),
-        disk_nodes=_edges(model, view.disk_nodes, _disk_node_body),
+        nodes=[
+            body_of(
+                NodeBody,
+                node,
+                **edge,
+                tier="live" if node.is_live else "memory",
+                restore_point=None if node.kind is None else node.kind.value,
+            )
+            for node, edge in _edges(model, view.nodes)
+        ],
+        disk_nodes=[
+            body_of(DiskNodeBody, node, **edge, snapshot=node.has_snapshot, memory_id=node.memory_number)
+            for node, edge in _edges(model, view.disk_nodes)
+        ],
     )
 
 
@@ -302,38 +309,14 @@ def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceB
     )
 
 
-def _edges(model: ServedModel, edges: Sequence[View], write: Callable[[View, EdgeBody], Edge]) -> list[Edge]:
-    previews = [model.preview(edge.first_tokens.tobytes()) for edge in edges]
+def _edges(model: ServedModel, edges: Sequence[View]) -> Iterator[tuple[View, EdgeBody]]:
+    """Yields each edge with what edges in memory and on disk share."""
     # Readings of the clock would reveal how many requests other clients made.
     ranks = {time: rank for rank, time in enumerate(sorted({edge.last_used for edge in edges}), 1)}
-    return [
-        write(
-            edge,
-            body_of(
-                EdgeBody,
-                edge,
-                id=edge.number,
-                tokens=edge.stop - edge.start,
-                last_used=ranks[edge.last_used],
-                preview=preview,
-            ),
-        )
-        for edge, preview in zip(edges, previews, strict=True)
-    ]
-
-
-def _node_body(node: NodeView, edge: EdgeBody) -> NodeBody:
-    return body_of(
-        NodeBody,
-        node,
-        **edge,
-        tier="live" if node.is_live else "memory",
-        restore_point=node.kind.value if node.kind is not None else None,
-    )
-
-
-def _disk_node_body(node: DiskNodeView, edge: EdgeBody) -> DiskNodeBody:
-    return body_of(DiskNodeBody, node, **edge, snapshot=node.has_snapshot, memory_id=node.memory_number)
+    for edge in edges:
+        preview, num_tokens = model.preview(edge.first_tokens.tobytes()), edge.stop - edge.start
+        told = {"id": edge.number, "tokens": num_tokens, "last_used": ranks[edge.last_used], "preview": preview}
+        yield edge, body_of(EdgeBody, edge, **told)
 
 
 def _pinned(session_id: str, num_tokens: int) -> Response:
@@ -385,17 +368,17 @@ class PrimeExchange(Exchange):
     async def body(self, answer: Answer) -> Payload:
         """Returns the answer's body."""
         _, finished = await answer.read()
-        body: PrimedBody = {
-            "id": self.request.request_id,
-            "object": "cache.prime",
-            "model": self.model.id,
-            "session_id": self.request.session_id,
-            "tokens": finished.prompt_tokens,
-            "cached_tokens": finished.timings.cache_tokens,
-            "evaluated_tokens": finished.timings.evaluated_tokens,
-            "ms": finished.timings.prompt_ms,
-        }
-        return body
+        return body_of(
+            PrimedBody,
+            finished.timings,
+            id=self.request.request_id,
+            object="cache.prime",
+            model=self.model.id,
+            session_id=self.request.session_id,
+            tokens=finished.prompt_tokens,
+            cached_tokens=finished.timings.cache_tokens,
+            ms=finished.timings.prompt_ms,
+        )
 
 
 _QUERY = ("cache_salt", "namespace", "model")

@@ -77,8 +77,7 @@ async def list_models(request: Request) -> Response:
     """Lists all models on one page, whatever `limit` says."""
     models = [_body(model) for model in await asyncio.to_thread(context_of(request).pool.listed)]
     first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
-    page: ModelPage = {"data": models, "has_more": False, "first_id": first, "last_id": last}
-    return JsonBody(page)
+    return JsonBody(ModelPage(data=models, has_more=False, first_id=first, last_id=last))
 
 
 async def get_model(request: Request) -> Response:
@@ -203,8 +202,7 @@ def count_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_body(PromptBody, dict(incoming.fields), IN_COUNT)
     model = find_model(context, body.model)
     conversation = read_conversation(body, model, context.config, namespace_of(incoming.http, None))
-    count: TokenCountBody = {"input_tokens": len(conversation.render().tokens)}
-    return count
+    return TokenCountBody(input_tokens=len(conversation.render().tokens))
 
 
 _MISS_TYPES: Final = {

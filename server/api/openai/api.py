@@ -78,15 +78,13 @@ class LmStudioModels(TypedDict):
 async def list_models_as_lm_studio(request: Request) -> Response:
     """Lists the models as LM Studio does."""
     listed = await asyncio.to_thread(context_of(request).pool.listed)
-    body: LmStudioModels = {"models": [_lm_studio_model(model) for model in listed]}
-    return JsonBody(body)
+    return JsonBody(LmStudioModels(models=list(map(_lm_studio_model, listed))))
 
 
 async def list_models(request: Request) -> Response:
     """Lists the models that requests may name."""
     listed = await asyncio.to_thread(context_of(request).pool.listed)
-    body: ModelList = {"object": "list", "data": [_body(model) for model in listed]}
-    return JsonBody(body)
+    return JsonBody(ModelList(object="list", data=list(map(_body, listed))))
 
 
 async def get_model(request: Request) -> Response:

@@ -154,10 +154,8 @@ def usage_of(finished: Finished) -> ResponseUsage:
 
 def error_of(error: ApiError) -> ResponseError:
     """Returns a failed response's error."""
-    if error.status == 429:
-        return {"code": "rate_limit_exceeded", "message": error.message}
-    kept = "context_length_exceeded", "server_error"
-    return {"code": kept[0] if error.code.value == kept[0] else kept[1], "message": error.message}
+    code = "context_length_exceeded" if error.code is Code.CONTEXT_EXCEEDED else "server_error"
+    return {"code": "rate_limit_exceeded" if error.status == 429 else code, "message": error.message}
 
 
 def begun_response(
@@ -203,6 +201,7 @@ def begun_response(
 ID_PREFIX = "resp_"
 UNFINISHED = ("queued", "in_progress")
 """The status of a response that is being made."""
+UNFINISHED_ITEMS = ("incomplete", "in_progress")
 
 
 class ResponseTokensBody(TypedDict):
@@ -264,6 +263,7 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
     messages = read_messages([instructions, *items] if body.instructions else items, found)
     if not messages:
         raise wrong("input", "Field required", Code.MISSING_PARAMETER)
+    last = new[-1] if new else {}
     conversation = Conversation(
         model.renderer,
         messages=messages,
@@ -272,7 +272,8 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
         forbids_calls=body.forbids_calls,
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
-        continues=_is_begun(new) and can_continue(model),
+        # The last item may be an answer that was cut off.
+        continues=last.get("role") == "assistant" and last.get("status") in UNFINISHED_ITEMS and can_continue(model),
     ).prepared_for(model, hygiene=context.config.prompt_hygiene)
     return ReadInput(new, session, tools, conversation)
 
@@ -297,12 +298,6 @@ def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[lis
     if chain[-1].body.get("status") in UNFINISHED:
         raise wrong("previous_response_id", f"the response {name!r} has not reached its end")
     return [item for response in chain for item in response.items], chain[0].session
-
-
-def _is_begun(items: Sequence[Item]) -> bool:
-    """Whether the last item is an answer that was cut off, and is to be continued."""
-    last = items[-1] if items else {}
-    return last.get("role") == "assistant" and last.get("status") in ("incomplete", "in_progress")
 
 
 def _resolved(item: Item, index: int, before: Sequence[Item], store: ResponseStore, namespace: str) -> Item:
@@ -343,11 +338,8 @@ def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts the tokens of a prompt, those of the template included."""
     body = parse_known(InputBody, incoming.fields, IN_COUNT)
     given = read_given(context, body, context.find_model(body.model), namespace_of(incoming.http, None), "count")
-    count: ResponseTokensBody = {
-        "object": "response.input_tokens",
-        "input_tokens": len(given.conversation.render().tokens),
-    }
-    return count
+    num_tokens = len(given.conversation.render().tokens)
+    return ResponseTokensBody(object="response.input_tokens", input_tokens=num_tokens)
 
 
 @generate(ID_PREFIX)
@@ -370,9 +362,8 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
         # The session is that of the chain's first response.
         incoming = replace(incoming, fields={**incoming.fields, "previous_response_id": given.session})
     request = build_request(incoming, model, prompt, params, namespace)
-    keeper = Keeper(context, context.kept(store_of), context.kept(BackgroundRuns)) if body.is_stored else None
     question = Question(model, request, prompt, given.conversation)
-    return ResponseExchange(body, incoming.fields, question, given, keeper)
+    return ResponseExchange(body, incoming.fields, question, given, context if body.is_stored else None)
 
 
 def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> AnswerGrammar | None:
@@ -380,15 +371,6 @@ def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> Answe
     if forced is not None and forced.names is not None:
         forced = replace(forced, names=given.tools.shown_names(forced.names))
     return answer_grammar(model, given.conversation, wanted, forced)
-
-
-@dataclass(frozen=True)
-class Keeper:
-    """Where responses are kept."""
-
-    context: ApiContext
-    store: ResponseStore
-    runs: BackgroundRuns
 
 
 class ResponseExchange(Exchange):
@@ -400,8 +382,9 @@ class ResponseExchange(Exchange):
         fields: Mapping[str, Any],
         question: Question,
         given: ReadInput,
-        keeper: Keeper | None,
+        keeper: ApiContext | None,
     ) -> None:
+        """`keeper` has the store; None: nothing is stored."""
         super().__init__(question, is_streamed=body.stream is True)
         self._given = given
         self._keeper = keeper
@@ -420,8 +403,8 @@ class ResponseExchange(Exchange):
     def begun(self, answer: Answer, held: ExitStack) -> None:
         """Begins a response in the background; raises ApiError (429)."""
         if self._keeper is not None and self._response["background"]:
-            self._run = self._keeper.runs.add(self, answer)
-            self._keeper.context.in_background(self._run.make(held.pop_all()))
+            self._run = self._keeper.kept(BackgroundRuns).add(self, answer)
+            self._keeper.in_background(self._run.make(held.pop_all()))
 
     def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields each event with its number; the last holds the whole response."""
@@ -517,6 +500,7 @@ class ResponseExchange(Exchange):
         name, parent = self._response["id"], self._response["previous_response_id"]
         kept = StoredResponse(name, dict(self._response), self._given.new, parent, self._given.session or name)
         try:
-            await asyncio.to_thread(self._keeper.store.save, self.request.namespace, kept, conversation_id)
+            store = self._keeper.kept(store_of)
+            await asyncio.to_thread(store.save, self.request.namespace, kept, conversation_id)
         except sqlite3.Error as error:  # the answer itself is complete
             logger.warning("%s: the response is not kept: %s", name, error)
