@@ -255,8 +255,9 @@ def _snapshot(repository: RepositoryName) -> Path | None:
 
 
 def _repository_identity(repository: str, snapshot: Path) -> str:
-    """Returns one id for every branch, tag or commit of a revision."""
-    return str(RepositoryName(repository, _shortest(_refs(snapshot), snapshot.name)))
+    """Returns one id for every branch, tag or commit of a revision: `main`, else a branch, else the commit."""
+    refs = _refs(snapshot)
+    return str(RepositoryName(repository, "main" if "main" in refs else min(refs, default=snapshot.name)))
 
 
 def _refs(snapshot: Path) -> frozenset[str]:
@@ -275,20 +276,21 @@ def installed() -> list[InstalledModel]:
     """Built-in models, local names, then complete cached models. Raises StoreError."""
     models = [describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
     models += [model for stored in user_manifest().models().values() if (model := _described(stored)) is not None]
-    return models + sorted(_cached_models(), key=lambda model: model.name.lower())
+    paths = filter(_is_usable, _snapshots())
+    cached = [describe(_repository_identity(_repository_of(path), path), path) for path in paths]
+    return models + sorted(cached, key=lambda model: model.name.lower())
 
 
 def used_last() -> str | None:
     """The downloaded chat model that was read last, if any."""
-    # Sorted before any file is read.
-    for path in sorted(_snapshots(), key=_last_read, reverse=True):
-        if "main" in _refs(path) and _is_usable(path) and _can_chat(path):
-            return _repository_of(path)
-    return None
 
+    def read_at(folder: Path) -> float:
+        return max((file.stat().st_atime for file in folder.iterdir() if file.exists()), default=0.0)
 
-def _last_read(folder: Path) -> float:
-    return max((file.stat().st_atime for file in folder.iterdir() if file.exists()), default=0.0)
+    # In this order before any of their files is looked into.
+    latest_first = sorted(_snapshots(), key=read_at, reverse=True)
+    usable = (path for path in latest_first if "main" in _refs(path) and _is_usable(path) and _can_chat(path))
+    return next(map(_repository_of, usable), None)
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -362,12 +364,6 @@ def suggest(name: str) -> str:
     return f"give 'demo', a folder, a repository org/name, or a short name such as qwen3:8b; families: {families}"
 
 
-def _cached_models() -> list[InstalledModel]:
-    return [
-        describe(_repository_identity(_repository_of(path), path), path) for path in _snapshots() if _is_usable(path)
-    ]
-
-
 def _snapshots() -> list[Path]:
     """The folders of all downloaded revisions. The hub's own search takes a quarter of a second to import."""
     return [path for path in cache_folder().glob("models--*/snapshots/*") if path.is_dir()]
@@ -396,11 +392,6 @@ def _is_usable(folder: Path) -> bool:
         return not missing_files(folder)
     except OSError:
         return False
-
-
-def _shortest(refs: frozenset[str], commit: str) -> str:
-    """`main`, else a branch, else the commit."""
-    return "main" if "main" in refs else min(refs, default=commit)
 
 
 def describe(name: str, folder: Path) -> InstalledModel:

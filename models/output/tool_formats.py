@@ -73,16 +73,13 @@ class HarmonyParser:
         if found.marker is not None:
             self._begin_message(self._header)
             return found.after
-        if not self._may_be_header(self._header):
+        begun = self._header.lstrip()
+        if begun and not any(one.startswith(begun) or begun.startswith(one) for one in _HEADERS):
             # The model writes no headers: its text is the answer.
             said = self._header + self._search.flush()
             self._begin_message("")
             return said
         return ""
-
-    def _may_be_header(self, header: str) -> bool:
-        begun = header.lstrip()
-        return not begun or any(one.startswith(begun) or begun.startswith(one) for one in _HEADERS)
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
@@ -255,10 +252,6 @@ _BEGINNING = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(.*)?)?", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
-def _may_be_python_call(text: str) -> bool:
-    return not text or _BEGINNING.fullmatch(text) is not None
-
-
 def _parse_python_calls(text: str, tools: Any) -> list[dict[str, Any]]:
     tree = ast.parse(text.strip(), mode="eval").body
     if not isinstance(tree, ast.List) or not tree.elts:
@@ -281,7 +274,7 @@ class _JsonNames(ast.NodeTransformer):
 
 
 PYTHONIC = BareFormat(
-    _may_be_python_call,
+    lambda text: not text or _BEGINNING.fullmatch(text) is not None,
     _parse_python_calls,
     r"\[\s*[A-Za-z_][A-Za-z0-9_.]*\s*\(",
     frames=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),

@@ -46,7 +46,8 @@ class Borders:
         """
         raw = {number: token for number, token in added.items() if not token.normalized and token.content}
         exact = _exact(raw)
-        marks = {n: token for n, token in exact.items() if _marks_turns(token, template)} or exact
+        shown = {n for n, token in exact.items() if token.content in template and not token.content.isspace()}
+        marks = {n: token for n, token in exact.items() if token.special or n in shown} or exact
         self._borders = {
             token.content: _Border(number, token.lstrip, token.rstrip) for number, token in marks.items()
         }
@@ -105,7 +106,9 @@ def _exact(tokens: "Mapping[int, AddedToken]") -> "dict[int, AddedToken]":
     some_may_be_stripped = any(_has_space_at_edge(token.content) for token in tokens.values())
 
     def is_exact(token: "AddedToken") -> bool:
-        if token.single_word or (some_are_words and not _separates_words(token.content)):
+        text = token.content
+        separates_words = _SURELY_NO_WORD.match(text[0]) and _SURELY_NO_WORD.match(text[-1])
+        if token.single_word or (some_are_words and not separates_words):
             return False
         if not (some_strip and some_may_be_stripped):
             return True
@@ -114,16 +117,8 @@ def _exact(tokens: "Mapping[int, AddedToken]") -> "dict[int, AddedToken]":
     return {number: token for number, token in tokens.items() if is_exact(token)}
 
 
-def _separates_words(text: str) -> bool:
-    return bool(_SURELY_NO_WORD.match(text[0]) and _SURELY_NO_WORD.match(text[-1]))
-
-
 def _has_space_at_edge(text: str) -> bool:
     return _spaces_after(text, 0) > 0 or _spaces_before(text, len(text)) < len(text)
-
-
-def _marks_turns(token: "AddedToken", template: str) -> bool:
-    return token.special or (token.content in template and not token.content.isspace())
 
 
 def _spaces_after(text: str, position: int) -> int:

@@ -388,7 +388,7 @@ class PromptParts:
             for (word, (_, end)), (next_word, (start, _)) in pairwise(tokens)
             if None not in (word, next_word) and word != next_word and end == start
         ]
-        return [start for start in starts if start > 0 and not _has_space(text[start - 1 : start + 1])]
+        return [start for start in starts if start > 0 and not any(map(str.isspace, text[start - 1 : start + 1]))]
 
 
 class _Count:
@@ -429,10 +429,6 @@ def token_ends(encoding: Any, text_length: int) -> NDArray[np.int64]:
     next_starts = np.append(spans[1:, 0], text_length)
     ends: NDArray[np.int64] = np.maximum.accumulate(np.maximum(spans[:, 1], next_starts))
     return ends
-
-
-def _has_space(text: str) -> bool:
-    return any(map(str.isspace, text))
 
 
 def _between(marks: Sequence[str]) -> Iterator[str]:

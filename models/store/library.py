@@ -108,15 +108,11 @@ def verify(folder: Path) -> Verification:
     for file in files:
         if file.name in [fault.name for fault in faults]:
             continue
-        expected = _expected_hash(file)
+        linked = file.readlink().name if file.is_symlink() else ""
+        expected = linked if _HASH.fullmatch(linked) else None
         num_compared += expected is not None
         faults += [FileFault(file.name, fault) for fault in _fault(file, expected)]
     return Verification(len(files), num_compared, tuple(sorted(faults, key=lambda fault: fault.name)))
-
-
-def _expected_hash(file: Path) -> str | None:
-    name = file.readlink().name if file.is_symlink() else ""
-    return name if _HASH.fullmatch(name) else None
 
 
 def _fault(file: Path, expected: str | None) -> Iterator[str]:

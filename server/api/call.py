@@ -60,11 +60,8 @@ def generate(id_prefix: str, *, may_stream: bool = True) -> Callable[[OpenExchan
 def inspect(describe: Callable[[ApiContext, Incoming], Payload]) -> Handler:
     """Makes an endpoint that answers from body and model, beyond a key's limits. Works as `OpenExchange`."""
 
-    @wraps(describe)
-    def open_description(context: ApiContext, incoming: Incoming) -> Plan:
-        return ModelReady(None, describe(context, incoming))
-
-    return _endpoint(open_description, is_limited=False, may_stream=False)
+    opened = wraps(describe)(lambda context, incoming: ModelReady(None, describe(context, incoming)))
+    return _endpoint(opened, is_limited=False, may_stream=False)
 
 
 def compute(open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Handler:

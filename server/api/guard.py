@@ -75,7 +75,9 @@ class WebAccess:
         if found is None:
             return False
         name = found["name"].lower().rstrip(".")
-        return name in self.hosts or _is_private(name)
+        last = name.rpartition(".")[2]
+        is_address = name.startswith("[") or last.isdecimal()
+        return name in self.hosts or is_address or last == name or name.endswith(_PRIVATE_ENDINGS)
 
     def takes_origin(self, origin: str | None, host: str | None) -> bool:
         """Whether a page of `origin` may use the server called `host`."""
@@ -89,7 +91,9 @@ class WebAccess:
         if not self.takes_host(host):
             return _wrong_host(host or "")
         is_cross_site = headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
-        is_foreign = origin is None and is_cross_site and not _follows_link(method, headers)
+        # No other page can read the answer where a browser follows a link.
+        is_link = method in _READING and headers.get("sec-fetch-mode", "").lower() == "navigate"
+        is_foreign = origin is None and is_cross_site and not is_link
         if is_foreign or not self.takes_origin(origin, host):
             return _wrong_origin(origin or "another page")
         is_from_browser = origin is not None or any(name.startswith("sec-fetch-") for name in headers)
@@ -120,12 +124,6 @@ def cross_origin_layer(origins: Iterable[str]) -> Middleware:
     )
 
 
-def _is_private(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    is_address = name.startswith("[") or last.isdecimal()
-    return is_address or last == name or name.endswith(_PRIVATE_ENDINGS)
-
-
 def is_same_server(origin: str, host: str) -> bool:
     """Whether a page's origin is the server called `host`; a proxy may end TLS."""
     try:
@@ -136,11 +134,6 @@ def is_same_server(origin: str, host: str) -> bool:
         return (page.hostname, page.port or default) == (server.hostname, server.port or default)
     except ValueError:
         return False
-
-
-def _follows_link(method: str, headers: Headers) -> bool:
-    """Whether a browser follows a link, so that no other page can read the answer."""
-    return method in _READING and headers.get("sec-fetch-mode", "").lower() == "navigate"
 
 
 def _is_json(content_type: str) -> bool:

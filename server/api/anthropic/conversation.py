@@ -151,7 +151,10 @@ class _Reader:
     def _result(self, block: ToolResultBlock | ToolSearchResultBlock) -> Message:
         if isinstance(block, ToolResultBlock):
             parts = self._result_parts(block)
-            parts = _as_error(parts) if block.is_error else parts
+            first, *others = parts or [{"text": ""}]
+            if block.is_error and not first["text"].lstrip().lower().startswith("error"):
+                # Templates have no field for an error.
+                parts = [{**first, "text": _ERROR_PREFIX + first["text"]}, *others]
         else:
             names, error = [one.tool_name for one in block.content.tool_references], block.content.error_code
             failed = f"{_ERROR_PREFIX}{error}" if error else "No tool was found."
@@ -203,13 +206,6 @@ def _marked(made: dict[str, Any], blocks: Sequence[Any]) -> dict[str, Any]:
     """Adds the last mark of the blocks that something is made of."""
     marks = [mark for one in blocks if (mark := getattr(one, "cache_control", None)) is not None]
     return {**made, "cache_control": marks[-1].model_dump()} if marks else made
-
-
-def _as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Marks a result as an error in its text: templates have no field for it."""
-    first, *others = parts or [{"text": ""}]
-    says_so = first["text"].lstrip().lower().startswith("error")
-    return [first if says_so else {**first, "text": _ERROR_PREFIX + first["text"]}, *others]
 
 
 def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:

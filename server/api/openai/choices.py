@@ -15,7 +15,7 @@ from server.api.dialect import Payload
 from server.api.errors import explain, wrong
 from server.api.openai.dialect import DONE, ErrorObject, error_body
 from server.api.openai.params import BACKGROUND_TIER, DEFAULT_TIER
-from server.api.openai.types import GenerationBody
+from server.api.openai.types import GenerationBody, StreamOptions
 from server.api.record import costs_of
 from server.api.wire import sse_event
 from server.app.config import ServerConfig
@@ -205,8 +205,9 @@ class ChoiceExchange(Exchange):
         self._num_tokens = 0
         self._tells_ids = body.return_token_ids is True
         self._prompt_ids: PromptIds = {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
-        self._wants_usage = body.wants_usage()
-        self._wants_usage_always = body.wants_usage_always()
+        options = body.stream_options or StreamOptions()
+        self._wants_usage = options.include_usage is True
+        self._wants_usage_always = self._wants_usage and options.continuous_usage_stats is True
         self._says_tier = body.service_tier is not None
         self._created = int(time.time())
         self._started: Started | None = None
@@ -317,12 +318,10 @@ class ChoiceExchange(Exchange):
             choices = [{"index": self.index, **held, **self.ids()}]
         chunk = {**self._head(self.chunk_kind), "choices": choices}
         if self._wants_usage:
-            chunk["usage"] = self._usage_so_far() if self._wants_usage_always else None
+            num_cached = self._started.hit_tokens if self._started is not None else 0
+            so_far = token_counts(len(self.request.tokens), num_cached, self._num_tokens)
+            chunk["usage"] = so_far if self._wants_usage_always else None
         return chunk
-
-    def _usage_so_far(self) -> Usage:
-        num_cached = self._started.hit_tokens if self._started is not None else 0
-        return token_counts(len(self.request.tokens), num_cached, self._num_tokens)
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
         """Returns the finish reason, and other fields of the end."""

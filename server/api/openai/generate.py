@@ -47,7 +47,7 @@ from server.api.openai.choices import (
 )
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.openai.params import read_params, refuse_going_on, refuse_lone_stream_options
-from server.api.openai.types import ChatBody, ChatMessage, GenerationBody, as_limit, template_messages
+from server.api.openai.types import ChatBody, ChatMessage, GenerationBody, as_limit, template_message
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, check_token_ids, shows_tools
 from server.api.record import CacheBody, TimingsBody
 from server.app.config import ServerConfig
@@ -182,8 +182,8 @@ def read_conversation(
     shows = shows_tools(model, body.tools, forbids_calls=body.forbids_calls)
     for index, message in enumerate(body.messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
-    messages = template_messages(body.messages)
-    if body.num_explicit_points() > MAX_EXPLICIT_POINTS:
+    marked = (one.cache_control is not None for said in body.messages for one in (said, *(said.content or ())))
+    if sum(marked) > MAX_EXPLICIT_POINTS:
         raise wrong("messages", f"at most {MAX_EXPLICIT_POINTS} may carry cache_control")
     arguments = body.chat_template_kwargs or {}
     check_template_arguments(arguments, "chat_template_kwargs")
@@ -191,7 +191,7 @@ def read_conversation(
         model.renderer,
         tools=list(incoming.fields["tools"]) if shows else [],
         forbids_calls=body.forbids_calls,
-        messages=messages,
+        messages=list(map(template_message, body.messages)),
         template_arguments={**arguments, **body.thinking_wish().template_arguments()},
         namespace=namespace,
         continues=continues,
@@ -244,7 +244,7 @@ class ChatExchange(ChoiceExchange):
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
-        (said,) = template_messages([ChatMessage.model_validate(self._message)])
+        said = template_message(ChatMessage.model_validate(self._message))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
     def _delta(self, piece: Piece) -> DeltaBody | None:

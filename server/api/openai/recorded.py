@@ -9,7 +9,7 @@ from server.api.conversation import Conversation
 from server.api.dialect import parse_body, validated
 from server.api.errors import ApiError, explain
 from server.api.openai.fields import IN_CHAT
-from server.api.openai.types import ChatBody, ChatMessage, template_messages
+from server.api.openai.types import ChatBody, ChatMessage, template_message
 from server.diagnosis.account import Rendered
 from server.diagnosis.prompt import part_of, prompt_of
 from server.doctor.recorded import Read, Recorded
@@ -39,8 +39,8 @@ class ModelReader:
         try:
             source = self._conversation(request.body, namespace)
             shown = source.render()
-            reply = template_messages([validated(ChatMessage, request.reply)]) if request.reply else []
-            reply = list(map(source.whole, reply))
+            said = template_message(validated(ChatMessage, request.reply)) if request.reply else None
+            reply = [] if said is None else [source.whole(said)]
             answered = source.followed_by(reply).stable_prefix()
         except (ApiError, ModelError) as error:
             self._refuse(request, explain(error, ""))
@@ -52,7 +52,7 @@ class ModelReader:
 
     def _conversation(self, fields: Mapping[str, Any], namespace: str) -> Conversation:
         body = parse_body(ChatBody, dict(fields), IN_CHAT)
-        messages, tools = template_messages(body.messages), fields.get("tools") or ()
+        messages, tools = list(map(template_message, body.messages)), fields.get("tools") or ()
         if self._orders is not None:
             messages, tools = with_constant_headers(messages), self._orders.settle(namespace, tools)
         arguments = {**(body.chat_template_kwargs or {}), **body.thinking_wish().template_arguments()}

@@ -291,19 +291,6 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
         """Returns how many likeliest tokens to send with each, if any."""
         return None
 
-    def wants_usage(self) -> bool:
-        """Whether a stream shall hold the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage is True
-
-    def wants_usage_always(self) -> bool:
-        """Whether each chunk holds the counts so far."""
-        options = self.stream_options
-        return options is not None and self.wants_usage() and options.continuous_usage_stats is True
-
-    def keeps_stop(self) -> bool:
-        """Whether the answer keeps the stop text."""
-        return self.include_stop_str_in_output is True or self.no_stop_trim is True
-
     def least(self) -> int:
         """Returns the fewest tokens; raises ApiError if above the limit."""
         least, limit = max(self.min_tokens or 0, self.min_new_tokens or 0), self.limit()
@@ -585,17 +572,9 @@ class ChatBody(GenerationBody, CallingBody):
             raise wrong("messages", "the last message holds tool_calls, and cannot be continued")
         return True
 
-    def num_explicit_points(self) -> int:
-        """Returns the number of restore points requested."""
-        return sum(one.cache_control is not None for said in self.messages for one in (said, *(said.content or ())))
 
-
-def template_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Returns messages for chat templates."""
-    return [_template_message(message) for message in messages]
-
-
-def _template_message(message: ChatMessage) -> Message:
+def template_message(message: ChatMessage) -> Message:
+    """Returns a message for chat templates."""
     # Templates know no developer role; it is the new name of system.
     role = "system" if message.role == "developer" else message.role
     fields = message.model_dump(

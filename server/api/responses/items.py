@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from models.prompt.shapes import Message
 from server.api.dialect import BodyModel, validated
 from server.api.errors import Code, wrong
-from server.api.openai.types import ChatMessage, template_messages
+from server.api.openai.types import ChatMessage, template_message
 from server.api.responses.output import INPUT, SEARCH, joined_name, reasoning_of
 
 Item: TypeAlias = dict[str, Any]
@@ -172,7 +172,7 @@ def read_messages(items: Sequence[Item], found: Mapping[str, str] | None = None)
 
     `found` maps the call ids of tool searches to definitions.
     """
-    return template_messages([ChatMessage.model_validate(message) for message in _chat_messages(items, found or {})])
+    return [template_message(ChatMessage.model_validate(one)) for one in _chat_messages(items, found or {})]
 
 
 def _chat_messages(items: Sequence[Item], found: Mapping[str, str]) -> list[dict[str, Any]]:
