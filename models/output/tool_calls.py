@@ -10,7 +10,6 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Final
 
 from models.errors import FOREIGN_FAULTS
@@ -131,22 +130,9 @@ _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F]
 _ESCAPE_BEGUN = re.compile(r"\\(?:u(?:[0-9a-cA-CeEfF][0-9a-fA-F]{0,2}|[dD](?:[0-7][0-9a-fA-F]?)?)?)?")
 
 
-class _Expects(Enum):
-    VALUE = auto()
-    KEY = auto()
-    COLON = auto()
-    COMMA = auto()
-    NOTHING = auto()
-
-
-_AFTER: Final = {
-    (_Expects.VALUE, '"'): _Expects.COMMA,
-    (_Expects.VALUE, "{"): _Expects.KEY,
-    (_Expects.VALUE, "["): _Expects.VALUE,
-    (_Expects.KEY, '"'): _Expects.COLON,
-    (_Expects.COLON, ":"): _Expects.VALUE,
-}
-_CLOSING: Final = {"{": "}", "[": "]"}
+_VALUE: Final = '"{[v'
+"""What a value may begin with; `v` stands for all that is neither text nor punctuation."""
+_CLOSERS: Final = {"{": "}", "[": "]"}
 
 
 class JsonPrefix:
@@ -158,70 +144,62 @@ class JsonPrefix:
     def __init__(self) -> None:
         self.is_broken = False
         self._text = ""
-        self._at = 0
-        self._open: list[str] = []
-        self._expects = _Expects.VALUE
-        self._may_end = False
+        self._closers = ""
+        """Of what is open, the innermost last."""
+        self._allowed = "{"
+        """What may come next, as in `_VALUE`; empty after the object."""
         self._is_in_string = False
 
     @property
     def is_complete(self) -> bool:
         """Whether the object was closed."""
-        return self._expects is _Expects.NOTHING
+        return not self._allowed
 
     def push(self, text: str) -> str:
         """The text that has become certain."""
-        self._text, self._at = self._text + text, 0
-        before = -1
-        while before < self._at < len(self._text) and not self.is_broken and not self.is_complete:
-            before = self._at
-            read = self._read_string if self._is_in_string else self._read_one
-            read()
-        certain, self._text = self._text[: self._at], self._text[self._at :]
+        self._text += text
+        start, stop = -1, 0
+        while start < stop < len(self._text) and not self.is_broken and not self.is_complete:
+            start, stop = stop, (self._string_end if self._is_in_string else self._end)(stop)
+        certain, self._text = self._text[:stop], self._text[stop:]
         return certain
 
-    def _read_string(self) -> None:
-        inside = _IN_STRING.match(self._text, self._at)
+    def _string_end(self, start: int) -> int:
+        inside = _IN_STRING.match(self._text, start)
         assert inside is not None, "the pattern matches no characters as well"
-        self._at = inside.end()
-        if self._text.startswith('"', self._at):
-            self._at += 1
+        stop = inside.end()
+        if self._text.startswith('"', stop):
             self._is_in_string = False
-        elif self._at < len(self._text) and not _ESCAPE_BEGUN.fullmatch(self._text, self._at):
-            self.is_broken = True
+            return stop + 1
+        self.is_broken = stop < len(self._text) and not _ESCAPE_BEGUN.fullmatch(self._text, stop)
+        return stop
 
-    def _read_one(self) -> None:
-        letter = self._text[self._at]
-        following = _AFTER.get((self._expects, letter))
+    def _end(self, start: int) -> int:
+        """Of the next letter, or of a literal once its end is there: a number may continue with every digit."""
+        letter = self._text[start]
         if letter in _SPACE:
-            self._at += 1
-        elif self._may_end and letter == self._open[-1]:
-            self._open.pop()
-            self._take(_Expects.COMMA if self._open else _Expects.NOTHING, may_end=True)
-        elif letter == "," and self._expects is _Expects.COMMA:
-            self._take(_Expects.KEY if self._open[-1] == "}" else _Expects.VALUE)
-        elif following is not None and (self._open or letter == "{"):
-            self._open += _CLOSING.get(letter, "")
-            self._is_in_string = letter == '"'
-            self._take(following, may_end=letter in _CLOSING or following is _Expects.COMMA)
-        elif self._expects is _Expects.VALUE and self._open:
-            self._read_literal()
-        else:
-            self.is_broken = True
+            return start + 1
+        kind = letter if letter in '"{}[]:,' else "v"
+        end = _LITERAL_END.search(self._text, start) if kind == "v" else None
+        is_whole = kind != "v" or (end is not None and _LITERAL.fullmatch(self._text, start, end.start()) is not None)
+        self.is_broken = kind not in self._allowed or (end is not None and not is_whole)
+        if self.is_broken or not is_whole:
+            return start
+        self._allowed = self._following(kind)
+        return start + 1 if end is None else end.start()
 
-    def _read_literal(self) -> None:
-        """Reads a literal once its end is there: a number may continue with every digit."""
-        end = _LITERAL_END.search(self._text, self._at)
-        if end is None:
-            return
-        if _LITERAL.fullmatch(self._text, self._at, end.start()) is None:
-            self.is_broken = True
-            return
-        self._at, self._expects, self._may_end = end.start(), _Expects.COMMA, True
-
-    def _take(self, expects: _Expects, *, may_end: bool = False) -> None:
-        self._at += 1
-        self._expects, self._may_end = expects, may_end
+    def _following(self, kind: str) -> str:
+        is_key = kind == '"' and "v" not in self._allowed
+        self._is_in_string = kind == '"'
+        if kind in _CLOSERS:
+            self._closers += _CLOSERS[kind]
+            return '"}' if kind == "{" else _VALUE + "]"
+        if kind == "," and self._closers[-1] == "}":
+            return '"'
+        if kind in ",:":
+            return _VALUE
+        self._closers = self._closers[:-1] if kind in "}]" else self._closers
+        return ":" if is_key else "," + self._closers[-1] if self._closers else ""
 
 
 MAX_HEAD_CHARACTERS = 2048
