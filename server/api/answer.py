@@ -24,7 +24,7 @@ from models.prompt.shapes import Message
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, next_turn_requests, sent_back
 from server.api.dialect import Payload
-from server.api.record import Arrival, Moment, OpenRequest, RequestRecord, TokenCounts
+from server.api.record import Arrival, Moment, OpenRequest, RequestRecord, counts_of
 from server.diagnosis.account import (
     Conversations,
     EvaluatedTurn,
@@ -358,7 +358,7 @@ class Answer:
         well = [run.finished for run in self.runs if run.finished is not None]
         if self._num_choices == 1:
             return well[-1]
-        counts = self._counts
+        counts = counts_of([run.open for run in self.runs])
         timings = replace(
             well[0].timings,
             cache_tokens=counts.cached_tokens,
@@ -384,11 +384,8 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         """Tokens of prompts and output so far; a shared prompt counts once."""
-        return self._counts.prompt_tokens + sum(len(run.token_ids) for run in self.runs)
-
-    @property
-    def _counts(self) -> TokenCounts:
-        return TokenCounts.of([run.open for run in self.runs])
+        counts = counts_of([run.open for run in self.runs])
+        return counts.prompt_tokens + sum(len(run.token_ids) for run in self.runs)
 
     @property
     def _lead(self) -> Run:
@@ -422,7 +419,7 @@ class Answer:
         if first.timings is not None and first.has_ended:
             pace.note(first.model_id, first.timings)
         if first.started is not None:
-            cached = TokenCounts.of([run.open for run in runs]).cached_tokens
+            cached = counts_of([run.open for run in runs]).cached_tokens
             saved_seconds = pace.seconds(first.model_id, cached) or 0.0
             number = None if account.name is None else self.context.sessions.num_turns(account.name) + 1
         record = RequestRecord(

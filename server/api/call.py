@@ -1,8 +1,8 @@
 """Serves any request with a body around its dialect: planning, model, answer, disconnect.
 
-A `Call` is planned on another thread, and again once a missing model is loaded. Permit, hold on the model and answer
-lie on one stack, which every way out closes, also that of a client that leaves; a stream takes the stack over, or the
-exchange itself for an answer that outlives its client. Event loop only.
+A `Call` is planned on another thread, and again once a missing model is loaded. Use of the key, hold on the model and
+answer lie on one stack, which every way out closes, also that of a client that leaves; a stream takes the stack over,
+or the exchange itself for an answer that outlives its client. Event loop only.
 """
 
 import asyncio
@@ -180,8 +180,8 @@ class Call:
     async def _respond(self) -> Response:
         key = known_key_of(self._http)
         if self._is_limited and key is not None:
-            permit = self._context.rate_limits.admit(key, self._http.state.answer_headers)
-            self._stack.callback(lambda: permit.close(self._num_tokens))
+            usage = self._context.rate_limits.admit(key, self._http.state.answer_headers)
+            self._stack.callback(lambda: usage.end(self._num_tokens))
         try:
             plan = await self._plan()
         except ModelNotLoaded as error:

@@ -71,21 +71,10 @@ class KeyUsage:
         if what in self.buckets:
             self.buckets[what].amount -= amount
 
-
-@dataclass
-class Permit:
-    """An admitted request; only the first `close` counts."""
-
-    usage: KeyUsage
-    is_closed: bool = False
-
-    def close(self, num_tokens: int) -> None:
-        """Ends the request; `num_tokens` includes its prompt."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        self.usage.num_running -= 1
-        self.usage.use("tokens", num_tokens)
+    def end(self, num_tokens: int) -> None:
+        """Ends one admitted request; `num_tokens` includes its prompt."""
+        self.num_running -= 1
+        self.use("tokens", num_tokens)
 
 
 @dataclass
@@ -96,8 +85,8 @@ class RateLimits:
     usages: dict[bytes, KeyUsage] = field(default_factory=dict)
     """By the key's digest; only keys with a limit."""
 
-    def admit(self, key: ApiKey, headers: dict[str, str]) -> Permit:
-        """Admits a request, or raises OverLimit; adds the limits to `headers` either way."""
+    def admit(self, key: ApiKey, headers: dict[str, str]) -> KeyUsage:
+        """Admits a request, which its caller ends, or raises OverLimit; adds the limits to `headers` either way."""
         usage = self.usages.setdefault(key.digest, KeyUsage())
         usage.fill(key, self.clock())
         try:
@@ -107,7 +96,7 @@ class RateLimits:
             for what, bucket in usage.buckets.items():
                 headers.update(bucket.headers(what))
         usage.num_running += 1
-        return Permit(usage)
+        return usage
 
 
 def duration_text(seconds: float) -> str:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from typing_extensions import TypedDict
 
 from server.api.errors import as_api_error
-from server.api.sessions import TurnRecord
+from server.api.sessions import TokenCounts, TurnRecord
 from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
@@ -131,25 +131,15 @@ class OpenRequest:
                 self.outcome = f"failed ({self.failure})"
 
 
-@dataclass(frozen=True)
-class TokenCounts:
-    """Tokens of all choices; a shared prompt counts once."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    predicted_tokens: int
-
-    @classmethod
-    def of(cls, choices: Sequence[OpenRequest]) -> "TokenCounts":
-        """Returns the tokens so far."""
-        prompts = [one for one in choices if not one.repeats_prompt]
-        return cls(
-            prompt_tokens=sum(len(one.request.tokens) for one in prompts),
-            cached_tokens=sum(one.cached_tokens for one in prompts),
-            evaluated_tokens=sum(one.evaluated_tokens for one in prompts),
-            predicted_tokens=sum(one.predicted_tokens for one in choices),
-        )
+def counts_of(choices: Sequence[OpenRequest]) -> TokenCounts:
+    """Returns the tokens so far."""
+    prompts = [one for one in choices if not one.repeats_prompt]
+    return TokenCounts(
+        prompt_tokens=sum(len(one.request.tokens) for one in prompts),
+        cached_tokens=sum(one.cached_tokens for one in prompts),
+        evaluated_tokens=sum(one.evaluated_tokens for one in prompts),
+        predicted_tokens=sum(one.predicted_tokens for one in choices),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +167,7 @@ class RequestRecord:
     @cached_property
     def counts(self) -> TokenCounts:
         """Tokens of all choices."""
-        return TokenCounts.of(self.choices)
+        return counts_of(self.choices)
 
     @property
     def total_seconds(self) -> float:

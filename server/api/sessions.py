@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
@@ -30,8 +30,18 @@ MAX_TURNS = 32
 """The most turns of one session; the sums include dropped turns."""
 
 
-@dataclass(frozen=True)
-class TurnRecord:
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """Tokens of all choices; a shared prompt counts once."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    predicted_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRecord(TokenCounts):
     """One request of a session that held a slot."""
 
     request_id: str
@@ -40,10 +50,6 @@ class TurnRecord:
     """Seconds since 1970."""
     finish: str
     """`stop`, `length`, `cancelled`, or that it failed."""
-    prompt_tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    predicted_tokens: int
     prompt_ms: float
     tier: str | None
     kept: float | None
@@ -63,6 +69,9 @@ class TurnRecord:
         if not self.evaluated_tokens:
             return 0.0
         return self.prompt_ms / 1000 * min(1.0, self.lost_tokens / self.evaluated_tokens)
+
+
+_SUMMED = (*(field.name for field in fields(TokenCounts)), "lost_tokens", "lost_seconds")
 
 
 @dataclass
@@ -85,12 +94,8 @@ class SessionRecord:
     def add(self, turn: TurnRecord) -> None:
         """Counts and keeps a turn; drops the oldest beyond `MAX_TURNS`."""
         self.num_turns += 1
-        self.prompt_tokens += turn.prompt_tokens
-        self.cached_tokens += turn.cached_tokens
-        self.evaluated_tokens += turn.evaluated_tokens
-        self.predicted_tokens += turn.predicted_tokens
-        self.lost_tokens += turn.lost_tokens
-        self.lost_seconds += turn.lost_seconds
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(turn, name))
         self.last_miss = turn.miss or self.last_miss
         self.model_id = turn.model_id
         self.turns.append(turn)

@@ -17,14 +17,8 @@ from rich.console import Console
 from server.app.log_events import EntryPart, LogEntry, PrefillProgress, Tone, lay_out, one_line, printable
 
 NOISY_LOGGERS = (
+    *("asyncio", "filelock", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub"),
     "sse_starlette",
-    "httpx",
-    "httpx2",
-    "httpcore",
-    "httpcore2",
-    "asyncio",
-    "huggingface_hub",
-    "filelock",
 )
 
 PROGRESS_SECONDS = 2.0

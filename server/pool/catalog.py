@@ -73,7 +73,8 @@ class Catalog:
         with self._lock:
             is_old = self._listed_at is None or time.monotonic() - self._listed_at > LISTING_SECONDS
             if is_old or seen != self._seen:
-                self._listed = _installed_sources()
+                built_in = [ModelSource(name, path) for name, path in BUILT_IN.items()]
+                self._listed = _read(lambda: list(map(_source, installed())), built_in)
                 self._listed_at, self._seen = time.monotonic(), seen
             others = [(one, self._known(one.name)) for one in map(self._identified, self._listed)]
         # A model that the command line names under a label also keeps its own name.
@@ -130,11 +131,6 @@ def _read(read: Callable[[], Result], otherwise: Result) -> Result:
 
 def _all_stored() -> Sequence[StoredModel]:
     return _read(lambda: list(user_manifest().models().values()), [])
-
-
-def _installed_sources() -> Sequence[ModelSource]:
-    built_in = [ModelSource(name, path) for name, path in BUILT_IN.items()]
-    return _read(lambda: list(map(_source, installed())), built_in)
 
 
 def _source(model: InstalledModel) -> ModelSource:

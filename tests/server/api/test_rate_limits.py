@@ -39,7 +39,7 @@ class Limited:
         self.headers: dict[str, str] = {}
 
     def take(self, num_tokens: int = 0) -> None:
-        self.limits.admit(self.key, self.headers).close(num_tokens)
+        self.limits.admit(self.key, self.headers).end(num_tokens)
 
     def refused_for(self) -> int:
         with pytest.raises(OverLimit) as caught:
@@ -84,14 +84,13 @@ def test_tokens_beyond_the_limit_are_paid_by_waiting() -> None:
     }
 
 
-def test_a_ticket_counts_once() -> None:
+def test_a_request_counts_until_it_ends() -> None:
     limits = RateLimits(Clock())
     key = key_with(concurrent_requests=1, tokens_per_minute=100)
-    permit = limits.admit(key, {})
+    usage = limits.admit(key, {})
     with pytest.raises(OverLimit, match="1 at once"):
         limits.admit(key, {})
-    permit.close(30)
-    permit.close(30)
+    usage.end(30)
     headers: dict[str, str] = {}
     limits.admit(key, headers)
     assert headers["x-ratelimit-remaining-tokens"] == "70"
