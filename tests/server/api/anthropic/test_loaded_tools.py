@@ -427,6 +427,16 @@ def test_a_whole_answer_holds_all_parts() -> None:
     assert (answer["usage"]["output_tokens"], answer["stop_reason"]) == (3, "tool_use")
 
 
+def test_each_part_is_a_turn_that_goes_on_from_the_part_before() -> None:
+    engine = TakingTurns(searching(REGEX, "weather"), CALL_WEATHER)
+    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), tool_syntax=JSON_TOOLS)
+    client = TestClient(create_app(engine, served, ServerConfig()))
+    body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
+    answer = client.post("/v1/messages", json=body, headers={"x-session-id": "s"}).json()
+    turns = [(turn["id"], turn["previous"]) for turn in client.get("/v1/sessions/s").json()["turns"]]
+    assert turns == [(answer["id"], None), (f"{answer['id']}-2", answer["id"])]
+
+
 def test_an_answer_ends_with_what_it_has_where_the_queue_is_full() -> None:
     class Full(FakeEngine):
         def submit(self, request: Any) -> Any:
