@@ -290,6 +290,7 @@ def test_a_leaf_is_looked_at_when_rows_above_it_begin_to_go_with_it() -> None:
     trie.snap(head, rows)
     held._refresh()
     assert held._latest[leaf].num_bytes == num_bytes + rows.num_bytes
+    assert held._latest[leaf].key == ("", leaf)
     prefix_cache.check()
 
 
@@ -356,6 +357,26 @@ def test_no_restore_point_is_overrated_once_a_conversation_has_gone_on(monkeypat
         assert held._latest
         for candidate in held._latest.values():
             assert candidate.chance <= held._valuation.candidate(*candidate.key).chance
+
+
+def test_many_changes_on_one_path_look_once_at_what_lies_above_them() -> None:
+    class Counted(dict[Node, Candidate]):
+        num_asked = 0
+
+        def __contains__(self, node: object) -> bool:
+            Counted.num_asked += 1
+            return super().__contains__(node)
+
+    prefix_cache = recurrent()
+    talk(prefix_cache, 30, "1")
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
+    held, nodes = prefix_cache.memory.order, [node for _, node in prefix_cache.memory.nodes()]
+    held._refresh()
+    held._latest = Counted(held._latest)
+    for node in nodes:
+        held.changed("", node)
+    assert nodes[-1] in held._find_stale()
+    assert len(nodes) >= 30 and Counted.num_asked <= 3 * len(nodes)
 
 
 def test_nothing_is_kept_of_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
