@@ -376,7 +376,21 @@ def test_many_changes_on_one_path_look_once_at_what_lies_above_them() -> None:
     for node in nodes:
         held.changed("", node)
     assert nodes[-1] in held._find_stale()
-    assert len(nodes) >= 30 and Counted.num_asked <= 3 * len(nodes)
+    assert len(nodes) >= 30 and 0 < Counted.num_asked <= 3 * len(nodes)
+
+
+def test_an_edge_that_holds_nothing_goes_with_the_last_leaf_below_it() -> None:
+    prefix_cache = PrefixCache(lambda: fake_model.make_caches("P"), num_slots=1, budget_bytes=1 << 40)
+    for session_id, rest in (("a", range(50, 100)), ("b", range(500, 550))):
+        cache_driver.run(prefix_cache, [*range(50), *rest], session_id=session_id)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
+    trie = prefix_cache.memory.find_trie("")
+    head = trie.match(np.arange(50, dtype=np.int32)).path[-1]
+    trie.snap(head, None)
+    assert (head.stop, len(head.children), head.num_bytes) == (50, 2, 0)
+    prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
+    assert prefix_cache.stats().num_nodes == 0
+    prefix_cache.check()
 
 
 def test_nothing_is_kept_of_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
