@@ -18,10 +18,10 @@ pytestmark = pytest.mark.usefixtures("exact_buffers")
 
 W = tiny_models.WINDOW
 WINDOW_MODELS = ("llama_swa", "gemma3", "gpt_oss", "llama4", "gemma4", "gemma3n")
-CHUNKS = (7, W, W + 1, 300)
-"""Shorter than a window, as long, longer, and longer than the steps in which buffers grow."""
-TOKEN_BY_TOKEN = ("llama_swa", "llama4")
-"""One model for each class of windows: many steps, which differ by class alone."""
+CHUNKS = (1, 7, W, 300)
+"""A token, shorter than a window, as long, and longer than the steps in which buffers grow."""
+ONE_OF_A_CLASS = ("llama_swa", "llama4")
+"""One model for each class of windows: the steps differ by class alone. All models are tried with one more chunk."""
 
 
 class CountedWorld(RealWorld):
@@ -64,7 +64,9 @@ class CountedWorld(RealWorld):
         return lease.hit_tokens
 
 
-@pytest.mark.parametrize(("name", "chunk_tokens"), [*product(WINDOW_MODELS, CHUNKS), *product(TOKEN_BY_TOKEN, [1])])
+@pytest.mark.parametrize(
+    ("name", "chunk_tokens"), [*product(WINDOW_MODELS, [W + 1]), *product(ONE_OF_A_CLASS, CHUNKS)]
+)
 def test_a_sequence_holds_no_more_bytes_than_are_counted(name: str, chunk_tokens: int) -> None:
     world = CountedWorld(name, chunk_tokens)
     assert world.prefix_cache.pager.layout.window == W
