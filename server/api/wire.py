@@ -220,13 +220,14 @@ class JsonBody(JSONResponse):
 
 
 def body_of(kind: type[Answer], source: object, **others: Any) -> Answer:
-    """Returns a TypedDict of `others`, and for its other fields the attributes of `source` that have their names.
+    """Returns a TypedDict of `others`, and for required fields without one the attributes of `source` of their names.
 
     A count and a flag go by their names without `num_` and `is_`.
     """
     fields = getattr(kind, "__annotations__", {})
     assert others.keys() <= fields.keys(), "every value is of a field"
-    return cast(Answer, {name: others[name] if name in others else _read(source, name) for name in fields})
+    told = (name for name in fields if name in others or name in getattr(kind, "__required_keys__", ()))
+    return cast(Answer, {name: others[name] if name in others else _read(source, name) for name in told})
 
 
 def _read(source: object, name: str) -> Any:

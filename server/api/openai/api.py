@@ -21,7 +21,7 @@ from server.api.openai.generate import (
 )
 from server.api.openai.types import ChatBody
 from server.api.openai.vectors import ROUTES
-from server.api.wire import JsonBody
+from server.api.wire import JsonBody, body_of
 from server.pool.served import ListedModel
 
 
@@ -96,18 +96,18 @@ async def get_model(request: Request) -> Response:
 
 
 def _body(model: ListedModel) -> ModelBody:
-    return {
-        "id": model.id,
-        "object": "model",
-        "created": model.created,
-        "owned_by": PRODUCT,
-        "root": model.parent_id or model.id,
-        "parent": model.parent_id,
-        "loaded": model.served is not None,
-        "context_length": model.context_tokens,
-        "tool_calls": None if model.served is None else model.served.tool_calls,
-        "max_model_len": model.context_tokens,
-    }
+    return body_of(
+        ModelBody,
+        model,
+        object="model",
+        owned_by=PRODUCT,
+        root=model.parent_id or model.id,
+        parent=model.parent_id,
+        loaded=model.served is not None,
+        context_length=model.context_tokens,
+        tool_calls=None if model.served is None else model.served.tool_calls,
+        max_model_len=model.context_tokens,
+    )
 
 
 def _lm_studio_model(model: ListedModel) -> LmStudioModel:

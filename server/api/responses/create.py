@@ -42,7 +42,7 @@ from server.api.responses.types import (
     ResponsesBody,
     read_tools,
 )
-from server.api.wire import MAX_MESSAGES, sse_event
+from server.api.wire import MAX_MESSAGES, body_of, sse_event
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ServedModel
 
@@ -163,39 +163,31 @@ def begun_response(
 ) -> ResponseBody:
     """Returns a response before its first token; `fields` are the body's as sent."""
     wish = body.reasoning or ReasoningWish()
-    return {
-        "id": request.request_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "completed_at": None,
-        "status": "queued" if body.background else "in_progress",
-        "background": body.background is True,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
-        "model": model,
-        "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "conversation": {"id": body.conversation} if body.conversation is not None else None,
-        "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": wish.effort, "summary": wish.summary or wish.generate_summary},
-        "safety_identifier": body.safety_identifier,
-        "service_tier": body.service_tier or "default",
-        "store": body.is_stored,
-        "temperature": request.sampling.temperature,
-        "text": {"format": {"type": "text"}, **(fields.get("text") or {})},
-        "tool_choice": fields.get("tool_choice") or "auto",
-        "tools": fields.get("tools") or [],
-        "top_logprobs": 0,
-        "top_p": request.sampling.top_p,
-        "truncation": body.truncation or "disabled",
-        "usage": None,
-        "user": body.user,
-        "metadata": body.metadata or {},
-    }
+    return body_of(
+        ResponseBody,
+        body,
+        id=request.request_id,
+        object="response",
+        created_at=int(time.time()),
+        status="queued" if body.background else "in_progress",
+        background=body.background is True,
+        **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
+        model=model,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        conversation=None if body.conversation is None else {"id": body.conversation},
+        reasoning={"effort": wish.effort, "summary": wish.summary or wish.generate_summary},
+        service_tier=body.service_tier or "default",
+        store=body.is_stored,
+        temperature=request.sampling.temperature,
+        text={"format": {"type": "text"}, **(fields.get("text") or {})},
+        tool_choice=fields.get("tool_choice") or "auto",
+        tools=fields.get("tools") or [],
+        top_logprobs=0,
+        top_p=request.sampling.top_p,
+        truncation=body.truncation or "disabled",
+        metadata=body.metadata or {},
+    )
 
 
 ID_PREFIX = "resp_"
