@@ -233,7 +233,7 @@ _Trace: TypeAlias = dict[_Observed, NDArray[np.float32]]
 class Form(Enum):
     """How several rows are evaluated, in the words of the start report; the best first."""
 
-    HEADS = "together, in groups, beginnings in common held once"
+    HEADS = "together, in groups, common beginnings held once"
     """As `GROUPS`, rows with the same first tokens on one head where the cache says so."""
     GROUPS = "together, in groups"
     """In one model call, rows of like lengths in shared buffers."""
