@@ -388,7 +388,19 @@ def _partial(queries: mx.array, keys: mx.array, values: mx.array, scale: float, 
         scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
     peak = scores.max(axis=-1, keepdims=True)
     weights = _weights(scores, peak)
-    return _Partial(weights.astype(values.dtype) @ values, peak, weights.sum(axis=-1, keepdims=True))
+    total = weights.sum(axis=-1, keepdims=True)
+    return _Partial(_weighted(weights, total, values), peak, total)
+
+
+_MAX_TOTAL = 16.0
+"""Of weights in float16: a sum of more values may overflow, smaller weights of long heads would lose bits."""
+
+
+def _weighted(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
+    if values.dtype != mx.float16:
+        return weights.astype(values.dtype) @ values
+    share = mx.minimum(1.0, _MAX_TOTAL / total)
+    return ((weights * share).astype(values.dtype) @ values).astype(mx.float32) / share
 
 
 @_fused

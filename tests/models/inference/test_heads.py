@@ -157,6 +157,15 @@ def test_rows_on_one_head_attend_to_it_once_and_hold_it_once(monkeypatch: pytest
     decoding.check("llama")
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_values_of_a_long_head_do_not_overflow(dtype: mx.Dtype) -> None:
+    keys = [mx.zeros((1, 1, num_tokens, 8), dtype) for num_tokens in (9000, 3)]
+    values = [mx.full((1, 1, num_tokens, 8), 10.0, dtype) for num_tokens in (9000, 3)]
+    queries = mx.ones((1, 2, 1, 8), dtype)
+    found = ragged._attend_from_head([(queries, keys[1], values[1], None)], keys[0], values[0], 1.0)
+    assert mx.allclose(found.astype(mx.float32), mx.array(10.0), rtol=0.01).item()
+
+
 # ------------------------------------------------------------------------------------------------ planted faults
 
 
