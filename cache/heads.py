@@ -7,9 +7,9 @@ no path in the trie, hence no head.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 from cache.layers.layout import SequenceSizes
 from cache.lookup import LookupResult
@@ -79,14 +79,9 @@ class Heads:
 
     def _best(self, least: float, also: Slot | None) -> Node | None:
         """The end of the head, there already or not, that saves most."""
-        paths = {slot: set(slot.tip.path()) for slot in self._loose(also)}
-        made = [head.tip for head in self.pager.heads]
-        tips = [*made, *(one.tip.meeting(paths[other]) for one, other in combinations(paths, 2))]
-        saved = {
-            tip: tip.stop * (sum(tip in path for path in paths.values()) - (tip not in made))
-            for tip in tips
-            if tip.stop >= least
-        }
+        made = {head.tip for head in self.pager.heads}
+        counts = Counter(node for slot in self._loose(also) for node in slot.tip.path() if node.stop >= least)
+        saved = {tip: tip.stop * (num - (tip not in made)) for tip, num in counts.items()}
         best = max(saved, key=lambda tip: (saved[tip], tip.stop), default=None)
         return best if best is not None and saved[best] > 0 else None
 
