@@ -142,9 +142,11 @@ class Reclaimer:
             raise
 
     def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Grows live buffers by a step, up to `max_tokens`; False if not one more token fits."""
+        """Grows live buffers by a step, up to `max_tokens`; False if no token more fits. A lost slot needs none."""
         wanted = max(slot.offset + layout.GROWTH_TOKENS, slot.reserved_tokens)
         capacity = self._affordable(slot, min(wanted, max_tokens))
+        if slot.is_lost:
+            return True
         if capacity <= slot.offset:
             return False
         self.reserve(slot, capacity, needed=capacity)

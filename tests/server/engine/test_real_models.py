@@ -129,8 +129,12 @@ def test_what_an_error_took_from_shared_buffers_is_neither_kept_nor_blamed_on_a_
     assert [sink.tokens for sink in again] == [alone(name, turn) for turn in turns]
 
 
-def test_rows_that_an_error_took_from_shared_buffers_become_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_need", ["another", "itself"])
+def test_rows_that_an_error_took_from_shared_buffers_become_no_head(
+    in_need: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = harness_for("llama", chunk_tokens=128)
+    cache = harness.prefix_cache
     monkeypatch.setattr(heads, "MIN_HEAD_TOKENS", 16)
     monkeypatch.setattr(harness.runner, "member_tokens", 1000)
     monkeypatch.setattr(harness.runner, "head_tokens", float("inf"))
@@ -140,8 +144,15 @@ def test_rows_that_an_error_took_from_shared_buffers_become_no_head(monkeypatch:
         harness.step()
     with monkeypatch.context() as patched, suppress(RuntimeError):
         patched.setattr(GroupLayer, "give", _fail)
-        harness.prefix_cache.reclaimer.free(1)
-    harness.prefix_cache.reclaimer.free(1)
+        cache.reclaimer.free(1)
+    if in_need == "another":
+        cache.reclaimer.free(1)
+    else:
+        cache.sizes.bytes_per_token = 1
+        budget, cache.ledger.budget_bytes = cache.ledger.budget_bytes, cache.ledger.charged_bytes
+        lost = next(slot for slot in cache.slots if slot.is_leased and not slot.is_lost)
+        assert cache.reclaimer.try_grow(lost, 1000)
+        cache.ledger.budget_bytes = budget
     harness.run()
     sinks.append(ask(harness, prompts[3]))
     harness.run()
