@@ -128,7 +128,11 @@ class PrefixCache:
         Returns the bytes by which requests exceed it; it is then unchanged.
         """
         before, self.ledger.budget_bytes = self.ledger.budget_bytes, budget_bytes
-        self.reclaimer.free_excess()
+        try:
+            self.reclaimer.free_excess()
+        except Exception:
+            self.ledger.budget_bytes = before
+            raise
         excess_bytes = max(self.ledger.excess_bytes(), 0)
         if excess_bytes:
             self.ledger.budget_bytes = before

@@ -355,6 +355,10 @@ def _attend_from_head(
     return merged.astype(queries.dtype)
 
 
+_BLOCK_TOKENS = 8192
+"""Of a head in half precision at a time: keys in float32 take memory in proportion."""
+
+
 class _Partial(NamedTuple):
     """A result before its division by `total`: softmax over some of the keys, with weights `exp(score - peak)`."""
 
@@ -367,8 +371,14 @@ def _over_head(queries: mx.array, keys: mx.array, values: mx.array, scale: float
     """Queries of all rows as one matrix: each key head is read once."""
     (num_rows, num_query_heads, num, width), num_heads = queries.shape, keys.shape[1]
     folded = queries.reshape(num_rows, num_heads, -1, width).swapaxes(0, 1).reshape(num_heads, -1, width)
-    # `squeeze`, not `[0]`, which copies.
-    found = _partial(folded, keys.squeeze(0), values.squeeze(0), scale, None)
+    keys, values = keys.squeeze(0), values.squeeze(0)  # not `[0]`, which copies
+    size = keys.shape[1] if keys.dtype == mx.float32 else _BLOCK_TOKENS
+    found = _partial(folded, keys[:, :size], values[:, :size], scale, None)
+    for start in range(size, keys.shape[1], size):
+        block = [rows[:, start : start + size] for rows in (keys, values)]
+        # One block after another, or all would be in memory at once.
+        more_keys, more_values = mx.depends(block, [found.weighted])
+        found = _add(found, _partial(folded, more_keys, more_values, scale, None))
     shape = num_heads, num_rows, num_query_heads // num_heads * num
     unfolded = (array.reshape(*shape, -1).swapaxes(0, 1) for array in found)
     return _Partial(*(array.reshape(num_rows, num_query_heads, num, -1) for array in unfolded))
@@ -406,6 +416,13 @@ def _weighted(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
 @_fused
 def _weights(scores: mx.array, peak: mx.array) -> mx.array:
     return mx.exp(scores - peak)
+
+
+def _add(one: _Partial, other: _Partial) -> _Partial:
+    peak = mx.maximum(one.peak, other.peak)
+    one_weight, weight = mx.exp(one.peak - peak), mx.exp(other.peak - peak)
+    weighted = one.weighted * one_weight + other.weighted * weight
+    return _Partial(weighted, peak, one.total * one_weight + other.total * weight)
 
 
 @_fused

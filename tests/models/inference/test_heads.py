@@ -157,6 +157,20 @@ def test_rows_on_one_head_attend_to_it_once_and_hold_it_once(monkeypatch: pytest
     decoding.check("llama")
 
 
+def test_a_long_head_in_half_precision_is_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    mx.random.seed(0)
+    keys, values, tail = (mx.random.normal((1, 2, num, 8)).astype(mx.bfloat16) for num in (1000, 1000, 3))
+    queries = mx.random.normal((3, 4, 1, 8)).astype(mx.bfloat16)
+    members = [(queries[row : row + 1], tail, tail, None) for row in range(3)]
+    whole = ragged._attend_from_head(members, keys, values, 1.0)
+    monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 300)
+    blocks = ragged._attend_from_head(members, keys, values, 1.0)
+    together = [mx.concatenate([mx.repeat(rows, 3, 0), mx.repeat(tail, 3, 0)], axis=2) for rows in (keys, values)]
+    expected = mx.fast.scaled_dot_product_attention(queries, *together, scale=1.0)
+    for found in (whole, blocks):
+        assert mx.allclose(found.astype(mx.float32), expected.astype(mx.float32), atol=0.02).item()
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_values_of_a_long_head_do_not_overflow(dtype: mx.Dtype) -> None:
     keys = [mx.zeros((1, 1, num_tokens, 8), dtype) for num_tokens in (9000, 3)]
