@@ -14,9 +14,17 @@ from cache.layers.layout import Layout
 
 @dataclass
 class SizedCache:
-    """The live state of one sequence. A model call is `num_tokens += …`."""
+    """The live state of one sequence, or of a head. A model call is `num_tokens += …`."""
 
     num_tokens: int = 0
+    head: "SizedCache | None" = None
+    is_head: bool = False
+    """It has rows only."""
+
+    @property
+    def origin(self) -> int:
+        """Where its own rows begin."""
+        return self.head.num_tokens if self.head is not None else 0
 
 
 @dataclass(frozen=True)
@@ -77,10 +85,31 @@ class SizedLayout(Layout):
         """True for a model with recurrent layers."""
         return self._snapshot_bytes > 0
 
+    @property
+    def can_share_heads(self) -> bool:
+        """True: rows can be cut anywhere."""
+        return True
+
+    def origin(self, caches: Sequence[Any]) -> int:
+        """Where a sequence's own rows begin."""
+        return caches[0].origin if caches else 0
+
+    def split_at_head(self, caches: list[Any], head: Sequence[Any], num_tokens: int) -> None:
+        """Moves the first rows of a sequence into an empty head, or into one that holds them."""
+        assert caches[0].head is None and num_tokens <= caches[0].num_tokens, f"{caches[0]} split at {num_tokens}"
+        assert head[0].num_tokens in (0, num_tokens), f"a head of {head[0].num_tokens} rows for {num_tokens}"
+        head[0].num_tokens, head[0].is_head, caches[0].head = num_tokens, True, head[0]
+
+    def put_on_head(self, caches: list[Any], head: Sequence[Any]) -> None:
+        """Makes an empty sequence begin with a head."""
+        assert caches[0] == SizedCache() and head[0].is_head, f"{caches[0]} put on {head[0]}"
+        caches[0].head, caches[0].num_tokens = head[0], head[0].num_tokens
+
     def live_bytes(self, caches: Sequence[Any]) -> int:
-        """Returns the bytes of a live sequence: its rows, and one whole state."""
-        num_tokens: int = caches[0].num_tokens
-        return num_tokens * self._bytes_per_token + (self._snapshot_bytes if num_tokens else 0)
+        """Returns the bytes of a live sequence: its own rows, and one whole state; of a head's rows."""
+        live = caches[0] if caches else SizedCache()
+        num_state_bytes = self._snapshot_bytes if live.num_tokens and not live.is_head else 0
+        return int(live.num_tokens - live.origin) * self._bytes_per_token + num_state_bytes
 
     def span_bytes_per_token(self, caches: Sequence[Any]) -> float:
         """Returns the bytes of one token's rows."""
@@ -99,8 +128,8 @@ class SizedLayout(Layout):
         return self._snapshot_bytes
 
     def capacity(self, caches: Sequence[Any]) -> int | None:
-        """Returns None: there are no buffers."""
-        return None
+        """Returns a head's rows; else None: there are no buffers."""
+        return caches[0].num_tokens if caches and caches[0].is_head else None
 
     def resize(self, caches: Sequence[Any], capacity_tokens: int) -> None:
         """Nothing grows here."""
@@ -110,7 +139,7 @@ class SizedLayout(Layout):
 
     def live_rows(self, caches: Sequence[Any], start: int, stop: int) -> Any:
         """Returns rows of a live sequence."""
-        assert 0 <= start < stop <= caches[0].num_tokens, f"[{start}, {stop}) of {caches[0].num_tokens} rows"
+        assert caches[0].origin <= start < stop <= caches[0].num_tokens, f"[{start}, {stop}) of {caches[0]}"
         return SizedSegment(start, stop, self._bytes_per_token)
 
     def cut_spans(
@@ -124,7 +153,7 @@ class SizedLayout(Layout):
     ) -> None:
         """Makes a live sequence hold `[0, offset)` of its first `keep` rows and the sources' rows."""
         reached = keep
-        assert keep <= caches[0].num_tokens, f"{keep} rows kept of {caches[0].num_tokens}"
+        assert caches[0].origin <= keep <= caches[0].num_tokens, f"{keep} rows kept of {caches[0]}"
         for source in sources:
             assert source.start == reached < source.stop, f"[{source.start}, {source.stop}) loaded after {reached}"
             reached = source.stop
@@ -133,6 +162,7 @@ class SizedLayout(Layout):
 
     def truncate_spans(self, caches: Sequence[Any], offset: int) -> None:
         """Forgets rows from `offset` on."""
+        assert caches[0].origin <= offset, f"{caches[0]} truncated to {offset}"
         caches[0].num_tokens = min(offset, caches[0].num_tokens)
 
     def take_recurrent(self, caches: Sequence[Any]) -> Any:

@@ -53,6 +53,8 @@ class TreeRival:
         self._keeps_points = keeps_points
         self._keeps_last_only = keeps_last_only
         self._num_bytes = 0
+        self.running_bytes = 0.0
+        """Of the budget, for what else runs needs."""
         self._trie = PrefixTrie(self._count)
         self._clock = 0
         self._num_evictions = self._num_captured = 0
@@ -99,11 +101,12 @@ class TreeRival:
         return tip
 
     def _evict(self) -> None:
-        while self._num_bytes > self._sizes.memory_bytes:
+        left = max(0.0, self._sizes.memory_bytes - self.running_bytes)
+        while self._num_bytes > left:
             found = [n for n in self._trie.nodes() if not n.children or n.snapshot is not None]
             found.sort(key=lambda node: (node.last_used, -node.stop))
             for node in found:
-                if self._num_bytes <= self._sizes.memory_bytes:
+                if self._num_bytes <= left:
                     return
                 self._drop(node)
 

@@ -3,7 +3,7 @@
 Sessions are coding agents that now and then have sub-agents work for them; all begin with one system prompt and the
 same tools. Scheduler, admission, reservations, preemption, slots, trie and eviction are the server's own; layers'
 state and the device are objects that have a size and a speed, and time is arithmetic. The peer is an LRU of the same
-bytes, which holds nothing for what runs, and sees the requests in the order in which they began.
+bytes that sees the requests in the order in which they began, and holds nothing for what runs, or what that took.
 
     python -m scripts.replay.together --memory-gb 2 4 8 --sessions 4 8 16
 """
@@ -11,7 +11,9 @@ bytes, which holds nothing for what runs, and sees the requests in the order in 
 import argparse
 import heapq
 import itertools
+import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +29,6 @@ from scripts.bench.common import Report, Target, write_json
 from scripts.replay.conversations import BLOCK_TOKENS, MAX_COMMON_BLOCKS, BlockNumbers, Script
 from scripts.replay.drive import CHUNK_TOKENS, EXPECTED_TOKENS, Request, turn_request
 from scripts.replay.generator import AgentShape, Range, write
-from scripts.replay.heads import share_head
 from scripts.replay.layout import SizedLayout
 from scripts.replay.report import prefill_seconds
 from scripts.replay.rivals import Sizes, TreeRival
@@ -139,9 +140,9 @@ class SizedRunner:
     """A runner over state that has sizes only; counts what it evaluates and the seconds that takes."""
 
     rows_form, overlaps, padding_bytes = "together", False, 0
-    head_tokens: float | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, head_tokens: float | None) -> None:
+        self.head_tokens = head_tokens
         self.outputs: dict[int, TokenArray] = {}
         """By the identity of a prompt's array."""
         self.seconds = 0.0
@@ -241,6 +242,8 @@ class Outcome:
     """What a replay came to. `order` holds all requests as they began."""
 
     order: list[Request] = field(default_factory=list)
+    running_bytes: list[float] = field(default_factory=list)
+    """When each began: what running rows held or reserved beyond their state, counted once."""
     num_prompt: int = 0
     num_hit: int = 0
     num_prefilled: int = 0
@@ -259,14 +262,12 @@ class Replay:
     def __init__(
         self, agents: Sequence[Agent], sizes: Sizes, *, num_slots: int, heads: bool, is_checked: bool = False
     ) -> None:
-        layout = SizedLayout(sizes.bytes_per_token, sizes.snapshot_bytes)
+        self._sizes, layout = sizes, SizedLayout(sizes.bytes_per_token, sizes.snapshot_bytes)
         cache = PrefixCache(
             layout.make_caches, num_slots=num_slots, budget_bytes=int(sizes.memory_bytes), layout=layout
         )
         cache.calibrate(layout.make_caches())
-        if heads:
-            share_head(cache, sizes.bytes_per_token)
-        self._runner, self._now = SizedRunner(), 0.0
+        self._runner, self._now = SizedRunner(math.inf if heads else None), 0.0
         self._worker = Worker(
             self._runner,
             cache,
@@ -335,8 +336,21 @@ class Replay:
     def _count(self, request: Request, heard: Heard) -> None:
         heard.is_counted = True
         self._outcome.order.append(request)
+        self._outcome.running_bytes.append(self._running_bytes())
         self._outcome.num_prompt += len(request.prompt)
         self._outcome.num_hit += heard.hit_tokens or 0
+
+    def _running_bytes(self) -> float:
+        pager = self._worker.prefix_cache.pager
+        running = [slot for slot in pager.slots if slot.is_leased]
+        charged = sum(pager.ledger.slot_bytes(slot.index) for slot in (*running, *pager.heads))
+        sessions = {slot.turn.session_id for slot in running}
+        requests = [one for _, one, _ in self._running.values() if one.session_id in sessions]
+        num_rows = sum(len(one.prompt) + len(one.output) for one in requests)
+        readers = Counter(node for slot in running for node in slot.tip.path())
+        num_common = sum((count - 1) * (node.stop - node.start) for node, count in readers.items())
+        held = (num_rows - num_common) * self._sizes.bytes_per_token + len(running) * self._sizes.snapshot_bytes
+        return max(0, charged - held)
 
     def _go_on(self, agent: Agent) -> None:
         helpers = agent.helpers.get(agent.index, [])
@@ -354,16 +368,27 @@ class Replay:
                 self._expect(agent.parent, self._now)
 
 
-def least_recently_used(order: Sequence[Request], sizes: Sizes) -> float:
-    """Returns the percentage of prompt tokens that an LRU restores, the better one of two."""
-    rivals = [TreeRival(sizes), TreeRival(sizes, keeps_points=True)]
-    hits = [sum(rival.run(request).hit_tokens for request in order) for rival in rivals]
-    return 100 * max(hits) / sum(len(request.prompt) for request in order)
+def least_recently_used(found: Outcome, sizes: Sizes, *, is_charged: bool) -> float:
+    """Returns the percentage of prompt tokens that an LRU restores, the better one of two.
+
+    One that `is_charged` has so much less memory as running rows needed beyond their state.
+    """
+    rivals = TreeRival(sizes), TreeRival(sizes, keeps_points=True)
+    return 100 * max(_num_hit(rival, found, is_charged) for rival in rivals) / found.num_prompt
+
+
+def _num_hit(rival: TreeRival, found: Outcome, is_charged: bool) -> int:
+    num_hit = 0
+    for request, running_bytes in zip(found.order, found.running_bytes, strict=True):
+        rival.running_bytes = running_bytes * is_charged
+        num_hit += rival.run(request).hit_tokens
+    return num_hit
 
 
 def replay(options: argparse.Namespace) -> Report:
     """Replays all numbers of sessions with all budgets, without heads and with."""
-    columns = ["memory GB", "sessions", "heads", "requests", "reused %", "LRU %", "evaluated M", "preempted", "hours"]
+    columns = ["memory GB", "sessions", "heads", "requests", "reused %", "LRU %", "LRU, charged %"]
+    columns += ["evaluated M", "preempted", "hours"]
     report = Report(f"Agents at once with little memory, {options.model}", columns)
     model = MODELS[options.model]
     for gigabytes, sessions, heads in itertools.product(options.memory_gb, options.sessions, options.heads):
@@ -373,13 +398,15 @@ def replay(options: argparse.Namespace) -> Report:
         agents = make_agents(sessions, model, options.seed)
         how: Any = {"num_slots": options.slots, "heads": heads == "yes", "is_checked": options.check}
         found = Replay(agents, sizes, **how).run()
-        peer = least_recently_used(found.order, sizes)
-        cells = [f"{found.reuse:.1f}", f"{peer:.1f}", f"{found.num_prefilled / 1e6:.2f}", f"{found.num_preempted}"]
+        peer, charged = (least_recently_used(found, sizes, is_charged=is_charged) for is_charged in (False, True))
         counts = [f"{gigabytes:g}", f"{sessions}", heads, f"{len(found.order)}"]
-        report.rows.append([*counts, *cells, f"{found.seconds / 3600:.1f}"])
+        shares = [f"{share:.1f}" for share in (found.reuse, peer, charged)]
+        evaluated, hours = f"{found.num_prefilled / 1e6:.2f}", f"{found.seconds / 3600:.1f}"
+        report.rows.append([*counts, *shares, evaluated, f"{found.num_preempted}", hours])
         report.figures[name] = {
             "reused_percent": found.reuse,
             "lru_percent": peer,
+            "charged_lru_percent": charged,
             "evaluated_tokens": found.num_prefilled,
             "preempted": found.num_preempted,
             "seconds": found.seconds,
@@ -395,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--memory-gb", type=float, nargs="+", default=[2.0, 4.0, 8.0], metavar="X", help="budgets in 10^9 bytes")
     add("--sessions", type=int, nargs="+", default=[4, 8, 16], metavar="N", help="main agents")
-    add("--heads", choices=("no", "yes"), nargs="+", default=["no", "yes"], help="charge a head of running rows once")
+    add("--heads", choices=("no", "yes"), nargs="+", default=["no", "yes"], help="rows hold a common beginning once")
     add("--slots", type=int, default=8, metavar="N", help="slots of the cache, as the server's --slots")
     add("--model", choices=list(MODELS), default="qwen3-4b", help="whose state it is")
     add("--seed", type=int, default=0, metavar="S", help="of the conversations")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.prefix_cache import PrefixCache
 from cache.types import common_prefix_length
 from scripts.replay import together, traces
 from scripts.replay.conversations import (
@@ -24,7 +23,6 @@ from scripts.replay.conversations import (
 )
 from scripts.replay.drive import GENERATION_HEADER_TOKENS, Outcome, Sample, requests_of
 from scripts.replay.generator import generate
-from scripts.replay.heads import share_head
 from scripts.replay.layout import SizedCache, SizedLayout, SizedSegment
 from scripts.replay.report import Oracle, figures_of, losses, prefill_seconds
 from scripts.replay.rivals import CopyRival, Sizes, TreeRival
@@ -159,6 +157,17 @@ class TestLayout:
         with pytest.raises(AssertionError):
             layout.load_spans(live, [SizedSegment(5, 8, 10)], keep=4, offset=8, capacity_tokens=9)
 
+    def test_sequences_on_a_head_own_the_rest(self) -> None:
+        layout, first, head, second = SizedLayout(10, 100), [SizedCache(8)], [SizedCache()], [SizedCache()]
+        layout.split_at_head(first, head, 5)
+        layout.put_on_head(second, head)
+        layout.load_spans(second, [SizedSegment(5, 7, 10)], keep=5, offset=7, capacity_tokens=9)
+        assert [layout.live_bytes(caches) for caches in (head, first, second)] == [50, 130, 120]
+        assert [layout.origin(caches) for caches in (head, first, second)] == [0, 5, 5]
+        assert layout.capacity(head) == 5
+        with pytest.raises(AssertionError):
+            layout.live_rows(first, 4, 8)
+
 
 class TestRivals:
     def test_the_last_tip_alone_loses_a_rewind(self, tmp_path: Path) -> None:
@@ -196,19 +205,6 @@ class TestTogether:
             assert len(one.order) == len({request.name for request in one.order}) > 50
             assert one.num_prefilled >= one.num_prompt - one.num_hit - len(one.order)
         assert found[0].reuse < found[1].reuse
-
-    def test_a_head_is_charged_once(self) -> None:
-        layout, tokens = SizedLayout(10, 0), np.arange(3000, dtype=np.int32)
-        cache = PrefixCache(layout.make_caches, num_slots=3, budget_bytes=70_000, layout=layout)
-        cache.calibrate(layout.make_caches())
-        share_head(cache, 10)
-        for number in range(3):
-            lease = cache.begin(np.append(tokens, np.int32(number + 4000)))
-            assert lease is not None, "three copies do not fit, one head and its readers do"
-            lease.caches[0].num_tokens = 3000
-            lease.advance(tokens[lease.offset :])
-        assert cache.ledger.live_bytes == 90_000 and cache.ledger.charged_bytes == 30_030
-        assert cache.stats().num_evictions == 0
 
 
 class TestFigures:
