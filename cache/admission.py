@@ -132,8 +132,10 @@ class Admission:
             return found
         needed, head = found.needed_in(slot, self.pager.layout), self.heads.head_of(slot, found.path, offset)
         needed = needed if head is None else [*needed, head.tip]
-        missing = self.reclaimer.free(excess, protected=needed, busy=slot, is_background=slot.turn.is_background)
-        is_shared = self.pager.ledger.slot_bytes(ASIDE) or any(other.is_leased for other in self.pager.slots)
+        is_shared = self.pager.ledger.slot_bytes(ASIDE) > 0 or any(other.is_leased for other in self.pager.slots)
+        missing = self.reclaimer.free(
+            excess, protected=needed, busy=slot, is_background=slot.turn.is_background, or_nothing=is_shared
+        )
         if missing > 0 and is_shared:
             return None
         if missing > 0 and not path_nodes(self.pins.explicit()) <= set(found.path):

@@ -16,7 +16,7 @@ from cache.layers.layout import SequenceSizes
 from cache.lookup import nodes_to_restore
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
-from cache.pins import Pins
+from cache.pins import Pins, path_nodes
 from cache.slots import RequestClock, Slot
 from cache.trie import Node
 
@@ -48,10 +48,12 @@ class Reclaimer:
         protected: Sequence[Node] = (),
         busy: Slot | None = None,
         is_background: bool = False,
+        or_nothing: bool = False,
     ) -> int:
         """Frees `excess_bytes` without evicting `protected`; returns the bytes not freed. An error loses a sequence.
 
-        `busy`, the slot in need, is not paged out. `is_background` evicts session ends last.
+        `busy`, the slot in need, is not paged out. `is_background` evicts session ends last. With `or_nothing`,
+        nothing is evicted where all that may be would not do: who waits takes nothing from others.
         """
         if excess_bytes <= 0:
             return 0
@@ -59,11 +61,18 @@ class Reclaimer:
         self.pager.take_back_padding()
         self.heads.gather(is_short=True, target_bytes=target)
         self.pager.page_out_idle(target, busy, protected)
+        if or_nothing and self.ledger.charged_bytes - target > self._evictable_bytes(protected):
+            return self.ledger.charged_bytes - target
         kept, now = set(protected), self.clock.now
         self.memory.evict(target, kept, now, guards_sessions=is_background)
         if self.ledger.charged_bytes > target and self.pins.release_soft():
             self.memory.evict(target, kept, now, guards_sessions=is_background)
         return self.ledger.charged_bytes - target
+
+    def _evictable_bytes(self, protected: Sequence[Node]) -> int:
+        """The most that evicting all but `protected` frees; less if state is pinned."""
+        kept = sum(node.span.num_bytes for node in path_nodes(protected) if node.span is not None)
+        return self.ledger.stored_bytes - kept
 
     def free_excess(self, *, protected: Sequence[Node] = (), is_background: bool = False) -> None:
         """Frees what is charged beyond the budget."""
@@ -176,7 +185,8 @@ class SetAside:
         num_bytes = self.reclaimer.sizes.bytes_for(num_tokens)
         if num_bytes > self.reclaimer.ledger.budget_bytes:
             return False
-        if self.reclaimer.free(self.reclaimer.ledger.excess_bytes(num_bytes), is_background=True) > 0:
+        excess = self.reclaimer.ledger.excess_bytes(num_bytes)
+        if self.reclaimer.free(excess, is_background=True, or_nothing=True) > 0:
             return False
         self.reclaimer.ledger.reserve(ASIDE, num_bytes)
         return True

@@ -12,6 +12,7 @@ from cache.layers import headed, layout
 from cache.layers.layout import leaves_of
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
+from cache.reclaim import SetAside
 from cache.slots import Slot
 from tests.cache.worlds import RealWorld
 from tests.support import cache_driver, fake_model
@@ -126,6 +127,22 @@ def test_a_newcomer_that_would_not_fit_joins_a_head_instead_of_waiting() -> None
         assert (found is not None) == shares_heads
         assert_right(cache, lease, told_apart(0)[:-1])
     assert found is not None and found.hit_tokens == len(HEAD)
+
+
+def test_what_must_wait_evicts_nothing() -> None:
+    cache = make(math.inf)
+    stored = run(cache, [9, *HEAD[:50]])
+    stored.close()
+    cache.pager.page_out(slot_of(cache, stored), 0)
+    for number in range(2):
+        run(cache, told_apart(number))
+    cache.reclaimer.heads.gather(is_short=True)
+    cache.ledger.budget_bytes = cache.ledger.charged_bytes
+    assert cache.begin(np.array([8, *HEAD], np.int32)) is None
+    assert not SetAside(cache.reclaimer).try_take(len(HEAD))
+    assert cache.memory.num_evictions == 0 and cache.peek(np.array([9, *HEAD[:50], 1], np.int32)) == 50
+    assert cache.begin(np.array([8, *HEAD[:40]], np.int32)) is not None
+    assert cache.memory.num_evictions == 1
 
 
 def test_the_greatest_saving_is_chosen_and_short_heads_are_none() -> None:
