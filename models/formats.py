@@ -13,10 +13,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from models.errors import EmbeddingUnsupported
 
 POOLING_FILE = Path("1_Pooling", "config.json")
 _MODE = "pooling_mode_"
+
+Vector: TypeAlias = NDArray[np.float32]
 
 
 class Pooling(StrEnum):

@@ -20,10 +20,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from server.api.answer import Answer, Exchange
 from server.api.context import ApiContext, context_of
-from server.api.dialect import Dialect, ModelReady, Payload, dialect_of
+from server.api.dialect import Dialect, ModelReady, Payload, dialect_of, namespace_of
 from server.api.embedding import EmbeddingWork
 from server.api.errors import explain, stopped
-from server.api.guard import key_name_of, known_key_of, namespace_of
+from server.api.guard import key_name_of, known_key_of
 from server.api.params import Incoming
 from server.api.record import Arrival
 from server.api.sessions import Origin, SessionIdError, ascii_text

@@ -25,6 +25,7 @@ from starlette.types import Scope
 from server.api.errors import ApiError, Code, wrong
 from server.api.sessions import resolve_session_id
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
+from server.app.keys import namespace_of_key
 from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -178,6 +179,14 @@ def dialect_of(request: Request) -> Dialect:
     dialect = request.state.dialect
     assert isinstance(dialect, Dialect)
     return dialect
+
+
+def namespace_of(request: Request, cache_salt: str | None) -> str:
+    """Returns the name under which requests share state, without the key itself; empty without key and salt."""
+    key = dialect_of(request).api_key(request.headers)
+    of_key = namespace_of_key(key) if key else ""
+    # The slash keeps a salt from looking like the digest of a key.
+    return f"{of_key}/{cache_salt}" if cache_salt else of_key
 
 
 class Treatment(Enum):

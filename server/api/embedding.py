@@ -9,11 +9,10 @@ import numpy as np
 from starlette.responses import Response
 
 from models.errors import PromptTooLong
-from models.formats import JUDGED_PREFIX, JUDGED_SUFFIX, Reading
+from models.formats import JUDGED_PREFIX, JUDGED_SUFFIX, Reading, Vector
 from server.api.errors import ApiError, Code, context_exceeded, wrong
 from server.api.params import check_token_ids
 from server.api.wire import json_text
-from server.engine.embeddings import Vector
 from server.engine.request import TokenArray
 from server.pool.served import EnginePort, ServedModel
 

@@ -30,12 +30,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api import PRODUCT
 from server.api.context import context_of
-from server.api.dialect import Body, Dialect, Rules, dialect_of, parse_body
+from server.api.dialect import Body, Dialect, Rules, dialect_of, namespace_of, parse_body
 from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Origin, Refusal, ascii_text
 from server.api.wire import parse_object, read_body
-from server.app.keys import ApiKey, namespace_of_key
+from server.app.keys import ApiKey
 from server.app.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
 
 logger = logging.getLogger(__name__)
@@ -191,14 +191,6 @@ def key_name_of(scope: Scope) -> str | None:
 def is_authorised(request: Request) -> bool:
     """Whether a request holds a key of the server, or needs none."""
     return not context_of(request).config.needs_key or key_of(request) is not None
-
-
-def namespace_of(request: Request, cache_salt: str | None) -> str:
-    """Returns the name under which requests share state, without the key itself; empty without key and salt."""
-    key = dialect_of(request).api_key(request.headers)
-    of_key = namespace_of_key(key) if key else ""
-    # The slash keeps a salt from looking like the digest of a key.
-    return f"{of_key}/{cache_salt}" if cache_salt else of_key
 
 
 def namespace_of_query(request: Request) -> str:

@@ -11,23 +11,18 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
 from cache.reclaim import SetAside
 from models.adapter import NO_ADAPTER
 from models.errors import ModelError
-from models.formats import Reading
+from models.formats import Reading, Vector
 from server.engine.request import EngineError, PromptTooLarge, StepFailed, TokenArray, check_device
 
 logger = logging.getLogger(__name__)
 
 STEPS_BEHIND_CHAT = 8
 MAX_TOGETHER = 256
-
-Vector: TypeAlias = NDArray[np.float32]
 
 
 class LongTextPort(Protocol):

@@ -26,13 +26,13 @@ from cache.journal import CacheEvent, Journal, Tell
 from cache.layers.layout import CHUNK_TOKENS
 from cache.prefix_cache import PrefixCache
 from models.adapter import NO_ADAPTER
-from models.formats import Reading
+from models.formats import Reading, Vector
 from models.inference.embedding import Embedder
 from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
 from server.engine.commands import ResizeBudget, give_back
-from server.engine.embeddings import EmbeddingJob, Vector
+from server.engine.embeddings import EmbeddingJob
 from server.engine.messages import Command, Generation, Inbox, Mailbox, WorkerMessage
 from server.engine.request import (
     DeviceLost,

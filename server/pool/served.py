@@ -13,7 +13,7 @@ import numpy as np
 
 from cache.journal import Tell
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
-from models.formats import EmbeddingFormat, Judgement, Reading
+from models.formats import EmbeddingFormat, Judgement, Reading, Vector
 from models.inference.sampling_params import SamplingParams
 from models.output.detokenizer import token_search
 from models.output.grammar import CompiledGrammar, Grammar
@@ -25,7 +25,6 @@ from models.prompt.hygiene import ToolOrders
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool
 from models.store.stored_model import ModelDefaults
-from server.engine.embeddings import Vector
 from server.engine.messages import Generation
 from server.engine.request import EngineStats, GenerationRequest, TokenArray
 

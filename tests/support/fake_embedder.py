@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from models.formats import Reading
-from server.engine.embeddings import Vector
+from models.formats import Reading, Vector
 from server.engine.request import TokenArray
 
 

@@ -24,9 +24,9 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate
 from server.api.context import ApiContext, context_of
 from server.api.conversation import cut_at_last_point
-from server.api.dialect import Endpoint, Operation, Payload, parse_body
+from server.api.dialect import Endpoint, Operation, Payload, namespace_of, parse_body
 from server.api.errors import ApiError, Code, wrong
-from server.api.guard import is_owner, namespace_of, visible_namespace
+from server.api.guard import is_owner, visible_namespace
 from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
 from server.api.openai.generate import CompletionBody, read_conversation, text_prompt
 from server.api.openai.params import read_params

@@ -37,11 +37,11 @@ from server.api.dialect import (
     HeaderRoute,
     Operation,
     Payload,
+    namespace_of,
     parse_body,
     with_and_without_v1,
 )
 from server.api.errors import ApiError, Code, ContextExceeded
-from server.api.guard import namespace_of
 from server.api.params import Incoming, build_request
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text

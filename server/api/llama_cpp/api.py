@@ -30,13 +30,13 @@ from server.api.dialect import (
     Payload,
     Rules,
     honoured,
+    namespace_of,
     no_effect,
     parse_body,
     refused,
     with_and_without_v1,
 )
 from server.api.errors import ApiError, Code, retry_later
-from server.api.guard import namespace_of
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import read_conversation, text_prompt
 from server.api.openai.params import read_params

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
+from models.formats import Vector
 from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
@@ -19,10 +20,19 @@ from server.api.answer import Answer, Exchange, OutputEvent, Question
 from server.api.call import compute, generate
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, can_continue
-from server.api.dialect import BodyModel, Endpoint, ModelReady, Operation, Payload, Whole, parse_body, refuse_fields
+from server.api.dialect import (
+    BodyModel,
+    Endpoint,
+    ModelReady,
+    Operation,
+    Payload,
+    Whole,
+    namespace_of,
+    parse_body,
+    refuse_fields,
+)
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code
-from server.api.guard import namespace_of
 from server.api.ollama.dialect import (
     IN_CHAT,
     IN_EMBED,
@@ -41,7 +51,6 @@ from server.api.ollama.dialect import (
 )
 from server.api.params import AnswerGrammar, Incoming, answer_or_calls, build_request
 from server.api.record import CacheBody, cache_of
-from server.engine.embeddings import Vector
 from server.engine.request import Finished
 from server.pool.errors import ModelNotLoaded
 from server.pool.served import ServedModel

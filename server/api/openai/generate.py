@@ -29,9 +29,8 @@ from server.api.answer import Question
 from server.api.call import generate
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, check_continuable, check_template_arguments
-from server.api.dialect import Payload, parse_body, refuse_fields
+from server.api.dialect import Payload, namespace_of, parse_body, refuse_fields
 from server.api.errors import wrong
-from server.api.guard import namespace_of
 from server.api.openai.choices import (
     AnswerHead,
     ChatLogprobs,

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
-from models.formats import judged_text
+from models.formats import Vector, judged_text
 from server.api.call import compute
 from server.api.context import ApiContext
 from server.api.dialect import BodyModel, Endpoint, Operation, Rules, Whole, no_effect, parse_body, read_by, refused
@@ -20,7 +20,6 @@ from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_js
 from server.api.errors import wrong
 from server.api.params import Incoming
 from server.api.wire import json_text
-from server.engine.embeddings import Vector
 
 _OF_VECTORS: Rules = {
     **no_effect("it only says who asks", "user"),

@@ -22,9 +22,8 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, can_continue
-from server.api.dialect import Body, Payload, Rules, parse_body, validated
+from server.api.dialect import Body, Payload, Rules, namespace_of, parse_body, validated
 from server.api.errors import ApiError, Code, explain, wrong
-from server.api.guard import namespace_of
 from server.api.openai.params import read_params
 from server.api.openai.types import GenerationBody
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, shows_tools
