@@ -40,7 +40,7 @@ def main() -> NoReturn:
 
 
 def find_machine_problem(system: str, machine: str) -> str | None:
-    """Returns why MLX cannot run here, given what `platform.system` and `platform.machine` say."""
+    """Why MLX cannot run here, given what `platform.system` and `platform.machine` say."""
     if (system, machine) == ("Darwin", "arm64") or (system == "Linux" and machine in ("x86_64", "aarch64")):
         return None
     needed = "this needs a Mac with Apple silicon (M1 or newer), or Linux on x86-64 or ARM"
@@ -50,7 +50,7 @@ def find_machine_problem(system: str, machine: str) -> str | None:
 
 
 def find_system_problem(system: str, version: str) -> str | None:
-    """Returns why MLX is not made for a system, given the version of macOS or of the C library.
+    """Why MLX is not made for a system, given the version of macOS or of the C library.
 
     An empty version, as of a Linux without glibc, is not enough.
     """
@@ -64,7 +64,7 @@ def find_system_problem(system: str, version: str) -> str | None:
 
 
 def find_problem(root: Path) -> str | None:
-    """Returns what keeps the packages in the folder `root` from being the program's own."""
+    """What keeps the packages in the folder `root` from being the program's own."""
     for package in PACKAGES:
         spec = find_spec(package)
         if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != root / package:
@@ -91,7 +91,7 @@ def changed_files(root: Path) -> Iterator[str]:
 
 
 def other_owner(root: Path, name: str) -> str | None:
-    """Returns another distribution in `root` that has the file `name`."""
+    """Another distribution in `root` that has the file `name`."""
     from importlib import metadata
 
     for distribution in metadata.distributions(path=[str(root)]):
@@ -102,7 +102,7 @@ def other_owner(root: Path, name: str) -> str | None:
 
 
 def _digest(path: Path) -> str | None:
-    """Returns a file's hash as `RECORD` writes it (PEP 376): SHA-256, base64 for addresses, without padding."""
+    """A file's hash as `RECORD` writes it (PEP 376): SHA-256, base64 for addresses, without padding."""
     import base64
     import hashlib
 

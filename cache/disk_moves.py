@@ -42,11 +42,11 @@ class DiskMoves:
         memory.before_eviction = self._save_dropped
 
     def find_in_memory(self, lookup: Lookup) -> LookupResult:
-        """Returns how much of a prompt memory can restore."""
+        """How much of a prompt memory can restore."""
         return self.result_of(lookup.match(self._memory.find_trie(lookup.namespace)))
 
     def result_of(self, match: NodeMatch) -> LookupResult:
-        """Returns how much of a match can be restored now."""
+        """How much of a match can be restored now."""
         return look_up(match, self._pager.slots, self._pager.layout)
 
     def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:

@@ -109,7 +109,7 @@ class SlotView(NamedTuple):
 
 
 def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
-    """Returns the index of the slot for a request; None while all are leased.
+    """The index of the slot for a request; None while all are leased.
 
     First the one that the request continues, unless the trie restores deeper; then the conversation's own; then an
     empty one; then the least recently used.

@@ -31,7 +31,7 @@ class Snapshot:
         return (self.window.num_bytes if self.window else 0) + (self.recurrent.num_bytes if self.recurrent else 0)
 
     def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
-        """Returns the window rows before `offset`, if any, and the rest."""
+        """The window rows before `offset`, if any, and the rest."""
         if self.window is None or self.window.start >= offset:
             return None, self
         before, after = self.window.split(offset)
@@ -187,7 +187,7 @@ class KeptPoint(NamedTuple):
 
 
 def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
-    """Returns the points of a conversation that later turns will hardly need, ascending like `points`.
+    """The points of a conversation that later turns will hardly need, ascending like `points`.
 
     `landing` is where its newest turn was restored. Of 2 817 recorded requests of coding agents, 130 continued at the
     last prompt's end or in what was new in it, which `landing` serves, 8 further back, nearly all others at the end.
@@ -211,7 +211,7 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 
 
 def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
-    """Returns the points of a conversation to write to disk, ascending like `points`.
+    """The points of a conversation to write to disk, ascending like `points`.
 
     These are all shared and explicit points; the newest prompt's end, which the next turn contains anyway; and the
     sequence's end if at least `min_gain` tokens after the last on disk: writing all whole state would wear the disk

@@ -38,7 +38,7 @@ def parse_adapter(text: str) -> AdapterPlace:
 
 
 def state_namespace(namespace: str, adapter: Adapter | None) -> str:
-    """Returns the name under which state of a client's namespace and an adapter is stored.
+    """The name under which state of a client's namespace and an adapter is stored.
 
     A client's namespace begins with a digest or a slash, so none looks like an adapter's name.
     """
@@ -46,7 +46,7 @@ def state_namespace(namespace: str, adapter: Adapter | None) -> str:
 
 
 def client_namespace(state_name: str) -> tuple[str, str | None]:
-    """Returns the client's namespace and the adapter's digest from a `state_namespace`."""
+    """The client's namespace and the adapter's digest from a `state_namespace`."""
     kind, _, rest = state_name.partition(":")
     if kind != "lora":
         return state_name, None

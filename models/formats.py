@@ -104,7 +104,7 @@ def judged_text(query: str, document: str, instruction: str | None = None) -> st
 def read_rerank_format(
     name: str, config: Mapping[str, Any], template: str, token_id: Callable[[str], int | None]
 ) -> Judgement | None:
-    """Returns how a model judges; None if it is no reranker of this kind.
+    """How a model judges; None if it is no reranker of this kind.
 
     A reranker's configuration names the two tokens (`classifier_from_token`, as vLLM reads it: no, then yes), or its
     template or name is Qwen3-Reranker's.

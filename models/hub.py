@@ -262,7 +262,7 @@ def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, add:
 
 
 def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
-    """Returns the seconds until another attempt; None if that makes no sense."""
+    """The seconds until another attempt; None if that makes no sense."""
     if not isinstance(error, HfHubHTTPError):
         return _PAUSE_SECONDS
     if error.response.status_code not in _BUSY:

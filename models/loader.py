@@ -79,7 +79,7 @@ def _refusal_of_tokenizer(name: str, code: str) -> str:
 
 
 def _code_in(auto_map: Any, kinds: tuple[str, ...]) -> str | None:
-    """Returns the code named by `auto_map`, if any; older folders name a tokenizer's classes in a list alone."""
+    """The code named by `auto_map`, if any; older folders name a tokenizer's classes in a list alone."""
     if isinstance(auto_map, list) and "AutoTokenizer" in kinds:
         auto_map = {"AutoTokenizer": auto_map}
     if not isinstance(auto_map, dict):

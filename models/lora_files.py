@@ -71,7 +71,7 @@ class LowRank:
 
 
 def read_folder(name: str, folder: str) -> AdapterFolder:
-    """Returns an adapter's folder; raises ModelNotFound and ModelBroken."""
+    """An adapter's folder; raises ModelNotFound and ModelBroken."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise ModelNotFound(f"adapter {name}: there is no folder {path}")

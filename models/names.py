@@ -212,7 +212,7 @@ def identity_of(place: WeightsPlace, folder: Path | None = None) -> str:
 
 
 def model_id(name: str) -> str:
-    """Returns the id of a name of the command line. Raises ModelError.
+    """The id of a name of the command line. Raises ModelError.
 
     A folder is its own id, if `resolve` takes it for one; a name of our own has the id of its weights.
     """
@@ -255,7 +255,7 @@ def _snapshot(repository: RepositoryName) -> Path | None:
 
 
 def _repository_identity(repository: str, snapshot: Path) -> str:
-    """Returns one id for every branch, tag or commit of a revision: `main`, else a branch, else the commit."""
+    """One id for every branch, tag or commit of a revision: `main`, else a branch, else the commit."""
     refs = _refs(snapshot)
     return str(RepositoryName(repository, "main" if "main" in refs else min(refs, default=snapshot.name)))
 

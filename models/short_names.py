@@ -42,7 +42,7 @@ def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, 
 
 
 def _bits(kind: str) -> float:
-    """Returns a quantization's bits for each weight, scales included."""
+    """A quantization's bits for each weight, scales included."""
     return {"bf16": 16.0, "mxfp4": 4.25}.get(kind) or int(kind.removesuffix("bit")) + 0.5
 
 
@@ -85,7 +85,7 @@ def _plain(text: str) -> str:
 
 
 def grouped(number: int) -> str:
-    """Returns a number such as `12 340`."""
+    """A number such as `12 340`."""
     return f"{number:,}".replace(",", " ")
 
 

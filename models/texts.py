@@ -59,12 +59,12 @@ _MARK: Final = "mlx-serve-text-1:"
 
 
 def enclose(text: str) -> str:
-    """Returns a text of plain characters that holds `text`, for clients to send back; it is no secret."""
+    """A text of plain characters that holds `text`, for clients to send back; it is no secret."""
     return _MARK + base64.b64encode(text.encode(errors="replace")).decode()
 
 
 def opened(enclosed: str) -> str | None:
-    """Returns the text that `enclose` was given; None if `enclosed` is not from there."""
+    """The text that `enclose` was given; None if `enclosed` is not from there."""
     if not enclosed.startswith(_MARK):
         return None
     try:

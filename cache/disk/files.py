@@ -90,7 +90,7 @@ class FileSystem:
         return os.preadv(descriptor, [into], offset)
 
     def size(self, descriptor: int) -> int:
-        """Returns an open file's size; -1 if it is no regular file."""
+        """An open file's size; -1 if it is no regular file."""
         status = os.fstat(descriptor)
         return status.st_size if stat.S_ISREG(status.st_mode) else -1
 

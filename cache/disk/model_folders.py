@@ -45,7 +45,7 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
 
 
 def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
-    """Returns folders of models with the same name but other files, by folder name."""
+    """Folders of models with the same name but other files, by folder name."""
     name, digits = _file_name(model), fingerprint[:FINGERPRINT_DIGITS]
     with contextlib.suppress(OSError):
         matches = [(path, _FOLDER.fullmatch(path.name)) for path in sorted(_folders(parent))]

@@ -31,10 +31,10 @@ class RowReader(Protocol):
     """Reads files for spans, which know no folder: `cache.disk.io.FileReader`. Both raise DiskFault."""
 
     def load_rows(self, file: "StoredFile", start: int, stop: int) -> "Segment":
-        """Returns the rows of the tokens `[start, stop)`."""
+        """The rows of the tokens `[start, stop)`."""
 
     def load_recurrent(self, file: "StoredFile") -> "RecurrentState":
-        """Returns the recurrent state at the file's end."""
+        """The recurrent state at the file's end."""
 
 
 @dataclass(eq=False)

@@ -176,7 +176,7 @@ _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def elapsed_seconds() -> float:
-    """Returns the seconds since a fixed moment, the machine's sleep included."""
+    """The seconds since a fixed moment, the machine's sleep included."""
     return time.clock_gettime(_CLOCK_WITH_SLEEP)
 
 

@@ -227,7 +227,7 @@ class EvictionOrder:
         return None
 
     def put_back(self, candidate: Candidate) -> None:
-        """Returns a popped candidate, unless its node was evicted."""
+        """A popped candidate, unless its node was evicted."""
         namespace, node = candidate.key
         if _is_evictable(node) and node not in self._latest:
             self.changed(namespace, node)
@@ -250,7 +250,7 @@ class EvictionOrder:
                 assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
 
     def _find_stale(self) -> dict[Node, str]:
-        """Returns changed nodes, and nodes whose value the changes may have lowered."""
+        """Changed nodes, and nodes whose value the changes may have lowered."""
         found, seen = dict(self._changed), set[Node]()
         for node, namespace in self._changed.items():
             end = self._valuation.leaf_counting(node)

@@ -62,7 +62,7 @@ class Detokenizer:
         return self._bytes[token_id]
 
     def piece(self, token_id: int) -> bytes:
-        """Returns a token's bytes, special or not, perhaps part of a character; none for an unknown id."""
+        """A token's bytes, special or not, perhaps part of a character; none for an unknown id."""
         return self.bytes_of(token_id) if self.encodes_bytes else self._decoded([token_id]).encode()
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -88,7 +88,7 @@ class Detokenizer:
 
 
 def markers(wrapper: TokenizerWrapper) -> tuple[str, ...]:
-    """Returns texts that structure a model's output; some consist of special tokens."""
+    """Texts that structure a model's output; some consist of special tokens."""
     texts = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
     return tuple(text for text in (*texts, *wrapper.structural_markers) if text)
 
@@ -138,7 +138,7 @@ class StreamDecoder:
         return self._release(is_final=False)
 
     def finish(self) -> str:
-        """Returns the text held back; an incomplete character becomes U+FFFD."""
+        """The text held back; an incomplete character becomes U+FFFD."""
         if self._detokenizer.encodes_bytes:
             return self._utf8.decode(b"", final=True)
         return self._release(is_final=True)
@@ -164,7 +164,7 @@ MAX_KEPT = 256
 
 
 def token_search(piece: Callable[[int], bytes], vocab_size: int) -> Callable[[str], tuple[int, ...]]:
-    """Returns a search for the tokens, ascending, with all of a text. Any thread; the first search is slow."""
+    """A search for the tokens, ascending, with all of a text. Any thread; the first search is slow."""
     pieces = cache(lambda: list(map(piece, range(vocab_size))))
 
     @lru_cache(MAX_KEPT)

@@ -68,7 +68,7 @@ class OutputParser(Protocol):
         ...
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns the pieces that `text` completes."""
+        """The pieces that `text` completes."""
         ...
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
@@ -139,7 +139,7 @@ class MarkerSearch:
         return bool(self._held)
 
     def flush(self) -> str:
-        """Returns the text held back, which is no marker since the text has ended."""
+        """The text held back, which is no marker since the text has ended."""
         held, self._held = self._held, ""
         return held
 

@@ -158,7 +158,7 @@ class BareCallParser:
         """None once the answer is text."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns text that is certainly no call."""
+        """Text that is certainly no call."""
         if self._held is None:
             return [Text(text)] if text else []
         self._held += text

@@ -174,7 +174,7 @@ class ChatRenderer:
 
     @cached_property
     def _plain_parts(self) -> PromptParts | None:
-        """Returns parts that read special tokens as text."""
+        """Parts that read special tokens as text."""
         if self._backend is None:
             return None
         plain = copy.copy(self._backend)
@@ -184,7 +184,7 @@ class ChatRenderer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]] | None:
-        """Returns the ids that the tokenizer puts around a text; None if it does something else."""
+        """The ids that the tokenizer puts around a text; None if it does something else."""
         plain, framed = (self._encode_plain("a", add_special_tokens=special) for special in (False, True))
         for start in range(len(framed) - len(plain) + 1):
             if framed[start : start + len(plain)] == plain:
@@ -361,7 +361,7 @@ def _edge(boundary: int, kind: RestorePointKind, before: Callable[[int], int], i
 
 
 def _parts_of(backend: Any, added: Mapping[int, Any], template: str) -> PromptParts | None:
-    """Returns parts, cut at borders if proven; None for a slow tokenizer."""
+    """Parts, cut at borders if proven; None for a slow tokenizer."""
     if backend is None:
         return None
     lengths = [len(token.content) for token in added.values()]

@@ -30,7 +30,7 @@ def with_constant_headers(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_constant_header(text: str) -> str:
-    """Returns the text with constants in the first line."""
+    """The text with constants in the first line."""
     line = _BILLING_LINE.match(text)
     if line is None:
         return text

@@ -250,11 +250,11 @@ class Adaptation:
     shapes: tuple[Shape, ...] = ()
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns messages in the shape that the template accepts."""
+        """Messages in the shape that the template accepts."""
         return reduce(lambda changed, shape: shape.change(changed), self.shapes, list(messages))
 
     def tools(self, tools: Tools) -> Tools:
-        """Returns tools in the shape that the template accepts."""
+        """Tools in the shape that the template accepts."""
         if not tools:
             return None
         return [reduce(lambda changed, shape: shape.change_tool(changed), self.shapes, tool) for tool in tools]

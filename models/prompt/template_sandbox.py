@@ -254,7 +254,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _spend_on(super().call_binop(context, operator, left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Returns a member."""
+        """A member."""
         if type(argument) is not str and not _are_light((argument,)):
             _spend_for(template_sizes.weigh_key(obj, argument))
         return super().getitem(obj, argument)
@@ -285,7 +285,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def shown(value: Any) -> str:
-        """Returns a value as text."""
+        """A value as text."""
         return value if type(value) is str else str(_weighed(value))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:

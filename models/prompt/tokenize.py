@@ -380,7 +380,7 @@ class PromptParts:
         return self._ids(self._opener + text)[self._num_opener :]
 
     def _word_starts(self, text: str) -> list[int]:
-        """Returns where words begin, but not beside white space."""
+        """Where words begin, but not beside white space."""
         encoding = encode(self._backend, self._opener + text)
         tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
         starts = [

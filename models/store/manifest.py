@@ -196,6 +196,6 @@ _manifests: dict[Path, Manifest] = {}
 
 
 def user_manifest() -> Manifest:
-    """Returns the manifest of this user, the same object each time."""
+    """The manifest of this user, the same object each time."""
     folder = data_folder(os.environ)
     return _manifests.setdefault(folder, Manifest(folder))
