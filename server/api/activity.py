@@ -45,7 +45,7 @@ class LiveEvent:
 
 
 def frame_of(name: str, fields: Mapping[str, Any], event_id: str) -> bytes:
-    """Returns a server-sent event with an id."""
+    """A server-sent event with an id."""
     return f"id: {event_id}\nevent: {name}\ndata: {json_text({'type': name, **fields})}\n\n".encode()
 
 
@@ -93,7 +93,7 @@ class EventLog:
             listener.note(event)
 
     def listen(self, namespace: str | None, last_id: str | None = None) -> "Listener":
-        """Returns a listener to a namespace, or all, behind the event `last_id` if known, else from now on."""
+        """A listener to a namespace, or all, behind the event `last_id` if known, else from now on."""
         had_been_wanted, self._left_at = self.is_wanted, None
         self._is_wanted = True
         listener = Listener(self, namespace, self._place_behind(last_id))
@@ -116,7 +116,7 @@ class EventLog:
                 self._left_at = self._clock()
 
     def since(self, number: int) -> list[LiveEvent]:
-        """Returns the kept events from `number` on."""
+        """The kept events from `number` on."""
         return list(islice(self._events, max(number - self.first, 0), None))
 
     @property
@@ -125,14 +125,14 @@ class EventLog:
         return self._events[0].number if self._events else self._next
 
     def id_before(self, number: int) -> str:
-        """Returns the id of the place before an event."""
+        """The id of the place before an event."""
         return self._id(number - 1)
 
     def _id(self, number: int) -> str:
         return f"{self._epoch}-{number}"
 
     def _place_behind(self, last_id: str | None) -> int | None:
-        """Returns the place behind an event; None if later events are gone."""
+        """The place behind an event; None if later events are gone."""
         if last_id is None:
             return self._next
         epoch, _, number = last_id.rpartition("-")
@@ -178,7 +178,7 @@ class Listener:
             self.wake.set()
 
     def take(self) -> list[LiveEvent | Lost]:
-        """Returns the next events to read, oldest first."""
+        """The next events to read, oldest first."""
         found: list[LiveEvent | Lost] = []
         events = [event for event in self._log.since(self._place) if self._may_see(event)]
         if self._lost_unknown:
@@ -258,7 +258,7 @@ class Totals:
         self._by_namespace: OrderedDict[str, Sums] = OrderedDict()
 
     def of(self, namespace: str | None) -> Sums:
-        """Returns the sums of one namespace; None for all."""
+        """The sums of one namespace; None for all."""
         return self.all if namespace is None else self._by_namespace.get(namespace, Sums())
 
     def add(self, record: RequestRecord) -> None:
@@ -288,7 +288,7 @@ class Pace:
             self._seconds_per_token[model_id] = timings.prompt_ms / 1000 / timings.evaluated_tokens
 
     def seconds(self, model_id: str, num_tokens: int) -> float | None:
-        """Returns the time to evaluate `num_tokens`; None until the model's pace is known."""
+        """The time to evaluate `num_tokens`; None until the model's pace is known."""
         each = self._seconds_per_token.get(model_id)
         return None if each is None else num_tokens * each
 
@@ -305,7 +305,7 @@ class Activity:
         log.on_wanted = self._watch_all
 
     def open_requests(self, namespace: str | None) -> Sequence[OpenRequest]:
-        """Returns the open requests of one namespace or of all, oldest first."""
+        """The open requests of one namespace or of all, oldest first."""
         return [one for one in self._open if namespace is None or one.request.namespace == namespace]
 
     def forget(self, request: OpenRequest) -> None:
@@ -384,7 +384,7 @@ _TOLD_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
-    """Returns name and fields of the event about a running request."""
+    """Name and fields of the event about a running request."""
     one, event = moment.of, moment.event
     match event:
         case None:
@@ -415,7 +415,7 @@ def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
 
 
 def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
-    """Returns the fields of the event about the end of one choice."""
+    """The fields of the event about the end of one choice."""
     timings = one.timings if one.has_ended else None
     turn = record.turn if one is record.first else None
     return {

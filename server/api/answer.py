@@ -69,7 +69,7 @@ class Question:
     conversation: Conversation | None = None
 
     def parts(self) -> Prompt:
-        """Returns the parts that requests are compared by."""
+        """The parts that requests are compared by."""
         model, namespace, source = self.model.id, self.request.namespace, self.conversation
         if source is None:
             return plain_prompt(self.prompt.text, model=model, namespace=namespace)
@@ -77,7 +77,7 @@ class Question:
         return prompt_of(*made_of, model=model, namespace=namespace)
 
     def output_parser(self) -> OutputParser:
-        """Returns the answer's parser; without a conversation all is text."""
+        """The answer's parser; without a conversation all is text."""
         if self.conversation is None:
             return PlainParser()
         grammar, tools = self.request.grammar, self.conversation.callable_tools
@@ -114,13 +114,13 @@ class Exchange(ABC):
 
     @abstractmethod
     async def body(self, answer: "Answer") -> Payload:
-        """Returns the body of an answer that is not streamed."""
+        """The body of an answer that is not streamed."""
 
     def take_tokens(self, delta: Delta) -> None:  # noqa: B027 - most dialects count at the end only
         """Takes the next output tokens, before their pieces. The last tokens have no text."""
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as clients send it back. Called at the end, on another thread."""
+        """The answer as clients send it back. Called at the end, on another thread."""
         return []
 
 
@@ -137,7 +137,7 @@ class TurnAccount:
         self._is_recorded = False
 
     async def explained(self, started: Started, cache: CacheStats) -> Started:
-        """Returns the event with reasons for misses; long texts are compared on another thread."""
+        """The event with reasons for misses; long texts are compared on another thread."""
         request = self._exchange.request
         rendered = Rendered(self._exchange.asked, request.tokens, request.outline)
         if request.is_prefix_only:
@@ -318,7 +318,7 @@ class Answer:
             number += 1
 
     async def read(self) -> tuple[list[OutputEvent], Finished]:
-        """Returns the events of an only choice, the last apart; raises its error."""
+        """The events of an only choice, the last apart; raises its error."""
         *events, finished = [event async for event in self.events()]
         assert isinstance(finished, Finished), "the events of a request end with Finished"
         return events, finished

@@ -54,14 +54,14 @@ def create_app(
     apis: Sequence[Api] = APIS,
     keys: KeyRing | None = None,
 ) -> Starlette:
-    """Returns the application that serves one model by `engine`."""
+    """The application that serves one model by `engine`."""
     return create_pool_app(ModelPool.of(OpenedModel(model, engine)), config, apis, keys)
 
 
 def create_pool_app(
     pool: ModelPool, config: ServerConfig, apis: Sequence[Api] = APIS, keys: KeyRing | None = None
 ) -> Starlette:
-    """Returns the application that serves `pool`; `app.state.api` is its `ApiContext`."""
+    """The application that serves `pool`; `app.state.api` is its `ApiContext`."""
     access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.needs_key)
     name = config.name or socket.gethostname()
     checks: list[Check] = [access.check]
@@ -87,7 +87,7 @@ def create_pool_app(
 
 
 def openapi_document(apis: Sequence[Api]) -> dict[str, Any]:
-    """Returns the document of `/openapi.json`."""
+    """The document of `/openapi.json`."""
     entries = [
         DescribedPath(
             route.path, route.methods or (), route.endpoint, getattr(route, "operation", Operation()), error

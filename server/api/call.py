@@ -151,7 +151,7 @@ class Call:
         self._stack = ExitStack()
 
     async def respond(self) -> Response:
-        """Returns the response, which owns the stack if it is a stream."""
+        """The response, which owns the stack if it is a stream."""
         self._raw = await read_body(self._http, self._context.config.max_body_bytes)
         if self._is_limited and self._context.is_draining:
             raise stopped()
@@ -197,7 +197,7 @@ class Call:
     # -------------------------------------------------------------------------------------------------- planning
 
     async def _plan(self) -> Plan:
-        """Returns what the body asks for, its model held. Raises ModelNotLoaded and the dialect's errors."""
+        """What the body asks for, its model held. Raises ModelNotLoaded and the dialect's errors."""
         host = self._http.client.host if self._http.client else ""
         client = f"{host} {self._dialect.api_key(self._http.headers)}"
         plan = await self._context.planning.run(client, len(self._raw), self._read)
@@ -237,7 +237,7 @@ class Call:
         return plan
 
     def _origin_of(self, fields: Mapping[str, Any]) -> Origin:
-        """Returns where a refusal is recorded, as far as the fields can be read."""
+        """Where a refusal is recorded, as far as the fields can be read."""
         salt = fields.get("cache_salt")
         try:
             session_id = self._dialect.session_id(fields, self._http.headers)

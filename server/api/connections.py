@@ -158,7 +158,7 @@ class Connection(H11Protocol):
             headers.append(CLOSE)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns whether a client that sends no more may still read: it has sent all its requests.
+        """Whether a client that sends no more may still read: it has sent all its requests.
 
         A client that has left looks the same until something is written, before an answer an interim one. After an
         answer's begin, the end of sending counts as leaving.
@@ -197,7 +197,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(self._limits.client_seconds / CHECKS, self._watch)
 
     def _find_awaited(self) -> tuple[str, int] | None:
-        """Returns what the client must do, if anything, and a number that changes with its progress."""
+        """What the client must do, if anything, and a number that changes with its progress."""
         unsent = self.transport.get_write_buffer_size()
         if self._is_lingering:
             return None
@@ -302,7 +302,7 @@ def _hold_little(connection: socket.socket | None) -> None:
 
 
 def find_max_connections() -> int:
-    """Returns how many connections there are descriptors for; raises StartError for too few."""
+    """How many connections there are descriptors for; raises StartError for too few."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS

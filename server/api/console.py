@@ -53,7 +53,7 @@ class ConsoleFile:
 
 @cache
 def console_files() -> dict[str, ConsoleFile]:
-    """Returns all files by path below `/console/`; no other file is served."""
+    """All files by path below `/console/`; no other file is served."""
     paths = (path for path in _SOURCE.rglob("*") if path.suffix in TYPES)
     return {path.relative_to(_SOURCE).as_posix(): _read(path) for path in paths}
 

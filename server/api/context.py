@@ -71,7 +71,7 @@ class ApiContext:
             self.sessions.record(told.name, told.turn)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
-        """Returns what a dialect keeps between requests, made by the first call. For any thread."""
+        """What a dialect keeps between requests, made by the first call. For any thread."""
         with self._lock:
             if make not in self._kept:
                 self._kept[make] = make(self.config)
@@ -85,11 +85,11 @@ class ApiContext:
         task.add_done_callback(self.background.discard)
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Returns a loaded model; without a name the default. For any thread; raises PoolError."""
+        """A loaded model; without a name the default. For any thread; raises PoolError."""
         return self.pool.find(name)
 
     def running_engine(self, model: ServedModel) -> EnginePort:
-        """Returns a model's engine; raises ApiError (503) if it accepts no requests."""
+        """A model's engine; raises ApiError (503) if it accepts no requests."""
         engine = self.pool.engines.get(model.base_id)
         if self.is_draining or engine is None or not engine.is_running:
             raise stopped()
@@ -97,7 +97,7 @@ class ApiContext:
 
 
 def context_of(request: Request) -> ApiContext:
-    """Returns what the endpoints of the app share."""
+    """What the endpoints of the app share."""
     context = request.app.state.api
     assert isinstance(context, ApiContext)
     return context

@@ -30,7 +30,7 @@ _BEFORE_USER = (RestorePointKind.USER_START, RestorePointKind.SYSTEM_END)
 
 
 def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...]) -> RenderedPrompt:
-    """Returns a prompt up to its last restore point of these kinds, if any."""
+    """A prompt up to its last restore point of these kinds, if any."""
     stop = max((point.offset for point in prompt.restore_points if point.kind in kinds), default=len(prompt.tokens))
     return replace(
         prompt,
@@ -40,7 +40,7 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
 
 
 def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
-    """Returns how clients may send a reply back: unchanged, and without reasoning."""
+    """How clients may send a reply back: unchanged, and without reasoning."""
     without = [{name: value for name, value in message.items() if name != _REASONING} for message in reply]
     return [reply] if without == list(reply) else [reply, without]
 
@@ -48,7 +48,7 @@ def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
 def next_turn_requests(
     request: GenerationRequest, reply_ids: Sequence[int], prefixes: Sequence[RenderedPrompt]
 ) -> list[GenerationRequest]:
-    """Returns requests that evaluate, once, where `prefixes` differ from `request` and its reply."""
+    """Requests that evaluate, once, where `prefixes` differ from `request` and its reply."""
     made = [next_turn_request(request, reply_ids, prefix) for prefix in prefixes]
     distinct = {one.tokens.tobytes(): one for one in made if one is not None}
     return list(distinct.values())
@@ -115,7 +115,7 @@ class Conversation:
         return self.tools if self.changed_tools is None else self.changed_tools
 
     def render(self) -> RenderedPrompt:
-        """Returns the prompt for an answer; raises the renderer's errors."""
+        """The prompt for an answer; raises the renderer's errors."""
         return self._render(self.messages, continues=self.continues)
 
     @property
@@ -129,7 +129,7 @@ class Conversation:
         return plain_text(self.messages[-1].get("content")) if self.continues else ""
 
     def whole(self, reply: Message) -> Message:
-        """Returns the reply, joined to what it continues."""
+        """The reply, joined to what it continues."""
         if not self.continues:
             return reply
         first = self.messages[-1]
@@ -139,7 +139,7 @@ class Conversation:
         return {**joined, _REASONING: reasoning} if reasoning else joined
 
     def stable_prefix(self) -> RenderedPrompt:
-        """Returns the part of the prompt that no later message changes; raises the renderer's errors."""
+        """The part of the prompt that no later message changes; raises the renderer's errors."""
         if self.messages[-1]["role"] in _ROLES_ANSWERED:
             return cut_at_last_point(self._render(self.messages), (RestorePointKind.PROMPT_END,))
         # Prompts with different user messages begin to differ after the restore point before that message.
@@ -148,7 +148,7 @@ class Conversation:
         return replace(prefix, outline=replace(outline, starts=outline.starts[own], roles=outline.roles[own]))
 
     def followed_by(self, messages: Sequence[Message]) -> "Conversation":
-        """Returns the conversation with the assistant's whole message, and any that follow."""
+        """The conversation with the assistant's whole message, and any that follow."""
         return replace(self, messages=[*self.asked, *messages], continues=False)
 
     def _render(self, messages: Sequence[Message], *, continues: bool = False) -> RenderedPrompt:
@@ -187,7 +187,7 @@ class ThinkingWish:
     """Tokens after which the reasoning is ended."""
 
     def template_arguments(self) -> Mapping[str, Any]:
-        """Returns the values to pass to chat templates."""
+        """The values to pass to chat templates."""
         arguments: dict[str, Any] = {}
         if self._enables is not None:
             arguments["enable_thinking"] = self._enables

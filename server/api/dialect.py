@@ -43,16 +43,16 @@ class Dialect:
     """In lower case. Only this dialect's clients send it; their unknown paths are this dialect's."""
 
     def api_key(self, headers: Mapping[str, str]) -> str:
-        """Returns the key that a request was sent with, or an empty text: the bearer token."""
+        """The key that a request was sent with, or an empty text: the bearer token."""
         return bearer_key(headers)
 
     def wrong_key(self) -> ApiError:
-        """Returns the error for a missing or wrong key."""
+        """The error for a missing or wrong key."""
         message = "the key is missing or wrong; send it as 'Authorization: Bearer <key>'"
         return ApiError(Code.INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
 
     def session_id(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-        """Returns the named session, if any; raises SessionIdError."""
+        """The named session, if any; raises SessionIdError."""
         return resolve_session_id(fields, headers)
 
     def wants_stream(self, fields: Mapping[str, Any]) -> bool:
@@ -60,27 +60,27 @@ class Dialect:
         return fields.get("stream") is True
 
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
-        """Returns headers for every answer."""
+        """Headers for every answer."""
         return {}
 
     def error_body(self, error: ApiError) -> Payload:
-        """Returns an error's JSON object."""
+        """An error's JSON object."""
         return {"error": error.message}
 
     def error_response(self, error: ApiError) -> Response:
-        """Returns the answer to a request that cannot be served."""
+        """The answer to a request that cannot be served."""
         return JsonBody(self.error_body(error), status_code=error.status, headers=dict(error.headers))
 
     def error_frame(self, error: ApiError) -> bytes:
-        """Returns the last frame of a stream that cannot be completed."""
+        """The last frame of a stream that cannot be completed."""
         return sse_event(self.error_body(error))
 
     def heartbeat(self, progress: str) -> bytes:
-        """Returns a frame that keeps a silent stream open; empty if clients skip none. `progress` is a few words."""
+        """A frame that keeps a silent stream open; empty if clients skip none. `progress` is a few words."""
         return sse_comment(progress)
 
     def early_heartbeat(self, progress: str) -> bytes:
-        """Returns a heartbeat before the request has started, when clients may accept no events."""
+        """A heartbeat before the request has started, when clients may accept no events."""
         return self.heartbeat(progress)
 
 
@@ -120,7 +120,7 @@ class Endpoint(Route):
 
 
 def with_and_without_v1(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
-    """Returns each endpoint below `/v1`, then each unchanged."""
+    """Each endpoint below `/v1`, then each unchanged."""
     below = (Endpoint(f"/v1{one.path}", one.endpoint, one.operation, one.methods or ()) for one in endpoints)
     return (*below, *endpoints)
 
@@ -158,13 +158,13 @@ class HeaderRoute(Endpoint):
 
 
 def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
-    """Returns all routes in matching order: those that need a header first."""
+    """All routes in matching order: those that need a header first."""
     routes = [(api.dialect, route) for api in apis for route in api.routes]
     return sorted(routes, key=lambda pair: not isinstance(pair[1], HeaderRoute))
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
-    """Returns a path's dialect; an unknown path is its owner's, that of the header sent, or the first's."""
+    """A path's dialect; an unknown path is its owner's, that of the header sent, or the first's."""
     for dialect, route in routes_of(apis):
         if route.matches(scope)[0] is not Match.NONE:
             return dialect
@@ -175,14 +175,14 @@ def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
 
 
 def dialect_of(request: Request) -> Dialect:
-    """Returns the dialect that `ErrorBoundary` found."""
+    """The dialect that `ErrorBoundary` found."""
     dialect = request.state.dialect
     assert isinstance(dialect, Dialect)
     return dialect
 
 
 def namespace_of(request: Request, cache_salt: str | None) -> str:
-    """Returns the name under which requests share state, without the key itself; empty without key and salt."""
+    """The name under which requests share state, without the key itself; empty without key and salt."""
     key = dialect_of(request).api_key(request.headers)
     of_key = namespace_of_key(key) if key else ""
     # The slash keeps a salt from looking like the digest of a key.
@@ -210,7 +210,7 @@ class Rule:
     """Whether the body's type holds the field."""
 
     def allows(self, value: Any) -> bool:
-        """Returns whether a request may hold this value."""
+        """Whether a request may hold this value."""
         if self.treatment is not Treatment.REFUSED or value is None:
             return True
         # True equals 1 in Python, but clients may not send it for a number.
@@ -221,22 +221,22 @@ Rules: TypeAlias = Mapping[str, Rule]
 
 
 def honoured(names: str) -> dict[str, Rule]:
-    """Returns rules for fields that take effect; white space separates `names`."""
+    """Rules for fields that take effect; white space separates `names`."""
     return dict.fromkeys(names.split(), Rule(Treatment.HONOURED, is_read=True))
 
 
 def read_by(kind: type[BaseModel]) -> dict[str, Rule]:
-    """Returns rules for the fields of a body's type, all of which take effect."""
+    """Rules for the fields of a body's type, all of which take effect."""
     return honoured(" ".join(kind.model_fields))
 
 
 def no_effect(why: str, names: str, *, is_read: bool = False) -> dict[str, Rule]:
-    """Returns rules for fields that cannot change the answer."""
+    """Rules for fields that cannot change the answer."""
     return dict.fromkeys(names.split(), Rule(Treatment.NO_EFFECT, why, is_read=is_read))
 
 
 def refused(why: str, fields: str) -> dict[str, Rule]:
-    """Returns rules for fields refused for one reason, separated by white space.
+    """Rules for fields refused for one reason, separated by white space.
 
     Behind a field's `=` stand, as JSON and with `|` between them, the values that ask for nothing.
     """
@@ -267,7 +267,7 @@ class BodyModel(BaseModel):
 
 
 def as_whole(value: Any) -> Any:
-    """Returns 16 for 16.0: some languages have only one number type."""
+    """16 for 16.0: some languages have only one number type."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -275,7 +275,7 @@ Whole = Annotated[int, BeforeValidator(as_whole)]
 
 
 def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Rules = MappingProxyType({})) -> Body:
-    """Returns the checked body; raises ApiError (400) that names the first wrong field."""
+    """The checked body; raises ApiError (400) that names the first wrong field."""
     refuse_fields(raw, rules)
     body = validated(kind, raw)
     unknown = sorted((body.model_extra or {}).keys() - rules.keys())
@@ -285,7 +285,7 @@ def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Rules = MappingP
 
 
 def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
-    """Returns the checked value at `place` of a body; raises ApiError (400)."""
+    """The checked value at `place` of a body; raises ApiError (400)."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -297,6 +297,6 @@ def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
 
 
 def param_name(location: tuple[int | str, ...]) -> str:
-    """Returns a place in a body as clients write it, bounded: `messages[0].content`."""
+    """A place in a body as clients write it, bounded: `messages[0].content`."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location if step != "[key]")
     return "".join(steps).lstrip(".")[:200]

@@ -38,7 +38,7 @@ class EmbeddingWork:
         return sum(len(text) for text in self.texts)
 
     async def run(self, engine: EnginePort) -> Response:
-        """Returns the answer; raises ApiError and what the engine raises."""
+        """The answer; raises ApiError and what the engine raises."""
         reading, own = self.reading, self.model.embedding
         if reading is None:
             assert own is not None, "texts were read for a model that makes no vectors"
@@ -61,7 +61,7 @@ class TextReader:
         self._cuts = cuts
 
     def read(self, text: str | Sequence[int], place: str) -> TokenArray:
-        """Returns a text's tokens, or those given; `place` is its field. Raises ApiError."""
+        """A text's tokens, or those given; `place` is its field. Raises ApiError."""
         if isinstance(text, str):
             tokens = self._tokens(text, place, add_special=True)
         else:
@@ -72,7 +72,7 @@ class TextReader:
         return self._taken(tokens, place)
 
     def read_pair(self, text: str, place: str) -> TokenArray:
-        """Returns the tokens of a text to be judged. Raises ApiError."""
+        """The tokens of a text to be judged. Raises ApiError."""
         tokenize = self.model.renderer.tokenize
         tokens = self._tokens(text, place, parse_special=False)
         return self._taken([*tokenize(JUDGED_PREFIX), *tokens, *tokenize(JUDGED_SUFFIX)], place)
@@ -97,7 +97,7 @@ class TextReader:
 
 
 def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]:
-    """Returns the first `dimensions` of each vector, scaled to length 1; raises ApiError for too many."""
+    """The first `dimensions` of each vector, scaled to length 1; raises ApiError for too many."""
     if dimensions is None:
         return list(vectors)
     if vectors and dimensions > len(vectors[0]):
@@ -107,10 +107,10 @@ def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]
 
 
 def vector_json(vector: Vector) -> str:
-    """Returns one vector as JSON: thousands would hold Python's lock for a second."""
+    """One vector as JSON: thousands would hold Python's lock for a second."""
     return "[" + ",".join(["%.9g" % number for number in vector.tolist()]) + "]"  # noqa: UP031 (twice as fast)
 
 
 def object_json(fields: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
-    """Returns a JSON object of `fields`, at least one, and a list `name` of JSON texts."""
+    """A JSON object of `fields`, at least one, and a list `name` of JSON texts."""
     return f'{json_text(fields)[:-1]},"{name}":[{",".join(values)}]}}'

@@ -102,7 +102,7 @@ def context_exceeded(num_tokens: int, max_tokens: int, param: str | None, *, is_
 
 
 def wrong(param: str, why: str, code: Code = Code.INVALID_VALUE) -> ApiError:
-    """Returns the error of a field: its name, and why."""
+    """The error of a field: its name, and why."""
     return ApiError(code, f"{param}: {why}", param)
 
 
@@ -112,7 +112,7 @@ def retry_later(code: Code, message: str, seconds: int) -> ApiError:
 
 
 def stopped() -> ApiError:
-    """Returns the error of a stopped server."""
+    """The error of a stopped server."""
     return retry_later(Code.SERVER_STOPPING, "the server is stopping", RETRY_WHEN_STOPPED_SECONDS)
 
 
@@ -129,7 +129,7 @@ _CODES: Mapping[type[Exception], Code] = {
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """Returns the client's error; None for a fault of the server."""
+    """The client's error; None for a fault of the server."""
     match error:
         case ApiError():
             return error

@@ -63,7 +63,7 @@ class WebAccess:
 
     @classmethod
     def of(cls, *, hosts: Iterable[str], origins: Iterable[str], needs_key: bool) -> "WebAccess":
-        """Returns the configured access; a required key allows any host."""
+        """The configured access; a required key allows any host."""
         names = frozenset(name.lower().rstrip(".") for name in hosts)
         return cls(None if needs_key or ANY in names else names, frozenset(origin.lower() for origin in origins))
 
@@ -86,7 +86,7 @@ class WebAccess:
         return host is not None and is_same_server(origin, host)
 
     def refusal(self, method: str, headers: Headers, *, takes_any_type: bool = False) -> ApiError | None:
-        """Returns why a web page's request is refused; `takes_any_type` is for programs."""
+        """Why a web page's request is refused; `takes_any_type` is for programs."""
         host, origin = headers.get("host"), headers.get("origin")
         if not self.takes_host(host):
             return _wrong_host(host or "")
@@ -112,7 +112,7 @@ class WebAccess:
 
 
 def cross_origin_layer(origins: Iterable[str]) -> Middleware:
-    """Returns the outermost layer, which tells browsers which pages may read answers."""
+    """The outermost layer, which tells browsers which pages may read answers."""
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
@@ -172,18 +172,18 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 
 
 def key_of(request: Request) -> ApiKey | None:
-    """Returns the server's key that a request holds."""
+    """The server's key that a request holds."""
     return context_of(request).keys.find(dialect_of(request).api_key(request.headers))
 
 
 def known_key_of(request: Request) -> ApiKey | None:
-    """Returns the key found by `check_key`; None if none is required."""
+    """The key found by `check_key`; None if none is required."""
     key = request.scope["state"].get("key")
     return key if isinstance(key, ApiKey) else None
 
 
 def key_name_of(scope: Scope) -> str | None:
-    """Returns the name of the key found by `check_key`, if any."""
+    """The name of the key found by `check_key`, if any."""
     key = scope["state"].get("key")
     return key.name or None if isinstance(key, ApiKey) else None
 
@@ -194,7 +194,7 @@ def is_authorised(request: Request) -> bool:
 
 
 def namespace_of_query(request: Request) -> str:
-    """Returns the namespace of a request without a body."""
+    """The namespace of a request without a body."""
     return namespace_of(request, request.query_params.get("cache_salt"))
 
 
@@ -213,7 +213,7 @@ def is_owner(request: Request) -> bool:
 
 
 async def read_owners_body(request: Request, kind: type[Body], rules: Rules, what: str) -> Body:
-    """Returns the checked body of a request that only the owner of the server may send; raises ApiError."""
+    """The checked body of a request that only the owner of the server may send; raises ApiError."""
     if not is_owner(request):
         message = f"only who runs the server {what}: on its own machine, or by an operator's key"
         raise ApiError(Code.OPERATOR_ONLY, message)
@@ -242,13 +242,13 @@ def _is_own_name(host: str) -> bool:
 
 
 def visible_namespace(request: Request) -> str:
-    """Returns a bodiless request's namespace, or the one that the owner names."""
+    """A bodiless request's namespace, or the one that the owner names."""
     named = request.query_params.get("namespace")
     return named if named is not None and is_owner(request) else namespace_of_query(request)
 
 
 def listed_namespace(request: Request) -> str | None:
-    """Returns the namespace that a list is limited to; None for all."""
+    """The namespace that a list is limited to; None for all."""
     if "cache_salt" in request.query_params or not is_owner(request):
         return namespace_of_query(request)
     return request.query_params.get("namespace")

@@ -250,7 +250,7 @@ class Tracing:
 
 
 def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
-    """Returns the attributes of a request's span."""
+    """The attributes of a request's span."""
     first, counts, turn = record.first, record.counts, record.turn
     request, sampling = first.request, first.request.sampling
     found: dict[str, Any] = {

@@ -43,7 +43,7 @@ class _Schemas(GenerateJsonSchema):
 
 
 def describe(entries: Sequence[DescribedPath], version: str) -> JsonSchema:
-    """Returns the document. Two entries for one path and method give either answer."""
+    """The document. Two entries for one path and method give either answer."""
     used = ((one.operation.body, one.operation.answer, one.operation.stream, one.error) for one in entries)
     kinds = dict.fromkeys(kind for group in used for kind in group if kind is not None)
     found, named = TypeAdapter.json_schemas(
@@ -154,7 +154,7 @@ OTHER_APIS: Mapping[str, str] = {
 
 
 def find_other_api(path: str) -> str | None:
-    """Returns the name of the API that has `path`, with or without `/v1`."""
+    """The name of the API that has `path`, with or without `/v1`."""
     asked = path.strip("/").removeprefix("v1/")
     for name, paths in OTHER_APIS.items():
         if any(f"{asked}/".startswith(f"{one}/") for one in paths.split()):
@@ -163,7 +163,7 @@ def find_other_api(path: str) -> str | None:
 
 
 def explain_unknown_path(method: str, path: str) -> str:
-    """Returns whose an unknown path is, or how to correct it."""
+    """Whose an unknown path is, or how to correct it."""
     said = f"there is no {method} {path[:200]} here"
     api = find_other_api(path)
     if api is not None:

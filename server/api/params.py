@@ -52,12 +52,12 @@ def json_grammar(schema: Mapping[str, Any] | bool, *, is_strict: bool = False) -
 
 
 def choice_grammar(texts: Sequence[str]) -> Grammar:
-    """Returns a grammar that allows one of `texts`."""
+    """A grammar that allows one of `texts`."""
     return Grammar(GrammarKind.CHOICE, json.dumps(texts))
 
 
 def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar:
-    """Returns the compiled grammar of an answer; raises ApiError (400)."""
+    """The compiled grammar of an answer; raises ApiError (400)."""
     if model.grammars is None or isinstance(model.tool_syntax, HarmonyFormat):
         why = f"the answers of the model {model.id!r} cannot be bound to a grammar"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
@@ -129,7 +129,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 def build_request(
     incoming: Incoming, model: ServedModel, prompt: RenderedPrompt, params: GenerationParams, namespace: str
 ) -> GenerationRequest:
-    """Returns a request whose every field is valid; raises ApiError or SessionIdError."""
+    """A request whose every field is valid; raises ApiError or SessionIdError."""
     return GenerationRequest(
         request_id=incoming.request_id,
         tokens=prompt.tokens,
@@ -202,7 +202,7 @@ class ForcedCalls:
 
 
 def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced: ForcedCalls) -> AnswerGrammar:
-    """Returns the grammar of an answer that must call `tools`; raises ApiError (400)."""
+    """The grammar of an answer that must call `tools`; raises ApiError (400)."""
     names = [tool["function"]["name"] for tool in tools]
     missing = [name for name in forced.names or () if name not in names]
     if not tools or missing:
@@ -222,7 +222,7 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
 def answer_grammar(
     model: ServedModel, conversation: Conversation, wanted: AnswerGrammar | None, forced: ForcedCalls | None = None
 ) -> AnswerGrammar | None:
-    """Returns what binds an answer: `forced` calls; else `wanted` or calls; else the rest. Raises ApiError (400)."""
+    """What binds an answer: `forced` calls; else `wanted` or calls; else the rest. Raises ApiError (400)."""
     tools = conversation.callable_tools
     if forced is not None:
         return forced_calls(model, tools, forced)
@@ -241,7 +241,7 @@ def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_call
 
 
 def calls_in_text(model: ServedModel, conversation: Conversation) -> AnswerGrammar | None:
-    """Returns the grammar of text without calls, or with calls of strict tools."""
+    """The grammar of text without calls, or with calls of strict tools."""
     if not conversation.forbids_calls:
         return strict_calls(model, conversation.callable_tools)
     return _no_calls(model.tool_syntax) if model.tool_syntax is not None and can_forbid_calls(model) else None
@@ -255,7 +255,7 @@ def can_forbid_calls(model: ServedModel) -> bool:
 
 
 def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
-    """Returns the grammar of text without calls; special tokens are not text."""
+    """The grammar of text without calls; special tokens are not text."""
     start = (syntax.start,) if isinstance(syntax, ToolFormat) else ()
     markers = "|".join(re.escape(marker) for marker in (*start, *syntax.frames))
     excluded = [f"(?s:.*)({markers})(?s:.*)"] if markers else []
@@ -266,7 +266,7 @@ def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
 
 
 def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], wanted: AnswerGrammar) -> AnswerGrammar:
-    """Returns the grammar of calls or an answer as `wanted`; raises ApiError (400)."""
+    """The grammar of calls or an answer as `wanted`; raises ApiError (400)."""
     if wanted.grammar.kind not in _JSON_KINDS:
         why = "beside tools only JSON can be asked for; else set tool_choice to none"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
@@ -281,7 +281,7 @@ def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], want
 
 
 def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> AnswerGrammar | None:
-    """Returns the grammar of text and calls in which strict tools' calls follow their schemas, if possible."""
+    """The grammar of text and calls in which strict tools' calls follow their schemas, if possible."""
     functions, syntax = [tool["function"] for tool in tools], _bindable_format(model)
     if syntax is None or not any(map(_is_strict, functions)):
         return None
@@ -318,7 +318,7 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
 
 
 def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the rule `body`, behind a call's start marker, and one for each function."""
+    """The rule `body`, behind a call's start marker, and one for each function."""
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         begun = f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
@@ -329,7 +329,7 @@ def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema of a function's arguments: undescribed ones are none, unlike in a nested object."""
+    """The schema of a function's arguments: undescribed ones are none, unlike in a nested object."""
     schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
     return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
 
@@ -434,7 +434,7 @@ def options_sampling(options: Options | None, model: ServedModel) -> SamplingPar
 
 
 def changed_sampling(defaults: SamplingParams, body: BodyModel, vocab_size: int, **others: Any) -> SamplingParams:
-    """Returns `defaults`, changed by a checked body and `others`; None changes nothing."""
+    """`defaults`, changed by a checked body and `others`; None changes nothing."""
     wishes = {**{name: getattr(body, name) for name in PLAIN_FIELDS & type(body).model_fields.keys()}, **others}
     given = {name: value for name, value in wishes.items() if value is not None}
     if given.get("seed", 0) < 0:

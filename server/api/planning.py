@@ -46,7 +46,7 @@ class Planning:
         self._waiting_bytes = 0
 
     async def run(self, client: str, num_bytes: int, work: Callable[[], Result]) -> Result:
-        """Returns what `work` returns or raises, on a thread at its turn; cancellation ends `work` soon.
+        """What `work` returns or raises, on a thread at its turn; cancellation ends `work` soon.
 
         `num_bytes` is the body's length. Raises ApiError (429) if too many bytes wait.
         """

@@ -38,11 +38,11 @@ class Bucket:
         self.filled_at = now
 
     def seconds_until(self, amount: float) -> float:
-        """Returns the seconds until `amount` is available."""
+        """The seconds until `amount` is available."""
         return max(0.0, amount - self.amount) * 60 / self.per_minute
 
     def headers(self, what: str) -> dict[str, str]:
-        """Returns the headers that OpenAI's clients read."""
+        """The headers that OpenAI's clients read."""
         return {
             f"x-ratelimit-limit-{what}": str(self.per_minute),
             f"x-ratelimit-remaining-{what}": str(max(0, math.floor(self.amount))),
@@ -100,7 +100,7 @@ class RateLimits:
 
 
 def duration_text(seconds: float) -> str:
-    """Returns a time in OpenAI's form, rounded up: `0s`, `20ms`, `1s`, `1m30s`."""
+    """A time in OpenAI's form, rounded up: `0s`, `20ms`, `1s`, `1m30s`."""
     if seconds < 1:
         milliseconds = math.ceil(seconds * 1000)
         return f"{milliseconds}ms" if 0 < milliseconds < 1000 else f"{milliseconds // 1000}s"

@@ -132,7 +132,7 @@ class OpenRequest:
 
 
 def counts_of(choices: Sequence[OpenRequest]) -> TokenCounts:
-    """Returns the tokens so far."""
+    """The tokens so far."""
     prompts = [one for one in choices if not one.repeats_prompt]
     return TokenCounts(
         prompt_tokens=sum(len(one.request.tokens) for one in prompts),
@@ -180,7 +180,7 @@ class RequestRecord:
 
     @cached_property
     def turn(self) -> TurnRecord | None:
-        """Returns the request as a turn of its session; None if it never held a slot."""
+        """The request as a turn of its session; None if it never held a slot."""
         first = self.first
         if first.started is None:
             return None
@@ -254,7 +254,7 @@ class RequestLog:
 
 
 def ended_entry(record: RequestRecord) -> RequestEnded:
-    """Returns the log entry of a request."""
+    """The log entry of a request."""
     first, turn = record.first, record.turn
     received, first_text_at = first.arrival.received, first.first_text_at
     known = as_api_error(first.error) if first.error is not None else None
@@ -343,12 +343,12 @@ class Costs(TypedDict):
 
 
 def costs_of(finished: Finished, session_id: str | None) -> Costs:
-    """Returns timings and reuse of a finished request."""
+    """Timings and reuse of a finished request."""
     return {"timings": timings_of(finished.timings), "cache": cache_of(finished.started, session_id)}
 
 
 def cache_of(started: Started | None, session_id: str | None) -> CacheBody | None:
-    """Returns a prompt's reuse; None if it never held a slot."""
+    """A prompt's reuse; None if it never held a slot."""
     if started is None:
         return None
     reuse = started.reuse
@@ -356,18 +356,18 @@ def cache_of(started: Started | None, session_id: str | None) -> CacheBody | Non
 
 
 def miss_of(miss: Miss | None) -> MissBody | None:
-    """Returns a miss in the form of answers; None for None."""
+    """A miss in the form of answers; None for None."""
     return None if miss is None else miss_body(miss)
 
 
 def miss_body(miss: Miss) -> MissBody:
-    """Returns a miss in the form of answers."""
+    """A miss in the form of answers."""
     place = TOOLS if miss.reason is MissReason.TOOLS_CHANGED else miss.role
     return body_of(MissBody, miss, cure=advice(miss.cause, place, miss.missing_bytes))
 
 
 def timings_of(timings: Timings) -> TimingsBody:
-    """Returns a finished request's costs in milliseconds and tokens per second."""
+    """A finished request's costs in milliseconds and tokens per second."""
     num_prompt, num_predicted = timings.evaluated_tokens, timings.predicted_tokens
     return body_of(
         TimingsBody,

@@ -125,19 +125,19 @@ class SessionRecords:
         return session.num_turns
 
     def num_turns(self, name: "Name") -> int:
-        """Returns a session's number of turns; 0 if unknown."""
+        """A session's number of turns; 0 if unknown."""
         known = self.find(name.namespace, name.id)
         return 0 if known is None else known.num_turns
 
     def sessions(self, namespace: str | None) -> Iterable[SessionRecord]:
-        """Returns a namespace's sessions, or all; last used first."""
+        """A namespace's sessions, or all; last used first."""
         if namespace is not None:
             return reversed(self._namespaces.get(namespace, OrderedDict()).values())
         every = [session for sessions in self._namespaces.values() for session in sessions.values()]
         return sorted(every, key=lambda session: -session.turns[-1].ended)
 
     def find(self, namespace: str, session_id: str) -> SessionRecord | None:
-        """Returns a session, if the namespace has one of that name."""
+        """A session, if the namespace has one of that name."""
         return self._namespaces.get(namespace, OrderedDict()).get(session_id)
 
     def forget(self, namespace: str, session_id: str) -> bool:
@@ -210,7 +210,7 @@ class Refusals:
             self._namespaces.popitem(last=False)
 
     def of(self, namespace: str | None) -> Iterable[Refusal]:
-        """Returns a namespace's refusals, or all; last first."""
+        """A namespace's refusals, or all; last first."""
         if namespace is not None:
             return reversed(self._namespaces.get(namespace, OrderedDict()).values())
         every = [one for known in self._namespaces.values() for one in known.values()]
@@ -224,7 +224,7 @@ class Refusals:
 
 
 def header_text(value: str) -> str:
-    """Returns a header's value: UTF-8 if its bytes are, else Latin-1."""
+    """A header's value: UTF-8 if its bytes are, else Latin-1."""
     with contextlib.suppress(UnicodeError):
         # Must precede stripping white space: a letter's UTF-8 byte may be white space in Latin-1.
         value = value.encode("latin-1").decode()
@@ -232,7 +232,7 @@ def header_text(value: str) -> str:
 
 
 def ascii_text(value: str) -> str:
-    """Returns a value for a header: printable ASCII, else UTF-8 with percent signs."""
+    """A value for a header: printable ASCII, else UTF-8 with percent signs."""
     is_plain = value.isascii() and value.isprintable() and value == value.strip()
     return value if is_plain else quote(value, safe="", errors="replace")
 
@@ -266,7 +266,7 @@ class SessionIdError(ValueError):
 
 
 def resolve_session_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-    """Returns the session's name, 1 to 256 printable characters, or None; raises SessionIdError for any other name.
+    """The session's name, 1 to 256 printable characters, or None; raises SessionIdError for any other name.
 
     Null and empty texts count as absent.
     """

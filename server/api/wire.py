@@ -25,13 +25,13 @@ Answer = TypeVar("Answer")
 
 
 def bearer_key(headers: Mapping[str, str]) -> str:
-    """Returns a request's bearer token, or an empty text."""
+    """A request's bearer token, or an empty text."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return header_text(given) if scheme.lower() == "bearer" else ""
 
 
 def number_asked(request: Request, name: str, most: int) -> int | None:
-    """Returns a number of the query, None if it holds none; raises ApiError (400)."""
+    """A number of the query, None if it holds none; raises ApiError (400)."""
     given = request.query_params.get(name)
     if given is None:
         return None
@@ -48,7 +48,7 @@ MAX_MEMBERS: Final = 64
 
 
 def find_encoding(header: str) -> str | None:
-    """Returns the encoding, None for none; raises ApiError (415) for an unknown one."""
+    """The encoding, None for none; raises ApiError (415) for an unknown one."""
     name = header.strip().lower()
     if name in ("", "identity"):
         return None
@@ -61,7 +61,7 @@ def find_encoding(header: str) -> str | None:
 
 
 def expand(raw: bytes, encoding: str, max_bytes: int) -> bytes | None:
-    """Returns the decompressed body; None if it exceeds `max_bytes`. Raises ApiError (400)."""
+    """The decompressed body; None if it exceeds `max_bytes`. Raises ApiError (400)."""
     parts: list[bytes] = []
     num_left, window = max_bytes, _window(raw, encoding)
     while raw and len(parts) < MAX_MEMBERS:
@@ -103,7 +103,7 @@ _NO_BACKSLASH: Final = re.compile(rb"[^\\]")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the decompressed body; raises ApiError: 413 above `max_bytes`, 415 for an unknown compression."""
+    """The decompressed body; raises ApiError: 413 above `max_bytes`, 415 for an unknown compression."""
     encoding = find_encoding(request.headers.get("content-encoding", ""))
     raw = await _read_as_sent(request, max_bytes)
     if encoding is None:
@@ -133,7 +133,7 @@ async def _read_as_sent(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
-    """Returns the JSON object and whether all its numbers are finite; raises ApiError (400).
+    """The JSON object and whether all its numbers are finite; raises ApiError (400).
 
     Some clients send NaN and Infinity: a field's check can name the field, the caller refuses the rest.
     """
@@ -192,7 +192,7 @@ def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
 
 
 def not_finite() -> ApiError:
-    """Returns the error for a body that holds NaN or Infinity."""
+    """The error for a body that holds NaN or Infinity."""
     return ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
 
 
@@ -207,7 +207,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def json_text(value: Any) -> str:
-    """Returns `value` as JSON without half characters; raises ValueError or TypeError."""
+    """`value` as JSON without half characters; raises ValueError or TypeError."""
     return well_formed(_encode(value))
 
 
@@ -215,12 +215,12 @@ class JsonBody(JSONResponse):
     """An answer of one JSON value."""
 
     def render(self, content: Any) -> bytes:
-        """Returns the bytes of the body."""
+        """The bytes of the body."""
         return json_text(content).encode()
 
 
 def body_of(kind: type[Answer], source: object, **others: Any) -> Answer:
-    """Returns a TypedDict of `others`, and for required fields without one the attributes of `source` of their names.
+    """A TypedDict of `others`, and for required fields without one the attributes of `source` of their names.
 
     A count and a flag go by their names without `num_` and `is_`.
     """
@@ -239,12 +239,12 @@ SEPARATOR = "\n"
 
 
 def sse_event(payload: Any, name: str | None = None) -> bytes:
-    """Returns an event; raises ValueError or TypeError."""
+    """An event; raises ValueError or TypeError."""
     # JSON is one line; the library's frames, made for any text, cost more than its encoding.
     head = f"event: {name}{SEPARATOR}" if name else ""
     return f"{head}data: {json_text(payload)}{SEPARATOR}{SEPARATOR}".encode()
 
 
 def sse_comment(text: str) -> bytes:
-    """Returns a comment."""
+    """A comment."""
     return ServerSentEvent(comment=text, sep=SEPARATOR).encode()

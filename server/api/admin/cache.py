@@ -258,7 +258,7 @@ async def unpin_session(request: Request) -> Response:
 
 
 def _asked(request: Request) -> tuple[ServedModel, EnginePort, str]:
-    """Returns the model, its engine, and under which name the namespace's states are kept there."""
+    """The model, its engine, and under which name the namespace's states are kept there."""
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
     return model, context.pool.engines[model.base_id], model.state_namespace(visible_namespace(request))
@@ -366,7 +366,7 @@ class PrimeExchange(Exchange):
         raise NotImplementedError
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the answer's body."""
+        """The answer's body."""
         _, finished = await answer.read()
         return body_of(
             PrimedBody,

@@ -111,7 +111,7 @@ async def ready(request: Request) -> Response:
 
 
 def status_of(context: ApiContext) -> str:
-    """Returns `ok`, `draining` or `stopped`."""
+    """`ok`, `draining` or `stopped`."""
     if context.is_draining:
         return "draining"
     is_running = all(engine.is_running for engine in context.pool.engines.values())
@@ -386,7 +386,7 @@ async def unload_model(request: Request) -> Response:
 
 
 async def _asked(request: Request) -> tuple[ApiContext, ModelSource]:
-    """Returns the named model; only the owner may ask."""
+    """The named model; only the owner may ask."""
     context = context_of(request)
     name = (await read_owners_body(request, ModelNameBody, {}, "loads and unloads models by hand")).model
     if context.is_draining:

@@ -137,7 +137,7 @@ class MessagesErrorBody(TypedDict):
 
 
 def error_type(status: int) -> str:
-    """Returns Anthropic's type for a status."""
+    """Anthropic's type for a status."""
     return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
@@ -160,33 +160,33 @@ class AnthropicDialect(Dialect):
     own_header = VERSION_HEADER
 
     def api_key(self, headers: Mapping[str, str]) -> str:
-        """Returns `x-api-key`, else the bearer token."""
+        """`x-api-key`, else the bearer token."""
         return header_text(headers.get("x-api-key", "")) or bearer_key(headers)
 
     def wrong_key(self) -> ApiError:
-        """Returns the error that asks for a key."""
+        """The error that asks for a key."""
         return ApiError(Code.INVALID_API_KEY, "the key is missing or wrong; send it as x-api-key or as bearer token")
 
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
-        """Returns the request's id in Anthropic's header."""
+        """The request's id in Anthropic's header."""
         return {"request-id": request_id}
 
     def error_body(self, error: ApiError) -> MessagesErrorBody:
-        """Returns Anthropic's error object, with this server's code."""
+        """Anthropic's error object, with this server's code."""
         code = _NO_THREADS if error.param == "thread" else error.code.value
         kind, details = error_type(error.status), ErrorDetails(error_code=code)
         return {"type": "error", "error": {"type": kind, "message": _message(error), "details": details}}
 
     def error_frame(self, error: ApiError) -> bytes:
-        """Returns an `error` event; no `message_stop` follows it."""
+        """An `error` event; no `message_stop` follows it."""
         return sse_event(self.error_body(error), "error")
 
     def heartbeat(self, progress: str) -> bytes:
-        """Returns a `ping`."""
+        """A `ping`."""
         return sse_event({"type": "ping"}, "ping")
 
     def early_heartbeat(self, progress: str) -> bytes:
-        """Returns a comment: no event may come before `message_start`."""
+        """A comment: no event may come before `message_start`."""
         return sse_comment(progress)
 
 
@@ -254,7 +254,7 @@ class DiagnosticsBody(TypedDict):
 
 
 def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: bool) -> MessagesUsage:
-    """Returns the counts at the start; with `caches_all` the whole prompt is to be cached."""
+    """The counts at the start; with `caches_all` the whole prompt is to be cached."""
     num_prompt, num_read = started.prompt_tokens, started.hit_tokens
     explicit = (point.offset for point in request.restore_points if point.kind is RestorePointKind.EXPLICIT)
     # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
@@ -269,7 +269,7 @@ def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: 
 
 
 def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> MessagesUsage:
-    """Returns a finished answer's counts: its first part's prompt, all output."""
+    """A finished answer's counts: its first part's prompt, all output."""
     usage: MessagesUsage = {**at_start, "output_tokens": sum(part.timings.predicted_tokens for part in parts)}
     counts = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
     if counts:
@@ -359,7 +359,7 @@ class MessageExchange(Exchange):
             yield sse_event(event, event["type"])
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the whole answer."""
+        """The whole answer."""
         async for _ in self._events(answer):
             pass
         assert self._started is not None, "a request starts before it finishes"
@@ -368,7 +368,7 @@ class MessageExchange(Exchange):
         return {**self._message(self._started), "content": self._content.blocks, **ended}
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as clients send it back."""
+        """The answer as clients send it back."""
         reply = InputMessage.model_validate({"role": "assistant", "content": self._content.blocks})
         said, *found = template_messages([reply])
         if found:

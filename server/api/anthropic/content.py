@@ -28,12 +28,12 @@ _DIGEST: Final = "mlx-serve-1:"
 
 
 def sign(reasoning: str) -> str:
-    """Returns the signature of visible thinking."""
+    """The signature of visible thinking."""
     return _DIGEST + base64.b64encode(hashlib.sha256(reasoning.encode(errors="replace")).digest()).decode()
 
 
 def reasoning_of(shown: str, signature: str) -> str:
-    """Returns the reasoning of a returned block: the visible text, or the signature's."""
+    """The reasoning of a returned block: the visible text, or the signature's."""
     return shown or opened(signature) or ""
 
 

@@ -45,7 +45,7 @@ Define: TypeAlias = Callable[[Sequence[str], Mapping[str, Tool], str], str]
 
 
 def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig, namespace: str) -> Conversation:
-    """Returns the prompt's source; raises ApiError."""
+    """The prompt's source; raises ApiError."""
     last = body.messages[-1]
     # The answer continues after the results of its own search, as after any result.
     continues = last.role == "assistant" and not (
@@ -163,7 +163,7 @@ class _Reader:
         return _marked(message, [block])
 
     def _result_parts(self, block: ToolResultBlock) -> list[dict[str, Any]]:
-        """Returns texts, and neighbouring references as one block of definitions."""
+        """Texts, and neighbouring references as one block of definitions."""
         parts: list[dict[str, Any]] = []
         for kind, group in groupby(block.content or (), type):
             found: list[Any] = list(group)
@@ -176,7 +176,7 @@ class _Reader:
 
 
 def template_messages(messages: Sequence[InputMessage]) -> list[Message]:
-    """Returns messages for templates, without changes of tools."""
+    """Messages for templates, without changes of tools."""
     return _Reader((), lambda names, tools, place: "").read(messages)
 
 
@@ -185,7 +185,7 @@ def _message(role: str, blocks: Sequence[Any]) -> Message:
 
 
 def _assistant_message(blocks: Sequence[Any]) -> Message:
-    """Returns reasoning, text and calls of an earlier answer."""
+    """Reasoning, text and calls of an earlier answer."""
     reasoning = [reasoning_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
     texts = [one.text for one in blocks if isinstance(one, TextBlock)]
     calls = [
@@ -213,7 +213,7 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
 
 
 def as_function(tool: ToolDefinition) -> dict[str, Any]:
-    """Returns a tool for chat templates."""
+    """A tool for chat templates."""
     named = {
         "name": tool.name,
         "description": tool.description,
@@ -227,7 +227,7 @@ _OWN_NAMES = "claude-"
 
 
 def find_model(context: ApiContext, name: str | None) -> ServedModel:
-    """Returns the named model; raises ApiError (404, 400).
+    """The named model; raises ApiError (404, 400).
 
     An unknown name of Anthropic's, which clients send by default, means the model of requests without a name.
     """
@@ -240,7 +240,7 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
 
 
 def read_params(body: MessagesBody, conversation: Conversation, model: ServedModel) -> GenerationParams:
-    """Returns a checked body's parameters; raises ApiError or InvalidParameter."""
+    """A checked body's parameters; raises ApiError or InvalidParameter."""
     sampling = changed_sampling(model.sampling, body, model.vocab_size)
     check(sampling, model.vocab_size)
     return GenerationParams(

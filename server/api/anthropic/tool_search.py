@@ -58,7 +58,7 @@ def find_tools(
     tools: Sequence[Mapping[str, Any]],
     now: Callable[[], float] = time.monotonic,
 ) -> list[str]:
-    """Returns the functions that `search` finds, best first; raises SearchFailed.
+    """The functions that `search` finds, best first; raises SearchFailed.
 
     `now` tells seconds; the search fails after `MAX_SECONDS`.
     """
@@ -89,7 +89,7 @@ def _texts(function: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _matches(pattern: str, functions: _Functions, seconds_left: Callable[[], float]) -> list[float]:
-    """Returns 2 for a matching name, 1 for another matching text, else 0."""
+    """2 for a matching name, 1 for another matching text, else 0."""
     # A compiled pattern holds a copy of a repeated part for each required repetition, multiplied when nested, so a
     # short pattern could fill the memory.
     least = re.findall(r"\{[^}\d]*(\d+)", re.sub(r"\s", "", pattern))
@@ -127,5 +127,5 @@ def _relevance(query: str, functions: _Functions, seconds_left: Callable[[], flo
 
 
 def _words(text: str) -> list[str]:
-    """Returns lower-case words; `readFile` and `read_file` are two."""
+    """Lower-case words; `readFile` and `read_file` are two."""
     return [word.lower() for word in _WORD.findall(text)]

@@ -69,7 +69,7 @@ def _known(value: Any) -> Any:
 
 
 def _text_of(block: dict[str, Any]) -> str | None:
-    """Returns an unknown block's text, if it holds nothing else."""
+    """An unknown block's text, if it holds nothing else."""
     held = block.get("text", block.get("content"))
     if isinstance(held, str):
         return held
@@ -308,14 +308,14 @@ class PromptBody(MarkedBody):
         return self.tool_choice is not None and self.tool_choice.type == "none"
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns the body's wishes for thinking."""
+        """The body's wishes for thinking."""
         option = self.thinking
         is_enabled = {"enabled": True, "disabled": False}.get(option.type) if option is not None else None
         budget = option.budget_tokens if option is not None and option.type == "enabled" else None
         return ThinkingWish(is_enabled, self.effort, budget)
 
     def num_cache_points(self) -> int:
-        """Returns the number of restore points requested."""
+        """The number of restore points requested."""
         return sum(marked.cache_control is not None for marked in [self, *(self.tools or ()), *self._blocks()])
 
     def _blocks(self) -> Iterator[Any]:

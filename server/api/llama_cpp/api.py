@@ -74,7 +74,7 @@ class LlamaCppDialect(Dialect):
     """llama.cpp's endpoints beside those of OpenAI."""
 
     def error_body(self, error: ApiError) -> LlamaCppErrorBody:
-        """Returns an object whose `code` is the status."""
+        """An object whose `code` is the status."""
         other = "server_error" if error.status >= 500 else "invalid_request_error"
         kind = ERROR_TYPES.get(error.status, other)
         return {"error": {"code": error.status, "message": error.message, "type": kind}}
@@ -175,7 +175,7 @@ async def props(request: Request) -> Response:
 
 
 def params_body(sampling: SamplingParams, n_predict: int = NO_LIMIT, stop: Sequence[str] = ()) -> DefaultParams:
-    """Returns sampling, limit and stop texts."""
+    """Sampling, limit and stop texts."""
     repeat, texts = sampling.repetition_penalty, list(stop)
     return body_of(DefaultParams, sampling, n_predict=n_predict, repeat_penalty=repeat, stop=texts)
 
@@ -324,7 +324,7 @@ def _one_prompt(value: Any) -> Any:
 
 
 def _bias_object(value: Any) -> Any:
-    """Returns pairs of token and bias as OpenAI's object; other entries are refused later."""
+    """Pairs of token and bias as OpenAI's object; other entries are refused later."""
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         return value
     return {str(token): NEVER if bias is False else bias for token, bias in value}
@@ -418,7 +418,7 @@ class LlamaCompletionExchange(Exchange):
                     yield sse_event(self._last("", event))
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the whole answer."""
+        """The whole answer."""
         events, finished = await answer.read()
         return self._last("".join(event.text for event in events if isinstance(event, Text)), finished)
 

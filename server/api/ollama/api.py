@@ -202,7 +202,7 @@ def _running(occupancy: Occupancy) -> RunningBody:
 
 
 def _shown(model: ServedModel | ListedModel) -> ShownBody:
-    """Returns a description; of an unloaded model, what its files tell."""
+    """A description; of an unloaded model, what its files tell."""
     parameters: list[tuple[str, str]] = []
     template, can = "", {"completion": True}
     if isinstance(model, ServedModel):
@@ -270,7 +270,7 @@ def _time(seconds: int) -> str:
 
 
 def _count_text(count: int) -> str:
-    """Returns a number as Ollama writes it: 751.63M, 8.0B; nothing for 0, the count of a model that is not loaded."""
+    """A number as Ollama writes it: 751.63M, 8.0B; nothing for 0, the count of a model that is not loaded."""
     if not count:
         return ""
     if count >= 10**9:
@@ -381,7 +381,7 @@ def _create(context: ApiContext, body: CreateBody) -> None:
 
 
 def _asked(body: CreateBody) -> Modelfile:
-    """Returns base and settings of the new model; raises ApiError."""
+    """Base and settings of the new model; raises ApiError."""
     if body.modelfile:
         try:
             return parse_modelfile(body.modelfile)
@@ -416,7 +416,7 @@ def _free(context: ApiContext, name: str, param: str) -> str:
 
 
 def _source(context: ApiContext, name: str, param: str) -> ModelSource:
-    """Returns the named model; raises ApiError (404)."""
+    """The named model; raises ApiError (404)."""
     try:
         source = context.pool.source_of(name or None)
     except (ModelUnknown, ModelNameNeeded) as error:
@@ -430,7 +430,7 @@ def _source(context: ApiContext, name: str, param: str) -> ModelSource:
 
 
 def _place(source: ModelSource) -> WeightsPlace:
-    """Returns the name of a model if the name leads to the folder of its weights, else the folder."""
+    """The name of a model if the name leads to the folder of its weights, else the folder."""
     place = installed_place(source.name) or installed_place(source.id)
     folder = os.path.realpath(source.path)
     if place is not None and os.path.realpath(folder_of(place)) == folder:
@@ -439,7 +439,7 @@ def _place(source: ModelSource) -> WeightsPlace:
 
 
 def _done(work: Callable[[], Result], param: str) -> Result:
-    """Returns the result; raises ApiError (400, 503)."""
+    """The result; raises ApiError (400, 503)."""
     try:
         return work()
     except ModelfileError as error:
@@ -479,12 +479,12 @@ async def pull_model(request: Request) -> Response:
 
 
 def pulls_of(config: ServerConfig) -> Pulls:
-    """Returns the server's downloads."""
+    """The server's downloads."""
     return Pulls(lambda name, tell: pull(name, tell, max_weights_bytes=largest_weights_bytes(this_machine())))
 
 
 def _wanted(name: str) -> str:
-    """Returns the name to download, of a family the largest that fits; raises ApiError (404)."""
+    """The name to download, of a family the largest that fits; raises ApiError (404)."""
     family, plain = find_family(name), name.removesuffix(LATEST)
     if family:
         return (largest(family, comfortable_weights_bytes(this_machine())) or family[0]).name

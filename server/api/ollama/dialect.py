@@ -57,16 +57,16 @@ class OllamaDialect(Dialect):
         return fields.get("stream") is not False
 
     def error_frame(self, error: ApiError) -> bytes:
-        """Returns a line with the error's text."""
+        """A line with the error's text."""
         return line(self.error_body(error))
 
     def heartbeat(self, progress: str) -> bytes:
-        """Returns nothing: clients read each line as an answer."""
+        """Nothing: clients read each line as an answer."""
         return b""
 
 
 def line(payload: Mapping[str, Any]) -> bytes:
-    """Returns a line of a stream."""
+    """A line of a stream."""
     return json_text(payload).encode() + b"\n"
 
 
@@ -115,7 +115,7 @@ class OllamaBody(BodyModel):
 
 
 def find_model(context: ApiContext, name: str | None) -> ServedModel:
-    """Returns the named model; raises ApiError (400, 404) in words that clients look for."""
+    """The named model; raises ApiError (400, 404) in words that clients look for."""
     if not name:
         raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
     try:
@@ -130,7 +130,7 @@ def thinks(model: ServedModel) -> bool:
 
 
 def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any]:
-    """Returns the template's arguments; raises ApiError (400) for a model without reasoning."""
+    """The template's arguments; raises ApiError (400) for a model without reasoning."""
     if body.think and not thinks(model):
         raise wrong("think", f"{model.id!r} does not support thinking", Code.UNSUPPORTED_PARAMETER)
     effort = body.think if isinstance(body.think, str) else None
@@ -141,7 +141,7 @@ def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any
 
 
 def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
-    """Returns a checked body's parameters; raises ApiError or InvalidParameter."""
+    """A checked body's parameters; raises ApiError or InvalidParameter."""
     options = body.options or Options()
     sampling = options_sampling(options, model)
     check(sampling, model.vocab_size)
@@ -150,7 +150,7 @@ def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
 
 
 def offered_tools(tools: Sequence[Mapping[str, Any]] | None, model: ServedModel) -> Sequence[Mapping[str, Any]]:
-    """Returns the tools unchanged; raises ApiError (400) if the template takes none."""
+    """The tools unchanged; raises ApiError (400) if the template takes none."""
     if tools and not model.renderer.reads_tools:
         raise wrong("tools", f"{model.id!r} does not support tools", Code.UNSUPPORTED_PARAMETER)
     return list(tools or ())
@@ -164,7 +164,7 @@ _SAMPLE: Final[Sequence[Message]] = (
 
 
 def follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -> RenderedPrompt:
-    """Returns the prompt of the messages `asked` behind the tokens `context`; raises ApiError (400)."""
+    """The prompt of the messages `asked` behind the tokens `context`; raises ApiError (400)."""
     check_token_ids(context, model.vocab_size, "context")
     text = replace(asked, messages=[*_SAMPLE, *asked.messages]).render().text
     _, found, following = text.partition(_REPLY)

@@ -80,12 +80,12 @@ class OllamaEnd(TypedDict):
 
 
 def head_of(name: str) -> OllamaHead:
-    """Returns the head of an object made now."""
+    """The head of an object made now."""
     return {"model": name, "created_at": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")}
 
 
 def answer_loading(context: ApiContext, body: OllamaBody, said: Mapping[str, Any]) -> ModelReady:
-    """Returns the answer to a request that only loads or unloads a model; raises as `find_model` does.
+    """The answer to a request that only loads or unloads a model; raises as `find_model` does.
 
     A model is not loaded in order to be unloaded.
     """
@@ -149,7 +149,7 @@ class OllamaExchange(Exchange):
                 yield line(self.written(said, None))
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the whole answer."""
+        """The whole answer."""
         events, finished = await answer.read()
         for event in events:
             self.keep(event)
@@ -174,11 +174,11 @@ class OllamaExchange(Exchange):
         return message
 
     def written(self, said: SaidMessage, finished: Finished | None) -> Payload:
-        """Returns the object that tells what was `said`, the last one if the answer has `finished`."""
+        """The object that tells what was `said`, the last one if the answer has `finished`."""
         return {**head_of(self._name), **self.content(said, finished), **self._end(finished)}
 
     def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
-        """Returns the fields that hold what was said."""
+        """The fields that hold what was said."""
         return {"message": said}
 
     def _end(self, finished: Finished | None) -> OllamaEnd:
@@ -261,7 +261,7 @@ class OllamaGenerateExchange(OllamaExchange):
             self.parser = self.model.output_parser((), self.prompt.text)
 
     def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
-        """Returns the fields of text and reasoning, and the tokens that a next prompt may continue."""
+        """The fields of text and reasoning, and the tokens that a next prompt may continue."""
         fields: dict[str, Any] = {"response": said["content"], "thinking": said.get("thinking")}
         if finished is not None and not self._is_raw:
             fields["context"] = [*self.request.tokens.tolist(), *finished.token_ids]
@@ -393,7 +393,7 @@ class OllamaChatExchange(OllamaExchange):
         self._arguments = ""
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as clients send it back: without ids of calls."""
+        """The answer as clients send it back: without ids of calls."""
         calls = [{"function": call["function"]} for call in self._calls]
         said = _template_message(OllamaMessage.model_validate({**self.message, "tool_calls": calls}))
         return [said if self.conversation is None else self.conversation.whole(said)]

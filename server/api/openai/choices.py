@@ -120,7 +120,7 @@ class TokenNames:
     """`token_id:42` instead of texts."""
 
     def name(self, token: int) -> str:
-        """Returns a token's text, or the bytes of a part of a character."""
+        """A token's text, or the bytes of a part of a character."""
         if self.are_ids:
             return f"token_id:{token}"
         piece = self.texts.piece(token)
@@ -130,12 +130,12 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
     def likely(self, token: int, logprob: float) -> LikelyToken:
-        """Returns a token's entry in chat."""
+        """A token's entry in chat."""
         return {"token": self.name(token), "logprob": max(logprob, LEAST), "bytes": list(self.texts.piece(token))}
 
 
 def chat_logprobs(told: Sequence[TokenLogprob], names: TokenNames) -> ChatLogprobs:
-    """Returns log-probabilities for chat."""
+    """Log-probabilities for chat."""
     content: list[TokenLogprobs] = []
     for one in told:
         top = [names.likely(token, logprob) for token, logprob in one.top]
@@ -153,7 +153,7 @@ class TextLogprobsWriter:
         """Bytes of the text so far; offsets count its characters."""
 
     def write(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
-        """Returns the log-probabilities of the next tokens."""
+        """The log-probabilities of the next tokens."""
         top: list[dict[str, float] | None]
         top = [{self._names.name(token): max(logprob, LEAST) for token, logprob in one.top} for one in told]
         return {
@@ -164,7 +164,7 @@ class TextLogprobsWriter:
         }
 
     def write_all(self, prompt: Sequence[int], scored: Sequence[TokenLogprob], num_characters: int) -> TextLogprobs:
-        """Returns the log-probabilities of an echoed prompt of `num_characters` and its answer.
+        """The log-probabilities of an echoed prompt of `num_characters` and its answer.
 
         The first token has no log-probability, and the tokenizer's prefix is not echoed.
         """
@@ -214,7 +214,7 @@ class ChoiceExchange(Exchange):
 
     @abstractmethod
     def opening(self) -> Sequence[Payload]:
-        """Returns the stream's first chunks."""
+        """The stream's first chunks."""
 
     @abstractmethod
     def take(self, piece: Piece) -> Payload | None:
@@ -222,11 +222,11 @@ class ChoiceExchange(Exchange):
 
     @abstractmethod
     def whole(self, end: Finished | Failed) -> Payload:
-        """Returns what a whole answer's choice holds."""
+        """What a whole answer's choice holds."""
 
     @abstractmethod
     def logprobs(self, told: Sequence[TokenLogprob]) -> Any:
-        """Returns the next tokens' log-probabilities, if requested."""
+        """The next tokens' log-probabilities, if requested."""
 
     def take_tokens(self, delta: Delta) -> None:
         """Keeps the tokens for the next chunk, or the answer.
@@ -239,17 +239,17 @@ class ChoiceExchange(Exchange):
             self._logprobs.extend(delta.logprobs)
 
     def untold(self) -> Sequence[TokenLogprob]:
-        """Returns the log-probabilities not yet written."""
+        """The log-probabilities not yet written."""
         told, self._logprobs = self._logprobs, []
         return told
 
     def prompt_ids(self) -> PromptIds:
-        """Returns the prompt's tokens, once, if requested."""
+        """The prompt's tokens, once, if requested."""
         told, self._prompt_ids = self._prompt_ids, {}
         return told
 
     def ids(self) -> Payload:
-        """Returns the tokens not yet written, if requested."""
+        """The tokens not yet written, if requested."""
         told, self._token_ids = self._token_ids, []
         return {"token_ids": told} if self._tells_ids else {}
 
@@ -291,7 +291,7 @@ class ChoiceExchange(Exchange):
         yield DONE
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns a whole answer, its choices in order."""
+        """A whole answer, its choices in order."""
         choices, ended = self.choices, dict[int, Payload]()
         async for index, event in answer.choice_events():
             choice = choices[index]
@@ -310,7 +310,7 @@ class ChoiceExchange(Exchange):
         }
 
     def chunk(self, added: Payload | None, reason: str | None = None) -> dict[str, Any]:
-        """Returns a chunk with what is added to the choice; without choices if that is None."""
+        """A chunk with what is added to the choice; without choices if that is None."""
         choices: list[Payload] = []
         if added is not None:
             told = self.untold()
@@ -324,7 +324,7 @@ class ChoiceExchange(Exchange):
         return chunk
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
-        """Returns the finish reason, and other fields of the end."""
+        """The finish reason, and other fields of the end."""
         if isinstance(end, Failed):
             return FAILED, {"error": error_body(explain(end.error, self.request.request_id))["error"]}
         token, text = end.stop_token, end.stop_text
@@ -347,7 +347,7 @@ class ChoiceExchange(Exchange):
 
 
 def token_counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
-    """Returns the counts of a request, which may not have ended."""
+    """The counts of a request, which may not have ended."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_predicted,
@@ -357,7 +357,7 @@ def token_counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
 
 
 def usage_of(finished: Finished) -> Usage:
-    """Returns a finished request's token counts."""
+    """A finished request's token counts."""
     timings = finished.timings
     usage = token_counts(finished.prompt_tokens, timings.cache_tokens, timings.predicted_tokens)
     if finished.reasoning_tokens is not None:
@@ -366,7 +366,7 @@ def usage_of(finished: Finished) -> Usage:
 
 
 def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) -> int:
-    """Returns the number of answers to each prompt; raises ApiError for more than may run and wait."""
+    """The number of answers to each prompt; raises ApiError for more than may run and wait."""
     count, limit = body.n or 1, config.slots + config.max_waiting
     if count * num_prompts > limit:
         asked = f"{count} answers" if num_prompts == 1 else f"{num_prompts} prompts with {count} answers each"
@@ -376,7 +376,7 @@ def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) ->
 
 
 def request_of_choice(request: GenerationRequest, index: int, number: int) -> GenerationRequest:
-    """Returns the request for choice `index` of all, answer `number` to its prompt, both from 0.
+    """The request for choice `index` of all, answer `number` to its prompt, both from 0.
 
     Seeds differ; the first answer is that of a single request. Only the first choice has the session.
     """

@@ -22,7 +22,7 @@ class ErrorBody(TypedDict):
 
 
 def error_body(error: ApiError) -> ErrorBody:
-    """Returns an error's JSON body."""
+    """An error's JSON body."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     if error.status == 429:
         kind = "rate_limit_error"
@@ -36,5 +36,5 @@ class OpenAiDialect(Dialect):
     """OpenAI's endpoints, and this server's own."""
 
     def error_body(self, error: ApiError) -> Payload:
-        """Returns OpenAI's error object."""
+        """OpenAI's error object."""
         return error_body(error)

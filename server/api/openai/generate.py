@@ -174,7 +174,7 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExc
 def read_conversation(
     body: ChatBody, incoming: Incoming, model: ServedModel, config: ServerConfig, namespace: str
 ) -> Conversation:
-    """Returns the prompt's source; raises ApiError."""
+    """The prompt's source; raises ApiError."""
     continues = body.continues()
     if continues:
         check_continuable(model)
@@ -224,7 +224,7 @@ class ChatExchange(ChoiceExchange):
         """Failed calls included."""
 
     def opening(self) -> list[Payload]:
-        """Returns the chunk with the role."""
+        """The chunk with the role."""
         return [{**self.chunk({"delta": {"role": "assistant", "content": "", "refusal": None}}), **self.prompt_ids()}]
 
     def take(self, piece: Piece) -> Payload | None:
@@ -233,16 +233,16 @@ class ChatExchange(ChoiceExchange):
         return None if delta is None else {"delta": delta}
 
     def whole(self, end: Finished | Failed) -> Payload:
-        """Returns the message."""
+        """The message."""
         told = self.untold()
         return {"message": self._message, "logprobs": self.logprobs(told) if told else None}
 
     def logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs:
-        """Returns the next tokens' log-probabilities."""
+        """The next tokens' log-probabilities."""
         return chat_logprobs(told, self.names)
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as clients send it back."""
+        """The answer as clients send it back."""
         said = template_message(ChatMessage.model_validate(self._message))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
@@ -307,11 +307,11 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     def num_top_logprobs(self) -> int | None:
-        """Returns how many likeliest tokens to send, if any."""
+        """How many likeliest tokens to send, if any."""
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """Returns the same for prompt tokens; raises ApiError for excluding fields."""
+        """The same for prompt tokens; raises ApiError for excluding fields."""
         is_scored = self.echo is True and self.logprobs is not None
         if self.max_tokens == 0 and not is_scored:
             raise wrong("max_tokens", "0 is taken with echo and logprobs only")
@@ -365,7 +365,7 @@ def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange
 
 
 def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "prompt") -> RenderedPrompt:
-    """Returns a plain prompt's tokens; raises ApiError for a number that is no token. `place` is its field."""
+    """A plain prompt's tokens; raises ApiError for a number that is no token. `place` is its field."""
     if isinstance(prompt, str):
         return model.renderer.encode(prompt)
     if len(prompt) >= model.context_tokens:
@@ -391,7 +391,7 @@ class CompletionExchange(ChoiceExchange):
         self._writer = TextLogprobsWriter(self.names, count) if count is not None else None
 
     def opening(self) -> list[Payload]:
-        """Returns the echoed prompt's chunk, if any."""
+        """The echoed prompt's chunk, if any."""
         return [self.chunk({"text": text}) for text in self._texts if text]
 
     def take(self, piece: Piece) -> Payload:
@@ -401,7 +401,7 @@ class CompletionExchange(ChoiceExchange):
         return {"text": piece.text}
 
     def whole(self, end: Finished | Failed) -> Payload:
-        """Returns the text, with its prompt's log-probabilities if requested."""
+        """The text, with its prompt's log-probabilities if requested."""
         told: TextLogprobs | None
         if self._writer is not None and isinstance(end, Finished) and self.request.prompt_logprobs is not None:
             told = self._writer.write_all(self.request.tokens.tolist(), end.scored, len(self._texts[0]))
@@ -410,9 +410,9 @@ class CompletionExchange(ChoiceExchange):
         return {"text": "".join(self._texts), "logprobs": told}
 
     def logprobs(self, told: Sequence[TokenLogprob]) -> TextLogprobs | None:
-        """Returns the next tokens' log-probabilities, if requested."""
+        """The next tokens' log-probabilities, if requested."""
         return self._writer.write(told) if self._writer is not None else None
 
     def ids(self) -> Payload:
-        """Returns the tokens not yet written, if requested; first the prompt's."""
+        """The tokens not yet written, if requested; first the prompt's."""
         return {**self.prompt_ids(), **super().ids()}

@@ -26,7 +26,7 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 def read_params(body: GenerationBody, model: ServedModel) -> GenerationParams:
-    """Returns a checked body's parameters; raises ApiError or InvalidParameter."""
+    """A checked body's parameters; raises ApiError or InvalidParameter."""
     sampling = _with_one_window(_sampling(body, model), body)
     check(sampling, model.vocab_size)
     check_token_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
@@ -86,7 +86,7 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
 
 
 def _with_one_window(sampling: SamplingParams, body: GenerationBody) -> SamplingParams:
-    """Returns the sampling with mlx-lm's windows, which must be one; raises ApiError."""
+    """The sampling with mlx-lm's windows, which must be one; raises ApiError."""
     in_force = [name for name, (penalty, off) in _WINDOWS.items() if getattr(sampling, penalty) != off]
     named = {name: getattr(body, name) for name in ("repeat_last_n", *in_force) if getattr(body, name) is not None}
     for name, value in named.items():

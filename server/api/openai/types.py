@@ -121,7 +121,7 @@ class BoundBody(BodyModel):
     ebnf: GrammarText = None
 
     def answer_grammar(self) -> AnswerGrammar | None:
-        """Returns the answer's grammar; raises ApiError if several fields bind it."""
+        """The answer's grammar; raises ApiError if several fields bind it."""
         structured = self.structured_outputs or StructuredOutputs()
         if structured.json_object:
             structured = structured.model_copy(update={"json_": dict(ANY_OBJECT)})
@@ -176,13 +176,13 @@ NO_LIMIT = -1
 
 
 def as_limit(value: Any) -> Any:
-    """Returns a limit, as a whole number; None for -1."""
+    """A limit, as a whole number; None for -1."""
     whole = as_whole(value)
     return None if whole == NO_LIMIT else whole
 
 
 def _stop_strings(value: Any) -> Any:
-    """Returns a list without empty texts."""
+    """A list without empty texts."""
     texts = [value] if isinstance(value, str) else value
     return [text for text in texts if text != ""] if isinstance(texts, list) else texts
 
@@ -288,11 +288,11 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
     """Ollama's fields; those of the body itself take precedence."""
 
     def num_top_logprobs(self) -> int | None:
-        """Returns how many likeliest tokens to send with each, if any."""
+        """How many likeliest tokens to send with each, if any."""
         return None
 
     def least(self) -> int:
-        """Returns the fewest tokens; raises ApiError if above the limit."""
+        """The fewest tokens; raises ApiError if above the limit."""
         least, limit = max(self.min_tokens or 0, self.min_new_tokens or 0), self.limit()
         if limit is not None and least > limit:
             param = "min_tokens" if self.min_tokens == least else "min_new_tokens"
@@ -300,7 +300,7 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
         return least
 
     def limit(self) -> int | None:
-        """Returns the most tokens, if the request says."""
+        """The most tokens, if the request says."""
         given = (self.max_tokens, self.max_completion_tokens, self.max_new_tokens, self.n_predict)
         return min(
             (limit for limit in given if limit is not None),
@@ -309,7 +309,7 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
 
 
 def _as_parts(value: Any, info: ValidationInfo) -> Any:
-    """Returns a text, or an assistant's refusal, as a part."""
+    """A text, or an assistant's refusal, as a part."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if isinstance(value, list) and info.data.get("role") == "assistant":
@@ -359,7 +359,7 @@ class CallingBody(BodyModel):
         return self.parallel_tool_calls is False
 
     def forced_calls(self) -> ForcedCalls | None:
-        """Returns the calls that are forced, if any."""
+        """The calls that are forced, if any."""
         choice = self.tool_choice
         if choice is None or choice.mode != "required":
             return None
@@ -367,7 +367,7 @@ class CallingBody(BodyModel):
 
 
 def read_tool_choice(value: Any, allowed: Any, name_of: Callable[[Any], str], **kinds: str) -> ToolChoice | None:
-    """Returns the choice from a mode, one tool, or the tools of `allowed`.
+    """The choice from a mode, one tool, or the tools of `allowed`.
 
     `kinds` says what errors call each kind of tool; `name_of` returns a tool's name.
     """
@@ -398,7 +398,7 @@ def _named(tool: Any) -> str:
 
 
 def _arguments(value: Any) -> Any:
-    """Returns arguments as an object for templates; a text that is no object stays a text."""
+    """Arguments as an object for templates; a text that is no object stays a text."""
     if value is None or isinstance(value, dict):
         return value or {}
     if not isinstance(value, str):
@@ -539,7 +539,7 @@ class ChatBody(GenerationBody, CallingBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns the wishes for reasoning; the plainest name takes precedence."""
+        """The wishes for reasoning; the plainest name takes precedence."""
         options, limits = self.reasoning or ReasoningOptions(), self.thinking or ThinkingOptions()
         by_type = {"enabled": True, "disabled": False}.get(limits.type or "")
         by_think = self.think if isinstance(self.think, bool) else None
@@ -574,7 +574,7 @@ class ChatBody(GenerationBody, CallingBody):
 
 
 def template_message(message: ChatMessage) -> Message:
-    """Returns a message for chat templates."""
+    """A message for chat templates."""
     # Templates know no developer role; it is the new name of system.
     role = "system" if message.role == "developer" else message.role
     fields = message.model_dump(

@@ -144,7 +144,7 @@ def _run_of(request: Request) -> BackgroundRun | None:
 
 
 def _as_known(stored: StoredResponse) -> Mapping[str, Any]:
-    """Returns a stored response; an unfinished one without a run has failed."""
+    """A stored response; an unfinished one without a run has failed."""
     if stored.body["status"] not in UNFINISHED:
         return stored.body
     error = {"code": "server_error", "message": "the server ended before the response did"}
@@ -227,7 +227,7 @@ def create_items(context: ApiContext, incoming: Incoming) -> Payload:
 
 
 def _whole_items(items: list[Any]) -> list[Item]:
-    """Returns checked items; raises ApiError (400) for a reference."""
+    """Checked items; raises ApiError (400) for a reference."""
     checked = check_items(items, "items")
     for index, item in enumerate(checked):
         if item["type"] == "item_reference":
@@ -236,7 +236,7 @@ def _whole_items(items: list[Any]) -> list[Item]:
 
 
 async def _found(request: Request, param: str, ask: Ask) -> Any:
-    """Returns what the store has of a name in the path; raises ApiError (404)."""
+    """What the store has of a name in the path; raises ApiError (404)."""
     place = (context_of(request).kept(store_of), namespace_of_query(request), request.path_params[param])
     return _known(await asyncio.to_thread(ask, *place), request, param)
 
@@ -267,7 +267,7 @@ async def _deleted(
 
 
 def page_of(items: Sequence[Item], request: Request) -> ItemList:
-    """Returns the items of `limit`, `order` and `after`; raises ApiError (400)."""
+    """The items of `limit`, `order` and `after`; raises ApiError (400)."""
     asked = request.query_params
     order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", str(DEFAULT_LIMIT))
     if order not in ("asc", "desc"):
@@ -301,7 +301,7 @@ class ResponsesDialect(OpenAiDialect):
     """The endpoints of responses and conversations."""
 
     def error_frame(self, error: ApiError) -> bytes:
-        """Returns an `error` event, which clients raise."""
+        """An `error` event, which clients raise."""
         told = {"code": error.code.value, "message": error.message, "param": error.param}
         return sse_event({"type": "error", "sequence_number": 0, **told, **error_body(error)}, "error")
 

@@ -32,10 +32,10 @@ class Written(Protocol):
         """Yields all events, the last one that of any failure."""
 
     async def broken_off(self, error: ApiError | None) -> bytes:
-        """Returns the last event of a response that took too long, or, without an error, was cancelled."""
+        """The last event of a response that took too long, or, without an error, was cancelled."""
 
     def now(self) -> Mapping[str, Any]:
-        """Returns the response so far."""
+        """The response so far."""
 
 
 class BackgroundRun:
@@ -115,7 +115,7 @@ class BackgroundRun:
             asyncio.get_running_loop().call_later(KEPT_SECONDS, self._runs.forget, *self._place)
 
     async def _write(self, written: Written, answer: Answer) -> ApiError | None:
-        """Returns why a response was broken off, unless it was cancelled."""
+        """Why a response was broken off, unless it was cancelled."""
         try:
             async with asyncio.timeout(MAX_SECONDS):
                 async for event in written.written(answer):
@@ -146,11 +146,11 @@ class BackgroundRuns:
         self._num_bytes = 0
 
     def find(self, namespace: str, name: str) -> BackgroundRun | None:
-        """Returns a run that is kept."""
+        """A run that is kept."""
         return self._runs.get((namespace, name))
 
     def add(self, written: Written, answer: Answer) -> BackgroundRun:
-        """Returns a new run, to be made; raises ApiError (429), which refuses the answer."""
+        """A new run, to be made; raises ApiError (429), which refuses the answer."""
         request = answer.runs[0].open.request
         running = [space for (space, _), run in self._runs.items() if not run.has_ended]
         if running.count(request.namespace) >= MAX_RUNNING or len(running) >= MAX_RUNS:

@@ -137,7 +137,7 @@ class ResponseBody(TypedDict):
 
 
 def usage_of(finished: Finished) -> ResponseUsage:
-    """Returns a finished request's token counts."""
+    """A finished request's token counts."""
     timings = finished.timings
     return {
         "input_tokens": finished.prompt_tokens,
@@ -152,7 +152,7 @@ def usage_of(finished: Finished) -> ResponseUsage:
 
 
 def error_of(error: ApiError) -> ResponseError:
-    """Returns a failed response's error."""
+    """A failed response's error."""
     code = "context_length_exceeded" if error.code is Code.CONTEXT_EXCEEDED else "server_error"
     return {"code": "rate_limit_exceeded" if error.status == 429 else code, "message": error.message}
 
@@ -224,7 +224,7 @@ def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules) -> Bo
 
 
 def with_ids(items: Sequence[Item], name: str) -> list[Item]:
-    """Returns checked items as stored: with ids made of `name`, a message's text as a part."""
+    """Checked items as stored: with ids made of `name`, a message's text as a part."""
     return [_as_kept(item, f"in_{name}_{index}") for index, item in enumerate(items)]
 
 
@@ -239,7 +239,7 @@ def _as_kept(item: Item, item_id: str) -> Item:
 
 
 def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespace: str, name: str) -> ReadInput:
-    """Returns a prompt's source; `name` is the base of new ids. Raises ApiError. Waits for the store."""
+    """A prompt's source; `name` is the base of new ids. Raises ApiError. Waits for the store."""
     store = context.kept(store_of)
     before, session = _history(body, store, namespace)
     if len(before) + len(body.input) > MAX_MESSAGES:
@@ -270,7 +270,7 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
 
 
 def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[list[Item], str | None]:
-    """Returns the items before a request's own, and the name of their chain."""
+    """The items before a request's own, and the name of their chain."""
     name, conversation = body.previous_response_id, body.conversation
     if name is not None and conversation is not None:
         raise wrong("conversation", "it cannot be given with previous_response_id")
@@ -311,7 +311,7 @@ def _not_found(param: str, why: str) -> ApiError:
 def _found_tools(
     tools: ToolSet, items: Sequence[Item], model: ServedModel, namespace: str
 ) -> tuple[ToolSet, dict[str, str]]:
-    """Returns the tools, found ones included, and definitions of found tools by call id."""
+    """The tools, found ones included, and definitions of found tools by call id."""
     definitions: dict[str, str] = {}
     for item in search_outputs(items):
         found = read_tools(item["tools"], "input.tools", defers=False)
@@ -407,7 +407,7 @@ class ResponseExchange(Exchange):
             yield self._numbered(event)
 
     async def body(self, answer: Answer) -> Payload:
-        """Returns the whole response; in the background, as it is once it is stored."""
+        """The whole response; in the background, as it is once it is stored."""
         if self._run is not None:
             await self._run.wait()
             return self.now()
@@ -416,19 +416,19 @@ class ResponseExchange(Exchange):
         return self.now()
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as clients send it back."""
+        """The answer as clients send it back."""
         messages = read_messages(self._output.items)
         if self.conversation is None or not messages:
             return messages
         return [self.conversation.whole(messages[0]), *messages[1:]]
 
     def now(self) -> ResponseBody:
-        """Returns the response so far."""
+        """The response so far."""
         is_open = self._response["status"] in UNFINISHED
         return {**self._response, "output": self._output.so_far} if is_open else self._response
 
     async def broken_off(self, error: ApiError | None) -> bytes:
-        """Returns the last event of a response that took too long, or, without an error, was cancelled."""
+        """The last event of a response that took too long, or, without an error, was cancelled."""
         return self._numbered(await self._cut("cancelled" if error is None else "failed", error))
 
     def _numbered(self, event: ResponseEvent) -> bytes:
@@ -447,7 +447,7 @@ class ResponseExchange(Exchange):
             yield await self._cut("failed", explain(error, self.request.request_id))
 
     async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> ResponseEvent:
-        """Returns the last event of a response that was cut off, with its content so far."""
+        """The last event of a response that was cut off, with its content so far."""
         self._output.close("incomplete")
         why = None if error is None else error_of(error)
         self._response = {**self._response, "status": status, "error": why, "output": list(self._output.items)}

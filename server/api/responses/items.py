@@ -138,7 +138,7 @@ SKIPPED_ITEM_TYPES: Final = (
 
 
 def check_items(items: Sequence[Any], param: str = "input") -> list[Item]:
-    """Returns checked items with types; raises ApiError (400)."""
+    """Checked items with types; raises ApiError (400)."""
     return [_checked(item, param, index) for index, item in enumerate(items)]
 
 
@@ -163,7 +163,7 @@ def _is_skipped(item: Item) -> bool:
 
 
 def search_outputs(items: Sequence[Item]) -> list[Item]:
-    """Returns the results of the client's tool searches."""
+    """The results of the client's tool searches."""
     return [item for item in items if item["type"] == "tool_search_output" and not _is_skipped(item)]
 
 
@@ -194,7 +194,7 @@ def _chat_messages(items: Sequence[Item], found: Mapping[str, str]) -> list[dict
 
 
 def _assistant_part(item: Item) -> dict[str, Any] | None:
-    """Returns an item's part of the assistant's message; None for somebody else's."""
+    """An item's part of the assistant's message; None for somebody else's."""
     match item["type"]:
         case "message" if item["role"] == "assistant":
             return {"content": _text(item["content"])}

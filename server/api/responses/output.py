@@ -58,13 +58,13 @@ class ToolSet:
         return ToolSet(self.shown, [*self.loaded, *new], {**found.by_name, **self.by_name})
 
     def shown_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns the model's names for the client's."""
+        """The model's names for the client's."""
         shown = {tool.name: name for name, tool in self.by_name.items()}
         return tuple(shown.get(name, name) for name in names)
 
 
 def joined_name(namespace: str | None, name: str) -> str:
-    """Returns the model's name for a tool."""
+    """The model's name for a tool."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
@@ -103,7 +103,7 @@ class CustomInput:
         return added
 
     def finish(self) -> tuple[str, str]:
-        """Returns the whole input, and what `feed` has not returned of it.
+        """The whole input, and what `feed` has not returned of it.
 
         Other arguments are the input themselves, but for a single text under another name. If they were cut off, the
         input is what was returned.
@@ -116,7 +116,7 @@ class CustomInput:
 
 
 def reasoning_of(enclosed: str | None, content: str | None, summary: str) -> str:
-    """Returns returned reasoning: its encrypted content, else content or summary."""
+    """Returned reasoning: its encrypted content, else content or summary."""
     return opened(enclosed or "") or content or summary
 
 
@@ -136,7 +136,7 @@ class _OpenItem:
     text = ""
 
     def body(self, status: Status) -> ItemBody:
-        """Returns the item as it is now."""
+        """The item as it is now."""
         return {"id": self.id, "type": self.kind, "status": status}
 
     def begin(self) -> list[ResponseEvent]:
@@ -148,7 +148,7 @@ class _OpenItem:
         return []
 
     def end(self) -> list[ResponseEvent]:
-        """Returns the events that end the item's parts."""
+        """The events that end the item's parts."""
         return []
 
     def event(self, kind: str, **fields: Any) -> ResponseEvent:
@@ -243,7 +243,7 @@ class _OpenCall(_OpenItem):
         return {**super().body(status), "call_id": self._call_id, **self.called()}
 
     def called(self) -> dict[str, Any]:
-        """Returns the item's fields that hold the call's name and arguments."""
+        """The item's fields that hold the call's name and arguments."""
         return {**self._named, "arguments": self.text}
 
     @property

@@ -116,7 +116,7 @@ class ResponseStore:
             self._evict(database)
 
     def chain(self, namespace: str, response_id: str) -> list[StoredResponse]:
-        """Returns a response and all before it, oldest first; empty if it is not stored.
+        """A response and all before it, oldest first; empty if it is not stored.
 
         The first one has a parent if the parent was deleted.
         """
@@ -125,7 +125,7 @@ class ResponseStore:
             return [_stored(*row) for row in database.execute(_CHAIN, place)]
 
     def find(self, namespace: str, response_id: str) -> StoredResponse | None:
-        """Returns a response."""
+        """A response."""
         statement = "SELECT id, parent, session, input, body FROM responses WHERE namespace = ? AND id = ?"
         with self._opened() as database:
             row = database.execute(statement, (namespace, response_id)).fetchone()
@@ -144,7 +144,7 @@ class ResponseStore:
             self._evict(database)
 
     def find_conversation(self, namespace: str, conversation_id: str) -> StoredConversation | None:
-        """Returns a conversation."""
+        """A conversation."""
         statement = "SELECT created, metadata FROM conversations WHERE namespace = ? AND id = ?"
         with self._opened() as database:
             row = database.execute(statement, (namespace, conversation_id)).fetchone()
@@ -155,7 +155,7 @@ class ResponseStore:
         return self._forget((namespace, conversation_id), _ITEMS_DELETION, _CONVERSATION_DELETION)
 
     def items(self, namespace: str, conversation_id: str) -> list[Item]:
-        """Returns a conversation's items in order."""
+        """A conversation's items in order."""
         statement = "SELECT item FROM conversation_items WHERE namespace = ? AND conversation = ? ORDER BY place"
         with self._opened() as database:
             return [json.loads(text) for (text,) in database.execute(statement, (namespace, conversation_id))]
@@ -207,7 +207,7 @@ class ResponseStore:
 
 
 def store_of(config: ServerConfig) -> ResponseStore:
-    """Returns the configured store."""
+    """The configured store."""
     if config.cache_disk_bytes is None:
         return ResponseStore()
     return ResponseStore(Path(config.cache_dir).expanduser() / FILE_NAME)

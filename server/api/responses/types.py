@@ -98,7 +98,7 @@ class InputBody(CallingBody):
     truncation: Literal["auto", "disabled"] | None = None
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns the wishes for reasoning."""
+        """The wishes for reasoning."""
         return ThinkingWish(effort=self.reasoning.effort if self.reasoning else None)
 
 
@@ -126,12 +126,12 @@ class ResponsesBody(InputBody, SharedBody):
         return (options.summary or options.generate_summary or "none") != "none"
 
     def generation(self) -> dict[str, Any]:
-        """Returns the fields that Chat Completions has, under its names."""
+        """The fields that Chat Completions has, under its names."""
         shared = self.model_dump(include={*SharedBody.model_fields, "temperature", "top_p", "seed"})
         return {**shared, "max_tokens": self.max_output_tokens}
 
     def answer_grammar(self) -> AnswerGrammar | None:
-        """Returns the answer's grammar."""
+        """The answer's grammar."""
         wanted = self.text.format if self.text else None
         if wanted is None or wanted.type == "text":
             return None
@@ -193,7 +193,7 @@ class SearchTool(BodyModel):
 
 
 def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = True) -> ToolSet:
-    """Returns a list's tools; raises ApiError (400).
+    """A list's tools; raises ApiError (400).
 
     `defers`: tools that ask for it are left out until a search finds them.
     """
@@ -240,7 +240,7 @@ def _type_of(tool: Any) -> Any:
 
 
 def _read(tool: Mapping[str, Any], place: str, namespace: NamespaceTool | None) -> tuple[dict[str, Any], ClientTool]:
-    """Returns the function for the model, and the client's tool."""
+    """The function for the model, and the client's tool."""
     own_name = namespace.name if namespace is not None else None
     match _type_of(tool):
         case "function":
