@@ -69,7 +69,7 @@ class Prefilled:
     caches: list[LayerCache]
 
     def copies(self, spare_tokens: int | None = None) -> list[LayerCache]:
-        """Returns caches of one's own, with capacity for `spare_tokens` more as the engine sizes them."""
+        """Caches of one's own, with capacity for `spare_tokens` more as the engine sizes them."""
         caches = copy.deepcopy(self.caches)
         if spare_tokens is not None:
             Layout(caches).resize(caches, len(self.tokens) + spare_tokens)
@@ -93,7 +93,7 @@ class Subject:
         return time.perf_counter() > self.until
 
     def tokens(self, length: int, seed: int) -> NDArray[np.int32]:
-        """Returns the same random tokens each time."""
+        """The same random tokens each time."""
         return np.random.default_rng([length, seed]).integers(0, self.vocab_size, length).astype(np.int32)
 
     def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32], chunk_tokens: int) -> None:
@@ -108,14 +108,14 @@ class Subject:
             raise TimeUp
 
     def prefilled(self, length: int, seed: int) -> Prefilled:
-        """Returns a random sequence, all but its last token evaluated."""
+        """A random sequence, all but its last token evaluated."""
         made = Prefilled(self.tokens(length, seed), self.runner.make_caches())
         self.prefill(made.caches, made.tokens[:-1], self.chunk_tokens)
         return made
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Returns the seconds until all is computed."""
+    """The seconds until all is computed."""
     started = time.perf_counter()
     act()
     mx.synchronize()
@@ -123,7 +123,7 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def timed_ms(act: Callable[[], object]) -> float:
-    """Returns the milliseconds until all is computed."""
+    """The milliseconds until all is computed."""
     return 1e3 * timed(act)
 
 
@@ -156,7 +156,7 @@ class OurSide:
         mx.synchronize()
 
     def tokens(self) -> list[list[int]]:
-        """Returns what each row has said."""
+        """What each row has said."""
         return [list(row) for row in zip(*self._steps, strict=True)]
 
 
@@ -181,7 +181,7 @@ class PeerSide:
         mx.synchronize(self._generator.stream)
 
     def tokens(self) -> list[list[int]]:
-        """Returns what each row has said."""
+        """What each row has said."""
         return list(self._tokens.values())
 
 
@@ -192,7 +192,7 @@ class Side(Protocol):
         """Decodes `num_steps` tokens of each row; nothing is left running."""
 
     def tokens(self) -> list[list[int]]:
-        """Returns what each row has said."""
+        """What each row has said."""
 
 
 class TimedSide:
@@ -462,7 +462,7 @@ class Bench:
                 self._bytes_per_token = talk.bytes_per_token
 
     def _expected_seconds(self, num_tokens: int) -> float:
-        """Returns what a prompt takes: a token's time is linear in those before it, as attention's is."""
+        """What a prompt takes: a token's time is linear in those before it, as attention's is."""
         (before, slower), (last, slowest) = self._cold[-2:] if len(self._cold) > 1 else 2 * self._cold
         slope = max(slowest - slower, 0.0) / max(last - before, 1)
         return num_tokens * (slowest + slope * max(num_tokens - last, 0))
@@ -533,6 +533,6 @@ class Bench:
 
 
 def rows_text(lengths: Sequence[int]) -> str:
-    """Returns lengths such as `4000 + 3 × 100`."""
+    """Lengths such as `4000 + 3 × 100`."""
     texts = [f"{lengths.count(length)} × {length}" for length in dict.fromkeys(lengths)]
     return texts[0] if len(texts) == 1 else " + ".join(text.removeprefix("1 × ") for text in texts)

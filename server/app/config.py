@@ -321,7 +321,7 @@ Layer = Mapping[str, ToldSetting]
 
 
 def key_of(setting: "Field[Any]") -> str:
-    """Returns the setting's key in the file: `x` for a switch `--no-x`."""
+    """The setting's key in the file: `x` for a switch `--no-x`."""
     flag = str(setting.metadata["flag"]).lstrip("-").lower()
     if setting.type is bool and setting.default is True:
         flag = flag.removeprefix("no-")
@@ -329,12 +329,12 @@ def key_of(setting: "Field[Any]") -> str:
 
 
 def variable_of(setting: "Field[Any]") -> str:
-    """Returns the variable's name."""
+    """The variable's name."""
     return PREFIX + key_of(setting).upper()
 
 
 def from_flags(given: Mapping[str, Any]) -> Layer:
-    """Returns the settings given as flags; raises ConfigError."""
+    """The settings given as flags; raises ConfigError."""
     layer = {}
     for name, value in given.items():
         if value not in (None, [], ()):
@@ -396,7 +396,7 @@ def merge(layers: Iterable[Layer]) -> Layer:
 
 
 def checked(settings: Layer) -> ServerConfig:
-    """Returns the settings. Raises ConfigError, which names the flag, variable or file."""
+    """The settings. Raises ConfigError, which names the flag, variable or file."""
     config = ServerConfig(**{name: told.value for name, told in settings.items()})
     try:
         config.check()
@@ -407,7 +407,7 @@ def checked(settings: Layer) -> ServerConfig:
 
 
 def toml_value(setting: "Field[Any]", value: Any) -> str:
-    """Returns a value as the file has it; empty for None."""
+    """A value as the file has it; empty for None."""
     if is_size(setting) and isinstance(value, int):
         return f'"{size_literal(setting, value)}"'
     if value is None:
@@ -417,7 +417,7 @@ def toml_value(setting: "Field[Any]", value: Any) -> str:
 
 
 def size_literal(setting: "Field[Any]", num_bytes: int) -> str:
-    """Returns text that reads back as the same number."""
+    """Text that reads back as the same number."""
     suffix = "/day" if setting.metadata["unit"] == "bytes/day" else ""
     for unit, unit_bytes in (("GB", GIGABYTE), ("GiB", 2**30), ("MiB", MEBIBYTE), ("MB", 10**6)):
         if num_bytes and num_bytes % unit_bytes == 0:

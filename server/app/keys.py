@@ -44,7 +44,7 @@ class KeyRing:
         self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
 
     def find(self, given: str) -> ApiKey | None:
-        """Returns the key that was sent; the time taken does not reveal how much of a key matches."""
+        """The key that was sent; the time taken does not reveal how much of a key matches."""
         digest, found = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -52,12 +52,12 @@ class KeyRing:
         return found
 
     def name_of(self, namespace: str) -> str | None:
-        """Returns the name of the key of a namespace."""
+        """The name of the key of a namespace."""
         return self._names.get(namespace.partition("/")[0]) or None
 
 
 def digest_of(key: str) -> bytes:
-    """Returns the digest that stands for a key."""
+    """The digest that stands for a key."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -122,7 +122,7 @@ SHARED = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_keys(config: ServerConfig) -> KeyRing:
-    """Returns the keys of all settings. Raises ConfigError."""
+    """The keys of all settings. Raises ConfigError."""
     single = () if config.api_key is None else (ApiKey("", digest_of(config.api_key)),)
     if config.api_keys_file is None:
         return KeyRing(single)
@@ -141,7 +141,7 @@ def _read_file(path: Path) -> KeyRing:
 
 
 def read_private(path: Path, name: str) -> tuple[str, str]:
-    """Returns a file's text; also, where others may open the file, what to do. Raises ConfigError with the name."""
+    """A file's text; also, where others may open the file, what to do. Raises ConfigError with the name."""
     try:
         with path.open(encoding="utf-8") as file:
             is_shared = os.fstat(file.fileno()).st_mode & SHARED

@@ -41,7 +41,7 @@ def configure_logging(level: str, log_format: str = "text") -> None:
 
 
 def make_handler(stream: TextIO, log_format: str) -> logging.Handler:
-    """Returns the handler that suits the stream."""
+    """The handler that suits the stream."""
     console = Console(file=stream)
     if log_format == "text" and console.is_terminal and not console.is_dumb_terminal:
         return _TerminalHandler(stream, is_coloured=not console.no_color)
@@ -122,7 +122,7 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 def num_columns(terminal: TextIO) -> int:
-    """Returns a terminal's width."""
+    """A terminal's width."""
     try:
         return os.get_terminal_size(terminal.fileno()).columns or DEFAULT_COLUMNS
     except (OSError, ValueError):

@@ -46,18 +46,18 @@ class LogEntry:
     request_id: str
 
     def parts(self) -> list[EntryPart]:
-        """Returns the line for people, without its time."""
+        """The line for people, without its time."""
         raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
-        """Returns known figures, ready for JSON."""
+        """Known figures, ready for JSON."""
         return {"event": self.event, **asdict(self)}
 
     def __str__(self) -> str:
         return "  ".join([*(part.text for part in self.parts()), *self.names()])
 
     def names(self) -> list[str]:
-        """Returns the full names that `parts` abbreviates."""
+        """The full names that `parts` abbreviates."""
         return [self.request_id]
 
 
@@ -135,7 +135,7 @@ class RequestEnded(LogEntry):
         return parts + self._end() + self._broken()
 
     def names(self) -> list[str]:
-        """Returns the request's id, and the session's name if `parts` cuts it."""
+        """The request's id, and the session's name if `parts` cuts it."""
         is_cut = self.session_id is not None and len(self.session_id) > MAX_SESSION_LENGTH
         return [self.request_id, *([f"session {self.session_id}"] if is_cut else [])]
 
@@ -218,12 +218,12 @@ def _head(name: str, key: str | None) -> list[EntryPart]:
 
 
 def label(request_id: str, session_id: str | None) -> str:
-    """Returns a request's session, else the beginning of its id."""
+    """A request's session, else the beginning of its id."""
     return cut(session_id, MAX_SESSION_LENGTH) if session_id else short_id(request_id)
 
 
 def short_id(request_id: str) -> str:
-    """Returns the first unique letters in `chatcmpl-3f9a…` and the like."""
+    """The first unique letters in `chatcmpl-3f9a…` and the like."""
     return request_id.replace("_", "-").rpartition("-")[2][:SHORT_ID_LENGTH]
 
 
@@ -233,7 +233,7 @@ def cut(text: str, length: int) -> str:
 
 
 def percent_text(part: int, whole: int) -> str:
-    """Returns a share: 100 % for the whole only, 0 % for nothing only."""
+    """A share: 100 % for the whole only, 0 % for nothing only."""
     percent = 100 * part / whole if whole else 0.0
     rounded = round(percent)
     if part and rounded == 0:
@@ -275,7 +275,7 @@ Paint = Callable[[str, Tone], str]
 
 
 def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> str:
-    """Returns lines of at most `width` cells; later lines are indented.
+    """Lines of at most `width` cells; later lines are indented.
 
     A part is broken, at spaces, only if it is longer than a line; a word never.
     """

@@ -75,7 +75,7 @@ class MemoryPlan:
 
 
 def usable_bytes(machine: Machine) -> int:
-    """Returns the default for weights and state together."""
+    """The default for weights and state together."""
     usable = int(machine.memory_bytes * USABLE_SHARE)
     if machine.recommended_bytes is not None:
         usable = min(usable, int(machine.recommended_bytes * RECOMMENDED_SHARE))
@@ -83,31 +83,31 @@ def usable_bytes(machine: Machine) -> int:
 
 
 def largest_weights_bytes(machine: Machine) -> int:
-    """Returns the most that weights may take: beyond it the machine would page, or end the process."""
+    """The most that weights may take: beyond it the machine would page, or end the process."""
     whole = machine.memory_bytes if machine.recommended_bytes is None else machine.recommended_bytes
     return int(min(whole, machine.memory_bytes) * RECOMMENDED_SHARE) - SMALLEST_BUDGET_BYTES
 
 
 def comfortable_weights_bytes(machine: Machine) -> int:
-    """Returns the most that weights should take beside conversations."""
+    """The most that weights should take beside conversations."""
     return int(usable_bytes(machine) * WEIGHTS_SHARE)
 
 
 def choose_budget_bytes(
     machine: Machine, weights_bytes: int, others_bytes: int = 0, useful_bytes: int = UNBOUNDED_BYTES
 ) -> int:
-    """Returns the default for state, beside the claims of others: at most `useful_bytes`, a full context per slot."""
+    """The default for state, beside the claims of others: at most `useful_bytes`, a full context per slot."""
     left_bytes = usable_bytes(machine) - others_bytes - weights_bytes
     return max(min(left_bytes, useful_bytes, largest_state_bytes(machine)), SMALLEST_BUDGET_BYTES)
 
 
 def largest_state_bytes(machine: Machine) -> int:
-    """Returns the most that state takes by default."""
+    """The most that state takes by default."""
     return machine.memory_bytes if machine.is_card else int(machine.memory_bytes * STATE_SHARE)
 
 
 def share_of(usable_bytes: int, own: "Claim", others: Sequence["Claim"]) -> int:
-    """Returns what weights and state of one server may take beside others; each server finds the same division.
+    """What weights and state of one server may take beside others; each server finds the same division.
 
     Each server gets the memory that its state needs, or an equal part if memory is short, and an equal part of the
     rest. A server does not grow into memory that others have not yet given up.
@@ -125,14 +125,14 @@ def share_of(usable_bytes: int, own: "Claim", others: Sequence["Claim"]) -> int:
 
 
 def choose_most_bytes(machine: Machine, weights_bytes: int, useful_bytes: int, others: Sequence["Claim"]) -> int:
-    """Returns what `choose_budget_bytes` becomes once others have made way, if all of it is needed."""
+    """What `choose_budget_bytes` becomes once others have made way, if all of it is needed."""
     wanted_bytes = min(useful_bytes, largest_state_bytes(machine))
     wish = Claim(0, "", usable_bytes(machine), "", weights_bytes, wanted_bytes)
     return min(wanted_bytes, share_of(usable_bytes(machine), wish, others) - weights_bytes)
 
 
 def find_excess(plan: MemoryPlan) -> str | None:
-    """Returns why a machine cannot hold a plan; None if it can."""
+    """Why a machine cannot hold a plan; None if it can."""
     if plan.weights_bytes + plan.budget_bytes <= plan.machine_bytes:
         return None
     wanted = f"{size_text(plan.budget_bytes)} of cache memory and {size_text(plan.weights_bytes)} of weights"
@@ -145,7 +145,7 @@ def choose_pool_bytes(budget_bytes: int) -> int:
 
 
 def read_machine(device_info: dict[str, Any]) -> Machine:
-    """Returns a machine's memory from the result of `mx.device_info()`."""
+    """A machine's memory from the result of `mx.device_info()`."""
     if device_info.get("total_memory"):
         return Machine(int(device_info["total_memory"]), is_card=True)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -163,7 +163,7 @@ _MACOS_LEVEL = b"kern.memorystatus_vm_pressure_level"
 
 
 def read_pressure(system: str, sysctl: Callable[[bytes], int | None] | None = None) -> Pressure:
-    """Returns how short memory is, as macOS says, or Linux by PSI; NORMAL if unknown."""
+    """How short memory is, as macOS says, or Linux by PSI; NORMAL if unknown."""
     if system == "Darwin":
         level = (sysctl or _sysctl)(_MACOS_LEVEL)
         return Pressure.NORMAL if level is None or level < 2 else Pressure.WARN if level < 4 else Pressure.CRITICAL
@@ -176,14 +176,14 @@ def read_pressure(system: str, sysctl: Callable[[bytes], int | None] | None = No
 
 
 def _sysctl(name: bytes) -> int | None:
-    """Returns a number of macOS's kernel by sysctlbyname(3)."""
+    """A number of macOS's kernel by sysctlbyname(3)."""
     value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     failed = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, 0)
     return None if failed else value.value
 
 
 def this_machine() -> Machine:
-    """Returns this machine's memory, as MLX and the system tell it."""
+    """This machine's memory, as MLX and the system tell it."""
     # Asking the device takes a moment.
     import mlx.core as mx
 
@@ -219,7 +219,7 @@ class Claim:
 
 
 def runtime_folder(environment: Mapping[str, str]) -> Path:
-    """Returns this user's folder for claims; it need not exist."""
+    """This user's folder for claims; it need not exist."""
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return Path(runtime) / "mlx-serve" if runtime else Path(tempfile.gettempdir()) / f"mlx-serve-{os.geteuid()}"
 
@@ -240,7 +240,7 @@ class OwnClaim:
         os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
 
     def find_share(self, usable_bytes: int) -> int:
-        """Returns what this server may take beside those that run now. Blocks; for any thread."""
+        """What this server may take beside those that run now. Blocks; for any thread."""
         own = self._claim
         return share_of(usable_bytes, own, [one for one in running(self._path.parent) if one.pid != own.pid])
 
@@ -266,7 +266,7 @@ def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
 
 
 def running(folder: Path) -> list[Claim]:
-    """Returns the running servers' claims; none if the folder cannot be read."""
+    """The running servers' claims; none if the folder cannot be read."""
     try:
         _check_owner(folder)
         with _locked(folder / "lock"):

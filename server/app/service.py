@@ -149,13 +149,13 @@ def open_service(
 
 
 def find_float32_bytes(machine: Machine, others: Sequence[Claim]) -> int | None:
-    """Returns the most for float32 weights, None on a GPU. For all of a server's life: state fits one precision."""
+    """The most for float32 weights, None on a GPU. For all of a server's life: state fits one precision."""
     left_bytes = memory_budget.usable_bytes(machine) - sum(claim.least_bytes for claim in others)
     return None if _is_on_gpu() else int(max(left_bytes, 0) * FLOAT32_SHARE)
 
 
 def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim]) -> PoolMemory:
-    """Returns the limits of one server's models, beside other servers."""
+    """The limits of one server's models, beside other servers."""
     if config.cache_memory_bytes is not None:
         return PoolMemory(machine.memory_bytes, config.cache_memory_bytes)
     left_bytes = max(memory_budget.usable_bytes(machine) - sum(claim.memory_bytes for claim in others), 0)
@@ -175,12 +175,12 @@ class ServiceOpener:
     """See `find_float32_bytes`."""
 
     def measure(self, source: ModelSource) -> int:
-        """Returns the weights' stored size. Raises ModelError for unusable files."""
+        """The weights' stored size. Raises ModelError for unusable files."""
         check(source.path, source.id)
         return weights.total_bytes(source.path)
 
     def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
-        """Returns the model, its engine running.
+        """The model, its engine running.
 
         Raises ModelError, and ModelTooLarge where the weights take more than measured.
         """
@@ -192,7 +192,7 @@ class ServiceOpener:
             mx.clear_streams()
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """Returns what the files tell; of damaged files only the name is known."""
+        """What the files tell; of damaged files only the name is known."""
         parent_id = None if source.name == source.id else source.id
         try:
             config, limit = read_config(source.path)
@@ -251,7 +251,7 @@ def _context_tokens(loaded: LoadedModel, config: ServerConfig) -> int:
 
 
 def _useful_bytes(loaded: LoadedModel, config: ServerConfig) -> int:
-    """Returns the most memory that state can use by default: a full context in each slot."""
+    """The most memory that state can use by default: a full context in each slot."""
     if config.cache_memory_bytes is not None:
         return UNBOUNDED_BYTES
     caches = make_prompt_cache(loaded.model)
@@ -291,7 +291,7 @@ def _bound_pool(num_bytes: int) -> None:
 
 
 def source_of(name: str) -> ModelSource:
-    """Returns a model of the command line, with its defaults. Raises ModelError."""
+    """A model of the command line, with its defaults. Raises ModelError."""
     stored = find_stored(name)
     if stored is not None:
         return stored_source(stored)
@@ -378,7 +378,7 @@ def _describe_tokenizer(loaded: LoadedModel) -> str:
 
 
 def open_renderer(name: str) -> ChatRenderer:
-    """Returns a model's template and tokenizer without loading its weights. Raises ModelError."""
+    """A model's template and tokenizer without loading its weights. Raises ModelError."""
     source = source_of(name)
     check(source.path, source.id)
     config, context_tokens = read_config(source.path)
@@ -387,7 +387,7 @@ def open_renderer(name: str) -> ChatRenderer:
 
 
 def _template_owner(wrapper: Any) -> Any:
-    """Returns the tokenizer, whose template decides whether to think.
+    """The tokenizer, whose template decides whether to think.
 
     mlx-lm's wrapper asks every template to think; templates that are code of mlx-lm need it.
     """
@@ -395,7 +395,7 @@ def _template_owner(wrapper: Any) -> Any:
 
 
 def read_sampling(path: Path, vocab_size: int) -> SamplingParams:
-    """Returns the sampling that a model's makers recommend, else the usual defaults."""
+    """The sampling that a model's makers recommend, else the usual defaults."""
     try:
         recommended: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         given = {key: recommended[key] for key in _SAMPLING_KEYS if recommended.get(key) is not None}

@@ -37,18 +37,18 @@ OWNER = "mlx-serve/"
 
 
 def known_urls() -> list[str]:
-    """Returns the addresses of this user's servers, then the usual one."""
+    """The addresses of this user's servers, then the usual one."""
     own = [claim.url for claim in running(runtime_folder(os.environ)) if claim.url]
     return list(dict.fromkeys([*own, DEFAULT_URL]))
 
 
 def usual_url() -> str:
-    """Returns this user's first server, else the usual address."""
+    """This user's first server, else the usual address."""
     return known_urls()[0]
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """Returns a key's headers."""
+    """A key's headers."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -75,7 +75,7 @@ class AskedServer:
         return None if answer is None or answer[0] == http.client.NOT_FOUND else self._read(*answer)
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes] | None:
-        """Returns status and body; None where no server answers."""
+        """Status and body; None where no server answers."""
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         try:
             address = urlsplit(self.url)
@@ -224,7 +224,7 @@ def doctor(
 
 
 def find_other_program(started: str) -> str | None:
-    """Returns the program of this name that a shell would start in place of `started`, such as Homebrew's."""
+    """The program of this name that a shell would start in place of `started`, such as Homebrew's."""
     first = shutil.which(PROGRAM)
     is_other = (
         Path(started).name == PROGRAM and first is not None and Path(first).resolve() != Path(started).resolve()
@@ -251,7 +251,7 @@ class KeyNeeded(StartError):
 
 
 def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served | None:
-    """Returns the first server's model of that name. Raises KeyNeeded."""
+    """The first server's model of that name. Raises KeyNeeded."""
     locked = None
     repository = parse_repository(name)
     for url in urls:
@@ -267,7 +267,7 @@ def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served |
 
 
 def models_at(url: str, api_key: str | None) -> list[str]:
-    """Returns the models of one of our servers; none of another program. Raises KeyNeeded."""
+    """The models of one of our servers; none of another program. Raises KeyNeeded."""
     status, body = AskedServer(url, api_key, FIND_SECONDS).ask("GET", "/v1/models") or (0, b"")
     if status == http.client.UNAUTHORIZED:
         raise KeyNeeded(url)

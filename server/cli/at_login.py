@@ -73,7 +73,7 @@ class ServiceSpec:
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that the server needs too."""
+    """The variables that the server needs too."""
     return {name: environment[name] for name in PASSED_ON if environment.get(name)}
 
 
@@ -192,7 +192,7 @@ class ServiceManager:
 
 
 def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = run_program) -> ServiceManager:
-    """Returns systemd's manager of one user, on Linux."""
+    """Systemd's manager of one user, on Linux."""
     folder = Path(environment.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "systemd" / "user"
     user = ("systemctl", "--user")
     may_fail = ("-systemctl", "--user")
@@ -215,7 +215,7 @@ def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = ru
 
 
 def systemd_unit(spec: ServiceSpec) -> str:
-    """Returns a unit for the manager of one user. A wrong setting (status 2) is not tried again."""
+    """A unit for the manager of one user. A wrong setting (status 2) is not tried again."""
     command = " ".join(_systemd_word(word).replace("$", "$$") for word in spec.command)
     variables = [f"Environment={_systemd_word(f'{name}={value}')}\n" for name, value in spec.environment.items()]
     return f"""\
@@ -264,7 +264,7 @@ def launchd(
     pause: Callable[[float], object] = time.sleep,
     label: str = AGENT,
 ) -> ServiceManager:
-    """Returns launchd's manager of a user's agents, on macOS."""
+    """Launchd's manager of a user's agents, on macOS."""
     file, log = home / "Library" / "LaunchAgents" / f"{label}.plist", home / "Library" / "Logs" / f"{LABEL}.log"
     domain = f"gui/{os.getuid()}"
     agent = f"{domain}/{label}"
@@ -305,7 +305,7 @@ def launchd(
 
 
 def launchd_plist(spec: ServiceSpec, log: Path) -> str:
-    """Returns a property list for an agent of one user."""
+    """A property list for an agent of one user."""
     entries = {
         "Label": AGENT,
         "ProgramArguments": list(spec.command),
@@ -338,7 +338,7 @@ def _agent_state(done: Ended) -> ServiceState:
 
 
 def find_manager(environment: Mapping[str, str]) -> ServiceManager:
-    """Returns this machine's manager."""
+    """This machine's manager."""
     return launchd(Path.home()) if platform.system() == "Darwin" else systemd(environment)
 
 
@@ -412,7 +412,7 @@ def remove() -> None:
 
 
 def own_program(started: str) -> Sequence[str]:
-    """Returns what started this program, given `sys.argv[0]`."""
+    """What started this program, given `sys.argv[0]`."""
     path = Path(started)
     if path.name == "mlx-serve" and path.is_file() and os.access(path, os.X_OK):
         return [str(path.absolute())]

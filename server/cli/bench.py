@@ -120,7 +120,7 @@ def _scratch_folder(config: ServerConfig) -> Iterator[Path | None]:
 
 
 def machine() -> dict[str, str]:
-    """Returns the machine's facts."""
+    """The machine's facts."""
     import mlx.core as mx
 
     info: dict[str, Any] = mx.device_info()
@@ -209,12 +209,12 @@ class BenchResult:
     is_stopped: bool = False
 
     def as_json(self) -> str:
-        """Returns everything for programs."""
+        """Everything for programs."""
         told = {"machine": self.facts, **asdict(self.rows), "seconds": self.seconds, "is_stopped": self.is_stopped}
         return json.dumps(told, indent=1, ensure_ascii=False)
 
     def as_text(self) -> str:
-        """Returns tables for a terminal."""
+        """Tables for a terminal."""
         facts = "\n".join(f"{name:<9}  {told}" for name, told in self.facts.items())
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         notes = "\n".join(textwrap.fill(note, width, subsequent_indent="  ") for note in self._notes().splitlines())
@@ -226,7 +226,7 @@ class BenchResult:
         return "\n\n".join([facts, *tables, notes, send])
 
     def as_markdown(self) -> str:
-        """Returns the tables in Markdown."""
+        """The tables in Markdown."""
         facts = ", ".join(f"{name} {told}" for name, told in self.facts.items())
         tables = ("\n".join([f"{title}:", "", *lines]) for title, lines in self._tables())
         return "\n\n".join([facts, *tables, self._notes()])
@@ -254,7 +254,7 @@ def _cell(value: str | float | None) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a Markdown table, padded so that it reads well in a terminal too."""
+    """The lines of a Markdown table, padded so that it reads well in a terminal too."""
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:

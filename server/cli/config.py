@@ -81,7 +81,7 @@ def _metavar(setting: "Field[Any]") -> str:
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
-    """Returns the settings file's path, which need not exist."""
+    """The settings file's path, which need not exist."""
     named = environment.get(config.FILE_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -90,12 +90,12 @@ def config_file(environment: Mapping[str, str]) -> Path:
 
 
 def read_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> Layer:
-    """Returns every setting with its origin; raises ConfigError."""
+    """Every setting with its origin; raises ConfigError."""
     return config.merge([config.from_flags(given), config.from_environment(environment), _read_file(environment)])
 
 
 def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
-    """Returns the checked settings, with the key from a key file. Raises ConfigError."""
+    """The checked settings, with the key from a key file. Raises ConfigError."""
     return config.checked(_with_key(read_settings(given, environment)))
 
 

@@ -77,14 +77,14 @@ def _get(url: str, path: str, key: str | None) -> dict[str, Any] | None:
 
 
 def describe_target(served: Served, key: str | None) -> LaunchTarget:
-    """Returns the model as an agent must see it."""
+    """The model as an agent must see it."""
     models = (_get(served.url, "/v1/models", key) or {}).get("data", [])
     found: dict[str, Any] = next((model for model in models if model.get("id") == served.model), {})
     return LaunchTarget(served.url, served.model, int(found.get("context_length") or 0), key or "")
 
 
 def look_at_sessions(target: LaunchTarget) -> SessionCounts:
-    """Returns the counts of the server's sessions; none if the server does not give them."""
+    """The counts of the server's sessions; none if the server does not give them."""
     try:
         return recipes.count_sessions((_get(target.url, "/v1/sessions", target.key) or {})["data"])
     except (KeyError, TypeError):
@@ -92,7 +92,7 @@ def look_at_sessions(target: LaunchTarget) -> SessionCounts:
 
 
 def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCounts) -> float:
-    """Returns the prompt tokens per second of sessions with new requests."""
+    """The prompt tokens per second of sessions with new requests."""
     turns: list[Any] = []
     for namespace, name in recipes.changed(before, after):
         query = urlencode({"namespace": namespace} if namespace and not target.key else {})

@@ -124,7 +124,7 @@ class LazyCommands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Returns a command of `COMMANDS`, with its help and its examples."""
+    """A command of `COMMANDS`, with its help and its examples."""
     group = typer.main.get_group(import_module(f"server.cli.{COMMANDS[name][0]}").app)
     command = group.commands[name]
     for below in [command, *getattr(command, "commands", {}).values()]:
@@ -139,7 +139,7 @@ def _first_sentence(words: str) -> str:
 
 
 def examples_of(name: str) -> Sequence[str]:
-    """Returns a command's examples; of a group without any, those of its first command."""
+    """A command's examples; of a group without any, those of its first command."""
     return COMMANDS[name][2] or examples_of(next(other for other in COMMANDS if other.startswith(f"{name} ")))
 
 
@@ -189,7 +189,7 @@ def main() -> NoReturn:
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Returns one command's exit status; errors go to standard error."""
+    """Runs one command; errors go to standard error."""
     if COMPLETE_VARIABLE in os.environ:
         completion_init()
     try:
@@ -206,6 +206,6 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _named(arguments: Sequence[str]) -> str:
-    """Returns the command that arguments begin with, behind a space. A flag without its value does not say it."""
+    """The command that arguments begin with, behind a space. A flag without its value does not say it."""
     found = (" ".join(arguments[:number]) for number in (2, 1))
     return next((f" {words}" for words in found if words in COMMANDS), "")

@@ -53,7 +53,7 @@ def _modified(model: InstalledModel) -> float:
 
 
 def age_text(seconds: float) -> str:
-    """Returns a time in the past such as `3 days ago`."""
+    """A time in the past such as `3 days ago`."""
     for unit, length in (("year", 31_536_000), ("month", 2_592_000), ("day", 86_400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}{'s' if seconds >= 2 * length else ''} ago"

@@ -34,17 +34,17 @@ _typer.build_runtime_param = _AsGiven
 
 
 def command_group(**settings: Any) -> typer.Typer:
-    """Returns an empty group, whose help is plain text."""
+    """An empty group, whose help is plain text."""
     return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
 
 
 def key_option(told: str) -> Any:
-    """Returns `--api-key` with its help."""
+    """`--api-key` with its help."""
     return typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help=told)
 
 
 def model_names() -> list[str]:
-    """Returns the names of this machine's models, for a shell's completion."""
+    """The names of this machine's models, for a shell's completion."""
     from models.names import installed
 
     return [name for model in installed() for name in (model.short_name, model.name) if name]

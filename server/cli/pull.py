@@ -168,7 +168,7 @@ def _bar(told: str) -> Iterator[Callable[[int, int], object]]:
 
 
 def choose(name: str, limit_bytes: int) -> ShortName | None:
-    """Returns the largest model of a family that fits, None for no family; raises ModelNotFound."""
+    """The largest model of a family that fits, None for no family; raises ModelNotFound."""
     family = find_family(name) if not Path(name).expanduser().is_dir() else ()
     if not family:
         return None
@@ -203,7 +203,7 @@ def offer(name: str) -> str | None:
 
 
 def about(model: ShortName) -> str:
-    """Returns a model's approximate size."""
+    """A model's approximate size."""
     return f"about {size_text(model.num_bytes)}"
 
 

@@ -111,18 +111,18 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def environment_of(recipe: Recipe, target: LaunchTarget, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the agent's environment, given the shell's."""
+    """The agent's environment, given the shell's."""
     merged = {**environment, **recipe.variables(target)}
     return {name: value for name, value in merged.items() if value is not None}
 
 
 def command_of(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> list[str]:
-    """Returns the command line; a person adds `rest`."""
+    """The command line; a person adds `rest`."""
     return [recipe.program, *recipe.arguments(target), *rest]
 
 
 def as_shell(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> str:
-    """Returns a shell line that starts the agent in the same way."""
+    """A shell line that starts the agent in the same way."""
     variables = recipe.variables(target)
     unset = [f"-u {name}" for name, value in variables.items() if value is None]
     told = [f"{name}={shlex.quote(value)}" for name, value in variables.items() if value is not None]
@@ -143,7 +143,7 @@ class LaunchSavings:
     tokens_per_second: float = 0.0
 
     def describe(self) -> str:
-        """Returns one line for a person."""
+        """One line for a person."""
         total = self.cached_tokens + self.evaluated_tokens
         if not total:
             return "Nothing was asked of the server."
@@ -163,12 +163,12 @@ def count_sessions(sessions: Iterable[Mapping[str, Any]]) -> SessionCounts:
 
 
 def changed(before: SessionCounts, after: SessionCounts) -> list[tuple[str, str]]:
-    """Returns sessions with new requests."""
+    """Sessions with new requests."""
     return [name for name, counts in after.items() if before.get(name) != counts]
 
 
 def savings_between(before: SessionCounts, after: SessionCounts, tokens_per_second: float) -> LaunchSavings:
-    """Returns the savings between two looks at the sessions. A session that began again counts from its beginning."""
+    """The savings between two looks at the sessions. A session that began again counts from its beginning."""
     cached = evaluated = 0
     for name in changed(before, after):
         old, new = before.get(name, (0, 0)), after[name]
@@ -179,7 +179,7 @@ def savings_between(before: SessionCounts, after: SessionCounts, tokens_per_seco
 
 
 def prompt_speed(turns: Sequence[Mapping[str, Any]]) -> float:
-    """Returns prompt tokens per second; 0 where nothing was evaluated."""
+    """Prompt tokens per second; 0 where nothing was evaluated."""
     tokens = sum(int(turn["evaluated_tokens"]) for turn in turns)
     milliseconds = sum(float(turn["prompt_ms"]) for turn in turns)
     return 1000 * tokens / milliseconds if milliseconds else 0.0

@@ -166,7 +166,7 @@ def _rest_text(service: Service) -> str:
 
 
 def example_call(url: str, model: str, needs_key: bool) -> str:
-    """Returns a shell command."""
+    """A shell command."""
     key = "-H 'Authorization: Bearer YOUR_KEY' " if needs_key else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
     headers = f"{key}-H 'Content-Type: application/json'"
@@ -174,7 +174,7 @@ def example_call(url: str, model: str, needs_key: bool) -> str:
 
 
 def count_text(number: int) -> str:
-    """Returns a count such as `1.7 million`."""
+    """A count such as `1.7 million`."""
     for word, unit in (("billion", 10**9), ("million", 10**6)):
         if number >= unit:
             return f"{number / unit:.1f} {word}"
@@ -182,7 +182,7 @@ def count_text(number: int) -> str:
 
 
 def round_count(number: float) -> str:
-    """Returns a count with two significant digits: `137 000`, `1.4 million`."""
+    """A count with two significant digits: `137 000`, `1.4 million`."""
     if number >= 10**6:
         return count_text(int(number))
     unit = 1000 if number >= 10_000 else 100 if number >= 1000 else 1
@@ -199,7 +199,7 @@ def is_for_this_machine(address: str) -> bool:
 
 
 def urls(address: str, port: int) -> list[str]:
-    """Returns a bound socket's addresses, this machine's first."""
+    """A bound socket's addresses, this machine's first."""
     if not ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         return [_url(address, port)]
     return [_url(host, port) for host in ("127.0.0.1", *_own_addresses(is_ipv6=":" in address))]
@@ -390,7 +390,7 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Returns a socket that does not listen yet; for `localhost` one for each address. Raises StartError."""
+    """A socket that does not listen yet; for `localhost` one for each address. Raises StartError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:

@@ -63,7 +63,7 @@ def clean(text: str) -> str:
 
 
 def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
-    """Returns as many lines as fit."""
+    """As many lines as fit."""
     up = (
         "" if stats is None else f" {stats['version']}  up {seconds_text(stats['uptime_seconds'])}  {stats['status']}"
     )
@@ -166,7 +166,7 @@ def _again(stats: Mapping[str, Any]) -> list[Text]:
 
 
 def gauge(parts: Sequence[tuple[float, str]], whole: float, width: int) -> Text:
-    """Returns a bar of `width` columns; any part above 0 fills at least one."""
+    """A bar of `width` columns; any part above 0 fills at least one."""
     bar, used = Text("["), 0
     for amount, style in parts:
         columns = min(width - used, round(width * amount / whole) if whole else 0)
@@ -190,7 +190,7 @@ class Watched:
         self.speeds: dict[str, float] = {}
 
     def stats(self) -> dict[str, Any]:
-        """Returns the server's figures. Raises StartError."""
+        """The server's figures. Raises StartError."""
         found: dict[str, Any] = self._server.get("/v1/stats")
         self._measure(found)
         return found

@@ -57,7 +57,7 @@ class Rendered:
 def explain(
     previous: EvaluatedTurn | None, request: Rendered, *, match: int, hit: int, is_unseen: bool = False
 ) -> Reuse:
-    """Returns why only `hit` of the `match` tokens in the cache were restored; `is_unseen` as in `Conversations`."""
+    """Why only `hit` of the `match` tokens in the cache were restored; `is_unseen` as in `Conversations`."""
     num_unseen = _num_answered(request) - hit if is_unseen and (previous is None or previous.is_neighbour) else 0
     if num_unseen > EDGE_TOKENS:
         miss = Miss(MissReason.RESTARTED, token=hit, cause=Cause.RESTARTED, lost_tokens=num_unseen)
@@ -76,14 +76,14 @@ def explain(
 
 
 def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
-    """Returns the account of a request that asked for no reuse."""
+    """The account of a request that asked for no reuse."""
     reach = min(len(previous.tokens), len(request.tokens) - 1) if previous is not None else 0
     miss = Miss(MissReason.DISABLED, cause=Cause.DECLINED, lost_tokens=reach)
     return Reuse(0, 0, None, miss, reach, (miss,))
 
 
 def _num_answered(request: Rendered) -> int:
-    """Returns the tokens up to the end of the last reply, all evaluated by some server; 0 without a reply."""
+    """The tokens up to the end of the last reply, all evaluated by some server; 0 without a reply."""
     outline = request.outline
     replies = [index for index, role in enumerate(outline.roles) if role == "assistant"]
     return next((start for start in outline.starts[replies[-1] + 1 :]), 0) if replies else 0
@@ -100,7 +100,7 @@ def with_missing_bytes(reuse: Reuse, missing_bytes: int) -> Reuse:
 
 
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
-    """Returns the account of a request that continues no turn, but may share other requests' beginning."""
+    """The account of a request that continues no turn, but may share other requests' beginning."""
     if match - hit > EDGE_TOKENS:
         miss = _state_miss(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
         return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
@@ -223,7 +223,7 @@ class Conversations:
         return len(self._turns)
 
     def find(self, session_id: str | None, request: Rendered, request_id: str) -> tuple[Name, EvaluatedTurn | None]:
-        """Returns a conversation, perhaps a new one, and the turn that the request continues."""
+        """A conversation, perhaps a new one, and the turn that the request continues."""
         namespace = request.prompt.namespace
         name = Name(namespace, session_id) if session_id is not None else self._find_unnamed(request)
         if name is None:
@@ -254,7 +254,7 @@ class Conversations:
         return self.is_whole and any(part.role == "assistant" for part in request.prompt.parts)
 
     def num_tokens_since(self, name: Name, request: Rendered) -> int:
-        """Returns how many tokens a cache must hold to keep a conversation until now, with all later ones."""
+        """How many tokens a cache must hold to keep a conversation until now, with all later ones."""
         later = itertools.takewhile(lambda other: other != name, reversed(self._turns))
         turns = [self._turns[other][-1] for other in later]
         own = (turn.tokens for turn in turns if turn.turn.prompt.model == request.prompt.model)
@@ -319,7 +319,7 @@ class Conversations:
         return None
 
     def _find_neighbour(self, request: Rendered) -> EvaluatedTurn | None:
-        """Returns the last turn of a namespace that begins like the request but for a clock, a counter or an id.
+        """The last turn of a namespace that begins like the request but for a clock, a counter or an id.
 
         None if a latest turn has the same beginning, which the two then share.
         """

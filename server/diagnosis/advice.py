@@ -77,6 +77,6 @@ _BY_PLACE: Mapping[tuple[Cause, str], str] = {
 
 
 def advice(cause: Cause, place: str | None, missing_bytes: int | None = None) -> str:
-    """Returns what to change; `place` is the role of the message, or `TOOLS`."""
+    """What to change; `place` is the role of the message, or `TOOLS`."""
     more = "more " if missing_bytes is None else f"about {size_text(missing_bytes)} more "
     return _BY_PLACE.get((cause, place or ""), _ADVICE[cause]).replace("{more}", more)

@@ -72,7 +72,7 @@ def _miss(
 
 
 def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
-    """Returns what keeps `later` from continuing `earlier`, in the order of the prompt."""
+    """What keeps `later` from continuing `earlier`, in the order of the prompt."""
     prompt = earlier.prompt
     if prompt.model != later.model:
         return [_miss(Cause.MODEL, MissReason.MODEL_CHANGED, before=prompt.model, after=later.model)]
@@ -88,7 +88,7 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
 
 
 def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
-    """Returns what keeps two conversations from sharing their system messages: a clock, or what differs too early.
+    """What keeps two conversations from sharing their system messages: a clock, or what differs too early.
 
     None if the beginnings are no versions of each other, or differ only at the end, or if the later one only lacks
     text of the earlier one: the client can mend nothing.
@@ -166,7 +166,7 @@ class _MessageDiff:
         return [change for block in self._blocks() for change in self._changes_of(*block)]
 
     def _firsts(self) -> list[Part]:
-        """Returns the first message of each request that is no system message, if any."""
+        """The first message of each request that is no system message, if any."""
         both = (self._prompt.parts[self._prompt.num_head :], self._theirs[self._head :])
         return [parts[0] for parts in both if parts]
 
@@ -361,7 +361,7 @@ def _without_thoughts(part: Part) -> str:
 
 
 def thoughts_apart(part: Part) -> Part:
-    """Returns a message with the thoughts that begin its text in their field, where a server puts them."""
+    """A message with the thoughts that begin its text in their field, where a server puts them."""
     found = _REASONING.match(part.text.lstrip()) if part.role == "assistant" else None
     if found is None:
         return part

@@ -31,7 +31,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Returns about the memory that the prompt takes."""
+        """About the memory that the prompt takes."""
         return text_bytes(self.shown) + _PART_BYTES
 
     @property
@@ -82,7 +82,7 @@ def prompt_of(
     model: str = "",
     namespace: str = "",
 ) -> Prompt:
-    """Returns a conversation's parts."""
+    """A conversation's parts."""
     return Prompt(
         tuple(part_of(message) for message in messages),
         tuple(map(_tool_text, tools)),
@@ -93,7 +93,7 @@ def prompt_of(
 
 
 def plain_prompt(text: str, *, model: str = "", namespace: str = "") -> Prompt:
-    """Returns the parts of a plain completion."""
+    """The parts of a plain completion."""
     return Prompt((Part(PLAIN, text),), model=model, namespace=namespace)
 
 
@@ -112,7 +112,7 @@ def part_of(message: Mapping[str, Any]) -> Part:
 
 
 def text_bytes(text: str) -> int:
-    """Returns the most memory that a text takes."""
+    """The most memory that a text takes."""
     return len(text) * (1 if text.isascii() else 4)
 
 
@@ -123,7 +123,7 @@ def with_parts_of(prompt: Prompt, earlier: Prompt) -> Prompt:
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
-    """Returns name and arguments as JSON text, whatever the arguments' spacing was."""
+    """Name and arguments as JSON text, whatever the arguments' spacing was."""
     function = call.get("function")
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")

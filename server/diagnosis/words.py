@@ -70,7 +70,7 @@ class WordChange:
 
 
 def find_changes(before: str, after: str) -> list[WordChange]:
-    """Returns where a text changed, in order, one place per cause."""
+    """Where a text changed, in order, one place per cause."""
     if before == after:
         return []
     whole = _cause_of_whole(before, after)
@@ -90,13 +90,13 @@ def only_leaves_out(before: str, after: str) -> bool:
 
 
 def shared_ends(one: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
-    """Returns the lengths of the equal beginnings, and of the equal ends of the rest."""
+    """The lengths of the equal beginnings, and of the equal ends of the rest."""
     head = shared_length(one, other)
     return head, shared_length(one[head:][::-1], other[head:][::-1])
 
 
 def classify_text(before: str, after: str) -> Cause:
-    """Returns the kind of the first change."""
+    """The kind of the first change."""
     start, tail = shared_ends(before, after)
     for cause, words_at in _KINDS:
         word, other_word = words_at(before, start), words_at(after, start)
@@ -118,7 +118,7 @@ def _cause_of_addition(before: str, after: str, start: int, tail: int) -> Cause:
 
 
 def _cause_of_whole(before: str, after: str) -> Cause | None:
-    """Returns the cause if both texts say the same in another form, else None."""
+    """The cause if both texts say the same in another form, else None."""
     if max(len(before), len(after)) > MAX_CHARACTERS:
         return None
     if "".join(before.split()) == "".join(after.split()):
@@ -206,7 +206,7 @@ def _change_at(before: str, after: str, cause: Cause) -> WordChange:
 
 
 def excerpt(text: str, offset: int) -> str:
-    """Returns whole words, about `WINDOW_CHARACTERS` on either side."""
+    """Whole words, about `WINDOW_CHARACTERS` on either side."""
     begin, end = max(0, offset - WINDOW_CHARACTERS), min(len(text), offset + WINDOW_CHARACTERS)
     # The offset may be within a word that is longer than the window's rest.
     while begin > 0 and not text[begin - 1].isspace() and offset - begin < WINDOW_CHARACTERS + MAX_WORD_CHARACTERS:
@@ -217,7 +217,7 @@ def excerpt(text: str, offset: int) -> str:
 
 
 def told_apart(before: str, after: str) -> tuple[str, str]:
-    """Returns texts in which a reader sees the difference: `\\ufeff`, `\\u0301`, `␣` for a blank that counts."""
+    """Texts in which a reader sees the difference: `\\ufeff`, `\\u0301`, `␣` for a blank that counts."""
     shown, other = _visible(before), _visible(after)
     if not before or not after or before == after or _looks(shown) != _looks(other):
         return shown, other

@@ -129,7 +129,7 @@ class Savings:
 
 
 def savings_of(checkups: Sequence[Checkup]) -> Savings:
-    """Returns the savings of all conversations together."""
+    """The savings of all conversations together."""
     num_turns = sum(one.num_turns if one.num_seen is None else one.num_seen for one in checkups)
     has_speed = any(loss.seconds is not None for one in checkups for loss in one.losses)
     seconds = sum(one.seconds for one in checkups) if has_speed else None
@@ -141,7 +141,7 @@ def savings_of(checkups: Sequence[Checkup]) -> Savings:
 
 
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:
-    """Returns losses added up by cause and role, the costliest first."""
+    """Losses added up by cause and role, the costliest first."""
     groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
         groups.setdefault((loss.cause, loss.place), []).append(loss)
@@ -151,7 +151,7 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
 def losses_of(
     turn: int, misses: Iterable[Miss], tokens_of: Callable[[int], int], seconds_per_token: float | None = None
 ) -> tuple[Loss, ...]:
-    """Returns the losses to tell of; `tokens_of` turns `lost_tokens` into tokens."""
+    """The losses to tell of; `tokens_of` turns `lost_tokens` into tokens."""
     found = list[Loss]()
     for miss in misses:
         tokens, is_hidden = tokens_of(miss.lost_tokens), miss.lost_tokens == 0
@@ -193,13 +193,13 @@ class LinkedTurn:
 
 
 def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
-    """Returns the losses of a conversation."""
+    """The losses of a conversation."""
     kept = [turn.kept for turn in turns if turn.kept is not None]
     return Checkup(name, len(turns), sum(kept) / len(kept) if kept else None, tuple(in_hindsight(turns)))
 
 
 def in_hindsight(turns: Sequence[LinkedTurn]) -> list[Loss]:
-    """Returns the losses of all turns, with causes that later turns correct."""
+    """The losses of all turns, with causes that later turns correct."""
     return [loss for index, turn in enumerate(turns) for loss in _with_later(turn, turns[index + 1 :])]
 
 
@@ -224,7 +224,7 @@ def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
 
 
 def checkup_of(session: Mapping[str, Any]) -> Checkup:
-    """Returns a session's losses. Raises KeyError, TypeError or ValueError for what is no session."""
+    """A session's losses. Raises KeyError, TypeError or ValueError for what is no session."""
     turns, num_turns = session["turns"], int(session["num_turns"])
     linked = [_linked(turn, number) for number, turn in enumerate(turns, num_turns - len(turns) + 1)]
     return replace(

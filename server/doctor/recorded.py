@@ -93,7 +93,7 @@ class CharacterReader:
 
 
 def read_requests(path: Path) -> list[Recorded]:
-    """Returns a file's requests in order. Raises DoctorError with the line that cannot be read."""
+    """A file's requests in order. Raises DoctorError with the line that cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -148,7 +148,7 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
 
 
 def _namespace(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Returns a name for key and salt that does not contain the key."""
+    """A name for key and salt that does not contain the key."""
     key = next((value for name, value in _headers(outer).items() if name.lower() == "authorization"), "")
     digest = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
     return f"{digest}/{body.get('cache_salt') or ''}"
@@ -204,7 +204,7 @@ MAX_BYTES = 1 << 30
 
 
 def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> list[Checkup]:
-    """Returns each conversation's losses."""
+    """Each conversation's losses."""
     reader = reader or CharacterReader()
     per_token = reader.characters_per_token
     visits: dict[Name, list[LinkedTurn]] = {}
@@ -233,7 +233,7 @@ def _restorable(previous: EvaluatedTurn | None, request: Rendered) -> int:
 
 
 def characters_of(prompt: Prompt, reply: Part | None = None) -> TokenArray:
-    """Returns a prompt's characters as numbers: template arguments, tools, messages."""
+    """A prompt's characters as numbers: template arguments, tools, messages."""
     parts = prompt.parts if reply is None else (*prompt.parts, reply)
     messages = (f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in parts)
     text = "".join([prompt.arguments, prompt.tools_text, *messages])

@@ -41,7 +41,7 @@ class Sessions:
         self._opener = build_opener(ProxyHandler({}))
 
     def read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns all sessions with their turns, and the refusals."""
+        """All sessions with their turns, and the refusals."""
         listed = self._get("/v1/sessions")
         if listed is None or not isinstance(listed.get("data"), list):
             raise self._is_another()
@@ -50,7 +50,7 @@ class Sessions:
         return [session for session in found if session is not None], list(listed.get("refused", ()))
 
     def memory_note(self) -> str | None:
-        """Returns what the server says of a machine that is short of memory."""
+        """What the server says of a machine that is short of memory."""
         told = (self._get("/v1/stats") or {}).get("memory")
         kept = told.get("idle_limit_bytes") if isinstance(told, dict) else None
         if not isinstance(told, dict) or not isinstance(kept, int):

@@ -31,7 +31,7 @@ _TRIM_BYTES = 64 << 20
 
 @cache
 def _trim() -> tuple[Callable[[int], object], Callable[[], object]]:
-    """Returns what sets how much must be free at the end of a heap to go back, and what gives the rest back."""
+    """What sets how much must be free at the end of a heap to go back, and what gives the rest back."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim.argtypes = [ctypes.c_size_t]

@@ -48,7 +48,7 @@ class DecodePipeline:
         self._in_flight: InFlightStep | None = None
 
     def next_sequences(self) -> list[Sequence]:
-        """Returns all sequences that decode, or the first suspect alone."""
+        """All sequences that decode, or the first suspect alone."""
         ready = [one for one in self._table.decoding() if one.may_launch or one.output.reason is not None]
         suspects = [sequence for sequence in ready if sequence.decode.is_suspect]
         return suspects[:1] or ready
@@ -192,7 +192,7 @@ class DecodePipeline:
 
 
 def _error_of(act: Callable[[], None]) -> Exception | None:
-    """Returns an error for later: the step before is read first."""
+    """An error for later: the step before is read first."""
     try:
         act()
     except Exception as error:  # an error of the model: replaying the rows shows which one is at fault

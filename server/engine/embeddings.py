@@ -32,14 +32,14 @@ class LongTextPort(Protocol):
         """Evaluates the next tokens."""
 
     def vector(self) -> Vector:
-        """Returns the vector of all tokens fed."""
+        """The vector of all tokens fed."""
 
 
 class EmbedderPort(Protocol):
     """`models.inference.embedding.Embedder` is the real one."""
 
     def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int, /) -> list[Vector]:
-        """Returns the vectors of texts evaluated together."""
+        """The vectors of texts evaluated together."""
 
     def begin(self, reading: Reading, adapter: int, /) -> LongTextPort:
         """Begins a long text."""
@@ -159,7 +159,7 @@ class Embeddings:
             text.job.take(text.place, vector)
 
     def _next_texts(self) -> list[_Text]:
-        """Returns the oldest text and those that fit into a chunk with it, padded to the longest."""
+        """The oldest text and those that fit into a chunk with it, padded to the longest."""
         chosen: list[_Text] = []
         longest = 0
         for text in itertools.islice(self._texts, MAX_TOGETHER):

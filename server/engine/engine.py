@@ -135,7 +135,7 @@ class Engine:
 
     @classmethod
     def for_model(cls, loaded: LoadedModel, config: EngineConfig, kept: KeptState | None = None) -> "Engine":
-        """Returns an engine to be started.
+        """An engine to be started.
 
         Consumes `kept`, what the last engine left; state of other weights, tokenizer or precision is dropped.
         """
@@ -227,7 +227,7 @@ class Engine:
         return self._mailbox
 
     async def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
-        """Returns vectors of texts that have tokens and fit the context. A cancel ends the work.
+        """Vectors of texts that have tokens and fit the context. A cancel ends the work.
 
         Raises EngineStopped, QueueFull, PromptTooLarge, and EmbeddingUnsupported for a model that makes no vectors.
         """
@@ -238,7 +238,7 @@ class Engine:
         return await asyncio.wrap_future(job.vectors)
 
     def stats(self) -> EngineStats:
-        """Returns the counts of the last step."""
+        """The counts of the last step."""
         return replace(self._stats, num_open=self._inbox.num_open)
 
     def watch(self, tell: Tell | None) -> None:
@@ -246,7 +246,7 @@ class Engine:
         self._journal.tell = None if tell is None else partial(_post, self._mailbox_here(), tell)
 
     async def execute(self, command: Command[Result]) -> Result:
-        """Returns the result of a command run on the worker thread between two steps, or raises its error.
+        """The result of a command run on the worker thread between two steps, or raises its error.
 
         Raises QueueFull when too many commands wait, and EngineStopped where the engine does not run or ends before.
         """
@@ -361,7 +361,7 @@ def _in_flight_bytes(config: EngineConfig) -> int:
 
 
 def _disk_bytes_in_memory(config: EngineConfig) -> int:
-    """Returns the part of the budget for state on its way to disk."""
+    """The part of the budget for state on its way to disk."""
     return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 

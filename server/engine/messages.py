@@ -212,7 +212,7 @@ class Inbox:
         self._messages.put(WorkerMessage(lambda worker: worker.cancel(request_id)))
 
     def put_command(self, command: Command[Result]) -> Future[Result]:
-        """Returns the future of a command's result. Raises QueueFull and EngineStopped."""
+        """The future of a command's result. Raises QueueFull and EngineStopped."""
         future: Future[Result] = Future()
 
         def handle(worker: Worker) -> None:
@@ -233,7 +233,7 @@ class Inbox:
         self._messages.put(None)
 
     def wait_until_idle(self, timeout_seconds: float) -> bool:
-        """Returns whether all requests ended in time."""
+        """Whether all requests ended in time."""
         return self._idle.wait(timeout_seconds)
 
     def _require_open(self) -> None:

@@ -19,10 +19,10 @@ class TextDecoder(Protocol):
     """Turns tokens into text, one at a time."""
 
     def push(self, token_id: int) -> str:
-        """Returns the text that became certain with this token."""
+        """The text that became certain with this token."""
 
     def finish(self) -> str:
-        """Returns the text held back."""
+        """The text held back."""
 
 
 MakeDecoder = Callable[[], TextDecoder]
@@ -58,7 +58,7 @@ class GrammarConstraint:
                 self._matcher.accept_text(self._reasoning.answer_begun)
 
     def mask(self) -> MaskWords:
-        """Returns which tokens may come next; raises GrammarFailed."""
+        """Which tokens may come next; raises GrammarFailed."""
         if self._is_thinking:
             return self._matcher.mask_without_end()
         words = self._matcher.mask()
@@ -105,11 +105,11 @@ class Output:
         return self._grammar is not None and self.reason is None
 
     def mask(self) -> MaskWords | None:
-        """Returns which tokens may come next, None where any may; raises GrammarFailed."""
+        """Which tokens may come next, None where any may; raises GrammarFailed."""
         return self._grammar.mask() if self._grammar is not None and self.reason is None else None
 
     def forced_token(self) -> int | None:
-        """Returns the only token that may come next, if there is one."""
+        """The only token that may come next, if there is one."""
         return self._reasoning.forced() if self._reasoning is not None and self.reason is None else None
 
     def accept(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:

@@ -69,7 +69,7 @@ class Prefill:
                 left_tokens -= self._advance(sequence)
 
     def _chunk_for(self, sequence: Sequence) -> int:
-        """Returns the tokens to evaluate in one call.
+        """The tokens to evaluate in one call.
 
         While the sequence is alone that depends on the position only: what is restored of a prompt changes no end of
         a chunk behind it, unless the rest fits into one (`chunk_end`).
@@ -97,7 +97,7 @@ class Prefill:
         return self._prefix_cache.peek(ticket.tokens, lookup=sequence.lookup) if sequence is not None else 0
 
     def _advance(self, sequence: Sequence) -> int:
-        """Returns the part of the chunk taken, in tokens."""
+        """The part of the chunk taken, in tokens."""
         is_newcomer = sequence.lease is None
         if is_newcomer and not self._admit(sequence):
             return 0
@@ -113,7 +113,7 @@ class Prefill:
         return taken_tokens
 
     def _restore_cost(self, lease: Lease) -> int:
-        """Returns the time to restore, in tokens that could be evaluated meanwhile."""
+        """The time to restore, in tokens that could be evaluated meanwhile."""
         if lease.tier is Tier.MEMORY:
             return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
         return self._chunk_tokens if lease.tier is Tier.DISK else 0

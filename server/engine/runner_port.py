@@ -46,13 +46,13 @@ class RunnerPort(SharedBuffers, Protocol):
         generated: Sequence[int],
         adapter: int,
     ) -> Any:
-        """Returns a row that decodes from `next_token` on; `generated` is its output so far."""
+        """A row that decodes from `next_token` on; `generated` is its output so far."""
 
     def force(self, row: Any, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """Has the next step take `token`, the last of `generated`, for the sampled one."""
 
     def prepare(self, rows: Sequence[Any], previous: Any, *, samples: bool = True, spare_bytes: float = 0) -> Step:
-        """Returns a step; a row without a next token takes what `previous` samples.
+        """A step; a row without a next token takes what `previous` samples.
 
         Without `samples` the step evaluates, and `sample` samples. Buffers that rows share may hold `spare_bytes`
         more than was reserved for them.

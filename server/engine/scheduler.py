@@ -145,19 +145,19 @@ class Scheduler:
         self.is_stalled = False
 
     def find(self, request_id: str) -> Ticket:
-        """Returns an unfinished request's ticket."""
+        """An unfinished request's ticket."""
         return self._tickets[request_id]
 
     def in_phase(self, phase: Phase) -> list[Ticket]:
-        """Returns tickets, best rank first."""
+        """Tickets, best rank first."""
         return sorted((t for t in self._tickets.values() if t.phase is phase), key=lambda ticket: ticket.rank)
 
     def count(self, phase: Phase) -> int:
-        """Returns how many tickets are in a phase."""
+        """How many tickets are in a phase."""
         return sum(ticket.phase is phase for ticket in self._tickets.values())
 
     def common_tokens(self, one: Ticket, other: Ticket) -> int:
-        """Returns the length of the common prefix, 0 where state may not be shared."""
+        """The length of the common prefix, 0 where state may not be shared."""
         if one.namespace != other.namespace or not (one.shares and other.shares):
             return 0
         found = self._common.setdefault(one, {})
@@ -167,7 +167,7 @@ class Scheduler:
         return found[other]
 
     def choose_prefill(self, restorable: Callable[[Ticket], int], max_tokens: int) -> Ticket | None:
-        """Returns the request that gets the next prefill chunk; None if none can get one.
+        """The request that gets the next prefill chunk; None if none can get one.
 
         `restorable` returns how many tokens of a waiting request could be restored now. A chunk of more than
         `max_tokens`, what this step has left, is not passed over: it goes first in the next step.
@@ -212,7 +212,7 @@ class Scheduler:
     def _could_begin(
         self, waiting: list[Ticket], running: list[Ticket], restorable: Callable[[Ticket], int]
     ) -> dict[Ticket, int]:
-        """Returns the first tickets that wait for no other, and the tokens that each has to evaluate."""
+        """The first tickets that wait for no other, and the tokens that each has to evaluate."""
         self._awaited = {ticket: goal for ticket, goal in self._awaited.items() if self._is_ahead(*goal)}
         self._lent = {}
         found: dict[Ticket, int] = {}
@@ -293,7 +293,7 @@ def _goes_on_from(ticket: Ticket, earlier: Ticket) -> bool:
 
 
 def choose_to_wait(running: Iterable[Ticket]) -> Ticket | None:
-    """Returns the ticket to be preempted for lack of memory; None where only one runs.
+    """The ticket to be preempted for lack of memory; None where only one runs.
 
     The worst rank waits, so the oldest never does, and a sequence waits at most as often as others end.
     """
@@ -331,7 +331,7 @@ class QueuePace:
             self._ends.append(self._counted_at(now))
 
     def retry_after_seconds(self, num_waiting: int, now: float) -> int:
-        """Returns the seconds, 1 to 60, until half of the waiting requests have begun.
+        """The seconds, 1 to 60, until half of the waiting requests have begun.
 
         A client that comes back then finds a place, and the queue is not empty before.
         """

@@ -170,7 +170,7 @@ class Sequence:
         return deltas if self.output.reason is None else [*deltas, self._finished(self.output.reason, now)]
 
     def end(self, reason: FinishReason, now: float) -> list[Event]:
-        """Returns the text held back and Finished."""
+        """The text held back and Finished."""
         deltas: list[Event] = [*self.output.end(reason)]
         return [*deltas, self._finished(self.output.reason or reason, now)]
 
@@ -248,7 +248,7 @@ class SessionHistory:
         return tokens
 
     def last(self, namespace: str, session_id: str) -> TokenArray | None:
-        """Returns the last turn."""
+        """The last turn."""
         return self._turns.get((namespace, session_id))
 
 
@@ -319,19 +319,19 @@ class SequenceTable:
         return sequence.request.request_id in self._sequences
 
     def find(self, request_id: str) -> Sequence | None:
-        """Returns an unfinished request's sequence."""
+        """An unfinished request's sequence."""
         return self._sequences.get(request_id)
 
     def others(self, sequence: Sequence) -> list[Sequence]:
-        """Returns all sequences except this one."""
+        """All sequences except this one."""
         return [other for other in self if other is not sequence]
 
     def leased(self) -> list[Sequence]:
-        """Returns the sequences with a slot."""
+        """The sequences with a slot."""
         return [sequence for sequence in self if sequence.lease is not None]
 
     def decoding(self) -> list[Sequence]:
-        """Returns the decoding sequences, best rank first."""
+        """The decoding sequences, best rank first."""
         return [self._sequences[ticket.request_id] for ticket in self._scheduler.in_phase(Phase.DECODING)]
 
     def add(self, sequence: Sequence) -> None:

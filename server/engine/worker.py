@@ -116,7 +116,7 @@ class Worker:
             self._close_runner()
 
     def stats(self) -> EngineStats:
-        """Returns current counts and bytes."""
+        """Current counts and bytes."""
         count = self._scheduler.count
         requests = RequestCounts(count(Phase.WAITING), count(Phase.PREFILLING), count(Phase.DECODING))
         return EngineStats(requests, self._table.num_suspended, self.prefix_cache.stats(), self._rows_form)

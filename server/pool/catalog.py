@@ -52,7 +52,7 @@ class Catalog:
         self._lock = threading.Lock()
 
     def find(self, name: str) -> ModelSource | None:
-        """Returns the model of that name, short name or address. Raises ModelBroken for half a download."""
+        """The model of that name, short name or address. Raises ModelBroken for half a download."""
         known = self._known(name)
         if known is not None or not self._has_others:
             return known
@@ -66,7 +66,7 @@ class Catalog:
         return self._known(model_id) or self._identified(ModelSource(model_id, found[1])).plain
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns the command line's models first."""
+        """The command line's models first."""
         if not self._has_others:
             return self._named
         seen = _all_stored(), cache_stamp()
@@ -81,7 +81,7 @@ class Catalog:
         return [*self._named, *(one for one, known in others if not any(known is named for named in self._named))]
 
     def _known(self, name: str) -> ModelSource | None:
-        """Returns the command line's model of this name, or of this repository."""
+        """The command line's model of this name, or of this repository."""
         repository = parse_repository(name)
         for source in self._named:
             if source.name == name:

@@ -61,10 +61,10 @@ class Opener(Protocol):
         """Checks the files; returns about how many bytes the weights will take."""
 
     def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
-        """Returns the model, its engine running. `tell` is told each step, and may raise to end the loading."""
+        """The model, its engine running. `tell` is told each step, and may raise to end the loading."""
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """Returns what the files say; for damaged ones, the name only."""
+        """What the files say; for damaged ones, the name only."""
 
 
 async def on_thread(name: str, work: Callable[[], Result]) -> Result:
@@ -115,12 +115,12 @@ class Loader:
     # -------------------------------------------------------------------------------------------------- requests
 
     def find_loaded(self, model_id: str) -> Member | None:
-        """Returns a loaded model that takes requests. For any thread."""
+        """A loaded model that takes requests. For any thread."""
         member = self.loaded.get(model_id)
         return None if member is None or member.is_leaving else member
 
     def _try_hold(self, member: Member | None) -> ModelHold | None:
-        """Returns a hold; None where the model is not loaded, or lacks its due budget."""
+        """A hold; None where the model is not loaded, or lacks its due budget."""
         return self._hold(member) if member is not None and self.budgets.has_due(member) else None
 
     async def load(self, source: ModelSource) -> ModelHold:
@@ -146,7 +146,7 @@ class Loader:
         return {model_id: loading.step for model_id, loading in self._loadings.items()}
 
     async def unload(self, source: ModelSource) -> bool:
-        """Returns whether the model was loaded. Raises ModelInUse."""
+        """Whether the model was loaded. Raises ModelInUse."""
         async with self._changing:
             member = self.loaded.get(source.id)
             if member is None:
@@ -251,7 +251,7 @@ class Loader:
     # --------------------------------------------------------------------------------------------------- loading
 
     async def _ready(self, loading: Loading) -> Member:
-        """Returns the loaded model with its due budget."""
+        """The loaded model with its due budget."""
         is_loaded = loading.source.id in self.loaded
         try:
             member = self.loaded[loading.source.id] if is_loaded else await self._load(loading)

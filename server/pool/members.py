@@ -59,7 +59,7 @@ class OpenedModel:
     """The largest useful budget for state."""
 
     def served(self, adapter: str | None) -> ServedModel | None:
-        """Returns the model, or its variant with an adapter."""
+        """The model, or its variant with an adapter."""
         return self.model if adapter is None else self.variants.get(adapter)
 
     def unload(self) -> KeptState | None:
@@ -91,7 +91,7 @@ class Member:
         self.idle.set()
 
     def served(self, source: ModelSource) -> ServedModel | None:
-        """Returns the same object for a source each time; None for an unknown adapter. For any thread."""
+        """The same object for a source each time; None for an unknown adapter. For any thread."""
         served = self.opened.served(source.adapter)
         if served is None or source.adapter is not None or source.label is None:
             return served
@@ -115,7 +115,7 @@ class Member:
         return cache.stored_bytes + cache.live_bytes
 
     def use(self, now: float) -> ModelUse:
-        """Returns the facts for `memory`."""
+        """The facts for `memory`."""
         cache = self.opened.engine.stats().cache
         # With a disk, a part of the budget is for state on its way there.
         moving_bytes = max(self.budget_bytes - cache.budget_bytes, 0) if cache.budget_bytes else 0
@@ -131,7 +131,7 @@ class Member:
         )
 
     async def try_resize(self, budget_bytes: int) -> bool:
-        """Returns whether the budget could be changed; not below what running requests hold."""
+        """Whether the budget could be changed; not below what running requests hold."""
         resizing = asyncio.ensure_future(self._resize(budget_bytes))
         try:
             return await asyncio.shield(resizing)
@@ -227,7 +227,7 @@ class Budgets:
         return min(member.budget_bytes, member.planned_bytes) >= min(self._due_bytes, member.opened.useful_bytes)
 
     def plan(self) -> dict[str, int]:
-        """Returns the budgets with the joining model, without the leaving ones."""
+        """The budgets with the joining model, without the leaving ones."""
         uses = self._uses()
         due, plan = due_bytes(self._for_state(uses), uses), divide(self._for_state(uses), uses)
         # The other models grow once this one is loaded, and keep running until then.

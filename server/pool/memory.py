@@ -43,7 +43,7 @@ class PoolMemory:
     """The most for state; None: whatever the weights leave."""
 
     def for_state(self, weights: Sequence[int]) -> int:
-        """Returns the memory that these weights leave for state."""
+        """The memory that these weights leave for state."""
         if self.state_bytes is not None:
             return self.state_bytes
         left_bytes = max(self.total_bytes - sum(weights), self.smallest_alone_bytes if len(weights) == 1 else 0)
@@ -54,7 +54,7 @@ class PoolMemory:
         return weights[-1] <= self.largest_weights_bytes(weights[:-1])
 
     def largest_weights_bytes(self, others: Sequence[int]) -> int:
-        """Returns the most that weights may take beside others; below 0 for no model at all."""
+        """The most that weights may take beside others; below 0 for no model at all."""
         num_models, left_bytes = len(others) + 1, self.total_bytes - sum(others)
         if self.state_bytes is not None:
             is_useful = self.state_bytes // num_models >= min(self.state_bytes, SMALLEST_PART_BYTES)
@@ -124,7 +124,7 @@ class ModelUse:
 
 
 def due_bytes(total_bytes: int, models: Sequence[ModelUse]) -> int:
-    """Returns the least budget of a model in use: an equal part beside the floors of unloaded ones."""
+    """The least budget of a model in use: an equal part beside the floors of unloaded ones."""
     floor_bytes = _unloaded_floor(total_bytes, models)
     kept_bytes = sum(min(one.used_bytes, floor_bytes) for one in models if not one.is_loaded)
     return (total_bytes - kept_bytes) // max(sum(one.is_loaded for one in models), 1)
@@ -135,7 +135,7 @@ def _unloaded_floor(total_bytes: int, models: Sequence[ModelUse]) -> int:
 
 
 def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
-    """Returns the budget for state of each model, in sum at most `total_bytes`, each at most its `useful_bytes`.
+    """The budget for state of each model, in sum at most `total_bytes`, each at most its `useful_bytes`.
 
     First, each model in use gets its due budget, and each other model its used bytes up to the floor. Then, while
     memory is left: models in use get their used bytes and a step of growth; other models their used bytes, and loaded
@@ -169,7 +169,7 @@ def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
 def choose_to_unload(
     loaded: Sequence[ModelUse], name: str, weights_bytes: int, memory: PoolMemory, max_models: int | None
 ) -> list[str]:
-    """Returns ids of models to unload for another: idle ones first, then those used longest ago.
+    """Ids of models to unload for another: idle ones first, then those used longest ago.
 
     Raises ModelTooLarge where the model does not fit alone.
     """

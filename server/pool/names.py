@@ -27,7 +27,7 @@ class Alias:
 
 
 def parse_alias(text: str) -> Alias:
-    """Returns what `PATTERN=NAME` says; raises ValueError."""
+    """What `PATTERN=NAME` says; raises ValueError."""
     pattern, equals, model = (part.strip() for part in text.partition("="))
     if not (pattern and equals and model):
         raise ValueError(f"{text!r} is no alias; write it like gpt-4o=qwen3:8b, or 'gpt-*=qwen3:8b'")
@@ -50,7 +50,7 @@ def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
 
 
 def served_instead(name: str, served: Collection[str]) -> str:
-    """Returns a clause with names like the unknown one, else with all names."""
+    """A clause with names like the unknown one, else with all names."""
     near = difflib.get_close_matches(name.lower(), served, n=3) if len(served) > 1 else []
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -92,7 +92,7 @@ _PART = r"(\d+(?:\.\d+)?)(ms|s|m|h|d)"
 
 
 def parse_keep_alive(value: str | float) -> float:
-    """Returns seconds from `30m`, `1h30m` or `90`; below 0, and `forever`, is forever. Raises ValueError."""
+    """Seconds from `30m`, `1h30m` or `90`; below 0, and `forever`, is forever. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
         raise ValueError(_advice(value))
     if isinstance(value, str):

@@ -51,7 +51,7 @@ class ModelPool(Loader):
 
     @classmethod
     def of(cls, *opened: OpenedModel) -> "ModelPool":
-        """Returns a pool of models that all stay loaded."""
+        """A pool of models that all stay loaded."""
         sources = [ModelSource(one.model.id, Path(one.model.id)) for one in opened]
         return cls(Catalog(sources, has_others=False), opened)
 
@@ -84,7 +84,7 @@ class ModelPool(Loader):
         ]
 
     def listed(self) -> Sequence[ListedModel]:
-        """Returns every model, loaded or not. For any thread; may read the disk."""
+        """Every model, loaded or not. For any thread; may read the disk."""
         return [self._described(source) for source in self._catalog.all()]
 
     def describe(self, name: str) -> ListedModel:
@@ -102,7 +102,7 @@ class ModelPool(Loader):
         return self._opener.describe(source)
 
     def source_of(self, name: str | None) -> ModelSource:
-        """Returns what a name means; without one the default or only model. For any thread; reads the disk.
+        """What a name means; without one the default or only model. For any thread; reads the disk.
 
         Raises ModelNameNeeded, ModelUnknown and LoadFailed.
         """
@@ -128,7 +128,7 @@ class ModelPool(Loader):
         return sources[0]
 
     def find(self, name: str | None) -> ServedModel:
-        """Returns a loaded model. For any thread; raises as `source_of`, and ModelNotLoaded."""
+        """A loaded model. For any thread; raises as `source_of`, and ModelNotLoaded."""
         source, own = self.source_of(name), LOADED.get()
         member = self.find_loaded(source.id)
         if member is None and own is not None and own.source.id == source.id:
@@ -142,7 +142,7 @@ class ModelPool(Loader):
     # -------------------------------------------------------------------------------------------- using a model
 
     def try_hold(self, model: ServedModel) -> ModelHold | None:
-        """Returns a hold on a model that `find` returned; None if it is to be loaded, or given its memory."""
+        """A hold on a model that `find` returned; None if it is to be loaded, or given its memory."""
         own = LOADED.get()
         if own is not None and own.has(model):
             return self._hold(own)
@@ -157,7 +157,7 @@ class ModelPool(Loader):
     # --------------------------------------------------------------------------------------------------- the end
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Returns whether running requests ended in time; new ones are refused."""
+        """Whether running requests ended in time; new ones are refused."""
         self.close()
         engines = [member.opened.engine for member in self.members]
         return all(await asyncio.gather(*(engine.drain(timeout_seconds) for engine in engines)))

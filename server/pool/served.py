@@ -51,7 +51,7 @@ class ModelFacts:
 
 
 def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `ModelFacts` from a model's `config.json`."""
+    """`ModelFacts` from a model's `config.json`."""
     inner = {**config, **(config.get("text_config") or {})}
     quantization = config.get("quantization") or {}
     bits = quantization.get("bits") if isinstance(quantization, dict) else None
@@ -85,13 +85,13 @@ class PromptRenderer(Protocol):
         *,
         continues: bool = False,
     ) -> RenderedPrompt:
-        """Returns a prompt, which ends with the last message if it `continues`. Raises ChatTemplateError."""
+        """A prompt, which ends with the last message if it `continues`. Raises ChatTemplateError."""
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Returns definitions of tools for the middle of a conversation; see `ToolDefinitions.block`."""
+        """Definitions of tools for the middle of a conversation; see `ToolDefinitions.block`."""
 
     def encode(self, text: str) -> RenderedPrompt:
-        """Returns a plain prompt's tokens."""
+        """A plain prompt's tokens."""
 
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
@@ -106,20 +106,20 @@ class TokenReader(Protocol):
     """Tokens to text. For any thread."""
 
     def piece(self, token_id: int) -> bytes:
-        """Returns the bytes of one token."""
+        """The bytes of one token."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Returns the tokens' text."""
+        """The tokens' text."""
 
 
 class AnswerBinder(Protocol):
     """Compiles grammars for one model. For any thread; may take a while."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Returns a compiled grammar; raises InvalidGrammar."""
+        """A compiled grammar; raises InvalidGrammar."""
 
     def spell(self, marker: str) -> str:
-        """Returns a marker, which may be one token, as Lark grammars have it; raises InvalidGrammar."""
+        """A marker, which may be one token, as Lark grammars have it; raises InvalidGrammar."""
 
 
 class EnginePort(Protocol):
@@ -184,7 +184,7 @@ class ServedModel:
     """Orders of keys in which tools are shown, shared with other names of the model."""
 
     def labelled(self, name: str, defaults: ModelDefaults) -> "ServedModel":
-        """Returns the model under another name with its defaults; all state is shared."""
+        """The model under another name with its defaults; all state is shared."""
         sampling = defaults.sampling_over(self.sampling)
         return replace(
             self,
@@ -196,7 +196,7 @@ class ServedModel:
         )
 
     def variant(self, adapter: Adapter) -> "ServedModel":
-        """Returns the model with an adapter, under the adapter's name."""
+        """The model with an adapter, under the adapter's name."""
         return replace(self, id=adapter.name, adapter=adapter, parent_id=self.id)
 
     @property
@@ -213,12 +213,12 @@ class ServedModel:
         return None if self.adapter is None else self.adapter.name
 
     def state_namespace(self, namespace: str) -> str:
-        """Returns where the model's state is kept for a client's namespace."""
+        """Where the model's state is kept for a client's namespace."""
         return state_namespace(namespace, self.adapter)
 
     @cached_property
     def preview(self) -> Callable[[bytes], str]:
-        """Returns the beginning of a text from the bytes of its tokens. For any thread."""
+        """The beginning of a text from the bytes of its tokens. For any thread."""
 
         def text(tokens: bytes) -> str:
             return self.token_texts.text(np.frombuffer(tokens, np.int32).tolist())[:MAX_PREVIEW_CHARACTERS]
@@ -227,7 +227,7 @@ class ServedModel:
 
     @cached_property
     def tokens_containing(self) -> Callable[[str], tuple[int, ...]]:
-        """Returns the tokens that hold a text."""
+        """The tokens that hold a text."""
         return token_search(self.token_texts.piece, self.vocab_size)
 
     @property
@@ -238,7 +238,7 @@ class ServedModel:
         return "text" if self.tool_syntax is None else "parsed"
 
     def thinking(self, prompt: str, max_tokens: int | None = None, begun: str = "") -> Thinking | None:
-        """Returns how reasoning is marked and limited; None if none is possible. `prompt` ends with `begun`."""
+        """How reasoning is marked and limited; None if none is possible. `prompt` ends with `begun`."""
         if self.reasoning_format is None:
             return None
         is_open = self.reasoning_format.is_opened_by(prompt, begun)
@@ -247,7 +247,7 @@ class ServedModel:
     def output_parser(
         self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "", *, is_forced: bool = False
     ) -> OutputParser:
-        """Returns the parser of an answer that may or must call `tools`; the `prompt` ends with `begun`."""
+        """The parser of an answer that may or must call `tools`; the `prompt` ends with `begun`."""
         if isinstance(self.tool_syntax, HarmonyFormat):
             return HarmonyParser(tools)
         answer: OutputParser = PlainParser()

@@ -56,7 +56,7 @@ def read_text(path: Path) -> str:
 
 
 def find_image(text: str) -> str | None:
-    """Returns the first image's path in a message, as a terminal writes a dropped file; a bare name is none."""
+    """The first image's path in a message, as a terminal writes a dropped file; a bare name is none."""
     for match in _PATH.finditer(text):
         path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
         path = path.removeprefix("file://")

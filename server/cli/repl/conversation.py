@@ -45,7 +45,7 @@ class AnswerCosts:
     predicted_ms: float
 
     def describe(self) -> str:
-        """Returns two lines, of the prompt and of the answer."""
+        """Two lines, of the prompt and of the answer."""
         prompt_tokens = self.cached_tokens + self.evaluated_tokens
         share = self.cached_tokens / prompt_tokens if prompt_tokens else 0
         # The time runs from the first token to the last, so one token fewer was made in it.
@@ -149,7 +149,7 @@ def check_name(name: str) -> None:
 
 
 def describe(parameters: Mapping[str, Any]) -> str:
-    """Returns one line for each parameter."""
+    """One line for each parameter."""
     if not parameters:
         return "Nothing is set: the model's own recommendations hold."
     said = dict(sorted(parameters.items()))
@@ -161,7 +161,7 @@ def describe(parameters: Mapping[str, Any]) -> str:
 
 
 def template_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters that are arguments of the chat template."""
+    """The parameters that are arguments of the chat template."""
     return {"enable_thinking": parameters[THINK]} if THINK in parameters else {}
 
 
@@ -188,7 +188,7 @@ class Dialogue:
     """Whether the last two turns are a message and its answer."""
 
     def prompt(self) -> list[Message]:
-        """Returns all messages, the system message first."""
+        """All messages, the system message first."""
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns]
 
@@ -199,7 +199,7 @@ class Dialogue:
         self.number += 1
 
     def dump(self, model: str) -> str:
-        """Returns a file's text."""
+        """A file's text."""
         about = {"format": FORMAT, "model": model, "system": self.system}
         record = {**about, "parameters": self.parameters, "messages": self.turns}
         return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
@@ -274,13 +274,13 @@ class WordWrap:
         self._is_fence = False
 
     def feed(self, text: str, width: int) -> str:
-        """Returns what can be shown now, in lines of `width` cells."""
+        """What can be shown now, in lines of `width` cells."""
         # No model may move the cursor or change the title.
         shown = (letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")
         return "".join(self._take(letter, width) for letter in shown)
 
     def finish(self, width: int) -> str:
-        """Returns the text held back."""
+        """The text held back."""
         return self._end_word(width)
 
     @property

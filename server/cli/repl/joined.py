@@ -66,7 +66,7 @@ class JoinedModels:
         self.current: Answerer = JoinedModel(served, api_key)
 
     def names(self) -> Sequence[str]:
-        """Returns the models that the server has or can load."""
+        """The models that the server has or can load."""
         return models_at(self._url, self._api_key)
 
     def change(self, name: str) -> None:

@@ -107,7 +107,7 @@ class LocalModels(ExitStack):
         self.current: Answerer = self.enter_context(local_model(config))
 
     def names(self) -> Sequence[str]:
-        """Returns the models of this machine."""
+        """The models of this machine."""
         return [shorten(model.name) for model in installed()]
 
     def change(self, name: str) -> None:

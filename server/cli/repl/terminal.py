@@ -22,7 +22,7 @@ _ENTRY = b"\n# "
 
 
 def history_file(environment: Mapping[str, str]) -> Path:
-    """Returns a path that need not exist."""
+    """A path that need not exist."""
     folder = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(folder).expanduser() / "mlx-serve" / "history"
 
@@ -52,7 +52,7 @@ class _PatientHistory(FileHistory):
 
 
 def line_reader(history: Path | None) -> Callable[[str], str]:
-    """Returns what reads a line, or the pasted lines, at a prompt, and raises EOFError and KeyboardInterrupt."""
+    """What reads a line, or the pasted lines, at a prompt, and raises EOFError and KeyboardInterrupt."""
     # Standard output may be a file; the prompt then goes to standard error.
     output = create_output(always_prefer_tty=True)
     if isinstance(output, Vt100_Output):
