@@ -1,7 +1,7 @@
 """Where the `mlx-serve` command begins: it makes sure that the program's packages are its own, then runs them.
 
 `server`, `models` and `cache` are plain names: another distribution may write its files over ours, and a folder of
-that name may come first on the path. One sentence tells of it here, before somebody else's code fails.
+that name may come first on the path.
 """
 
 import platform

@@ -19,7 +19,6 @@ from pathlib import Path
 ASIDE = -1
 """Owner of memory without a slot."""
 UNBOUNDED_BYTES = 1 << 62
-"""More than any machine has."""
 PADDING = -2
 """Owner of what shared buffers hold beyond what their sequences reserved: a loan, given back first."""
 
@@ -40,7 +39,6 @@ class Ledger:
 
     @property
     def charged_bytes(self) -> int:
-        """Stored bytes, and of each slot the larger of held and reserved bytes."""
         return self.stored_bytes + self._slot_bytes
 
     def slot_bytes(self, slot: int) -> int:

@@ -19,7 +19,6 @@ class Happening(StrEnum):
     WRITTEN = "disk.written"
     READ = "disk.read"
     DELETED = "disk.evicted"
-    """Files were deleted."""
 
 
 class EvictionReason(StrEnum):

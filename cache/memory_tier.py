@@ -198,8 +198,7 @@ class MemoryTier:
     def evict(self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False) -> None:
         """Evicts in order until `target_bytes` are charged, or only `kept` nodes are left.
 
-        With `guards_sessions`, session ends and explicit restore points go last. Some superseded or unusable state
-        goes beyond the target: the next round comes later.
+        With `guards_sessions`, session ends and explicit restore points go last.
         """
         if self.ledger.charged_bytes <= target_bytes:
             return

@@ -74,7 +74,6 @@ class Pins:
         self._hold(name, nodes, None)
 
     def _bytes_of(self, nodes: set[Node]) -> int:
-        """Spans of the paths, and the nodes' snapshots."""
         snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
         return snapshots + sum(
             node.span.num_bytes if node.span is not None else int(len(node.tokens) * self.bytes_per_token)

@@ -175,8 +175,8 @@ def load(
 ) -> LoadedModel:
     """Loads the model in the local folder `path`; blocks until all weights are in memory.
 
-    With `max_float32_bytes`, weights get the types fastest on a CPU, see `models.precision`. `tell` hears of each
-    step. Raises ModelNotFound and ModelBroken.
+    With `max_float32_bytes`, weights get the types fastest on a CPU, see `models.precision`. Raises ModelNotFound and
+    ModelBroken.
     """
     check(path, name)
     tell("reading weights")

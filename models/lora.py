@@ -85,7 +85,6 @@ class AdaptedLayer(Module):
     """A model's layer with its variants."""
 
     def __init__(self, layer: Module, variants: "Variants", adapters: AdapterSet) -> None:
-        """`variants` are layers around `layer`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer = layer
         # Among the module's own items the variants would count as weights of the model, once for each adapter.

@@ -1,7 +1,4 @@
-"""The names of mlx-lm that the project uses outside `cache`, imported without side effects (see `cache.layers`).
-
-If a release of mlx-lm moves a name, only this file changes.
-"""
+"""The names of mlx-lm that the project uses outside `cache`, imported without side effects (see `cache.layers`)."""
 
 from cache.layers import set_wired_limit
 

@@ -130,7 +130,6 @@ class FileSpan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk, of each file only the part in this span."""
         return sum(part.num_bytes for part in self.parts)
 
     def split(self, offset: int) -> "tuple[FileSpan, FileSpan]":

@@ -3,8 +3,7 @@
 A thread of the tier writes each token's state at most once: files are found by tokens, however edges were cut. A
 `FileSpan` or `StoredFile` is loadable once it `is_written`, and `is_gone` after eviction, damage or clearing. A
 failure costs the reuse of state and nothing else: writing pauses, unreadable state is evaluated again. State of other
-weights, formats or machines is never read. Files hold people's conversations: only their owner can read them, and
-names reveal no tokens.
+weights, formats or machines is never read. Files hold people's conversations: only their owner can read them.
 """
 
 import itertools
@@ -196,7 +195,7 @@ class DiskTier:
     ) -> None:
         """At most `max_in_flight_bytes`, or one file, wait to be written, and as many are read ahead.
 
-        `now` is the wall clock, `elapsed` never goes back; `make_image` is for a simulation.
+        `make_image` is for a simulation.
         """
         log = ProblemLog()
         self.journal = Journal()

@@ -342,7 +342,6 @@ def _right_after(file: StoredFile, node: DiskNode) -> Iterator[StoredFile]:
 
 
 def _remove_empty(trie: DiskTrie, node: DiskNode) -> None:
-    """Removes also each ancestor that became empty."""
     while node.parent is not None and not node.children and not node.files:
         above = node.parent
         trie.remove(node)

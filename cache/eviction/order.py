@@ -176,10 +176,7 @@ class EvictionOrder:
         self._changed: dict[Node, str] = {}
 
     def changed(self, namespace: str, node: Node) -> None:
-        """Records a change of a node or a child, or that the node left the trie.
-
-        A node that left is forgotten at once, since a long prompt joins hundreds of edges.
-        """
+        """Records a change of a node or a child, or that the node left the trie."""
         if node.parent is not None:
             self._changed[node] = namespace
         else:
@@ -275,5 +272,4 @@ class EvictionOrder:
 
 
 def _is_evictable(node: Node) -> bool:
-    """Whether a node can be evicted once it is not pinned."""
     return node.parent is not None and (not node.children or node.snapshot is not None)

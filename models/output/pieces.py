@@ -1,7 +1,6 @@
 """What an output consists of in any format: typed pieces in the order of writing. Pure.
 
-Parsers make pieces of an answer's text; dialects write them as clients expect. `MarkerSearch` finds the markers
-between them, and holds back only what may begin one.
+Parsers make pieces of an answer's text; dialects write them as clients expect.
 """
 
 from collections.abc import Sequence
@@ -135,7 +134,6 @@ class MarkerSearch:
 
     @property
     def is_holding(self) -> bool:
-        """Whether text is held back."""
         return bool(self._held)
 
     def flush(self) -> str:

@@ -152,7 +152,6 @@ class JsonPrefix:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the object was closed."""
         return not self._allowed
 
     def push(self, text: str) -> str:
@@ -222,7 +221,6 @@ class OpenCall:
 
     @property
     def text(self) -> str:
-        """All that was written so far."""
         return "".join(self._written)
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:

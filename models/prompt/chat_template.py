@@ -88,7 +88,6 @@ class ChatRenderer:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template reads `tools`."""
         template = self._tokenizer.chat_template
         return template is not None and "tools" in str(template)
 

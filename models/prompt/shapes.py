@@ -228,7 +228,6 @@ class Shape:
     change: Reshape = list
     change_tool: ToolReshape = dict
     tools: Tools = None
-    """Tools of the sample."""
 
     def must_change(self, apply: Apply, tools: Tools) -> bool:
         """Whether a template accepts the sample only when changed."""
