@@ -1,7 +1,7 @@
 """Measures one model on this machine: decoding beside mlx-lm's `BatchGenerator`, prefill, and what the cache saves.
 
-`mlx-serve bench` and the benchmarks of a checkout share it; it knows no HTTP. Prompts are random tokens. Two sides
-take turns of a few steps in one process, so that other programs slow both alike. All of it belongs to one thread.
+Knows no HTTP. Prompts are random tokens. Two sides take turns of a few steps in one process, so that other programs
+slow both alike. All of it belongs to one thread.
 """
 
 import copy
@@ -420,7 +420,6 @@ class Bench:
     """Measures what time, context and memory allow, the most telling first."""
 
     def __init__(self, subject: Subject, limits: BenchLimits, rows: BenchRows) -> None:
-        """Adds to `rows`."""
         self._subject = subject
         self._limits = limits
         self._cold: list[tuple[int, float]] = []

@@ -25,7 +25,6 @@ CAPACITY = 1024
 KEEP_SECONDS = 60.0
 """How long events are kept after the last listener left."""
 BATCH = 128
-"""Events sent together."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -177,7 +177,7 @@ class TurnAccount:
 
 
 def _with_reuse(started: Started, reuse: Reuse) -> Started:
-    """Adds the reuse; a reason that the engine gave stays."""
+    """A reason that the engine gave stays."""
     return started if started.reuse.miss is not None else replace(started, reuse=reuse)
 
 
@@ -258,7 +258,7 @@ class Run:
                 self._remember_reply()
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Keeps the turn; only the first call counts."""
+        """Only the first call counts."""
         # The last token of a cut-off answer is not evaluated.
         is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
         ids = self.token_ids[:-1] if is_cut else self.token_ids
@@ -389,7 +389,6 @@ class Answer:
 
     @property
     def _lead(self) -> Run:
-        """The first choice, or the last part."""
         return self.runs[0 if self._num_choices > 1 else -1]
 
     def _note_end(self) -> None:

@@ -89,7 +89,6 @@ class AnswerStream(EventSourceResponse):
         drain_seconds: float | None = None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """`drain_seconds` are by default the server's."""
         config, dialect = context_of(request).config, dialect_of(request)
         self._on_close = on_close
         super().__init__(
@@ -223,7 +222,7 @@ class Call:
                     source = error.source
 
     def _read(self) -> Plan:
-        """Reads the body; called on another thread."""
+        """Called on another thread."""
         check_amount(self._raw)
         fields, is_finite = parse_object(self._raw)
         self._http.state.origin = self._origin_of(fields)

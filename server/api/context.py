@@ -50,7 +50,6 @@ class ApiContext:
     subscribers: list[Subscriber] = field(init=False)
     """Told what happens to requests, and each one's record."""
     tracing: Tracing | None = None
-    """A subscriber too."""
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -201,8 +201,7 @@ def namespace_of_query(request: Request) -> str:
 def is_owner(request: Request) -> bool:
     """Whether a request may see all data: by an operator's key, or by hand on the server's machine.
 
-    The latter counts only if the server requires no key and the request has none: one with a key asks for its own
-    state.
+    The latter counts only if the server requires no key and the request has none.
     """
     if context_of(request).config.needs_key:
         key = key_of(request)
@@ -320,7 +319,6 @@ def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
 
 
 def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
-    """Keeps the refusals of authorised clients."""
     if scope["method"] != "POST" or error.code in _OF_STRANGERS:
         return
     request = Request(scope)
@@ -333,7 +331,6 @@ def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
 
 class _TrackedSend:
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
-        """`headers` may grow until the answer begins."""
         self._send = send
         self._headers = headers
         self.has_started = False

@@ -1,7 +1,6 @@
 """The OpenAPI document, made of routes and the types of bodies and answers; names of other APIs' paths. Pure.
 
-A field that takes more shapes than its type declares (`json_schema_input_type`) is left open. A path that becomes
-served leaves `OTHER_APIS`.
+A field that takes more shapes than its type declares (`json_schema_input_type`) is left open.
 """
 
 import inspect

@@ -48,7 +48,7 @@ class Planning:
     async def run(self, client: str, num_bytes: int, work: Callable[[], Result]) -> Result:
         """What `work` returns or raises, on a thread at its turn; cancellation ends `work` soon.
 
-        `num_bytes` is the body's length. Raises ApiError (429) if too many bytes wait.
+        Raises ApiError (429) if too many bytes wait.
         """
         places = self._places[next(size for size in SIZES if num_bytes <= size.max_bytes)]
         await self._wait(places, client, num_bytes)

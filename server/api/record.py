@@ -93,7 +93,6 @@ class OpenRequest:
 
     @property
     def failure(self) -> str | None:
-        """The name of the error, if any."""
         return None if self.error is None else type(self.error).__name__
 
     @property

@@ -2,7 +2,7 @@
 
 The command line, `--help` and the documentation are made from the fields below. `--cache-memory` is `cache_memory` in
 the file and `MLX_SERVE_CACHE_MEMORY` in the environment. A flag goes before a variable, a variable before the file,
-the file before the default. No part of the server reads variables. Also the errors of the process as a whole.
+the file before the default. No part of the server reads variables.
 """
 
 import contextlib

@@ -73,8 +73,6 @@ class _FileFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per event, on one line."""
-
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}

@@ -63,7 +63,7 @@ def leave(number: int, _: object) -> None:
 def interruptible() -> contextlib.AbstractContextManager[None]:
     """Makes Ctrl-C end the process at once; main thread only.
 
-    Python would wait for the end of the current call, and reading weights is one call that may take a minute.
+    Python would wait for the end of the current call, such as reading weights.
     """
     return handling(signal.SIG_DFL, signal.SIGINT)
 

@@ -1,7 +1,4 @@
-"""`mlx-serve launch`: finds or starts a server, runs an agent against it, and says what was saved.
-
-A server that is started for the agent ends with the agent.
-"""
+"""`mlx-serve launch`: finds or starts a server, runs an agent against it, and says what was saved."""
 
 import contextlib
 import os
@@ -39,10 +36,7 @@ STOP_SECONDS = 60.0
 
 @contextlib.contextmanager
 def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], object]) -> Iterator[str]:
-    """Yields the address of a started server, and ends it. Raises StartError with the server's own words.
-
-    `runtime` is the folder of claims.
-    """
+    """Yields the address of a started server, and ends it. Raises StartError with the server's own words."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         # The server gets its own session, so that Ctrl-C reaches the agent alone.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)

@@ -54,10 +54,7 @@ def pull_for_person(
         bool, typer.Option("--force", help="Download even what this machine has no memory for.")
     ] = False,
 ) -> None:
-    """Downloads a model with progress. Raises ModelError. Ctrl-C ends the process and says how to go on.
-
-    A family stands for the largest of its models that fits this machine's memory.
-    """
+    """Downloads a model with progress. Raises ModelError. Ctrl-C ends the process and says how to go on."""
     console = Console(markup=False, highlight=False)
     machine = this_machine()
     chosen = choose(name, comfortable_weights_bytes(machine))

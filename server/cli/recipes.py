@@ -1,6 +1,6 @@
 """How each coding agent is pointed at a server, by variables and flags of one run, and what the server saved. Pure.
 
-Nothing is written into an agent's own configuration. Savings are the difference of two looks at the sessions.
+Nothing is written into an agent's own configuration.
 """
 
 import json

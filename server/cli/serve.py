@@ -2,7 +2,7 @@
 
 The address is bound before the model is loaded, so that a taken port costs no waiting; the server listens once all
 behind the socket is ready. On the first SIGTERM or Ctrl-C running answers have `drain_seconds` to finish, and new
-requests get status 503. A second signal ends the process at once.
+requests get status 503.
 """
 
 import asyncio
@@ -237,8 +237,7 @@ KERNEL_BACKLOG = 2048
 def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
     """Serves until asked to stop and returns the exit status.
 
-    `runtime` is the folder of this user's claims, `fast_blas` the library loaded to multiply matrices. Raises
-    ConfigError, StartError, ModelError and FolderError.
+    Raises ConfigError, StartError, ModelError and FolderError.
     """
     configure_logging(config.log_level, config.log_format)
     sigterm = Sigterm(lambda: os._exit(0))
@@ -480,8 +479,6 @@ def _reload_keys(app: Starlette, config: ServerConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us."""
-
     def __init__(self, config: HttpConfig, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
         self._reports = config.reports

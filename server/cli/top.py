@@ -257,7 +257,6 @@ def _watch(console: Console, watched: Watched, screen: TopPage, interval_seconds
 
 
 def _read_key(seconds: float) -> str:
-    """Returns a key, or nothing after some seconds."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     if not ready:
         return ""

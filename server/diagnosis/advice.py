@@ -1,4 +1,4 @@
-"""What to do about each cause, by its place. The only place for these words."""
+"""What to do about each cause, by its place."""
 
 from collections.abc import Mapping
 

@@ -129,7 +129,6 @@ def _cause_of_whole(before: str, after: str) -> Cause | None:
 
 
 def _decoded(text: str) -> str:
-    """Undoes encoding, quotes and spaces."""
     return "".join(normalize("NFKC", unescape(text)).translate(_QUOTES).split())
 
 

@@ -176,7 +176,6 @@ _OF_THE_TEMPLATE = (Cause.TEMPLATE_ARGUMENTS, Cause.THOUGHTS, Cause.CALL_IDS)
 
 
 def _unknown(checkups: Sequence[Checkup]) -> str:
-    """Says what a recording does not tell."""
     found = {loss.cause for one in checkups for loss in one.losses}
     unsure = [cause.value for cause in _OF_THE_TEMPLATE if cause in found]
     decides = f" Only the model's template decides whether {' and '.join(unsure)} cost anything." if unsure else ""

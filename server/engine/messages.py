@@ -2,8 +2,7 @@
 
 Messages that wait are bounded in number, and each is handled in order or, once the inbox is closed, refused. A
 `Generation` iterates over the events of one request. For a slow reader `MAX_PENDING` events wait, then one piece of
-text that grows: no event is lost, and no other request waits. The HTTP side limits how long a reader may read
-nothing.
+text that grows: no event is lost, and no other request waits.
 """
 
 import asyncio

@@ -72,7 +72,6 @@ class Output:
     """The output of one request. It survives replays. Text that may begin a stop string is held back."""
 
     def __init__(self, request: GenerationRequest, decoder: TextDecoder, end_token_ids: frozenset[int]) -> None:
-        """Any of `end_token_ids` ends the output."""
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
         self.stop_token: int | None = None

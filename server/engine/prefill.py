@@ -42,7 +42,6 @@ class Prefill:
         chunk_tokens: int,
         expected_tokens: int,
     ) -> None:
-        """`expected_tokens` is the output that live buffers are sized for."""
         self._runner = runner
         self._prefix_cache = prefix_cache
         self._scheduler = scheduler
@@ -175,7 +174,6 @@ class Prefill:
         )
 
     def _refuse(self, sequence: Sequence, error: BudgetExceeded | PinnedFull) -> None:
-        """Ends a sequence that cannot get memory."""
         if sequence.output.tokens:
             self._table.end_truncated(sequence)
         else:

@@ -331,10 +331,7 @@ class QueuePace:
             self._ends.append(self._counted_at(now))
 
     def retry_after_seconds(self, num_waiting: int, now: float) -> int:
-        """The seconds, 1 to 60, until half of the waiting requests have begun.
-
-        A client that comes back then finds a place, and the queue is not empty before.
-        """
+        """The seconds, 1 to 60, until half of the waiting requests have begun."""
         counted = self._counted_at(now) - self._ends[0]
         num_ends = len(self._ends) - 1
         seconds = counted / num_ends * num_waiting / 2 if num_ends else max(counted, UNKNOWN_SECONDS)

@@ -134,7 +134,7 @@ class Worker:
         return self.prefix_cache.save()
 
     def _end_idle_work(self) -> None:
-        """Ends idle work; evaluated tokens stay."""
+        """Evaluated tokens stay."""
         for sequence in self._table:
             if sequence.request.is_idle_work:
                 self.cancel(sequence.request.request_id)

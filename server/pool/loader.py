@@ -98,7 +98,6 @@ class Loader:
     """The loaded models, and who waits for one."""
 
     def __init__(self, opener: Opener | None, settings: PoolSettings, clock: Callable[[], float]) -> None:
-        """Without an `opener` no other model is ever loaded."""
         self._opener = opener
         self._settings = settings
         self._clock = clock

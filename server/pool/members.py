@@ -110,7 +110,6 @@ class Member:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the model's state, live and stored."""
         cache = self.opened.engine.stats().cache
         return cache.stored_bytes + cache.live_bytes
 
@@ -209,7 +208,6 @@ class Budgets:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of all weights, and the budgets for state."""
         return self.weights_bytes + self._taken_for_state()
 
     @property

@@ -1,7 +1,6 @@
 """What is served: a loaded model with its texts, formats and defaults, its engine, and the models that may be named.
 
-Protocols say what others use of engine and tokenizer; tests have fakes of them. Knows no HTTP, no client and not
-which models are loaded.
+Protocols say what others use of engine and tokenizer. Knows no HTTP, no client and not which models are loaded.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -201,7 +200,6 @@ class ServedModel:
 
     @property
     def base_id(self) -> str:
-        """The base model's id, also for a variant."""
         return self.id if self.parent_id is None else self.parent_id
 
     @property

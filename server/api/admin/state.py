@@ -386,7 +386,6 @@ async def unload_model(request: Request) -> Response:
 
 
 async def _asked(request: Request) -> tuple[ApiContext, ModelSource]:
-    """The named model; only the owner may ask."""
     context = context_of(request)
     name = (await read_owners_body(request, ModelNameBody, {}, "loads and unloads models by hand")).model
     if context.is_draining:

@@ -87,8 +87,6 @@ BlockBody: TypeAlias = TextBlockBody | ThinkingBlockBody | ToolUseBlockBody | Se
 
 @dataclass
 class _Open:
-    """A block as it grows."""
-
     head: dict[str, Any]
     """The block's type; of a call, also id and name."""
     is_hidden: bool = False

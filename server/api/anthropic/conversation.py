@@ -110,7 +110,6 @@ class _Reader:
         self._callable = {name for name, tool in self._tools.items() if not tool.defer_loading}
 
     def callable_tools(self) -> list[Tool]:
-        """Returns the tools callable after the messages read so far."""
         return [as_function(tool) for name, tool in self._tools.items() if name in self._callable]
 
     def read(self, messages: Sequence[InputMessage]) -> list[Message]:
@@ -143,7 +142,6 @@ class _Reader:
         return TextBlock(type="text", text=self._loaded([name], place), cache_control=block.cache_control)
 
     def _loaded(self, names: Sequence[str], place: str) -> str:
-        """Makes tools callable; returns their definitions."""
         tools = {name: as_function(self._tools[name]) for name in names if name in self._tools}
         self._callable.update(tools)
         return self._define(names, tools, place)
@@ -185,7 +183,6 @@ def _message(role: str, blocks: Sequence[Any]) -> Message:
 
 
 def _assistant_message(blocks: Sequence[Any]) -> Message:
-    """Reasoning, text and calls of an earlier answer."""
     reasoning = [reasoning_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
     texts = [one.text for one in blocks if isinstance(one, TextBlock)]
     calls = [

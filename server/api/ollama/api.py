@@ -167,7 +167,6 @@ def show(context: ApiContext, incoming: Incoming) -> Payload:
 
 
 def _with_name(shown: ShownBody, name: str, base: str | None) -> ShownBody:
-    """Adds the settings of a name made here."""
     try:
         stored = find_stored(name)
     except StoreError:
@@ -416,7 +415,7 @@ def _free(context: ApiContext, name: str, param: str) -> str:
 
 
 def _source(context: ApiContext, name: str, param: str) -> ModelSource:
-    """The named model; raises ApiError (404)."""
+    """Raises ApiError (404)."""
     try:
         source = context.pool.source_of(name or None)
     except (ModelUnknown, ModelNameNeeded) as error:
@@ -439,7 +438,7 @@ def _place(source: ModelSource) -> WeightsPlace:
 
 
 def _done(work: Callable[[], Result], param: str) -> Result:
-    """The result; raises ApiError (400, 503)."""
+    """Raises ApiError (400, 503)."""
     try:
         return work()
     except ModelfileError as error:

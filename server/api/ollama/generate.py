@@ -1,4 +1,4 @@
-"""`/api/generate`, `/api/chat`, `/api/embed` and the older `/api/embeddings`. Times are in nanoseconds."""
+"""`/api/generate`, `/api/chat`, `/api/embed` and the older `/api/embeddings`."""
 
 import json
 import time
@@ -85,10 +85,7 @@ def head_of(name: str) -> OllamaHead:
 
 
 def answer_loading(context: ApiContext, body: OllamaBody, said: Mapping[str, Any]) -> ModelReady:
-    """The answer to a request that only loads or unloads a model; raises as `find_model` does.
-
-    A model is not loaded in order to be unloaded.
-    """
+    """The answer to a request that only loads or unloads a model; raises as `find_model` does."""
     is_unloading = body.keep_alive == 0
     end: OllamaEnd = {"done": True, "done_reason": "unload" if is_unloading else "load"}
     answer = {**head_of(body.model or ""), **said, **end}

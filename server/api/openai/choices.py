@@ -378,7 +378,7 @@ def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) ->
 def request_of_choice(request: GenerationRequest, index: int, number: int) -> GenerationRequest:
     """The request for choice `index` of all, answer `number` to its prompt, both from 0.
 
-    Seeds differ; the first answer is that of a single request. Only the first choice has the session.
+    Seeds differ; the first answer is that of a single request.
     """
     if index == 0:
         return request

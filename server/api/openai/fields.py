@@ -1,7 +1,4 @@
-"""How every field of OpenAI's endpoints is treated, and fields that only similar servers know.
-
-Tests compare the tables with other servers' schemas and docs/api.md.
-"""
+"""How every field of OpenAI's endpoints is treated, and fields that only similar servers know."""
 
 from server.api.dialect import Rules, honoured, no_effect, read_by, refused
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody

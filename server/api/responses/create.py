@@ -485,7 +485,6 @@ class ResponseExchange(Exchange):
         }
 
     async def _keep(self, conversation_id: str | None = None) -> None:
-        """Stores the response as it is, if it is stored."""
         if self._keeper is None:
             return
         name, parent = self._response["id"], self._response["previous_response_id"]

@@ -136,19 +136,16 @@ class _OpenItem:
     text = ""
 
     def body(self, status: Status) -> ItemBody:
-        """The item as it is now."""
         return {"id": self.id, "type": self.kind, "status": status}
 
     def begin(self) -> list[ResponseEvent]:
         return []
 
     def grow(self, text: str) -> list[ResponseEvent]:
-        """Takes more text; returns its events."""
         self.text += text
         return []
 
     def end(self) -> list[ResponseEvent]:
-        """The events that end the item's parts."""
         return []
 
     def event(self, kind: str, **fields: Any) -> ResponseEvent:
@@ -243,7 +240,6 @@ class _OpenCall(_OpenItem):
         return {**super().body(status), "call_id": self._call_id, **self.called()}
 
     def called(self) -> dict[str, Any]:
-        """The item's fields that hold the call's name and arguments."""
         return {**self._named, "arguments": self.text}
 
     @property

@@ -201,7 +201,6 @@ class ResponseStore:
         return True
 
     def _evict(self, database: sqlite3.Connection) -> None:
-        """Forgets least recently used data down to the limits."""
         while _is_over(database, self._max_responses, self._max_bytes) and _forget_oldest(database):
             pass
 
