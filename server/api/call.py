@@ -211,7 +211,7 @@ class Call:
         return plan
 
     async def _plan_loaded(self, source: ModelSource) -> Plan:
-        """Loads the model, and plans again. Raises PoolError and EngineStopped."""
+        """Raises PoolError and EngineStopped."""
         while True:
             self._loading = source
             with closing(await self._context.pool.load(source)) as loaded:

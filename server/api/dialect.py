@@ -76,7 +76,7 @@ class Dialect:
         return sse_event(self.error_body(error))
 
     def heartbeat(self, progress: str) -> bytes:
-        """A frame that keeps a silent stream open; empty if clients skip none. `progress` is a few words."""
+        """A frame that keeps a silent stream open; empty if clients skip none."""
         return sse_comment(progress)
 
     def early_heartbeat(self, progress: str) -> bytes:
@@ -137,7 +137,6 @@ class Api:
 
     @property
     def operations(self) -> Mapping[Callable[..., Any], Operation]:
-        """Bodies and answers of the endpoints, for `/openapi.json`."""
         return {route.endpoint: route.operation for route in self.routes if isinstance(route, Endpoint)}
 
     def owns(self, path: str) -> bool:

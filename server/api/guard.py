@@ -307,7 +307,6 @@ class ErrorBoundary:
 
 
 def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
-    """Faults of the server are warnings, mistakes of clients information."""
     level = logging.WARNING if error.status >= 500 else logging.INFO
     # A template's message may quote the conversation, which only the client may see.
     message = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message

@@ -60,7 +60,6 @@ class TurnRecord(TokenCounts):
 
     @property
     def miss(self) -> Miss | None:
-        """The costliest miss."""
         return max(self.misses, key=lambda miss: miss.lost_tokens, default=None)
 
     @property

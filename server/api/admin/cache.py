@@ -310,7 +310,6 @@ def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceB
 
 
 def _edges(model: ServedModel, edges: Sequence[View]) -> Iterator[tuple[View, EdgeBody]]:
-    """Yields each edge with what edges in memory and on disk share."""
     # Readings of the clock would reveal how many requests other clients made.
     ranks = {time: rank for rank, time in enumerate(sorted({edge.last_used for edge in edges}), 1)}
     for edge in edges:

@@ -409,7 +409,6 @@ class MessageExchange(Exchange):
         return self._content.add_results(found)
 
     async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
-        """Continues the answer with the results of searches, if any."""
         finished, kinds = self._finished[-1], {block["type"] for block in part._content.blocks}
         is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
         is_for_client = "server_tool_use" not in kinds or "tool_use" in kinds

@@ -60,7 +60,7 @@ def find_tools(
 ) -> list[str]:
     """The functions that `search` finds, best first; raises SearchFailed.
 
-    `now` tells seconds; the search fails after `MAX_SECONDS`.
+    The search fails after `MAX_SECONDS`.
     """
     query = arguments.get("query", arguments.get("pattern"))
     if not isinstance(query, str) or not query or len(query) > MAX_QUERY_CHARACTERS:

@@ -324,7 +324,6 @@ class ChoiceExchange(Exchange):
         return chunk
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
-        """The finish reason, and other fields of the end."""
         if isinstance(end, Failed):
             return FAILED, {"error": error_body(explain(end.error, self.request.request_id))["error"]}
         token, text = end.stop_token, end.stop_text

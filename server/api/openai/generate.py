@@ -365,7 +365,7 @@ def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange
 
 
 def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "prompt") -> RenderedPrompt:
-    """A plain prompt's tokens; raises ApiError for a number that is no token. `place` is its field."""
+    """A plain prompt's tokens; raises ApiError for a number that is no token."""
     if isinstance(prompt, str):
         return model.renderer.encode(prompt)
     if len(prompt) >= model.context_tokens:

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's generation endpoints, with fields that similar servers add.
 
-All fields that the endpoints share are optional, and null means absent. At most one field binds the answer.
+All fields that the endpoints share are optional, and null means absent.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -369,7 +369,7 @@ class CallingBody(BodyModel):
 def read_tool_choice(value: Any, allowed: Any, name_of: Callable[[Any], str], **kinds: str) -> ToolChoice | None:
     """The choice from a mode, one tool, or the tools of `allowed`.
 
-    `kinds` says what errors call each kind of tool; `name_of` returns a tool's name.
+    `kinds` says what errors call each kind of tool.
     """
     if value is None or value in ("auto", "required", "none"):
         return None if value is None else ToolChoice(mode=value)

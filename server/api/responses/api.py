@@ -236,7 +236,7 @@ def _whole_items(items: list[Any]) -> list[Item]:
 
 
 async def _found(request: Request, param: str, ask: Ask) -> Any:
-    """What the store has of a name in the path; raises ApiError (404)."""
+    """Raises ApiError (404)."""
     place = (context_of(request).kept(store_of), namespace_of_query(request), request.path_params[param])
     return _known(await asyncio.to_thread(ask, *place), request, param)
 

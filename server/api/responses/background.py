@@ -51,7 +51,6 @@ class BackgroundRun:
         self._events: list[bytes] = []
         self._num_forgotten = 0
         self.num_bytes = 0
-        """Bytes of the kept events."""
         self._grown = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_cancelled = False

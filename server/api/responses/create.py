@@ -428,7 +428,7 @@ class ResponseExchange(Exchange):
         return {**self._response, "output": self._output.so_far} if is_open else self._response
 
     async def broken_off(self, error: ApiError | None) -> bytes:
-        """The last event of a response that took too long, or, without an error, was cancelled."""
+        """As `Written.broken_off`."""
         return self._numbered(await self._cut("cancelled" if error is None else "failed", error))
 
     def _numbered(self, event: ResponseEvent) -> bytes:

@@ -126,11 +126,8 @@ Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
 class _OpenItem:
-    """An item as it grows, with a number and an id from its beginning on."""
-
     kind: str
     prefix: str
-    """How the item's ids begin."""
     id = ""
     index = 0
     text = ""
@@ -300,8 +297,7 @@ class AnswerOutput:
     def __init__(self, name: str, tools: ToolSet, *, is_summary: bool = False, is_enclosed: bool = False) -> None:
         """Nothing but `name` is random in item ids.
 
-        `is_summary`: reasoning is its own summary, which some clients show. `is_enclosed`: it is repeated as
-        encrypted content.
+        `is_summary`: reasoning is its own summary. `is_enclosed`: it is repeated as encrypted content.
         """
         self.items: list[ItemBody] = []
         """The output items that have ended."""

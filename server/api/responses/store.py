@@ -272,7 +272,7 @@ def _is_over(database: sqlite3.Connection, max_responses: int, max_bytes: int) -
 
 
 def _forget_oldest(database: sqlite3.Connection) -> bool:
-    """Forgets the least recently used chain or conversation; False if none is stored."""
+    """False if none is stored."""
     statement = """
     SELECT is_chain, namespace, name FROM (
         SELECT 1 AS is_chain, namespace, session AS name, used FROM chains
