@@ -56,7 +56,6 @@ class Slot:
 
     @property
     def origin(self) -> int:
-        """Where the slot's own spans begin."""
         return self.head.offset if self.head is not None else 0
 
     @property

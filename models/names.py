@@ -365,7 +365,7 @@ def suggest(name: str) -> str:
 
 
 def _snapshots() -> list[Path]:
-    """The folders of all downloaded revisions. The hub's own search takes a quarter of a second to import."""
+    """The hub's own search takes a quarter of a second to import."""
     return [path for path in cache_folder().glob("models--*/snapshots/*") if path.is_dir()]
 
 

@@ -364,7 +364,6 @@ class MeasuredConversation:
         self._cache = self._open()
 
     def _turn(self) -> None:
-        """Evaluates the conversation up to the first token of an answer."""
         subject, lease, last = self._subject, self._begin(self._tokens), len(self._tokens) - 1
         while lease.offset < last:
             subject.check_time()

@@ -1,8 +1,8 @@
 """How much memory the state of past tokens may take: the machine's, less what the rest needs and others claim.
 
-The arithmetic is pure. Sizes are bytes. Each server claims its memory in a file that it keeps locked (flock(2)), in a
-folder that only the user can enter; a file that can be locked was left by an ended process and is removed. Taking a
-claim and reading the others' is one step under a lock of the folder.
+The arithmetic is pure. Each server claims its memory in a file that it keeps locked (flock(2)), in a folder that only
+the user can enter; a file that can be locked was left by an ended process and is removed. Taking a claim and reading
+the others' is one step under a lock of the folder.
 """
 
 import contextlib

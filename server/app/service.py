@@ -119,7 +119,7 @@ class Service:
 def open_service(
     config: ServerConfig, others: Sequence[Claim] = (), tell: Callable[[str], object] = lambda step: None
 ) -> Service:
-    """Loads the first configured model, blocking. `others` are servers that have claimed memory.
+    """Loads the first configured model, blocking.
 
     Raises ModelError, and StartError for a model or a budget that this machine cannot hold.
     """

@@ -380,7 +380,6 @@ def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
 
 
 def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
-    """Whether the first messages have more than half of their text in common."""
     is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
     if not is_later:
         return False

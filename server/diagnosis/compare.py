@@ -1,6 +1,6 @@
 """What a client changed between two turns of a conversation, from their parts. Pure.
 
-Messages are aligned: kept, edited, removed, inserted, merged, summed up. `words.py` tells what changed within one.
+Messages are aligned: kept, edited, removed, inserted, merged, summed up.
 """
 
 import json

@@ -361,7 +361,6 @@ def _in_flight_bytes(config: EngineConfig) -> int:
 
 
 def _disk_bytes_in_memory(config: EngineConfig) -> int:
-    """The part of the budget for state on its way to disk."""
     return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 

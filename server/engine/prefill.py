@@ -210,7 +210,6 @@ class Prefill:
         sequence.ticket.phase = Phase.DECODING
 
     def _end_prefix(self, sequence: Sequence, lease: Lease) -> None:
-        """Keeps a restore point at the end of the prompt."""
         try:
             is_asked_for = not sequence.request.is_idle_work
             lease.keep(RestorePointKind.EXPLICIT if is_asked_for else RestorePointKind.PROMPT_END)

@@ -72,7 +72,6 @@ class GenerationRequest:
     priority: Priority = Priority.INTERACTIVE
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
-    """For the diagnosis."""
     is_idle_work: bool = False
     """Any other request ends this one."""
     ignore_eos: bool = False

@@ -169,8 +169,8 @@ class Scheduler:
     def choose_prefill(self, restorable: Callable[[Ticket], int], max_tokens: int) -> Ticket | None:
         """The request that gets the next prefill chunk; None if none can get one.
 
-        `restorable` returns how many tokens of a waiting request could be restored now. A chunk of more than
-        `max_tokens`, what this step has left, is not passed over: it goes first in the next step.
+        A chunk of more than `max_tokens`, what this step has left, is not passed over: it goes first in the next
+        step.
         """
         running, waiting = self.in_phase(Phase.PREFILLING), self._free_to_begin()
         todo = {ticket: ticket.remaining for ticket in running}

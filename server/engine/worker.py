@@ -154,7 +154,6 @@ class Worker:
         self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
 
     def _give_memory_to_answers(self) -> None:
-        """Embedding a text yields to requests that wait for memory."""
         if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
             self._scheduler.is_stalled = False
 

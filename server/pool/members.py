@@ -56,7 +56,6 @@ class OpenedModel:
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
     """The model with each adapter, by the adapter's name."""
     useful_bytes: int = UNBOUNDED_BYTES
-    """The largest useful budget for state."""
 
     def served(self, adapter: str | None) -> ServedModel | None:
         """The model, or its variant with an adapter."""

@@ -1,7 +1,7 @@
 """How models divide the machine's memory, and which are unloaded for another. Pure.
 
 What the weights leave is divided into budgets for state: one for each loaded model, and one for what each unloaded
-model left. Sizes are bytes.
+model left.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,6 @@ class PoolMemory:
     """Limits of all models together."""
 
     total_bytes: int
-    """Changes as other servers come, need more, and go."""
     state_bytes: int | None = None
     """Limit for all state; None: what the weights leave."""
     largest_alone_bytes: int = 0
@@ -77,8 +76,7 @@ class Pressure(IntEnum):
 class IdleLimit:
     """The most state that may stay while the machine is short of memory: half of it at a warning, at critical none.
 
-    What running requests hold stays anyway. Without pressure the limit doubles each `QUIET_SECONDS`, until it is as
-    large as the budget.
+    Without pressure the limit doubles each `QUIET_SECONDS`, until it is as large as the budget.
     """
 
     def __init__(self) -> None:
@@ -110,14 +108,13 @@ class ModelUse:
 
     id: str
     last_used: float
-    """When the model was last used, by a clock."""
+    """By a clock."""
     weights_bytes: int = 0
     used_bytes: int = 0
     """A budget that holds all of the model's state."""
     useful_bytes: int = UNBOUNDED_BYTES
     """The model can use no more."""
     is_busy: bool = False
-    """Requests hold the model."""
     is_in_use: bool = False
     """Loaded, and busy or used within `IDLE_SECONDS`."""
     is_loaded: bool = True
@@ -206,6 +203,5 @@ class PoolSettings:
     """None: as `Loader.expires` says."""
     aliases: Sequence[Alias] = ()
     default_id: str | None = None
-    """Model for requests that name none."""
     wire: Callable[[int, bool], object] = lambda weights_bytes, is_quiet: None
     """Called with the bytes of all loaded weights, and whether nothing runs. Blocks."""

@@ -77,7 +77,6 @@ class ModelSource:
 
     @property
     def plain(self) -> "ModelSource":
-        """The same model without label and adapter."""
         return ModelSource(self.id, self.path)
 
 
