@@ -232,7 +232,6 @@ class BenchResult:
         return "\n\n".join([facts, *tables, self._notes()])
 
     def _tables(self) -> Iterator[tuple[str, list[str]]]:
-        """Yields titles, and the lines of Markdown tables."""
         for name, title in TITLES.items():
             if found := getattr(self.rows, name):
                 columns = list(dict.fromkeys(key for row in found for key in row))

@@ -128,10 +128,7 @@ def _launch(
 
 
 def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mapping[str, str]) -> int:
-    """Runs the agent and returns its exit status. Raises ConfigError, ModelError or StartError.
-
-    `urls` are the servers to ask, `runtime` the folder of claims.
-    """
+    """Runs the agent and returns its exit status. Raises ConfigError, ModelError or StartError."""
     recipe = RECIPES.get(asked.client)
     if recipe is None:
         raise ConfigError(f"there is no client {asked.client!r}; there are {', '.join(RECIPES)}")

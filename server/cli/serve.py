@@ -1,8 +1,7 @@
 """`mlx-serve serve`: one process from the command line to its exit status, its sockets, and its report at the start.
 
 The address is bound before the model is loaded, so that a taken port costs no waiting; the server listens once all
-behind the socket is ready. On the first SIGTERM or Ctrl-C running answers have `drain_seconds` to finish, and new
-requests get status 503.
+behind the socket is ready.
 """
 
 import asyncio

@@ -177,7 +177,6 @@ def _record(model: InstalledModel, place: WeightsPlace, stored: StoredModel | No
 
 
 def _facts(record: Mapping[str, Any], place: WeightsPlace) -> Iterator[tuple[str, str]]:
-    """Yields what a person reads of a record."""
     yield "name", record["name"]
     yield "from", f"{place}" if place.kind != "built-in" else f"{place}, which comes with mlx-serve"
     yield "folder", record["path"]

@@ -39,7 +39,6 @@ class Loss:
     is_hidden: bool = False
     """The loss comes after another change, so it cost nothing by itself."""
     missing_bytes: int | None = None
-    """As of `Miss`."""
 
     @property
     def is_mendable(self) -> bool:
@@ -106,12 +105,10 @@ class Checkup:
 
     @property
     def tokens(self) -> int:
-        """To be saved."""
         return sum(loss.tokens for loss in self.mendable)
 
     @property
     def seconds(self) -> float:
-        """To be saved."""
         return sum(loss.seconds or 0.0 for loss in self.mendable)
 
 

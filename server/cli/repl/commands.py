@@ -104,7 +104,6 @@ class Commands:
     """Each command returns text to show."""
 
     def __init__(self, dialogue: Dialogue, models: ModelChoice, ask: Callable[[str], object]) -> None:
-        """`ask` sends a message and shows the answer."""
         self._dialogue = dialogue
         self._models = models
         self._ask = ask
