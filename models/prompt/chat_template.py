@@ -173,7 +173,6 @@ class ChatRenderer:
 
     @cached_property
     def _plain_parts(self) -> PromptParts | None:
-        """Parts that read special tokens as text."""
         if self._backend is None:
             return None
         plain = copy.copy(self._backend)

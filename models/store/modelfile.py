@@ -26,7 +26,6 @@ _OF_LOADING = (
     "embedding_only tfs_z mirostat mirostat_tau mirostat_eta penalize_newline draft_num_predict"
 )
 WITHOUT_EFFECT = frozenset(_OF_LOADING.split())
-"""Accepted and ignored."""
 
 
 def with_parameters(defaults: ModelDefaults, told: Iterable[tuple[str, Any]]) -> ModelDefaults:

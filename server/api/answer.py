@@ -392,7 +392,6 @@ class Answer:
         return self.runs[0 if self._num_choices > 1 else -1]
 
     def _note_end(self) -> None:
-        """Makes the record once all have ended, if the client gets an answer."""
         latest = [run.open for run in self.runs[self._num_recorded :]]
         if all(one.outcome is not None for one in latest) and any(one.has_ended for one in latest):
             self._record()
@@ -445,8 +444,6 @@ class Answer:
 async def _evaluate_ahead(
     engine: EnginePort, exchange: Exchange, conversation: Conversation, reply_ids: Sequence[int]
 ) -> None:
-    """Evaluates the turn once the engine is idle, as its next prompt may show it."""
-
     def next_prefixes() -> list[RenderedPrompt]:
         variants = sent_back(exchange.reply_messages())
         return [conversation.followed_by(messages).stable_prefix() for messages in variants]

@@ -1,7 +1,7 @@
 """What is known of a request while it runs, its record once ended, and what dialects write of its costs.
 
 An `OpenRequest` follows one choice's engine request; one `RequestRecord` is made of all at the end, however they end.
-Subscribers are told each `Moment` and the record. Knows no dialect and no conversation. Event loop only.
+Knows no dialect and no conversation. Event loop only.
 """
 
 import logging

@@ -108,7 +108,7 @@ class RequestEnded(LogEntry):
     session_id: str | None
     model: str
     turn: int | None
-    """Turn of the session, from 1."""
+    """From 1."""
     prompt_tokens: int
     cached_tokens: int
     evaluated_tokens: int

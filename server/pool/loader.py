@@ -2,7 +2,7 @@
 
 A model is loaded once for all who wait, on a thread of its own. Other models are unloaded for it only when the new
 model's files are in order and it is known to fit. A model to be unloaded takes no more requests: new ones wait behind
-the model that waits for its memory. So two models that do not fit together take turns, and neither starves.
+the model that waits for its memory.
 """
 
 import asyncio

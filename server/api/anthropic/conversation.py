@@ -131,7 +131,6 @@ class _Reader:
             yield _message(message.role, said)
 
     def _changed(self, block: ToolChangeBlock, place: str) -> TextBlock:
-        """Adds or removes a tool; returns what the model is told."""
         name = block.tool.tool_name
         if block.type == "tool_removal":
             self._callable.discard(name)

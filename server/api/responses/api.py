@@ -227,7 +227,7 @@ def create_items(context: ApiContext, incoming: Incoming) -> Payload:
 
 
 def _whole_items(items: list[Any]) -> list[Item]:
-    """Checked items; raises ApiError (400) for a reference."""
+    """Raises ApiError (400) for a reference."""
     checked = check_items(items, "items")
     for index, item in enumerate(checked):
         if item["type"] == "item_reference":

@@ -191,7 +191,6 @@ def begun_response(
 
 ID_PREFIX = "resp_"
 UNFINISHED = ("queued", "in_progress")
-"""The status of a response that is being made."""
 UNFINISHED_ITEMS = ("incomplete", "in_progress")
 
 
@@ -388,7 +387,6 @@ class ResponseExchange(Exchange):
         )
         self._response = begun_response(body, fields, self.request, self.model.id)
         self._run: BackgroundRun | None = None
-        """Set for a response in the background."""
         self._num_events = 0
 
     def begun(self, answer: Answer, held: ExitStack) -> None:
