@@ -306,6 +306,7 @@ def test_drafts_are_kept_while_they_are_typed(context: BrowserContext, page: Pag
     expect(field_of(page)).to_have_value("")
     page.locator(".message.user").get_by_role("button", name="Edit").click()
     page.get_by_label("Edit the message").fill("A better thought")
+    page.wait_for_timeout(400)
     page.reload()
     page.locator(".message.user").get_by_role("button", name="Edit").click()
     expect(page.get_by_label("Edit the message")).to_have_value("A better thought")
