@@ -60,7 +60,7 @@ class Slot:
 
     @property
     def is_lost(self) -> bool:
-        """Its state was lost while memory was freed for another: the request must be evaluated again."""
+        """The sequence's state was lost while memory was freed for another: its request must be evaluated again."""
         return self.is_leased and not self.caches
 
     def runs_session(self, namespace: str, session_id: str | None) -> bool:

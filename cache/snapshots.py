@@ -213,7 +213,7 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
     """The points of a conversation to write to disk, ascending like `points`.
 
-    These are all shared and explicit points; the newest prompt's end, which the next turn contains anyway; and the
+    Written are all shared and explicit points; the newest prompt's end, which the next turn contains anyway; and the
     sequence's end if at least `min_gain` tokens after the last on disk: writing all whole state would wear the disk
     out.
     """

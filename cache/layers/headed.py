@@ -4,7 +4,7 @@ A head's layer caches are ordinary ones that hold exactly `[0, head_length)`; no
 own arrays begin at `head_length`. Windows and recurrent state are never shared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -56,38 +56,38 @@ def head_length(leaves: Sequence[LayerCache]) -> int:
     return next((int(cache.head.offset) for cache in leaves if isinstance(cache, HeadedKVCache)), 0)
 
 
-def put_on_head(caches: list[LayerCache], head: Sequence[LayerCache], spare_tokens: int) -> None:
-    """Makes empty `caches` begin with `head`: tails without tokens, with room for `spare_tokens`."""
-    caches[:] = [_on_head(cache, one, spare_tokens) for cache, one in zip(caches, head, strict=True)]
-
-
-def _on_head(cache: LayerCache, head: LayerCache, spare_tokens: int) -> LayerCache:
-    if isinstance(cache, CacheList):
-        pairs = zip(cache.caches, head.caches, strict=True)
-        return CacheList(*[_on_head(part, one, spare_tokens) for part, one in pairs])
-    if type(head) is not KVCache or head.keys is None:
-        return cache
-    return HeadedKVCache(head, _tail_like(head, spare_tokens))
-
-
-def _tail_like(head: KVCache, num_tokens: int) -> KVCache:
-    tail = KVCache()
-    tail.keys, tail.values = (_empty_like(rows, num_tokens) for rows in (head.keys, head.values))
-    return tail
+def put_on_head(caches: list[LayerCache], head: Sequence[LayerCache]) -> None:
+    """Makes empty `caches` begin with `head`: tails without tokens."""
+    caches[:] = _changed(caches, head, _empty_tail)
 
 
 def split_at_head(caches: list[LayerCache], head: Sequence[LayerCache], num_tokens: int) -> None:
     """Cuts the first `num_tokens` off a sequence's span layers, one layer after another.
 
-    They move into the empty layer caches `head`, unless these hold the same tokens already.
+    Their rows move into the empty layer caches `head`, unless `head` holds the same rows already.
     """
-    caches[:] = [_split(cache, one, num_tokens) for cache, one in zip(caches, head, strict=True)]
+    caches[:] = _changed(caches, head, lambda cache, one: _split(cache, one, num_tokens))
+
+
+def _changed(
+    caches: Sequence[LayerCache], head: Sequence[LayerCache], change: Callable[[LayerCache, KVCache], LayerCache]
+) -> list[LayerCache]:
+    """What `change` makes of each layer cache and its head's."""
+    return [
+        CacheList(*_changed(cache.caches, one.caches, change)) if isinstance(cache, CacheList) else change(cache, one)
+        for cache, one in zip(caches, head, strict=True)
+    ]
+
+
+def _empty_tail(cache: LayerCache, head: LayerCache) -> LayerCache:
+    if type(head) is not KVCache or head.keys is None:
+        return cache
+    tail = KVCache()
+    tail.keys, tail.values = (_empty_row(rows) for rows in (head.keys, head.values))
+    return HeadedKVCache(head, tail)
 
 
 def _split(cache: LayerCache, head: LayerCache, num_tokens: int) -> LayerCache:
-    if isinstance(cache, CacheList):
-        pairs = zip(cache.caches, head.caches, strict=True)
-        return CacheList(*[_split(part, one, num_tokens) for part, one in pairs])
     if type(cache) is not KVCache or cache.keys is None:
         return cache
     if head.keys is None:
@@ -103,11 +103,9 @@ def _split(cache: LayerCache, head: LayerCache, num_tokens: int) -> LayerCache:
 
 
 def _rest(rows: mx.array, num_tokens: int) -> mx.array:
-    """At least one row: models and groups tell a layer in use by its arrays."""
-    if rows.shape[2] > num_tokens:
-        return mx.contiguous(rows[:, :, num_tokens:])
-    return _empty_like(rows, 1)
+    """The rows from `num_tokens` on, at least one: models and groups tell a layer in use by its arrays."""
+    return mx.contiguous(rows[:, :, num_tokens:]) if rows.shape[2] > num_tokens else _empty_row(rows)
 
 
-def _empty_like(rows: mx.array, num_tokens: int) -> mx.array:
-    return mx.zeros((*rows.shape[:2], num_tokens, rows.shape[3]), rows.dtype)
+def _empty_row(rows: mx.array) -> mx.array:
+    return mx.zeros((*rows.shape[:2], 1, rows.shape[3]), rows.dtype)

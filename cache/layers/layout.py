@@ -364,7 +364,7 @@ class Layout:
 
     def put_on_head(self, caches: list[LayerCache], head: Sequence[LayerCache]) -> None:
         """Makes empty caches begin with `head`, without a copy."""
-        headed.put_on_head(caches, head, spare_tokens=1)
+        headed.put_on_head(caches, head)
 
     # -- windows and recurrent state
 

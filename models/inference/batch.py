@@ -90,7 +90,7 @@ class DecodeBatch:
         return self._joined.layers
 
     def _members(self, rows: Sequence[BatchRow]) -> list[Group | Sequence[LayerCache]]:
-        """Those on one head are neighbours: attention then reads it once."""
+        """Members on one head are neighbours: attention then reads the head once."""
         grouped = {id(caches) for group in self._groups for caches in group.rows}
         alone = [row.caches for row in rows if id(row.caches) not in grouped]
         members: list[Group | Sequence[LayerCache]] = [*self._groups, *alone]

@@ -140,7 +140,8 @@ class RaggedLayer:
             keys.append(key)
             values.append(value)
         heads = [getattr(member, "head", None) for member in self._members]
-        head_keys, head_values = ([head and getattr(head, name) for head in heads] for name in ("keys", "values"))
+        head_keys = [None if head is None else head.keys for head in heads]
+        head_values = [None if head is None else head.values for head in heads]
         return Parts(keys, self._cuts, head_keys), Parts(values, self._cuts, head_values)
 
 
@@ -351,8 +352,11 @@ def _attend_from_head(
     head = _over_head(queries, keys, values, scale)
     tails = [_over_tails(*member, scale) for member in members]
     tail = _Partial(*(_joined(arrays) for arrays in zip(*tails, strict=True)))
-    merged = _merge(*head, *tail) if sinks is None else _merge_sinks(*head, *tail, sinks[None, :, None, None])
-    return merged.astype(queries.dtype)
+    if sinks is not None:
+        # One more score for each query head, without a value.
+        peak = sinks[None, :, None, None].astype(mx.float32)
+        tail = _add(tail, _Partial(mx.zeros_like(peak), peak, mx.ones_like(peak)))
+    return _merge(*head, *tail).astype(queries.dtype)
 
 
 _BLOCK_TOKENS = 8192
@@ -426,19 +430,7 @@ def _add(one: _Partial, other: _Partial) -> _Partial:
 
 
 @_fused
-def _merge(
-    one: mx.array, one_peak: mx.array, one_total: mx.array, other: mx.array, peak: mx.array, total: mx.array
-) -> mx.array:
-    highest = mx.maximum(one_peak, peak)
-    one_weight, weight = mx.exp(one_peak - highest), mx.exp(peak - highest)
-    return (one * one_weight + other * weight) / (one_total * one_weight + total * weight)
-
-
-def _merge_sinks(*parts: mx.array) -> mx.array:
-    """As `_merge`; a sink per head is one more score, without a value."""
-    one, one_peak, one_total, other, peak, total, sink = parts
-    sink = sink.astype(mx.float32)
-    # A third part with the sink's score and no value; merging is associative.
-    highest = mx.maximum(peak, sink)
-    weight = mx.exp(peak - highest)
-    return _merge(one, one_peak, one_total, other * weight, highest, total * weight + mx.exp(sink - highest))
+def _merge(*arrays: mx.array) -> mx.array:
+    """The result of attention over all keys; `arrays` are those of two partial results."""
+    found = _add(_Partial(*arrays[:3]), _Partial(*arrays[3:]))
+    return found.weighted / found.total

@@ -15,10 +15,9 @@ from models.inference.groups import GroupLayer
 from models.inference.probe import Form
 from models.inference.ragged import Parts
 from models.inference.runner import Runner
-from models.mlx_lm_import import KVCache, make_prompt_cache
-from server.measure import launch
+from models.mlx_lm_import import make_prompt_cache
 from tests.models.inference import test_runner as driver
-from tests.models.inference.test_groups import grouped, groups_of, num_launches
+from tests.models.inference.test_groups import fuse, grouped, groups_of, launches_of_a_step
 from tests.models.inference.test_runner import Decoding, Sequence, prompt
 from tests.support import tiny_models
 from tests.support.tiny_models import VOCAB, WINDOW
@@ -56,7 +55,7 @@ class HeadedDecoding(Decoding):
         """A row that begins on a head, and evaluates its own tokens behind it."""
         tokens, caches = self._prompt(head, length), self.runner.make_caches()
         self._prefill(caches, tokens[:head])
-        put_on_head(caches, self.heads[head], 4)
+        put_on_head(caches, self.heads[head])
         self._prefill(caches, tokens[head:-1])
         return self._joined(caches, tokens)
 
@@ -137,9 +136,9 @@ def test_a_row_alone_on_its_head_decodes_from_both_parts() -> None:
 def test_rows_on_one_head_attend_to_it_once_and_hold_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = HeadedDecoding(grouped("llama"))
     decoding.put_on_head(decoding.join_with(HEADS[1], 30))
+    decoding.join_with(HEADS[0], 4)
     for length in (5, 6, 33):
         decoding.join_on(HEADS[1], length)
-    decoding.join_with(HEADS[0], 4)
     decoding.runner.member_tokens = 40
     seen = list[int]()
 
@@ -183,11 +182,6 @@ def test_values_of_a_long_head_do_not_overflow(dtype: mx.Dtype) -> None:
 # ------------------------------------------------------------------------------------------------ planted faults
 
 
-def _shifted(parts: Parts) -> Any:
-    for head, members in RUNS.fget(parts):  # type: ignore[attr-defined]
-        yield (None if head is None else mx.roll(head, 1, 2)), members
-
-
 def _one_short(parts: Parts) -> Any:
     for head, members in RUNS.fget(parts):  # type: ignore[attr-defined]
         yield (None if head is None else head[:, :, :-1]), members
@@ -212,7 +206,6 @@ RUNS, OFFSET, END = Parts.runs, HeadedKVCache.offset, GroupLayer._end_of
         (ragged, "_merge", _merged_without_peaks),
         (HeadedKVCache, "offset", property(_from_tail_alone)),
         (GroupLayer, "_end_of", lambda layer, offset: END(layer, offset) - (layer.head is not None)),
-        (KVCache, "keys_and_values", lambda cache: (cache.keys, cache.values)),
     ],
 )
 @pytest.mark.parametrize("name", ["llama_swa", "gpt_oss"])
@@ -221,7 +214,7 @@ def test_a_fault_with_heads_leaves_each_row_its_own_beginning(
 ) -> None:
     monkeypatch.setattr(owner, attribute, fault)
     found = probe.find_form(tiny_models.build(name), VOCAB, max_seconds=float("inf"))
-    assert found.form is not Form.HEADS, found.text
+    assert found.form is Form.GROUPS, found.text
 
 
 # ------------------------------------------------------------------------------------------------ cost of a step
@@ -231,28 +224,14 @@ def test_a_fault_with_heads_leaves_each_row_its_own_beginning(
 def test_a_step_of_rows_on_a_head_has_fewer_than_twice_the_operations_of_one_row(
     num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attention(queries: mx.array, keys: mx.array, values: mx.array, *, mask: Any = None, **_: Any) -> mx.array:
-        return mx.abs(mx.depends(queries, [keys, values, *([mask] if isinstance(mask, mx.array) else [])]))
-
-    monkeypatch.setattr(ragged, "_mlx_attention", attention)
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(mx.fast, "rope", lambda x, *_, offset, **options: mx.abs(x))
-    monkeypatch.setattr(mx.fast, "rms_norm", lambda x, *_: mx.abs(x))
-    runner, counts = grouped("llama"), list[int]()
+    fuse(monkeypatch)
+    counts = list[int]()
     for count in (1, num_rows):
-        decoding = HeadedDecoding(runner)
+        decoding = HeadedDecoding(grouped("llama"))
         decoding.join_with(HEADS[1], 5)
         if count > 1:
             decoding.put_on_head(decoding.live[0])
             for row in range(count - 1):
                 decoding.join_on(HEADS[1], 4 + row % 5)
-        rows = [sequence.row for sequence in decoding.live]
-        first = launch(runner, rows, None)
-        first.tokens()
-        step = runner.prepare(rows, first)
-        assert step.sampled is not None
-        counts.append(num_launches(step.sampled, tmp_path))
-        runner.start(step)
-        step.tokens()
-        runner.separate_all()
+        counts.append(launches_of_a_step(decoding, tmp_path))
     assert counts[1] <= 1.9 * counts[0], counts
