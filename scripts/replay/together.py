@@ -57,7 +57,7 @@ class Model:
 
     @property
     def sub_agent(self) -> AgentShape:
-        """One that works for it."""
+        """An agent that works for a main agent."""
         return self.agent((1.02, 1.06, 1.2), (2, 5, 10), 1.9)
 
 
@@ -371,7 +371,7 @@ class Replay:
 def least_recently_used(found: Outcome, sizes: Sizes, *, is_charged: bool) -> float:
     """Returns the percentage of prompt tokens that an LRU restores, the better one of two.
 
-    One that `is_charged` has so much less memory as running rows needed beyond their state.
+    With `is_charged` the LRU has less memory, by what running rows needed beyond their state.
     """
     rivals = TreeRival(sizes), TreeRival(sizes, keeps_points=True)
     return 100 * max(_num_hit(rival, found, is_charged) for rival in rivals) / found.num_prompt

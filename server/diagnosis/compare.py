@@ -361,7 +361,7 @@ def _without_thoughts(part: Part) -> str:
 
 
 def thoughts_apart(part: Part) -> Part:
-    """A message with the thoughts that begin its text in their field, where a server puts them."""
+    """The message with leading thoughts moved from its text into `reasoning`, where a server puts thoughts."""
     found = _REASONING.match(part.text.lstrip()) if part.role == "assistant" else None
     if found is None:
         return part

@@ -135,8 +135,8 @@ def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
     """The budget for state of each model, in sum at most `total_bytes`, each at most its `useful_bytes`.
 
     First, each model in use gets its due budget, and each other model its used bytes up to the floor. Then, while
-    memory is left: models in use get their used bytes and a step of growth; other models their used bytes, and loaded
-    ones their due budget; models in use share the rest. In each group the last used model comes first.
+    memory is left, models in use get their used bytes and a step of growth, other models get their used bytes, other
+    loaded models get their due budget, and models in use share the rest. Each time the last used model comes first.
     """
     latest = sorted(models, key=lambda one: one.last_used, reverse=True)
     in_use, idle = [one for one in latest if one.is_in_use], [one for one in latest if not one.is_in_use]
