@@ -139,20 +139,22 @@ def test_rows_on_one_head_attend_to_it_once_and_hold_it_once(monkeypatch: pytest
     decoding.join_with(HEADS[0], 4)
     for length in (5, 6, 33):
         decoding.join_on(HEADS[1], length)
-    decoding.runner.member_tokens = 40
     seen = list[int]()
 
     def counting(queries: mx.array, *args: Any) -> Any:
         seen.append(queries.shape[0])
         return over_head(queries, *args)
 
-    over_head = ragged._over_head
+    over_head, num_layers = ragged._over_head, len(decoding.runner.make_caches())
     monkeypatch.setattr(ragged, "_over_head", counting)
-    decoding.step(3)
-    assert set(seen) == {4} and len(seen) == 3 * len(decoding.runner.make_caches())
+    for member_tokens in (40.0, 0.0):
+        decoding.runner.member_tokens = member_tokens
+        decoding.step(3)
+        assert bool(groups_of(decoding.runner)) == bool(member_tokens)
+        decoding.runner.separate_all()
+    assert set(seen) == {4} and len(seen) == 6 * num_layers
     heads = {id(leaf.head) for row in decoding.live for leaf in row.row.caches if isinstance(leaf, HeadedKVCache)}
-    assert len(heads) == len(decoding.runner.make_caches())
-    assert groups_of(decoding.runner)
+    assert len(heads) == num_layers
     decoding.check("llama")
 
 
