@@ -151,7 +151,7 @@ class OurSide:
         """Decodes `num_steps` tokens of each row; nothing is left running."""
         for _ in range(num_steps):
             following = launch(self._runner, self._rows, self._current)
-            self._steps.append(self._current.tokens())
+            self._steps.append([token for (token,) in self._current.tokens()])
             self._current = following
         mx.synchronize()
 

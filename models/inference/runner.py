@@ -22,7 +22,7 @@ stored state.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -104,14 +104,12 @@ MAX_UNREAD_ERRORS = 16
 
 @dataclass(eq=False)
 class DecodeRow:
-    """A sequence while it decodes. Only the runner changes its caches until detached.
-
-    Without `next_token` it is fed the previous step's sample.
-    """
+    """A sequence while it decodes. Only the runner changes its caches until detached."""
 
     caches: list[LayerCache]
     sampling: RowSampling
-    next_token: int | None = None
+    known: list[int] = field(default_factory=list)
+    """Chosen tokens that the next step feeds; without one it feeds the previous step's sample."""
     adapter: int = NO_ADAPTER
     is_lost: bool = False
     """An error has taken its state with that of others."""
@@ -128,11 +126,11 @@ class DecodeStep:
     logprobs: StepLogprobs | None = None
     on_error: Callable[[], None] = lambda: None
 
-    def tokens(self) -> list[int]:
-        """Blocks until the step is done; returns each row's sampled token."""
+    def tokens(self) -> list[list[int]]:
+        """Blocks until the step is done; returns each row's sampled tokens."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
         try:
-            return cast(list[int], self.sampled.tolist())
+            return [[token] for token in cast(list[int], self.sampled.tolist())]
         except Exception:
             self.on_error()
             raise
@@ -247,14 +245,14 @@ class Runner:
         Penalties look at `prompt` and `generated`, the output before a replay.
         """
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
-        return DecodeRow(caches, state, next_token, adapter)
+        return DecodeRow(caches, state, [next_token], adapter)
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
         """Feeds `row` `token` in the next step in place of the sample, which penalties forget.
 
         `generated` is the output with `token`.
         """
-        row.next_token = token
+        row.known = [token]
         if row.sampling.params.looks_back:
             row.sampling = row.sampling.after(prompt, generated)
 
@@ -268,7 +266,7 @@ class Runner:
     ) -> DecodeStep:
         """Returns a step that evaluates one token per row and samples the next; computes nothing yet.
 
-        A row is fed its `next_token`, once, else `previous`'s sample. Without `samples` it waits for `sample`. Rows
+        A row is fed its known token, once, else `previous`'s sample. Without `samples` it waits for `sample`. Rows
         may share buffers that take `spare_bytes` more than their own would.
         """
         _assert_have_state(rows)
@@ -279,7 +277,7 @@ class Runner:
             if samples:
                 self.sample(step, ())
         for row in rows:
-            row.next_token = None
+            row.known = []
         return step
 
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
@@ -441,15 +439,15 @@ def _at(rows: mx.array, places: list[int]) -> mx.array:
 
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
     """Uint32 `[num_rows]`, without waiting for `previous`."""
-    host_tokens = [row.next_token for row in rows if row.next_token is not None]
+    host_tokens = [token for row in rows for token in row.known]
     if len(host_tokens) == len(rows):
         return mx.array(host_tokens, dtype=mx.uint32)
-    assert previous is not None, "a row without next_token needs the step that sampled its token"
+    assert previous is not None, "a row without a known token needs the step that sampled its token"
     assert previous.sampled is not None, "a step is followed once it has sampled"
     if tuple(rows) == previous.rows and not host_tokens:
         return previous.sampled
     sampled_at = {row: index for index, row in enumerate(previous.rows)}
     host_at = iter(range(len(previous.rows), len(previous.rows) + len(host_tokens)))
-    index = [sampled_at[row] if row.next_token is None else next(host_at) for row in rows]
+    index = [next(host_at) if row.known else sampled_at[row] for row in rows]
     choices = mx.concatenate([previous.sampled, mx.array(host_tokens, dtype=mx.uint32)])
     return choices[mx.array(index)]

@@ -290,7 +290,7 @@ class Row:
     """A decoding sequence without tokens that mean anything."""
 
     caches: list[LayerCache]
-    next_token: int | None = None
+    known: list[int]
 
 
 @dataclass(frozen=True)
@@ -299,9 +299,9 @@ class Sampled:
 
     num_rows: int
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[list[int]]:
         """Returns a token for each row."""
-        return [7] * self.num_rows
+        return [[7]] * self.num_rows
 
     def logprob(self, index: int, token: int) -> None:
         """Nobody asks."""
@@ -337,7 +337,7 @@ class ShapeRunner(SharesNothing):
         adapter: int = 0,
     ) -> Row:
         """Returns a row over caches."""
-        return Row(caches, next_token)
+        return Row(caches, [next_token])
 
     def force(self, row: Row, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """Nothing is ever forced here."""

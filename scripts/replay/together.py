@@ -119,7 +119,7 @@ class SizedRow:
     caches: list[LayerCache]
     output: TokenArray
     position: int
-    next_token: int | None = None
+    known: list[int]
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ class SizedStep:
 
     sampled: list[int]
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[list[int]]:
         """Returns them."""
-        return self.sampled
+        return [[token] for token in self.sampled]
 
     def logprob(self, index: int, token: int) -> None:
         """Nobody asks."""
@@ -170,7 +170,7 @@ class SizedRunner:
         adapter: int,
     ) -> SizedRow:
         """Returns a row over caches."""
-        return SizedRow(caches, self.outputs[id(prompt)], len(generated), next_token)
+        return SizedRow(caches, self.outputs[id(prompt)], len(generated), [next_token])
 
     def force(self, *arguments: Any, **options: Any) -> None:
         """Nothing is ever forced here."""

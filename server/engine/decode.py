@@ -97,7 +97,8 @@ class DecodePipeline:
 
     def _feed(self, sequence: Sequence, previous: InFlightStep | None) -> None:
         if previous is None or previous.is_read or sequence not in previous.sequences:
-            sequence.decode.row.next_token = sequence.decode.unrecorded
+            assert sequence.decode.unrecorded is not None, "a row needs a token to be fed"
+            sequence.decode.row.known = [sequence.decode.unrecorded]
             return
         forced = sequence.output.forced_token()
         if forced is not None:
@@ -148,7 +149,7 @@ class DecodePipeline:
             self._in_flight = None
             self._recover(list(dict.fromkeys([*launched.sequences, *newer])), error)
             return
-        for index, (sequence, token) in enumerate(zip(launched.sequences, tokens, strict=True)):
+        for index, (sequence, (token,)) in enumerate(zip(launched.sequences, tokens, strict=True)):
             if sequence.output.reason is None and sequence in self._table:
                 forced = sequence.output.forced_token()
                 if forced is not None and sequence not in self._newer_than(launched):

@@ -13,8 +13,8 @@ from server.engine.request import TokenArray
 class Step(Protocol):
     """A decode step under way."""
 
-    def tokens(self) -> list[int]:
-        """Waits for the step; returns each row's next token."""
+    def tokens(self) -> list[list[int]]:
+        """Waits for the step; returns each row's next tokens."""
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
         """Returns the log-probability of `token`, if it was asked for; `tokens` must come first."""

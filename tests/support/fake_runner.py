@@ -49,7 +49,8 @@ class FakeRow:
     """One decoding sequence."""
 
     caches: list[LayerCache]
-    next_token: int | None
+    known: list[int]
+    """What the next step feeds; the sample of the step before, if empty."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     position: int = 0
     """Tokens sampled so far."""
@@ -74,12 +75,12 @@ class FakeStep:
     is_started: bool = False
     has_sampled: bool = True
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[list[int]]:
         """Returns the sampled tokens, or raises."""
         assert self.is_started and self.has_sampled, "a step was read that nobody started"
         if self.error is not None:
             raise self.error
-        return self.sampled
+        return [[token] for token in self.sampled]
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
         """Returns numbers that say of which token they are, for rows that ask."""
@@ -153,12 +154,12 @@ class FakeRunner(SharesNothing):
         """Returns a row; of how tokens are to be sampled, only what keeps ends away has an effect."""
         self.samplings.append(sampling)
         self.before.append((prompt.tolist(), list(generated)))
-        return FakeRow(caches, next_token, sampling, len(generated))
+        return FakeRow(caches, [next_token], sampling, len(generated))
 
     def force(self, row: FakeRow, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """The next step feeds `token`, whatever the step before gave."""
         assert generated[-1] == token
-        row.next_token = token
+        row.known = [token]
 
     def prepare(
         self, rows: Sequence[FakeRow], previous: FakeStep | None, *, samples: bool = True, spare_bytes: float = 0
@@ -206,9 +207,9 @@ class FakeRunner(SharesNothing):
         self.log.append(("close",))
 
     def _input(self, row: FakeRow, previous: FakeStep | None) -> int:
-        token, row.next_token = row.next_token, None
-        if token is not None:
-            return token
+        known, row.known = row.known, []
+        if known:
+            return known[0]
         assert previous is not None and row in previous.rows, "a row was fed from a step it was not in"
         return previous.sampled[previous.rows.index(row)]
 

@@ -45,7 +45,7 @@ def decoded(runner: Runner, rows: list[DecodeRow]) -> list[list[int]]:
     for _ in range(NUM_TOKENS):
         step = runner.prepare(rows, step)
         runner.start(step)
-        found.append(step.tokens())
+        found.append([token for (token,) in step.tokens()])
     return [list(tokens) for tokens in zip(*found, strict=True)]
 
 

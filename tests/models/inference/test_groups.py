@@ -215,8 +215,8 @@ def test_shared_buffers_stay_within_the_spare_memory() -> None:
         runner.separate_all()
         step = runner.prepare(rows, None, spare_bytes=spare_bytes)
         runner.start(step)
-        for row, token in zip(rows, step.tokens(), strict=True):
-            row.next_token = token
+        for row, tokens in zip(rows, step.tokens(), strict=True):
+            row.known = tokens
         assert groups_of(runner), "rows of like lengths share what they have"
         assert runner.padding_bytes <= spare_bytes
         assert [runner.own_bytes(row.caches) for row in rows if runner.own_bytes(row.caches)]
@@ -343,7 +343,7 @@ def test_a_step_that_fails_when_it_is_read_takes_shared_state_with_it() -> None:
     rows = [decoding.join(length) for length in (30, 31)]
     decoding.step(2)
     decoding.read()
-    rows[0].row.next_token, rows[1].row.next_token = 1, 2
+    rows[0].row.known, rows[1].row.known = [1], [2]
     step = launch(decoding.runner, [row.row for row in rows], None)
     step.sampled = cast(Any, _Failing())
     with pytest.raises(RuntimeError, match="device"):

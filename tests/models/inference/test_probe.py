@@ -376,7 +376,7 @@ def test_a_faulty_model_says_row_by_row_what_each_row_says_alone(fault: type[Fau
         for _ in range(12):
             step = runner.prepare(rows, step)
             runner.start(step)
-            found.append(step.tokens())
+            found.append([token for (token,) in step.tokens()])
         return [list(tokens) for tokens in zip(*found, strict=True)]
 
     rng = np.random.default_rng(3)

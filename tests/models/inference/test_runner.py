@@ -92,7 +92,7 @@ class Decoding:
             sampled = dict(zip(self._unread.rows, self._unread.tokens(), strict=True))
             for sequence in self.live:
                 if sequence.row in sampled:
-                    sequence.output.append(sampled[sequence.row])
+                    sequence.output += sampled[sequence.row]
             self._unread = None
 
     def leave(self, sequence: Sequence) -> None:
@@ -102,7 +102,7 @@ class Decoding:
         self.runner.detach(sequence.row)
 
     def return_(self, sequence: Sequence) -> None:
-        sequence.row.next_token = sequence.output[-1]
+        sequence.row.known = [sequence.output[-1]]
         self.live.append(sequence)
 
 
@@ -265,7 +265,7 @@ def test_a_failing_launch_harms_no_row_outside_of_it(name: str) -> None:
         decoding.step()
     model.fails = False
     decoding.live = [bystander, decoding.join(40)]
-    bystander.row.next_token = bystander.output[-1]
+    bystander.row.known = [bystander.output[-1]]
     decoding.step(5)
     decoding.read()
     assert_like_alone(name, *decoding.live)
@@ -282,7 +282,7 @@ def test_a_detached_row_may_go_on_from_another_state(name: str) -> None:
     decoding.live.remove(donor)
     for cache, state in zip(changed.row.caches, [cache.state for cache in donor.row.caches], strict=True):
         cache.state = state
-    changed.row.next_token, changed.length, changed.output = donor.row.next_token, 18, []
+    changed.row.known, changed.length, changed.output = donor.row.known, 18, []
     decoding.step(5)
     decoding.read()
     assert_like_alone(name, changed, other)
@@ -318,14 +318,14 @@ def decoded(runner: Runner, sampling: SamplingParams, forced: dict[int, int], re
     while len(output) < 30:
         token = forced.get(len(output))
         if replayed_at == len(output):
-            output.append(step.tokens()[0] if token is None else token)
+            output.append(step.tokens()[0][0] if token is None else token)
             row, company = row_after(runner, given, output, sampling), row_after(runner, prompt(9), [], GREEDY)
             step = launch(runner, [row, company], None)
             continue
         if token is not None:
             runner.force(row, token, prompt=given, generated=[*output, token])
         following = launch(runner, [row, company], step)
-        output.append(step.tokens()[0] if token is None else token)
+        output.append(step.tokens()[0][0] if token is None else token)
         step = following
     return output
 
@@ -369,7 +369,7 @@ def test_a_row_goes_on_from_forced_tokens_as_if_they_had_been_sampled(sampling: 
 def test_a_row_needs_a_token_from_somewhere() -> None:
     runner = runner_of("llama")
     row = runner.make_row(runner.make_caches(), GREEDY, next_token=3)
-    row.next_token = None
+    row.known = []
     with pytest.raises(AssertionError):
         launch(runner, [row], None)
 
