@@ -82,6 +82,10 @@ class GenerationRequest:
     """Set where the output ends after the first call."""
     grammar: OutputGrammar | None = None
     """Of the answer behind its reasoning."""
+    speculates: bool = True
+    """False: every token has a decode step of its own."""
+    prediction: TokenArray | None = None
+    """What the client expects of the answer: a text for drafts, never part of the answer by itself."""
 
     @property
     def state_namespace(self) -> str:
@@ -113,6 +117,9 @@ class Timings:
     prompt_ms: float
     predicted_tokens: int
     predicted_ms: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of `drafted_tokens`; the answer's tokens that needed no decode step of their own."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,9 @@ class Finished:
     """The tokens behind the last delta, without text: an end of turn, a stop string."""
     scored: tuple[TokenLogprob, ...] = ()
     """Log-probabilities of all prompt tokens but the first, where the request asks."""
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+    """Both None where the request has no `prediction`."""
 
 
 @dataclass(frozen=True)
