@@ -1,0 +1,339 @@
+"""What was said before, searched for what a running output may say next. Worker thread only. Pure.
+
+A place holds one token of a text. Hash chains, as LZ77 compressors have them, lead from the last three tokens of an
+output to the places where these three stood before, the newest first; a place counts only where the tokens agree.
+All namespaces share one ring of places, so that the oldest text of all makes way for a new one. Invariants:
+* a text is found only from an output of its namespace: the owner of each place is looked up, the hash only helps;
+* the first place of a text, and places outside of texts, hold `SEPARATOR`; one follows each text;
+* an output that grows has places of its own. Two at once are each in one piece, and what is not to be kept, or is
+  forgotten meanwhile, was never where others look.
+"""
+
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from zlib import crc32
+
+import numpy as np
+
+from cache.types import TokenArray
+
+SHORTEST_MATCH = 3
+LONGEST_COMPARED = 32
+"""Tokens back from a place that are compared with the output."""
+CHAIN_DEPTH = 16
+"""Places that are compared in one look-up."""
+SEPARATOR = -1
+_NOWHERE = 0
+"""Ends a chain. The place itself holds a separator."""
+
+_MULTIPLIER = 0x9E3779B1
+_HASH_BITS = 32
+_HASH_MASK = (1 << _HASH_BITS) - 1
+_FIRST_BITS = 8
+_CHAIN_LENGTH = 4
+"""Places per chain, on average, from which the table of chains is doubled."""
+
+_TEXT_PLACES = 64
+"""Each text takes as many places at least, so that what is kept of it besides takes few bytes a place."""
+_TEXT_BYTES = 192
+PLACE_BYTES = 4 + 4 + 4 * 2 // _CHAIN_LENGTH + _TEXT_BYTES // _TEXT_PLACES + 1
+"""Token, place before it in the chain, share of the table and of the texts, what arrays have in reserve."""
+
+
+class _Chains:
+    """Tokens by place, and chains through the places whose last three tokens have one hash."""
+
+    def __init__(self) -> None:
+        self.tokens = array("i", [SEPARATOR])
+        self.before = array("i", [_NOWHERE])
+        """For each place the one before it in its chain."""
+        self.newest = array("i", bytes(4 << _FIRST_BITS))
+        self.shift = _HASH_BITS - _FIRST_BITS
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(sys.getsizeof, (self.tokens, self.before, self.newest)))
+
+    def append(self, token: int, hashed: int) -> None:
+        """Adds a token behind the last place; `hashed` is that of the last three."""
+        place = len(self.tokens)
+        self.tokens.append(token)
+        if place < SHORTEST_MATCH:
+            self.before.append(_NOWHERE)
+            return
+        self.before.append(self.newest[hashed >> self.shift])
+        self.newest[hashed >> self.shift] = place
+        if place > _CHAIN_LENGTH * len(self.newest):
+            self._split_chains()
+
+    def grow(self, num_places: int) -> None:
+        """Has `num_places` at least."""
+        missing = num_places - len(self.tokens)
+        if missing > 0:
+            self.tokens.frombytes(np.full(missing, SEPARATOR, np.int32).tobytes())
+            self.before.frombytes(bytes(4 * missing))
+        while num_places > _CHAIN_LENGTH * len(self.newest):
+            self._split_chains()
+
+    def write(self, start: int, tokens: TokenArray, salt: int) -> None:
+        """Puts three tokens or more at `start`."""
+        self.fill(start, tokens)
+        places = np.arange(start + SHORTEST_MATCH - 1, start + len(tokens))
+        # Sorted by chain, then by place.
+        keys = np.sort((_hashes(tokens, salt) >> self.shift).astype(np.int64) << _HASH_BITS | places)
+        places, chains = (keys & _HASH_MASK).astype(np.int32), keys >> _HASH_BITS
+        differs = chains[1:] != chains[:-1]
+        is_first, is_last = np.append(True, differs), np.append(differs, True)
+        earlier = np.append(np.int32(_NOWHERE), places[:-1])
+        newest = np.frombuffer(self.newest, np.int32)
+        earlier[is_first] = newest[chains[is_first]]
+        np.frombuffer(self.before, np.int32)[places] = earlier
+        newest[chains[is_last]] = places[is_last]
+
+    def fill(self, start: int, tokens: TokenArray) -> None:
+        """Overwrites the tokens from `start` on; chains still lead there."""
+        np.frombuffer(self.tokens, np.int32)[start : start + len(tokens)] = tokens
+
+    def find(
+        self, place: int, own: "LiveText", longest: int, accepts: Callable[[int], bool]
+    ) -> tuple[int, int] | None:
+        """The place in the chain from `place` on that agrees with the end of `own` the longest, the newest such one.
+
+        With the length of the agreement, which is more than `longest`. A token follows the place.
+        """
+        tokens, own_tokens = self.tokens, own.tokens
+        limit = min(LONGEST_COMPARED, own.stop - 1)
+        found = None
+        for _ in range(CHAIN_DEPTH):
+            if place == _NOWHERE or longest == limit:
+                break
+            if tokens[place - longest] == own_tokens[-1 - longest] and tokens[place + 1] != SEPARATOR:
+                length = 0
+                while length < limit and tokens[place - length] == own_tokens[-1 - length]:
+                    length += 1
+                if length > longest and accepts(place):
+                    found, longest = (place, length), length
+            place = self.before[place]
+        return found
+
+    def _split_chains(self) -> None:
+        """Doubles the table. Both halves of a chain go on as the whole: nothing is hashed again."""
+        self.newest = array("i", np.repeat(np.frombuffer(self.newest, np.int32), 2).tobytes())
+        self.shift -= 1
+
+
+def _hashes(tokens: TokenArray, salt: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    """Of each three tokens in a row; as `LiveText.push` has it."""
+    words, multiplier = tokens.astype(np.uint32), np.uint32(_MULTIPLIER)
+    mixed = (words[:-2] * multiplier ^ words[1:-1]) * multiplier ^ words[2:]
+    return (mixed + np.uint32(salt)) * multiplier
+
+
+class LiveText:
+    """An output that grows. Found only from itself until it ends."""
+
+    def __init__(self, history: "History", namespace: str, session_id: str | None) -> None:
+        self.namespace = namespace
+        self.session_id = session_id
+        self.chains = _Chains()
+        self.tokens = self.chains.tokens
+        self.stop = 1
+        """The place behind the last token; the first token's is 1."""
+        self.hashed = 0
+        """Of the last three tokens."""
+        self._history = history
+        self._num_forgotten = history.num_forgotten
+        self._salt = _salt(namespace)
+        self._last = (0, 0)
+
+    def push(self, token: int) -> None:
+        """Adds a token."""
+        first, second = self._last
+        self._last = second, token
+        mixed = (first * _MULTIPLIER ^ second) * _MULTIPLIER ^ token
+        self.hashed = (mixed + self._salt) * _MULTIPLIER & _HASH_MASK
+        self.chains.append(token, self.hashed)
+        self.stop += 1
+
+    def end(self, keeps: bool) -> None:
+        """With `keeps` the output joins the history, unless something was forgotten since it began."""
+        if keeps and self._num_forgotten == self._history.num_forgotten:
+            self._history.add(self.namespace, np.array(self.tokens[1:], np.int32), self.session_id)
+
+
+@dataclass(slots=True, eq=False)
+class FinishedText:
+    """A finished text in places `[start, stop)`, the first a separator; `stop` is 0 once it is dropped."""
+
+    start: int
+    stop: int
+    namespace: str
+    session_id: str | None
+
+
+_start_of = attrgetter("start")
+
+
+class History:
+    """Finished texts of all namespaces, in at most `max_bytes`. The oldest make way for new ones."""
+
+    def __init__(self, max_bytes: int = 32 << 20) -> None:
+        self.num_forgotten = 0
+        """Times that something was forgotten."""
+        self._max_places = max_bytes // PLACE_BYTES
+        self._chains = _Chains()
+        self._texts: list[FinishedText] = []
+        """In the order of their places."""
+        self._end = 1
+        """The place behind the newest text."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory, without outputs that still grow."""
+        return self._chains.num_bytes + _TEXT_BYTES * len(self._texts)
+
+    def add(self, namespace: str, tokens: TokenArray, session_id: str | None = None) -> None:
+        """Adds a finished text; of one that takes more than a quarter of the ring, its end."""
+        tokens = tokens[-(self._max_places // 4) :]
+        if len(tokens) <= SHORTEST_MATCH:
+            return
+        text = self._allocate(len(tokens), namespace, session_id)
+        self._chains.write(text.start + 1, tokens, _salt(namespace))
+
+    def begin(self, namespace: str, session_id: str | None = None) -> LiveText:
+        """An output that grows."""
+        return LiveText(self, namespace, session_id)
+
+    def follow(self, own: LiveText) -> "Follower":
+        """Looks in `own` and in the texts of its namespace."""
+        return Follower(self, own)
+
+    def forget(self, namespace: str, session_id: str | None = None) -> None:
+        """Drops a namespace's texts, or one session's. Outputs that still grow will not join."""
+        self.num_forgotten += 1
+        kept = []
+        for text in self._texts:
+            if text.namespace == namespace and session_id in (None, text.session_id):
+                self._drop(text)
+            else:
+                kept.append(text)
+        self._texts = kept
+        if not kept:
+            self._give_back()
+
+    def forget_all(self) -> None:
+        """Drops all texts, and gives the memory back."""
+        self.num_forgotten += 1
+        for text in self._texts:
+            text.stop = 0
+        self._texts = []
+        self._give_back()
+
+    def find(self, own: LiveText, longest: int) -> tuple[FinishedText, int, int] | None:
+        """As `_Chains.find`, with the text in which the place is."""
+        chains, namespace = self._chains, own.namespace
+        newest = chains.newest[own.hashed >> chains.shift]
+        found = chains.find(newest, own, longest, lambda place: self._text_at(place).namespace == namespace)
+        return None if found is None else (self._text_at(found[0]), *found)
+
+    @property
+    def tokens(self) -> "array[int]":
+        """By place."""
+        return self._chains.tokens
+
+    def check(self) -> None:
+        """Asserts the invariants."""
+        is_text = np.zeros(len(self.tokens), bool)
+        limits = [*(text.start for text in self._texts), len(self.tokens)]
+        for text, limit in zip(self._texts, limits[1:], strict=True):
+            assert 1 <= text.start < text.stop < limit
+            is_text[text.start + 1 : text.stop] = True
+        assert np.array_equal(is_text, np.array(self.tokens) != SEPARATOR)
+
+    def _give_back(self) -> None:
+        self._chains, self._end = _Chains(), 1
+
+    def _text_at(self, place: int) -> FinishedText:
+        """The text to which a place with a token belongs."""
+        return self._texts[bisect_right(self._texts, place, key=_start_of) - 1]
+
+    def _allocate(self, num_tokens: int, namespace: str, session_id: str | None) -> FinishedText:
+        num_places = max(num_tokens + 2, _TEXT_PLACES)
+        if self._end + num_places > self._max_places:
+            self._make_way(self._end, self._max_places)
+            self._end = 1
+        start, self._end = self._end, self._end + num_places
+        index = self._make_way(start, self._end)
+        self._chains.grow(self._end)
+        text = FinishedText(start, start + 1 + num_tokens, namespace, session_id)
+        self._texts.insert(index, text)
+        return text
+
+    def _make_way(self, start: int, stop: int) -> int:
+        """Drops the texts that begin in `[start, stop)`; returns where in the order they stood."""
+        first, behind = (bisect_left(self._texts, place, key=_start_of) for place in (start, stop))
+        for text in self._texts[first:behind]:
+            self._drop(text)
+        del self._texts[first:behind]
+        return first
+
+    def _drop(self, text: FinishedText) -> None:
+        self._chains.fill(text.start, np.full(text.stop - text.start, SEPARATOR, np.int32))
+        text.stop = 0
+
+
+class Follower:
+    """Where the continuation of an output stood before, if anywhere."""
+
+    def __init__(self, history: History, own: LiveText) -> None:
+        self._history = history
+        self._own = own
+        self._text: FinishedText | LiveText = own
+        self._tokens = own.tokens
+        self._next = own.stop
+        """The place in `_text` of the token that is expected next."""
+        self._length = 0
+
+    @property
+    def match_length(self) -> int:
+        """On how many last tokens output and text agree: three or more, or 0 if nothing is followed."""
+        return self._length if self._next < self._text.stop else 0
+
+    def push(self, token: int) -> None:
+        """Takes the output's next token, which `own` has already."""
+        if self._length and self._tokens[self._next] == token:
+            self._next += 1
+            self._length += 1
+            if self._next < self._text.stop:
+                return
+        self._look_up()
+
+    def next_tokens(self, limit: int) -> list[int]:
+        """What followed before, `limit` tokens at most. An output that repeats itself is expected to go on so."""
+        if not self.match_length:
+            return []
+        tokens = self._tokens[self._next : min(self._next + limit, self._text.stop)].tolist()
+        return tokens if self._text is not self._own else (tokens * (limit // len(tokens) + 1))[:limit]
+
+    def _look_up(self) -> None:
+        own = self._own
+        self._length = 0
+        if own.stop <= SHORTEST_MATCH:
+            return
+        shortest = SHORTEST_MATCH - 1
+        inside = own.chains.find(own.chains.before[-1], own, shortest, lambda _: True)
+        if inside is not None:
+            place, self._length = inside
+            self._text, self._tokens, self._next = own, own.tokens, place + 1
+        found = self._history.find(own, max(self._length, shortest))
+        if found is not None:
+            self._text, place, self._length = found
+            self._tokens, self._next = self._history.tokens, place + 1
+
+
+def _salt(namespace: str) -> int:
+    return crc32(namespace.encode())

@@ -1,0 +1,252 @@
+"""What may follow an output is found as by a naive search: in texts of its namespace, never in forgotten ones."""
+
+import tracemalloc
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache import history
+from cache.history import LONGEST_COMPARED, PLACE_BYTES, SHORTEST_MATCH, Follower, History, LiveText
+from cache.types import TokenArray
+
+NAMESPACES, SESSIONS = st.sampled_from(["ours", "theirs"]), st.sampled_from(["monday", "tuesday", None])
+TOKENS = st.lists(st.integers(0, 1), min_size=4, max_size=25)
+
+
+def array_of(tokens: list[int]) -> TokenArray:
+    return np.array(tokens, np.int32)
+
+
+@dataclass
+class NaiveText:
+    namespace: str
+    session_id: str | None
+    tokens: list[int] = field(default_factory=list)
+    is_known: bool = True
+
+
+@dataclass
+class NaiveOutput:
+    """An output, and what it follows: looked for place by place."""
+
+    text: NaiveText
+    num_forgotten: int
+    followed: NaiveText | None = None
+    next: int = 0
+    length: int = 0
+
+    def push(self, token: int, texts: list[NaiveText]) -> None:
+        followed, self.followed = self.followed, None
+        own = self.text.tokens
+        own.append(token)
+        if followed is not None and followed.is_known and followed.tokens[self.next] == token:
+            self.next, self.length = self.next + 1, self.length + 1
+            if self.next < len(followed.tokens):
+                self.followed = followed
+                return
+        self.length = SHORTEST_MATCH - 1
+        known = [one for one in reversed(texts) if one.is_known and one.namespace == self.text.namespace]
+        for text in [self.text, *known]:
+            for stop in range(len(text.tokens) - 1, SHORTEST_MATCH - 1, -1):
+                agreed = 0
+                limit = min(stop, len(own), LONGEST_COMPARED)
+                while agreed < limit and text.tokens[stop - 1 - agreed] == own[-1 - agreed]:
+                    agreed += 1
+                if agreed > self.length:
+                    self.followed, self.next, self.length = text, stop, agreed
+
+    def next_tokens(self, limit: int) -> list[int]:
+        if self.followed is None or not self.followed.is_known:
+            return []
+        found = self.followed.tokens[self.next :]
+        return (found * (limit if self.followed is self.text else 1))[:limit]
+
+
+class Compared:
+    """A history and a naive one, which are told the same."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.texts: list[NaiveText] = []
+        self.num_forgotten = 0
+        self.outputs: list[tuple[LiveText, Follower, NaiveOutput]] = []
+        self.begin("ours", "monday")
+
+    def add(self, namespace: str, session_id: str | None, tokens: list[int]) -> None:
+        self.history.add(namespace, array_of(tokens), session_id)
+        self.texts.append(NaiveText(namespace, session_id, list(tokens)))
+
+    def begin(self, namespace: str, session_id: str | None) -> None:
+        own = self.history.begin(namespace, session_id)
+        naive = NaiveOutput(NaiveText(namespace, session_id), self.num_forgotten)
+        self.outputs.append((own, self.history.follow(own), naive))
+
+    def push(self, which: int, tokens: list[int]) -> None:
+        if self.outputs:
+            own, follower, naive = self.outputs[which % len(self.outputs)]
+            for token in tokens:
+                own.push(token)
+                follower.push(token)
+                naive.push(token, self.texts)
+                self.check()
+
+    def end(self, which: int, keeps: bool) -> None:
+        if self.outputs:
+            own, _, naive = self.outputs.pop(which % len(self.outputs))
+            own.end(keeps)
+            if keeps and naive.num_forgotten == self.num_forgotten:
+                self.texts.append(naive.text)
+
+    def forget(self, namespace: str, session_id: str | None) -> None:
+        self.history.forget(namespace, session_id)
+        self.num_forgotten += 1
+        for text in self.texts:
+            text.is_known &= text.namespace != namespace or session_id not in (None, text.session_id)
+
+    def check(self) -> None:
+        self.history.check()
+        for _, follower, naive in self.outputs:
+            expected = naive.next_tokens(7)
+            assert follower.next_tokens(7) == expected
+            assert follower.match_length == (naive.length if expected else 0)
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), NAMESPACES, SESSIONS, TOKENS),
+    st.tuples(st.just("begin"), NAMESPACES, SESSIONS),
+    st.tuples(st.just("push"), st.integers(0, 2), TOKENS),
+    st.tuples(st.just("end"), st.integers(0, 2), st.booleans()),
+    st.tuples(st.just("forget"), NAMESPACES, SESSIONS),
+)
+
+
+@given(operations=st.lists(OPERATIONS, max_size=30))
+def test_what_is_followed_is_what_a_naive_search_follows(operations: list[tuple[Any, ...]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(history, "CHAIN_DEPTH", 1 << 30)
+        # All namespaces share their chains.
+        patch.setattr(history, "_salt", lambda namespace: 0)
+        compared = Compared()
+        for name, *arguments in operations:
+            getattr(compared, name)(*arguments)
+            compared.check()
+            compared.push(len(arguments), [0, 1, 0, 0])
+
+
+@given(
+    texts=st.lists(st.tuples(NAMESPACES, st.lists(st.integers(0, 1), max_size=120)), min_size=3, max_size=40),
+    output=st.lists(st.integers(0, 1), min_size=20, max_size=60),
+)
+def test_a_full_history_says_only_what_followed_in_a_text_of_the_namespace(
+    texts: list[tuple[str, list[int]]], output: list[int]
+) -> None:
+    """Texts come and go between the tokens of an output that follows them."""
+    max_bytes = 600 * PLACE_BYTES
+    known = History(max_bytes)
+    own = known.begin("ours")
+    follower = known.follow(own)
+    added: list[list[int]] = []
+    for number, token in enumerate(output):
+        namespace, tokens = texts[number % len(texts)]
+        known.add(namespace, array_of(tokens))
+        if namespace == "ours":
+            added.append(tokens)
+        own.push(token)
+        follower.push(token)
+        known.check()
+        length, expected = follower.match_length, follower.next_tokens(5)
+        assert bool(length) == bool(expected) and length <= number + 1
+        so_far = output[: number + 1]
+        sources = [*added, *(so_far + so_far[-period:] * 5 for period in range(1, number + 2))]
+        if length:
+            assert any(contains(source, so_far[-length:] + expected) for source in sources)
+
+
+def contains(tokens: list[int], part: list[int]) -> bool:
+    return any(tokens[start : start + len(part)] == part for start in range(len(tokens) - len(part) + 1))
+
+
+def following(known: History, tokens: list[int], namespace: str = "") -> Follower:
+    own = known.begin(namespace)
+    follower = known.follow(own)
+    for token in tokens:
+        own.push(token)
+        follower.push(token)
+    return follower
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_oldest_texts_of_all_namespaces_make_way(seed: int) -> None:
+    known = History(5000 * PLACE_BYTES)
+    added: list[TokenArray] = []
+    for number, size in enumerate(np.random.default_rng(seed).integers(4, 800, 80).tolist()):
+        added.append(np.arange(1000 * number, 1000 * number + size, dtype=np.int32))
+        known.add("ab"[number % 2], added[-1])
+        known.check()
+        found = [
+            bool(following(known, text[:4].tolist(), "ab"[at % 2]).next_tokens(1)) for at, text in enumerate(added)
+        ]
+        assert found == sorted(found) and found[-1]
+        kept = sum(len(text) for text, is_found in zip(added, found, strict=True) if is_found)
+        assert all(found) or kept > 2500
+
+
+def test_of_a_text_longer_than_the_history_may_hold_the_end_is_kept() -> None:
+    known = History(4000 * PLACE_BYTES)
+    known.add("", np.arange(5000, dtype=np.int32))
+    assert following(known, [4500, 4501, 4502]).next_tokens(2) == [4503, 4504]
+    assert following(known, [100, 101, 102]).next_tokens(2) == []
+
+
+def test_a_text_that_makes_way_is_no_longer_followed_even_where_another_begins_alike() -> None:
+    known = History(400 * PLACE_BYTES)
+    known.add("ours", np.arange(90, dtype=np.int32))
+    own = known.begin("ours")
+    follower = known.follow(own)
+    for token in range(5):
+        own.push(token)
+        follower.push(token)
+    assert follower.next_tokens(2) == [5, 6]
+    for _ in range(4):
+        known.add("theirs", np.arange(90, dtype=np.int32))
+    assert (follower.match_length, follower.next_tokens(2)) == (0, [])
+    own.push(5)
+    follower.push(5)
+    assert (follower.match_length, follower.next_tokens(2)) == (0, [])
+
+
+def test_the_longest_agreement_wins_then_the_newest() -> None:
+    known = History()
+    for tokens in ([1, 2, 3, 4, 10], [9, 2, 3, 4, 20], [8, 2, 3, 4, 30]):
+        known.add("", array_of(tokens))
+    assert following(known, [9, 2, 3, 4]).next_tokens(5) == [20]
+    assert following(known, [7, 2, 3, 4]).next_tokens(5) == [30]
+
+
+def test_an_output_that_repeats_itself_is_expected_to_go_on() -> None:
+    follower = following(History(), [5, 6, 7, 5, 6, 7])
+    assert (follower.match_length, follower.next_tokens(5)) == (3, [5, 6, 7, 5, 6])
+
+
+def test_memory_grows_with_the_texts_up_to_the_limit() -> None:
+    max_bytes = 1 << 20
+    tracemalloc.start()
+    try:
+        known = History(max_bytes)
+        assert tracemalloc.get_traced_memory()[0] < 10_000
+        for number in range(5000):
+            size = 500 if number < 1000 else 4
+            known.add(f"{number % 10}", np.arange(number, number + size, dtype=np.int32))
+            if number == 20:
+                assert known.num_bytes < max_bytes / 8
+            assert known.num_bytes <= max_bytes
+        assert known.num_bytes / 2 < tracemalloc.get_traced_memory()[0] < max_bytes * 1.05
+        for number in range(10):
+            known.forget(f"{number}")
+        assert known.num_bytes < 10_000
+    finally:
+        tracemalloc.stop()
