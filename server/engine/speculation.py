@@ -1,0 +1,658 @@
+"""Which tokens a decode step takes on trial: drafts from texts that rows follow, as long as they pay. Pure.
+
+A row *follows* a text while its output agrees with it: a text of the history, or what the client predicted. The
+text's next tokens are the row's draft. The lengths of all drafts of a step are chosen together, for the most tokens
+per second: expected tokens, by how often each kind of match came true, and seconds, by how many tokens the step
+evaluates. Both are learned while serving. Odds are learned from every token, drafted or not: a text that only looks
+alike soon costs nothing, and no draft need be tried to see that drafts would pay again.
+
+Knows neither model nor clock: seconds are handed in. Worker thread only.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from cache.history import History, LiveText
+from server.engine.request import GenerationRequest
+
+MIN_GAIN = 0.03
+"""Part of the tokens per second that drafts must add, for each plain step that a step with them lasts."""
+MIN_CHANCE = 0.02
+"""A draft ends before a token that is less likely to be reached and accepted."""
+NGRAM = 3
+"""Tokens that must agree before a text is followed."""
+MAX_OWN_TOKENS = 8192
+"""Of a prompt that must not join the history: it is followed by its own output only."""
+HOPE = 0.97
+"""The odds of all tokens but the first of a draft, at best."""
+
+_EDGES = (3, 4, 8, 16, 32)
+"""The last match length of each class of odds but the last."""
+_CLASSES = [bisect_left(_EDGES, length) for length in range(_EDGES[-1] + 2)]
+_LONGEST = len(_CLASSES) - 1
+
+
+class DraftSource(StrEnum):
+    """Where a draft comes from."""
+
+    HISTORY = "history"
+    PREDICTION = "prediction"
+
+
+PRIOR_ODDS = {
+    DraftSource.HISTORY: (0.45, 0.55, 0.65, 0.75, 0.85, 0.95),
+    DraftSource.PREDICTION: (0.6, 0.65, 0.75, 0.85, 0.9, 0.95),
+}
+"""By class of match length, before anything is known of a model and its users."""
+
+
+@dataclass(frozen=True)
+class DraftStats:
+    """Counts of one engine since it began."""
+
+    drafted: Mapping[DraftSource, int]
+    accepted: Mapping[DraftSource, int]
+    """Of `drafted`."""
+    steps: int
+    """Decode steps with a draft."""
+    tokens: int
+    """That these steps put out."""
+
+
+# --------------------------------------------------------------------------------------------------- what is followed
+
+
+class Follower(Protocol):
+    """Follows a text with a row's output."""
+
+    @property
+    def match_length(self) -> int:
+        """Tokens on which row and text agree; 0 if the row follows nothing."""
+
+    def push(self, token: int) -> None:
+        """Takes the row's next token."""
+
+    def next_tokens(self, limit: int) -> list[int]:
+        """Up to `limit` tokens of the text from here on."""
+
+
+class PredictionFollower:
+    """Follows a client's prediction from its first token, and again after a divergence.
+
+    There the row's last `NGRAM` tokens are looked up: their next place in the prediction counts, else the first.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+        self._at = 0
+        """The place of the next token; where the row has left the prediction, that of the last one that agreed."""
+        self.match_length = 1
+        """Before the first token nothing disagrees."""
+        self._last: tuple[int, ...] = ()
+        self._places: dict[tuple[int, ...], list[int]] = {}
+        for stop in range(NGRAM, len(self._tokens) + 1):
+            self._places.setdefault(tuple(self._tokens[stop - NGRAM : stop]), []).append(stop)
+        self._num_confirmed = 0
+
+    @property
+    def num_confirmed(self) -> int:
+        """Tokens of the prediction that the output has."""
+        return min(self._num_confirmed, len(self._tokens))
+
+    @property
+    def num_missed(self) -> int:
+        """Tokens of the prediction that the output does not have."""
+        return len(self._tokens) - self.num_confirmed
+
+    def push(self, token: int) -> None:
+        """Takes the row's next token."""
+        self._last = (*self._last[1 - NGRAM :], token)
+        if self.match_length and self._at < len(self._tokens) and self._tokens[self._at] == token:
+            self._at += 1
+            self.match_length += 1
+            self._num_confirmed += 1
+        else:
+            self._find()
+
+    def next_tokens(self, limit: int) -> list[int]:
+        """Up to `limit` tokens of the prediction from here on."""
+        return self._tokens[self._at : self._at + limit] if self.match_length else []
+
+    def _find(self) -> None:
+        places = self._places.get(self._last, ())
+        self.match_length = NGRAM if places else 0
+        if places:
+            self._at = next((place for place in places if place > self._at), places[0])
+            self._num_confirmed += NGRAM
+
+
+# ------------------------------------------------------------------------------------------------------------- odds
+
+
+class Odds:
+    """How often the next token of a followed text came true, by class of match length. Older tries count less."""
+
+    def __init__(self, prior: Sequence[float], *, weight: float, decay: float) -> None:
+        """The prior counts as `weight` tries."""
+        self.values = list(prior)
+        self._decay = decay
+        self._tried = [weight] * len(prior)
+        self._true = [weight * value for value in prior]
+
+    def learn(self, kind: int, came_true: bool) -> None:
+        """Takes one try."""
+        self._tried[kind] = tried = self._tried[kind] * self._decay + 1
+        self._true[kind] = true = self._true[kind] * self._decay + came_true
+        self.values[kind] = true / tried
+
+
+class FollowedText:
+    """A text that a row follows, and the odds that its next tokens are the row's."""
+
+    def __init__(self, source: DraftSource, follower: Follower, shared: Odds) -> None:
+        self.source = source
+        self._follower = follower
+        self._shared = shared
+        self._odds = Odds(shared.values, weight=4, decay=0.95)
+        self._expected: int | None = None
+        self._kind = 0
+        self.promise = 0.0
+        """The odds of the next token; 0 if nothing is followed."""
+        self._look()
+
+    def push(self, token: int) -> None:
+        """Takes the row's next token."""
+        if self._expected is not None:
+            came_true = token == self._expected
+            self._odds.learn(self._kind, came_true)
+            self._shared.learn(self._kind, came_true)
+        self._follower.push(token)
+        self._look()
+
+    def _look(self) -> None:
+        length = self._follower.match_length
+        following = self._follower.next_tokens(1) if length else ()
+        if not following:
+            self._expected, self.promise = None, 0.0
+            return
+        self._expected = following[0]
+        self._kind = _CLASSES[min(length, _LONGEST)]
+        self.promise = self._odds.values[self._kind]
+
+    def draft(self, limit: int) -> list[int]:
+        """The text's next tokens."""
+        return self._follower.next_tokens(limit)
+
+    def chances(self, limit: int, ahead: int = 0) -> list[float]:
+        """For each token of a draft, the chance that it is accepted with all before it; without hopeless tokens.
+
+        The row is taken to have agreed on `ahead` tokens more.
+        """
+        chances, chance, odds = [], 1.0, self._odds.values
+        num_tokens, agreed = len(self._follower.next_tokens(limit + ahead)), self._follower.match_length
+        for length in range(agreed + ahead, agreed + num_tokens):
+            chance *= odds[_CLASSES[length if length < _LONGEST else _LONGEST]]
+            if chance < MIN_CHANCE:
+                break
+            chances.append(chance)
+        return chances
+
+
+# ------------------------------------------------------------------------------------------------------------- cost
+
+_TRIED_SHARE = 0.75
+"""Of the longest call allowed; one longer doubles what is allowed."""
+_PLAIN_SHARE = 0.1
+_DRAFT_SHARE = 0.2
+"""By which part of its error an estimate is corrected."""
+_MAX_ERROR = 0.25
+"""Of the estimate: a longer step waited for something else."""
+_FORGET = 0.001
+"""By which part what was learned returns, with each step, to what was measured at load: an outlier heals."""
+_TRUST_DECAY = 0.1
+"""By which part what was expected and gained earlier counts less, with each step with drafts."""
+_NUM_FIRST = 4
+"""Plain steps of so many rows that are believed without bounds."""
+_FLOOR_STEPS = 16
+"""Steps after which `StepCost.floor` is computed again."""
+
+
+class StepCost:
+    """Seconds of a decode step: of plain ones by rows, of those with drafts also by the tokens they evaluate.
+
+    A step with drafts takes what a plain one takes, its further tokens' seconds on a piecewise linear curve, and
+    what is lost as it does not overlap with others.
+    """
+
+    def __init__(self, step_seconds: Mapping[int, float], *, feeds_together: bool, feeds_again: bool) -> None:
+        """`feeds_again`: after a rejection the accepted tokens are evaluated again with the next step."""
+        self._together = feeds_together
+        self._again = feeds_again
+        self._knots = sorted(step_seconds)
+        self._curve = [max(step_seconds[knot] for knot in self._knots[: i + 1]) for i in range(len(self._knots))]
+        self._measured = list(self._curve)
+        self._extend()
+        self.overlap = 0.0
+        self._plain: dict[int, float] = {}
+        self._num_plain: dict[int, int] = {}
+        self._floors: dict[tuple[int, int], float] = {}
+        self._num_steps = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a call: twice what was tried, since the seconds of longer calls are only guessed."""
+        return self._knots[-1]
+
+    def _extend(self) -> None:
+        """Adds a knot. A token costs what the last ones did, and half the mean at least."""
+        last, seconds = self._knots[-1], self._curve[-1]
+        slope = (seconds - self._curve[-2]) / (last - self._knots[-2]) if len(self._knots) > 1 else 0.0
+        self._knots.append(2 * last)
+        self._curve.append(seconds + max(slope, seconds / last / 2) * last)
+        self._measured.append(self._curve[-1])
+
+    def tokens(self, num_tokens: int) -> float:
+        """Seconds of a model call, on the curve."""
+        knots, curve = self._knots, self._curve
+        right = max(min(bisect_left(knots, num_tokens), len(knots) - 1), 1)
+        low, seconds = knots[right - 1], curve[right - 1]
+        return seconds + (curve[right] - seconds) * (num_tokens - low) / (knots[right] - low)
+
+    def plain(self, num_rows: int) -> float:
+        """Seconds of a step without drafts; 0 for no rows."""
+        if num_rows in self._plain or not num_rows:
+            return self._plain.get(num_rows, 0.0)
+        if not self._plain:
+            return self.tokens(num_rows)
+        known = min(self._plain, key=lambda other: abs(other - num_rows))
+        return self._plain[known] * self.tokens(num_rows) / self.tokens(known)
+
+    def feed(self, num_tokens: int) -> float:
+        """Seconds of one row's call of its own."""
+        return self.plain(1) + self.tokens(num_tokens) - self.tokens(1)
+
+    def row_calls(self, chances: Sequence[float], shared_seconds: float) -> list[tuple[float, float]]:
+        """For each length of a row's draft, the tokens accepted and the seconds of its own call that are expected.
+
+        Without a call of its own the row takes `shared_seconds` of that of all.
+        """
+        calls, tokens, again, reached = [], 0.0, 0.0, 1.0
+        for number, chance in enumerate(chances, 1):
+            tokens += chance
+            again += (reached - chance) * self.again(number - 1, shared_seconds)
+            reached = chance
+            calls.append((tokens, self.feed(1 + number) + again))
+        return calls
+
+    def again(self, num_accepted: int, shared_seconds: float) -> float:
+        """Seconds that a rejection behind `num_accepted` tokens costs the next step; see `row_calls`."""
+        return self.feed(2 + num_accepted) + self.overlap - shared_seconds if self._again else 0.0
+
+    def step(self, feeds: Sequence[int]) -> float:
+        """Seconds of a step with drafts that feeds each row so many tokens."""
+        num_rows = len(feeds)
+        if self._together:
+            return self.plain(num_rows) + self.tokens(sum(feeds)) - self.tokens(num_rows) + self.overlap
+        longer = [num_tokens for num_tokens in feeds if num_tokens > 1]
+        return self.plain(num_rows - len(longer)) + sum(map(self.feed, longer)) + self.overlap
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Takes a plain step."""
+        expected, number = self.plain(num_rows), self._num_plain.get(num_rows, 0)
+        error = seconds - expected
+        if number >= _NUM_FIRST:
+            error = _bounded(error, expected)
+        self._plain[num_rows] = expected + error * max(_PLAIN_SHARE, 1 / (number + 2))
+        self._num_plain[num_rows] = number + 1
+        self._num_steps += 1
+        if self._num_steps % _FLOOR_STEPS == 0:
+            self._forget(_FORGET * _FLOOR_STEPS)
+
+    def learn(self, feeds: Sequence[int], seconds: float) -> float:
+        """Takes a step with drafts: its error goes to the lost overlap and to the curve where it was used.
+
+        Returns its seconds, without most of those in which it waited for something else.
+        """
+        calls = [sum(feeds)] if self._together else [num_tokens for num_tokens in feeds if num_tokens > 1]
+        while max(calls) > _TRIED_SHARE * self.most_tokens:
+            self._extend()
+        expected = self.step(feeds)
+        bounded = _bounded(seconds - expected, expected)
+        error = _DRAFT_SHARE * bounded
+        weights = self._weights(calls)
+        norm = 1 + sum(weight * weight for weight in weights.values())
+        self.overlap = max(self.overlap + error / norm, 0.0)
+        for place, weight in weights.items():
+            self._curve[place] = max(self._curve[place] + error * weight / norm, self._curve[0])
+        self._num_steps += 1
+        if self._num_steps % _FLOOR_STEPS == 0:
+            self._floors.clear()
+        return expected + bounded
+
+    def _weights(self, calls: Sequence[int]) -> dict[int, float]:
+        """How much each knot counts in calls of so many tokens."""
+        weights: dict[int, float] = {}
+        for num_tokens in calls:
+            right = bisect_left(self._knots, num_tokens)
+            low, high = self._knots[right - 1], self._knots[right]
+            share = (num_tokens - low) / (high - low)
+            weights[right] = weights.get(right, 0.0) + share
+            if right > 1:  # the first knot is the plain step of one row
+                weights[right - 1] = weights.get(right - 1, 0.0) + 1 - share
+        return weights
+
+    def _forget(self, share: float) -> None:
+        self._floors.clear()
+        self.overlap *= 1 - share
+        self._curve = [
+            value + share * (measured - value) for value, measured in zip(self._curve, self._measured, strict=True)
+        ]
+
+    def floor(self, num_rows: int, num_following: int) -> float:
+        """The least odds of the next token with which so many rows' drafts could pay, all else going well."""
+        found = self._floors.get((num_rows, num_following))
+        if found is None:
+            found = self._floors[num_rows, num_following] = self._floor(num_rows, num_following)
+        return found
+
+    def _floor(self, num_rows: int, num_following: int) -> float:
+        least, hoped, plain = float("inf"), 0.0, self.plain(num_rows)
+        for num_tokens in range(1, 33):
+            hoped += HOPE ** (num_tokens - 1)
+            feeds = [1 + num_tokens] * num_following + [1] * (num_rows - num_following)
+            steps = self.step(feeds) / plain
+            least = min(least, num_rows * (steps * (1 + MIN_GAIN * steps) - 1) / (num_following * hoped))
+        return least
+
+
+def _bounded(error: float, expected: float) -> float:
+    return max(-_MAX_ERROR * expected, min(error, _MAX_ERROR * expected))
+
+
+# ---------------------------------------------------------------------------------------------- lengths of the drafts
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A draft length for each row, and what a step with these drafts is expected to give and to take."""
+
+    tokens_of: list[int]
+    tokens: float
+    """That all rows put out."""
+    seconds: float
+
+    def gain(self, plain_seconds: float) -> float:
+        """Plain steps that are saved."""
+        return self.tokens / len(self.tokens_of) - self.seconds / plain_seconds
+
+
+def choose_together(chances: Sequence[Sequence[float]], cost: StepCost) -> Lengths | None:
+    """The draft lengths with the most tokens per second where one call evaluates all feeds; None if none is faster.
+
+    A token more costs the same in each row, so the likeliest tokens of all rows are taken, as long as they pay.
+    """
+    num_rows = len(chances)
+    likeliest = sorted(
+        ((chance, row) for row, ahead in enumerate(chances) for chance in ahead), key=lambda one: one[0], reverse=True
+    )
+    plain = cost.plain(num_rows)
+    base = plain + cost.overlap - cost.tokens(num_rows)
+    best, best_tokens, best_seconds = 0, float(num_rows), plain
+    tokens = float(num_rows)
+    for number, (chance, _) in enumerate(likeliest[: max(cost.most_tokens - num_rows, 0)], 1):
+        tokens += chance
+        seconds = base + cost.tokens(num_rows + number)
+        if tokens * best_seconds > best_tokens * seconds:
+            best, best_tokens, best_seconds = number, tokens, seconds
+    if not best:
+        return None
+    tokens_of = [0] * num_rows
+    for _, row in likeliest[:best]:
+        tokens_of[row] += 1
+    return Lengths(tokens_of, best_tokens, best_seconds)
+
+
+def choose_apart(chances: Sequence[Sequence[float]], cost: StepCost) -> Lengths | None:
+    """As `choose_together`, where a row with a draft has a call of its own.
+
+    At a given price of a second, in tokens, rows are independent but for the call of those without a draft, which
+    only their number decides. The price rises to the best speed that it allows (Dinkelbach 1967).
+    """
+    num_rows, best = len(chances), None
+    plain = [cost.plain(number) for number in range(num_rows + 1)]
+    calls = [cost.row_calls(ahead, plain[num_rows] - plain[num_rows - 1]) for ahead in chances]
+    price = num_rows / plain[num_rows]
+    while True:
+        found = _at_price(price, calls, plain, cost.overlap)
+        if found is None or found.tokens <= price * found.seconds * (1 + 1e-9):
+            return best
+        best, price = found, found.tokens / found.seconds
+
+
+def _at_price(
+    price: float, calls: Sequence[Sequence[tuple[float, float]]], plain: Sequence[float], overlap: float
+) -> Lengths | None:
+    """The lengths with the most tokens beyond what their seconds cost; None if every row is without a draft."""
+    num_rows, options = len(calls), []
+    for row, ahead in enumerate(calls):
+        values = [tokens - price * seconds for tokens, seconds in ahead]
+        if values:
+            value = max(values)
+            options.append((value, row, values.index(value)))
+    options.sort(reverse=True)
+    total, best, best_value = 0.0, 0, -price * plain[num_rows]
+    for number, (value, _, _) in enumerate(options, 1):
+        total += value
+        if total - price * (overlap + plain[num_rows - number]) > best_value:
+            best, best_value = number, total - price * (overlap + plain[num_rows - number])
+    if not best:
+        return None
+    tokens_of, tokens, seconds = [0] * num_rows, float(num_rows), overlap + plain[num_rows - best]
+    for _, row, place in options[:best]:
+        tokens_of[row] = place + 1
+        tokens += calls[row][place][0]
+        seconds += calls[row][place][1]
+    return Lengths(tokens_of, tokens, seconds)
+
+
+# ------------------------------------------------------------------------------------------------------- the planner
+
+
+class Trust:
+    """How much of the gain that was expected of drafts has come true, in all and lately."""
+
+    def __init__(self) -> None:
+        self._expected = self._gained = 1.0
+
+    @property
+    def value(self) -> float:
+        """At most 1; negative where drafts cost more than they brought."""
+        return min(self._gained / self._expected, 1.0)
+
+    def learn(self, expected: float, gained: float) -> None:
+        """Takes a step with drafts, in plain steps saved."""
+        self._expected += expected - self._expected * _TRUST_DECAY
+        self._gained += gained - self._gained * _TRUST_DECAY
+
+    def regain(self) -> None:
+        """After a plain step: some day drafts are tried again."""
+        self._gained += (self._expected - self._gained) * _FORGET
+
+
+class Drafting:
+    """What is drafted for one sequence. It survives replays."""
+
+    def __init__(
+        self,
+        texts: Sequence[FollowedText],
+        own: LiveText | None,
+        prediction: PredictionFollower | None,
+        *,
+        is_kept: bool,
+    ) -> None:
+        self._texts = texts
+        self._own = own
+        self._prediction = prediction
+        self._is_kept = is_kept
+        self._chosen: FollowedText | None = None
+        self.promise = 0.0
+        """The odds of the next token; 0 if nothing is followed."""
+        self.source = DraftSource.HISTORY
+        """Of the last draft."""
+        self._choose()
+
+    @property
+    def accepted_prediction(self) -> int:
+        """Tokens of the prediction that the output has."""
+        return self._prediction.num_confirmed if self._prediction is not None else 0
+
+    @property
+    def rejected_prediction(self) -> int:
+        """Tokens of the prediction that the output does not have."""
+        return self._prediction.num_missed if self._prediction is not None else 0
+
+    def push(self, token: int) -> None:
+        """Takes the output's next token."""
+        if self._own is not None:
+            self._own.push(token)
+        for text in self._texts:
+            text.push(token)
+        self._choose()
+
+    def end(self) -> None:
+        """The output is over. It joins the history, where it may."""
+        if self._own is not None:
+            self._own.end(self._is_kept)
+
+    def chances(self, limit: int, ahead: int = 0) -> list[float]:
+        """See `FollowedText.chances`; of up to `limit` tokens of the text that is followed."""
+        return self._chosen.chances(limit, ahead) if self._chosen is not None and limit > 0 else []
+
+    def draft(self, num_tokens: int) -> list[int]:
+        """The next tokens of the text that is followed."""
+        if self._chosen is None or not num_tokens:
+            return []
+        self.source = self._chosen.source
+        return self._chosen.draft(num_tokens)
+
+    def _choose(self) -> None:
+        self._chosen, self.promise = None, 0.0
+        for text in self._texts:
+            if text.promise > self.promise:
+                self._chosen, self.promise = text, text.promise
+
+
+class Speculation:
+    """The drafts of one engine."""
+
+    def __init__(
+        self,
+        history: History,
+        step_seconds: Mapping[int, float],
+        *,
+        feeds_together: bool,
+        max_feed_tokens: int,
+        feeds_again: bool = False,
+    ) -> None:
+        """`step_seconds`: of a model call, by its tokens. `feeds_again`: see `StepCost`."""
+        self._history = history
+        self._together = feeds_together
+        self._limit = max_feed_tokens - 1
+        self._cost = StepCost(step_seconds, feeds_together=feeds_together, feeds_again=feeds_again)
+        self._odds = {source: Odds(prior, weight=16, decay=0.998) for source, prior in PRIOR_ODDS.items()}
+        self._drafted = dict.fromkeys(DraftSource, 0)
+        self._accepted = dict.fromkeys(DraftSource, 0)
+        self._num_steps = self._num_tokens = 0
+        self._trust: dict[int, Trust] = {}
+        """By the number of rows, roughly."""
+        self._expected: Lengths | None = None
+        """Of the last plan."""
+
+    @property
+    def stats(self) -> DraftStats:
+        """Counts since the engine began."""
+        return DraftStats(dict(self._drafted), dict(self._accepted), self._num_steps, self._num_tokens)
+
+    def begin(self, request: GenerationRequest, num_matched: int) -> Drafting:
+        """At admission: adds the prompt behind the first `num_matched` tokens to the history, where it may."""
+        is_kept = request.cache_prompt and not request.is_volatile
+        if is_kept:
+            new = request.tokens[max(0, num_matched - NGRAM) :]
+            self._history.add(request.state_namespace, new, request.session_id)
+        if not request.speculates:
+            own = self._history.begin(request.state_namespace, request.session_id) if is_kept else None
+            return Drafting((), own, None, is_kept=is_kept)
+        own = self._history.begin(request.state_namespace, request.session_id)
+        for token in request.tokens[-NGRAM if is_kept else -MAX_OWN_TOKENS :].tolist():
+            own.push(token)
+        texts = [FollowedText(DraftSource.HISTORY, self._history.follow(own), self._odds[DraftSource.HISTORY])]
+        prediction = None
+        if request.prediction is not None:
+            prediction = PredictionFollower(request.prediction.tolist())
+            texts.append(FollowedText(DraftSource.PREDICTION, prediction, self._odds[DraftSource.PREDICTION]))
+        return Drafting(texts, own, prediction, is_kept=is_kept)
+
+    def may_draft(self, rows: Sequence[Drafting]) -> bool:
+        """Whether drafts are likely to pay once the step under way is read, which must then be read first.
+
+        Its tokens are taken for those that the rows follow.
+        """
+        following = [row for row in rows if row.promise]
+        if not following or max(row.promise for row in following) < self._cost.floor(len(rows), len(following)):
+            return False
+        found = self._choose([row.chances(self._limit, 1) for row in rows])
+        if found is None:
+            return False
+        drafted = [row.promise for row, num_tokens in zip(rows, found.tokens_of, strict=True) if num_tokens]
+        chance, plain = sum(drafted) / len(drafted), self._cost.plain(len(rows))
+        return chance * found.gain(plain) > (1 - chance) * self._cost.overlap / plain
+
+    def plan(self, rows: Sequence[Drafting], limits: Sequence[int]) -> list[list[int]]:
+        """A draft for each row, of `limits` tokens at most; all are empty unless they pay together."""
+        found = self._choose([row.chances(min(limit, self._limit)) for row, limit in zip(rows, limits, strict=True)])
+        if found is None:
+            return [[] for _ in rows]
+        self._expected = found
+        return [row.draft(num_tokens) for row, num_tokens in zip(rows, found.tokens_of, strict=True)]
+
+    def learn(
+        self, rows: Sequence[Drafting], drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """Takes a step with drafts, and how many tokens of each draft were accepted."""
+        bounded_seconds = self._cost.learn([1 + num_tokens for num_tokens in drafted], seconds)
+        for row, num_drafted, num_accepted in zip(rows, drafted, accepted, strict=True):
+            self._drafted[row.source] += num_drafted
+            self._accepted[row.source] += num_accepted
+        if self._expected is not None:
+            num_rows, plain = len(rows), self._cost.plain(len(rows))
+            shared_seconds = plain - self._cost.plain(num_rows - 1)
+            for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
+                if num_accepted < num_drafted:
+                    bounded_seconds += self._cost.again(num_accepted, shared_seconds)
+            gained = (num_rows + sum(accepted)) / num_rows - bounded_seconds / plain
+            self._trust_of(num_rows).learn(self._expected.gain(plain), gained)
+            self._expected = None
+        self._num_steps += 1
+        self._num_tokens += len(rows) + sum(accepted)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Takes a step without drafts and without a prompt's tokens."""
+        self._cost.observe(num_rows, seconds)
+        self._trust_of(num_rows).regain()
+
+    def _choose(self, chances: Sequence[Sequence[float]]) -> Lengths | None:
+        if not any(chances):
+            return None
+        found = choose_together(chances, self._cost) if self._together else choose_apart(chances, self._cost)
+        if found is None:
+            return None
+        num_rows, plain = len(chances), self._cost.plain(len(chances))
+        # The longer a step, the more a wrong estimate costs.
+        least = MIN_GAIN * (found.seconds / plain) ** 2
+        return found if found.gain(plain) * self._trust_of(num_rows).value >= least else None
+
+    def _trust_of(self, num_rows: int) -> Trust:
+        return self._trust.setdefault(num_rows.bit_length(), Trust())
