@@ -9,10 +9,11 @@ alike soon costs nothing, and no draft need be tried to see that drafts would pa
 Knows neither model nor clock: seconds are handed in. Worker thread only.
 """
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import itemgetter
 from typing import Protocol
 
 from cache.history import History, LiveText
@@ -241,11 +242,6 @@ class StepCost:
         self._floors: dict[tuple[int, int], float] = {}
         self._num_steps = 0
 
-    @property
-    def most_tokens(self) -> int:
-        """Of a call: twice what was tried, since the seconds of longer calls are only guessed."""
-        return self._knots[-1]
-
     def _extend(self) -> None:
         """Adds a knot. A token costs what the last ones did, and half the mean at least."""
         last, seconds = self._knots[-1], self._curve[-1]
@@ -260,6 +256,16 @@ class StepCost:
         right = max(min(bisect_left(knots, num_tokens), len(knots) - 1), 1)
         low, seconds = knots[right - 1], curve[right - 1]
         return seconds + (curve[right] - seconds) * (num_tokens - low) / (knots[right] - low)
+
+    def longer(self, num_tokens: int) -> Iterator[float]:
+        """Seconds of calls of one token more, two more, and so on, up to twice what was tried; more is guessed."""
+        seconds = self.tokens(num_tokens)
+        for right in range(bisect_right(self._knots, num_tokens), len(self._knots)):
+            low, high = self._knots[right - 1], self._knots[right]
+            slope = (self._curve[right] - self._curve[right - 1]) / (high - low)
+            for _ in range(max(low, num_tokens), high):
+                seconds += slope
+                yield seconds
 
     def plain(self, num_rows: int) -> float:
         """Seconds of a step without drafts; 0 for no rows."""
@@ -280,11 +286,13 @@ class StepCost:
         Without a call of its own the row takes `shared_seconds` of that of all.
         """
         calls, tokens, again, reached = [], 0.0, 0.0, 1.0
-        for number, chance in enumerate(chances, 1):
+        base = self.plain(1) - self.tokens(1)
+        for number, (chance, seconds) in enumerate(zip(chances, self.longer(1), strict=False)):
             tokens += chance
-            again += (reached - chance) * self.again(number - 1, shared_seconds)
-            reached = chance
-            calls.append((tokens, self.feed(1 + number) + again))
+            if self._again:
+                again += (reached - chance) * self.again(number, shared_seconds)
+                reached = chance
+            calls.append((tokens, base + seconds + again))
         return calls
 
     def again(self, num_accepted: int, shared_seconds: float) -> float:
@@ -317,7 +325,7 @@ class StepCost:
         Returns its seconds, without most of those in which it waited for something else.
         """
         calls = [sum(feeds)] if self._together else [num_tokens for num_tokens in feeds if num_tokens > 1]
-        while max(calls) > _TRIED_SHARE * self.most_tokens:
+        while max(calls) > _TRIED_SHARE * self._knots[-1]:
             self._extend()
         expected = self.step(feeds)
         bounded = _bounded(seconds - expected, expected)
@@ -359,9 +367,9 @@ class StepCost:
         return found
 
     def _floor(self, num_rows: int, num_following: int) -> float:
-        least, hoped, plain = float("inf"), 0.0, self.plain(num_rows)
-        for num_tokens in range(1, 33):
-            hoped += HOPE ** (num_tokens - 1)
+        least, plain = float("inf"), self.plain(num_rows)
+        for num_tokens in (1, 2, 4, 8, 16, 32):
+            hoped = (1 - HOPE**num_tokens) / (1 - HOPE)
             feeds = [1 + num_tokens] * num_following + [1] * (num_rows - num_following)
             steps = self.step(feeds) / plain
             least = min(least, num_rows * (steps * (1 + MIN_GAIN * steps) - 1) / (num_following * hoped))
@@ -395,16 +403,15 @@ def choose_together(chances: Sequence[Sequence[float]], cost: StepCost) -> Lengt
     A token more costs the same in each row, so the likeliest tokens of all rows are taken, as long as they pay.
     """
     num_rows = len(chances)
-    likeliest = sorted(
-        ((chance, row) for row, ahead in enumerate(chances) for chance in ahead), key=lambda one: one[0], reverse=True
-    )
+    likeliest = [(chance, row) for row, ahead in enumerate(chances) for chance in ahead]
+    likeliest.sort(key=itemgetter(0), reverse=True)
     plain = cost.plain(num_rows)
     base = plain + cost.overlap - cost.tokens(num_rows)
     best, best_tokens, best_seconds = 0, float(num_rows), plain
     tokens = float(num_rows)
-    for number, (chance, _) in enumerate(likeliest[: max(cost.most_tokens - num_rows, 0)], 1):
+    for number, ((chance, _), call_seconds) in enumerate(zip(likeliest, cost.longer(num_rows), strict=False), 1):
         tokens += chance
-        seconds = base + cost.tokens(num_rows + number)
+        seconds = base + call_seconds
         if tokens * best_seconds > best_tokens * seconds:
             best, best_tokens, best_seconds = number, tokens, seconds
     if not best:
