@@ -4,7 +4,15 @@ from cache.layers import set_wired_limit
 
 # isort: split
 from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantized_attention
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_model, load_tokenizer, quantize_model, save
@@ -13,6 +21,7 @@ __all__ = [
     "MODEL_REMAPPING",
     "ArraysCache",
     "CacheList",
+    "ChunkedKVCache",
     "KVCache",
     "QuantizedKVCache",
     "QuantizedSwitchLinear",

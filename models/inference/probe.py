@@ -8,6 +8,8 @@ synthetic, drawn from a few real tokens, with large values at borders: a mask wr
 The *spread* between a row alone as one chunk and token by token tells the size of rounding. Rounding may change a
 discrete choice, such as of an expert; only a fault comes back with new random tokens at the same row, step and layer.
 A model not proven correct in bounded time decodes its rows one after another.
+
+In the same way feeds of several tokens, some of which are taken back, are compared with the same tokens one by one.
 """
 
 import logging
@@ -29,10 +31,11 @@ from cache.layers.headed import split_at_head, tail_of
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
 from models.inference.batch import DecodeBatch
+from models.inference.feeds import Rewind, find_fixed
 from models.inference.grouping import Buffer, Row, Wanted, capacity_for
 from models.inference.groups import bytes_per_token, used_leaves
 from models.inference.ragged import NotRagged, RaggedBatch, ragged_attention
-from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ def fill(
         rng = np.random.default_rng([seed, index])
         if isinstance(source, ArraysCache):
             cache.cache = [None if state is None else _varied(state, rng) for state in source.cache]
-        elif not isinstance(source, KVCache | RotatingKVCache):
+        elif not isinstance(source, KVCache | RotatingKVCache | ChunkedKVCache):
             raise NotRagged(f"rows of {type(source).__name__} cannot be made up")
         elif source.keys is not None:  # some models leave caches unused, whose layers share others' keys
             _fill_rows(cache, source, num_tokens, gains, rng)
@@ -85,7 +88,8 @@ def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
         return []
     if isinstance(cache, RotatingKVCache):
         return [cache._temporal_order(rows)[..., -count:, :] for rows in (cache.keys, cache.values)]
-    return [rows[..., cache.offset - count : cache.offset, :] for rows in (cache.keys, cache.values)]
+    stop = cache.offset - getattr(cache, "start_position", 0)
+    return [rows[..., stop - count : stop, :] for rows in (cache.keys, cache.values)]
 
 
 def _gains(num_tokens: int, borders: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -104,11 +108,13 @@ def _varied(state: mx.array, rng: np.random.Generator) -> mx.array:
 def _fill_rows(
     cache: LayerCache, source: LayerCache, num_tokens: int, gains: np.ndarray[Any, Any], rng: np.random.Generator
 ) -> None:
-    is_ring = isinstance(source, RotatingKVCache)
-    num_rows = min(num_tokens, source.max_size) if is_ring else num_tokens
+    is_ring, is_chunk = isinstance(source, RotatingKVCache), isinstance(source, ChunkedKVCache)
+    num_rows = min(num_tokens, *_bounds(source)) if is_ring or is_chunk else num_tokens
     keys, values = last_rows(source, source.offset)
     arrays = [_drawn_keys(keys, num_rows, rng), _drawn_values(values, gains[-num_rows:], rng)]
     cache.offset = num_tokens
+    if is_chunk:
+        cache.start_position = num_tokens - num_rows
     if is_ring:
         cache._idx = num_rows
         if num_tokens > num_rows and source.keep == 0:  # as one that went round, its oldest row in the middle
@@ -538,7 +544,8 @@ def _find_faults_at(
         alone, in_chunks = rows.alone(), rows.in_chunks()
         for form in pending:
             try:
-                found = _suspects(rows, evaluate.eps, form, alone, in_chunks)
+                traces = [rows.together(trial) for trial in _TRIALS[form]]
+                found = _suspects(traces, evaluate.eps, alone, in_chunks)
             except NotProven:
                 raise
             except Exception as error:  # it only shows that this model cannot be called in this way
@@ -553,12 +560,11 @@ def _told(suspects: dict[_Observed, float], border: int) -> str:
     return f"they differ from each alone by {error:.2g} of a value, row {key.row} at {border} tokens"
 
 
-def _suspects(rows: _Rows, eps: float, form: Form, alone: _Trace, in_chunks: _Trace) -> dict[_Observed, float]:
-    """Where, and by how much, rows together differ by more than rounding."""
+def _suspects(traces: Sequence[_Trace], eps: float, alone: _Trace, in_chunks: _Trace) -> dict[_Observed, float]:
+    """Where, and by how much, a trace differs by more than rounding."""
     spreads: dict[tuple[int, int], float] = defaultdict(lambda: max(eps, _SMALLEST_SPREAD))
     for key, array in alone.items():
         spreads[key.place] = max(spreads[key.place], _difference(in_chunks[key], array))
-    traces = [rows.together(trial) for trial in _TRIALS[form]]
     errors = {
         key: max(min(_difference(trace[key], one[key]) for one in (alone, in_chunks)) for trace in traces)
         for key in alone
@@ -576,3 +582,84 @@ def _difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> fl
     parts = np.where(found == expected, 0.0, parts)
     error = float(np.sqrt(np.mean(parts * parts)))
     return error if error == error else float("inf")
+
+
+# ------------------------------------------------------------------------------------------------ feeds
+
+_FEEDS = ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))
+"""Tokens of each step's feed, and how many of them stay."""
+_FED_TOKENS, _KEPT_TOKENS = (sum(counts) for counts in zip(*_FEEDS, strict=True))
+_FEED_TRIAL_TOKENS = _SHORT_TOKENS + 2 * _KEPT_TOKENS + 2 * _FED_TOKENS
+"""At most: recurrent layers evaluate some tokens again."""
+
+
+def find_feed_fault(
+    model: Any,
+    vocab_size: int,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    max_seconds: float = MAX_SECONDS,
+    seed: int = 0,
+) -> str | None:
+    """Why no step may feed a row several tokens; None where they give the same as one by one, proven in time."""
+    try:
+        fault = _find_feed_fault(_Evaluator(model, clock, max_seconds), vocab_size, seed)
+    except NotProven as error:
+        fault = f"it is not proven that there may be more: {error}"
+    except Exception as error:  # it only shows that this model cannot be called in this way
+        fault = _refusal(error)
+    if fault is not None:
+        logger.info("a step takes one token of a row, because %s", fault)
+    return fault
+
+
+def _find_feed_fault(evaluate: _Evaluator, vocab_size: int, seed: int) -> str | None:
+    if (fixed := find_fixed(evaluate.make_caches())) is not None:
+        return f"{fixed} cannot forget its last tokens"
+    borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
+    evaluate.require(len(borders) * _FEED_TRIAL_TOKENS)
+    faults = (_find_feed_fault_at(evaluate, border, vocab_size, seed) for border in borders)
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _find_feed_fault_at(evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> str | None:
+    suspects: dict[_Observed, float] | None = None
+    for trial in range(_NUM_TRIALS):
+        row = _FedRow(evaluate, border, vocab_size, seed + trial)
+        found = _suspects([row.in_feeds()], evaluate.eps, row.one_by_one(), row.in_one_chunk())
+        suspects = {key: error for key, error in found.items() if suspects is None or key in suspects}
+        if not suspects:
+            return None
+    assert suspects
+    return f"several at once differ from one by one by {max(suspects.values()):.2g} of a value at {border} tokens"
+
+
+class _FedRow:
+    """A row that passes the border in a few steps."""
+
+    _ROW = 1
+
+    def __init__(self, evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> None:
+        rng = np.random.default_rng([border, seed, len(_FEEDS)])
+        self._evaluate = evaluate
+        self._rows = _Rows(evaluate, border, vocab_size, seed)
+        self._tokens: list[int] = rng.integers(0, vocab_size, _KEPT_TOKENS).tolist()
+        self._rejected: list[int] = rng.integers(0, vocab_size, _FED_TOKENS).tolist()
+
+    def one_by_one(self) -> _Trace:
+        caches = self._rows.make(self._ROW)
+        return _observe(self._ROW, caches, [self._evaluate([[token]], caches)[0, -1] for token in self._tokens])
+
+    def in_one_chunk(self) -> _Trace:
+        caches = self._rows.make(self._ROW)
+        return _observe(self._ROW, caches, list(self._evaluate([self._tokens], caches)[0]))
+
+    def in_feeds(self) -> _Trace:
+        caches, known, logits = self._rows.make(self._ROW), list[int](), list[mx.array]()
+        for num_fed, num_kept in _FEEDS:
+            kept = [*known, *self._tokens[len(logits) : len(logits) + num_kept]]
+            fed = [*kept, *self._rejected[: num_fed - num_kept]]
+            rewind = Rewind(caches)
+            logits += list(self._evaluate([fed], caches)[0, len(known) : len(kept)])
+            known = kept[rewind.keep(len(kept), len(fed)) :]
+        return _observe(self._ROW, caches, logits)

@@ -7,7 +7,9 @@ The engine's loop is double-buffered, so that the device never waits for Python:
     tokens = current.tokens()                   # blocks until `current` is done
 
 Where `current`'s tokens decide what `following` may sample, `following` is prepared without sampling and started;
-with the tokens read, `sample` takes the masks, and a second `start` computes the rest. Invariants:
+with the tokens read, `sample` takes the masks, and a second `start` computes the rest. A step may evaluate several
+tokens of a row (`feeds.py`): it is prepared once all tokens before it are read, and settled before the next.
+Invariants:
 
 - `prepare` adds the tokens that it feeds to the rows' caches, which lack the token that the latest step samples.
 - Rows join and leave at any step. State of rows that decode together may be in buffers that they share, until they
@@ -20,11 +22,13 @@ stored state.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from itertools import chain
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -36,18 +40,21 @@ from models.adapter import NO_ADAPTER
 from models.errors import RowLost
 from models.inference import grouping, probe
 from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
+from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
 from models.inference.groups import head_of
 from models.inference.probe import Form
 from models.inference.ragged import own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import RowSampling, TokenIds
+from models.inference.sampling_state import Draft, RowSampling, TokenIds
 from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import make_prompt_cache
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 
 logger = logging.getLogger(__name__)
+
+_Measured = TypeVar("_Measured")
 
 
 @dataclass(eq=False)
@@ -117,27 +124,33 @@ class DecodeRow:
 
 @dataclass(eq=False)
 class DecodeStep:
-    """A token per row, to be computed, being computed, or known."""
+    """Samples of each row, to be computed, being computed, or known."""
 
     rows: tuple[DecodeRow, ...]
     logits: mx.array | None
-    """`[num_rows, vocab_size]` until sampled from."""
+    """`[num_samples, vocab_size]` until sampled from."""
     sampled: mx.array | None = None
     logprobs: StepLogprobs | None = None
     on_error: Callable[[], None] = lambda: None
+    feeds: Feeds | None = None
+    """Where some row is fed several tokens; else each row is fed one, and has one sample."""
 
     def tokens(self) -> list[list[int]]:
-        """Blocks until the step is done; returns each row's sampled tokens."""
+        """Blocks until the step is done; returns each row's samples, behind its last known token and its draft's."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
         try:
-            return [[token] for token in cast(list[int], self.sampled.tolist())]
+            found = cast(list[int], self.sampled.tolist())
         except Exception:
             self.on_error()
             raise
+        return [[token] for token in found] if self.feeds is None else self.feeds.by_row(found)
 
-    def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Of `token` in a row, once the step is done; None if not requested."""
-        return None if self.logprobs is None else self.logprobs.read(index, token)
+    def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
+        """Of `token` as a row's sample number `place`, once the step is done; None if not requested."""
+        if self.logprobs is None:
+            return None
+        first = index if self.feeds is None else self.feeds.first_sample(index)
+        return self.logprobs.read(first + place, token)
 
 
 class Runner:
@@ -153,6 +166,12 @@ class Runner:
     """Tokens from which a head for two rows makes steps faster, maybe infinite; None without heads."""
     mixes: bool
     """Rows of different adapters are evaluated in one call."""
+    max_feed_tokens: int
+    """Of one row in a step; 1 where more are not proven."""
+    step_seconds: Mapping[int, float]
+    """Of a model call, by the number of one row's tokens; empty where there may not be several."""
+    feeds_together: bool
+    """Rows with several tokens share a model call, instead of one for each."""
     overlaps: bool
     """`start` returns with most of the step to be computed, as on a GPU. Else read tokens before `start`."""
 
@@ -175,15 +194,29 @@ class Runner:
         self._has_forgotten = False
         self._prefilled_tokens = 0
         self._num_steps = 0
+        end = time.monotonic() + max_probe_seconds
         found = probe.find_form(model, vocab_size, shares_heads=shares_heads, max_seconds=max_probe_seconds)
         self.form, self.rows_form = found.form, found.text
         self.member_tokens = self._measure(measure_member_tokens) if self.form in (Form.GROUPS, Form.HEADS) else None
         self.head_tokens = self._measure(measure_head_tokens) if self.form is Form.HEADS else None
         is_together = self.form is not Form.ALONE
         self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)
+        self.max_feed_tokens, self.step_seconds, self.feeds_together = 1, {}, False
+        self._find_feeds(end)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
-    def _measure(self, measure: Callable[[Sequence[LayerCache]], float]) -> float:
+    def _find_feeds(self, end: float) -> None:
+        """Whether a step may feed several tokens of a row, and what they cost; until about `end` on the clock."""
+        model, vocab_size = self._model, self._vocab_size
+        fault = probe.find_feed_fault(model, vocab_size, max_seconds=end - time.monotonic())
+        if fault is not None:
+            self.rows_form += f"; one token of a row in a step, because {fault}"
+            return
+        left = end - time.monotonic()
+        self.max_feed_tokens = MAX_FEED_TOKENS
+        self.step_seconds = self._measure(lambda caches: measure_step_seconds(model, caches, vocab_size, left))
+
+    def _measure(self, measure: Callable[[Sequence[LayerCache]], _Measured]) -> _Measured:
         """By layer caches with a token."""
         caches = self.make_caches()
         mx.eval(self._model(mx.array([[0]]), cache=caches))
@@ -261,19 +294,23 @@ class Runner:
         rows: Sequence[DecodeRow],
         previous: DecodeStep | None,
         *,
+        drafts: Sequence[Draft] = (),
         samples: bool = True,
         spare_bytes: float = float("inf"),
     ) -> DecodeStep:
-        """Returns a step that evaluates one token per row and samples the next; computes nothing yet.
+        """Returns a step that evaluates each row's feed and samples behind it; computes nothing yet.
 
-        A row is fed its known token, once, else `previous`'s sample. Without `samples` it waits for `sample`. Rows
-        may share buffers that take `spare_bytes` more than their own would.
+        A row is fed its known tokens, once, else `previous`'s sample, then its draft; several tokens of any row only
+        where all rows have known ones. Without `samples` it waits for `sample`. Rows may share buffers that take
+        `spare_bytes` more than their own would.
         """
         _assert_have_state(rows)
-        tokens = _inputs(rows, previous)
+        with_several = [row for row in rows if row.known[1:]]
+        feeds = Feeds.of([row.known for row in rows], drafts) if drafts or with_several else None
+        tokens = _inputs(rows, previous) if feeds is None else mx.array(feeds.tokens, dtype=mx.uint32)
         with self._forgetting_on_error(rows):
-            logits = self._evaluate(rows, tokens, spare_bytes)
-            step = DecodeStep(tuple(rows), logits, on_error=partial(self._forget, rows))
+            logits = self._evaluate(rows, tokens, feeds, spare_bytes)
+            step = DecodeStep(tuple(rows), logits, on_error=partial(self._forget, rows), feeds=feeds)
             if samples:
                 self.sample(step, ())
         for row in rows:
@@ -283,12 +320,18 @@ class Runner:
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
         """Samples a step's tokens, which `start` then computes.
 
-        `masks` holds the tokens that each row may sample, None for all; may be empty.
+        `masks` holds the tokens that each sample may be, None for all; may be empty.
         """
         assert step.logits is not None, "a step samples once"
+        states = [row.sampling for row in step.rows]
+        if step.feeds is not None:
+            ahead = (state.ahead(draft) for state, draft in zip(states, step.feeds.drafts, strict=True))
+            states = list(chain.from_iterable(ahead))
         with self._forgetting_on_error(step.rows):
-            step.logprobs = StepLogprobs.of(step.logits, [row.sampling.params for row in step.rows])
-            step.sampled = self._sampler.sample(step.logits, [row.sampling for row in step.rows], masks)
+            step.logprobs = StepLogprobs.of(step.logits, [state.params for state in states])
+            step.sampled = self._sampler.sample(step.logits, states, masks)
+            if step.feeds is not None:
+                self._sampler.release()
         step.logits = None
 
     def start(self, step: DecodeStep) -> None:
@@ -303,6 +346,21 @@ class Runner:
         self._num_steps += 1
         if self._num_steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
+
+    def settle(self, step: DecodeStep, accepted: Sequence[int]) -> list[int]:
+        """Ends a step that fed several tokens, once it was read: of each row's draft the first `accepted` stay.
+
+        Returns how many tokens of each row's feed its caches now hold: those that stay, or 0 where they can only go
+        back to before the step, and must be fed again. Rows sample on as after the one sample more.
+        """
+        feeds, sampled = step.feeds, step.tokens()
+        assert feeds is not None, "a step of one token per row is settled by itself"
+        with self._forgetting_on_error(step.rows):
+            kept = feeds.settle(accepted)
+        for row, draft, num_accepted, samples in zip(step.rows, feeds.drafts, accepted, sampled, strict=True):
+            if draft.tokens:
+                row.sampling = row.sampling.accept(draft, num_accepted, samples[num_accepted])
+        return kept
 
     def drain(self) -> None:
         """Waits for all that was started, and takes its errors: MLX raises one that nobody read at the next use."""
@@ -373,33 +431,43 @@ class Runner:
         mx.synchronize()
         mx.clear_streams()
 
-    def _evaluate(self, rows: Sequence[DecodeRow], tokens: mx.array, spare_bytes: float) -> mx.array:
-        """Logits `[num_rows, vocab_size]`."""
+    def _evaluate(
+        self, rows: Sequence[DecodeRow], tokens: mx.array, feeds: Feeds | None, spare_bytes: float
+    ) -> mx.array:
+        """Logits `[num_samples, vocab_size]`."""
         batches = {name: [row for row in rows if self.mixes or row.adapter == name] for name in self._names(rows)}
-        places = {row: place for place, row in enumerate(rows)}
+        places: dict[DecodeRow, Sequence[int]] = {row: (place,) for place, row in enumerate(rows)}
+        if feeds is not None:
+            places = dict(zip(rows, feeds.places, strict=True))
         logits, order = list[mx.array](), list[int]()
         for name, members in batches.items():
-            for caches, called in self._calls(name, members, spare_bytes):
-                found = [places[row] for row in called]
-                logits.append(self._last_logits(_at(tokens, found)[:, None], caches, [row.adapter for row in called]))
+            for caches, called in self._calls(name, members, places, spare_bytes):
+                if feeds is not None and len(called) == 1:
+                    feeds.hold(rows.index(called[0]), caches)
+                found = [place for row in called for place in places[row]]
+                logits.append(self._logits(_at(tokens, found), caches, [row.adapter for row in called]))
                 order += found
             self._batches[name].advance()
-        all_logits = logits[0] if len(logits) == 1 else mx.concatenate(logits)
-        return _at(all_logits, np.argsort(order).tolist())
+        all_logits, at = logits[0] if len(logits) == 1 else mx.concatenate(logits), np.argsort(order)
+        return _at(all_logits, (at if feeds is None else at[feeds.sampled_places]).tolist())
 
     def _names(self, rows: Sequence[DecodeRow]) -> list[int]:
         """Of the batches that rows are in."""
         return [NO_ADAPTER] if self.mixes else list(dict.fromkeys([row.adapter for row in rows]))
 
     def _calls(
-        self, name: int, rows: Sequence[DecodeRow], spare_bytes: float
+        self, name: int, rows: Sequence[DecodeRow], places: Mapping[DecodeRow, Sequence[int]], spare_bytes: float
     ) -> list[tuple[list[LayerCache], Sequence[DecodeRow]]]:
-        """Layer caches and rows of each model call."""
+        """Layer caches and rows of each model call; a row with several tokens has one to itself."""
         batch = self._batches.setdefault(name, DecodeBatch(self._choose if self.member_tokens is not None else None))
-        if self.form is not Form.ALONE and (len(rows) > 1 or head_of(rows[0].caches) is not None):
-            return [(batch.arrange(rows, spare_bytes), cast(Sequence[DecodeRow], batch.rows))]
-        batch.dissolve()
-        return [(row.caches, [row]) for row in rows]
+        apart = [row for row in rows if places[row][1:]]
+        joining = [row for row in rows if row not in apart] if apart else rows
+        if self.form is Form.ALONE or not joining or (len(joining) == 1 and head_of(joining[0].caches) is None):
+            batch.dissolve()
+            return [(row.caches, [row]) for row in rows]
+        # Arranging gives the others their state back.
+        together = batch.arrange(joining, spare_bytes), cast(Sequence[DecodeRow], batch.rows)
+        return [together, *((row.caches, [row]) for row in apart)]
 
     def _choose(
         self, rows: Sequence[grouping.Row], groups: Sequence[grouping.Buffer], *, spare_tokens: float
@@ -407,10 +475,11 @@ class Runner:
         assert self.member_tokens is not None
         return grouping.plan(rows, groups, member_tokens=self.member_tokens, spare_tokens=spare_tokens)
 
-    def _last_logits(self, tokens: mx.array, caches: list[LayerCache], adapters: Sequence[int]) -> mx.array:
+    def _logits(self, tokens: mx.array, caches: list[LayerCache], adapters: Sequence[int]) -> mx.array:
+        """`[num_tokens, vocab_size]`, of one row's tokens or of one token of each row."""
         with selecting(self._adapters, *adapters), ragged_attention():
-            logits: mx.array = self._model(tokens, cache=caches)
-        return logits[:, -1]
+            logits: mx.array = self._model(tokens[None] if len(adapters) == 1 else tokens[:, None], cache=caches)
+        return logits.flatten(0, 1)
 
     @contextmanager
     def _forgetting_on_error(self, rows: Sequence[DecodeRow]) -> Iterator[None]:

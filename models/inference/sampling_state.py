@@ -4,6 +4,7 @@ Prompt and output are one row of tokens. A window has a fixed length, its newest
 missing tokens and ids beyond the logits.
 """
 
+import copy
 import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,15 @@ from models.inference.sampling_params import ALL_TOKENS, MAX_REPEATED, SamplingP
 NO_TOKEN = -1
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A guess at a row's next tokens; `prompt` and `generated` are what comes before, for a row that looks back."""
+
+    tokens: Sequence[int]
+    prompt: TokenIds
+    generated: TokenIds
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,30 @@ class RowSampling:
     def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
         """The state after the output `emitted`, whatever was drawn."""
         return RowSampling(self.params, self._vocab_size, seed=self.seed, prompt=prompt, emitted=emitted)
+
+    def ahead(self, draft: Draft) -> list["RowSampling"]:
+        """The states that draw behind the last known token, and behind each one of the draft's.
+
+        This state does not change where there is a draft: `accept` follows.
+        """
+        if not draft.tokens:
+            return [self]
+        if not self.params.looks_back:
+            return [self._moved(count) for count in range(len(draft.tokens) + 1)]
+        output = np.concatenate([np.asarray(part, np.int32) for part in (draft.generated, draft.tokens)])
+        first = len(draft.generated)
+        return [self.after(draft.prompt, output[:stop]) for stop in range(first, output.size + 1)]
+
+    def accept(self, draft: Draft, num_accepted: int, token: int) -> "RowSampling":
+        """The state once the first tokens of a draft, and `token` behind them, were sampled."""
+        if self.params.looks_back:
+            return self.after(draft.prompt, [*draft.generated, *draft.tokens[:num_accepted], token])
+        return self._moved(num_accepted + 1)
+
+    def _moved(self, num_draws: int) -> "RowSampling":
+        moved = copy.copy(self)
+        moved.position += num_draws
+        return moved
 
     def key(self) -> bytes:
         """8 random bytes of the next draw."""

@@ -303,7 +303,7 @@ class Sampled:
         """Returns a token for each row."""
         return [[7]] * self.num_rows
 
-    def logprob(self, index: int, token: int) -> None:
+    def logprob(self, index: int, token: int, place: int = 0) -> None:
         """Nobody asks."""
 
 
@@ -343,9 +343,7 @@ class ShapeRunner(SharesNothing):
         """Nothing is ever forced here."""
         raise AssertionError("no request of this benchmark forces a token")
 
-    def prepare(
-        self, rows: Sequence[Row], previous: Sampled | None, *, samples: bool = True, spare_bytes: float = 0
-    ) -> Sampled:
+    def prepare(self, rows: Sequence[Row], *arguments: Any, **options: Any) -> Sampled:
         """Evaluates a token for each row."""
         for row in rows:
             self._shape.evaluate(row.caches, 1)

@@ -14,7 +14,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ class SizedStep:
         """Returns them."""
         return [[token] for token in self.sampled]
 
-    def logprob(self, index: int, token: int) -> None:
+    def logprob(self, index: int, token: int, place: int = 0) -> None:
         """Nobody asks."""
 
 
@@ -140,6 +140,8 @@ class SizedRunner:
     """A runner over state that has sizes only; counts what it evaluates and the seconds that takes."""
 
     rows_form, overlaps, padding_bytes = "together", False, 0
+    max_feed_tokens, feeds_together = 1, False
+    step_seconds: Mapping[int, float] = {}
 
     def __init__(self, head_tokens: float | None) -> None:
         self.head_tokens = head_tokens
@@ -189,6 +191,10 @@ class SizedRunner:
     def sample(self, *arguments: Any) -> None:
         """Nothing is ever bound here."""
         raise AssertionError("no request is bound to a grammar")
+
+    def settle(self, *arguments: Any) -> list[int]:
+        """No step takes several tokens."""
+        raise AssertionError("a step of one token per row is settled by itself")
 
     def nothing(self, *arguments: Any) -> None:
         """Steps are done when they are prepared, and rows share nothing."""

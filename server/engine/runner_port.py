@@ -1,10 +1,11 @@
 """What the engine needs of a runner; `models.inference.runner.Runner` is the real one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from cache.types import LayerCache, SharedBuffers
 from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_state import Draft
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 from server.engine.request import TokenArray
@@ -14,10 +15,10 @@ class Step(Protocol):
     """A decode step under way."""
 
     def tokens(self) -> list[list[int]]:
-        """Waits for the step; returns each row's next tokens."""
+        """Waits for the step; returns each row's samples: behind its last known token, and each one of its draft."""
 
-    def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Returns the log-probability of `token`, if it was asked for; `tokens` must come first."""
+    def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
+        """The log-probability of `token` as a row's sample number `place`, if asked for; `tokens` must come first."""
 
 
 class RunnerPort(SharedBuffers, Protocol):
@@ -27,6 +28,12 @@ class RunnerPort(SharedBuffers, Protocol):
     """How several rows are evaluated, for a person."""
     overlaps: bool
     """`start` returns while most of the step is still ahead."""
+    max_feed_tokens: int
+    """That a step evaluates of one row."""
+    step_seconds: Mapping[int, float]
+    """Of a step, by the number of one row's tokens; empty where there may not be several."""
+    feeds_together: bool
+    """Rows with several tokens each cost little more than one with as many."""
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int, /) -> None:
         """Evaluates tokens of one sequence behind its caches' content."""
@@ -51,18 +58,34 @@ class RunnerPort(SharedBuffers, Protocol):
     def force(self, row: Any, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """Has the next step take `token`, the last of `generated`, for the sampled one."""
 
-    def prepare(self, rows: Sequence[Any], previous: Any, *, samples: bool = True, spare_bytes: float = 0) -> Step:
-        """A step; a row without a next token takes what `previous` samples.
+    def prepare(
+        self,
+        rows: Sequence[Any],
+        previous: Any,
+        *,
+        drafts: Sequence[Draft] = (),
+        samples: bool = True,
+        spare_bytes: float = 0,
+    ) -> Step:
+        """A step; a row without known tokens takes what `previous` samples.
 
-        Without `samples` the step evaluates, and `sample` samples. Buffers that rows share may hold `spare_bytes`
-        more than was reserved for them.
+        `drafts` are one for each row, or none; with them, or several known tokens of a row, each row has known ones,
+        and `settle` must follow. Without `samples` the step evaluates, and `sample` samples. Buffers that rows share
+        may hold `spare_bytes` more than was reserved for them.
         """
 
     def sample(self, step: Any, masks: Sequence[MaskWords | None]) -> None:
-        """Samples a prepared step, each row within its mask; `start` must follow."""
+        """Samples a prepared step, each sample within its mask; `start` must follow."""
 
     def start(self, step: Any) -> None:
         """Starts a prepared step, without waiting."""
+
+    def settle(self, step: Any, accepted: Sequence[int]) -> list[int]:
+        """Ends a step that was read and fed a row several tokens: the first `accepted` tokens of each draft stay.
+
+        Returns how many tokens of each feed are evaluated now: all that stay, or 0, and then they are to be known
+        again.
+        """
 
     def take_change(self) -> bool:
         """Whether shared buffers have changed since this was asked last."""

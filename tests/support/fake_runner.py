@@ -3,7 +3,7 @@
 A wrong cache state therefore changes every later token, and `reference` says what a right one gives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from cache.types import LayerCache, TokenArray
 from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_state import Draft
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 from tests.support import fake_model
@@ -82,16 +83,19 @@ class FakeStep:
             raise self.error
         return [[token] for token in self.sampled]
 
-    def logprob(self, index: int, token: int) -> TokenLogprob | None:
+    def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
         """Returns numbers that say of which token they are, for rows that ask."""
         count = self.rows[index].sampling.top_logprobs
         return None if count is None else logprob_of(token, count)
 
 
 class SharesNothing:
-    """A runner whose rows are evaluated each over its own caches."""
+    """A runner whose rows are evaluated each over its own caches, one token at a time."""
 
     padding_bytes = 0
+    max_feed_tokens = 1
+    step_seconds: Mapping[int, float] = {}
+    feeds_together = False
     head_tokens: float | None = None
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
@@ -106,6 +110,10 @@ class SharesNothing:
 
     def separate_all(self) -> None:
         """Nothing is shared."""
+
+    def settle(self, step: Any, accepted: Sequence[int]) -> list[int]:
+        """No step takes several tokens."""
+        raise AssertionError("a step of one token per row is settled by itself")
 
     def take_change(self) -> bool:
         """Nothing is shared."""
@@ -162,7 +170,13 @@ class FakeRunner(SharesNothing):
         row.known = [token]
 
     def prepare(
-        self, rows: Sequence[FakeRow], previous: FakeStep | None, *, samples: bool = True, spare_bytes: float = 0
+        self,
+        rows: Sequence[FakeRow],
+        previous: FakeStep | None,
+        *,
+        drafts: Sequence[Draft] = (),
+        samples: bool = True,
+        spare_bytes: float = 0,
     ) -> FakeStep:
         """Evaluates one token for each row; what it gives is to be read once the step was started."""
         fed = [self._input(row, previous) for row in rows]

@@ -1,0 +1,195 @@
+"""Feeds: the tokens that one step evaluates of each row, and how layer caches forget the last of them.
+
+A *feed* is a row's *known* tokens, chosen but not in its caches, then its *draft*, a guess at those that follow. The
+step samples behind the last known token and behind each one of the draft, all as steps of one token would. A drafted
+token is *accepted* while it equals the sample before it. Then the step is *settled*: the rest of the draft leaves the
+caches, or the whole feed where state cannot go back token by token.
+
+References to earlier state are held from a step's preparation until it is settled, and only of arrays that a call
+replaces: MLX would copy a buffer that grows in place. Worker thread only.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from cache.layers.headed import tail_of
+from cache.layers.layout import leaves_of
+from cache.types import LayerCache
+from models.inference.sampling_state import Draft
+from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+MAX_FEED_TOKENS = 33
+"""A known token and the longest draft."""
+
+NO_DRAFT = Draft((), (), ())
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(eq=False)
+class Feeds:
+    """Of a step that feeds some row several tokens. All rows' tokens are in one line, and so are all samples."""
+
+    known: Sequence[Sequence[int]]
+    """Of each row, one at least."""
+    drafts: Sequence[Draft]
+    """Of each row."""
+    rewinds: dict[int, "Rewind"] = field(default_factory=dict)
+    """By the index of a row with a draft, until the step is settled."""
+
+    @classmethod
+    def of(cls, known: Sequence[Sequence[int]], drafts: Sequence[Draft]) -> "Feeds | None":
+        """None where no feed has more than one token; `drafts` may be empty."""
+        feeds = cls(known, drafts or [NO_DRAFT] * len(known))
+        assert len(feeds.drafts) == len(known), "a step has a draft for each row, or none at all"
+        if max(feeds.lengths, default=1) == 1:
+            return None
+        assert all(known), "a row without a known token cannot be fed beside several of another row"
+        return feeds
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(known) + len(draft.tokens) for known, draft in zip(self.known, self.drafts, strict=True)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of all rows."""
+        feeds = zip(self.known, self.drafts, strict=True)
+        return [token for known, draft in feeds for token in (*known, *draft.tokens)]
+
+    @property
+    def places(self) -> list[range]:
+        """Of each row's tokens in the line."""
+        stops = accumulate(self.lengths)
+        return [range(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True)]
+
+    @property
+    def sampled_places(self) -> list[int]:
+        """Of the tokens behind which is sampled."""
+        feeds = zip(self.places, self.known, strict=True)
+        return [place for places, known in feeds for place in places[len(known) - 1 :]]
+
+    def by_row(self, samples: Sequence[_Value]) -> list[list[_Value]]:
+        """Of each row, from all in a line."""
+        found = iter(samples)
+        return [[next(found) for _ in range(len(draft.tokens) + 1)] for draft in self.drafts]
+
+    def first_sample(self, index: int) -> int:
+        """The place of a row's first sample among all."""
+        return sum(len(draft.tokens) + 1 for draft in self.drafts[:index])
+
+    def hold(self, index: int, caches: Sequence[LayerCache]) -> None:
+        """Before a call with a row's own caches."""
+        if self.drafts[index].tokens:
+            self.rewinds[index] = Rewind(caches)
+
+    def settle(self, accepted: Sequence[int]) -> list[int]:
+        """Takes all but the first `accepted` tokens of each draft out of the caches.
+
+        Returns how many tokens of each feed they now hold: all that stay, or none.
+        """
+        kept = [len(known) + count for known, count in zip(self.known, accepted, strict=True)]
+        rewinds, self.rewinds = self.rewinds, {}
+        for index, rewind in rewinds.items():
+            kept[index] = rewind.keep(kept[index], self.lengths[index])
+        return kept
+
+
+# ------------------------------------------------------------------------------------------------- layer caches
+
+
+def find_fixed(caches: Sequence[LayerCache]) -> str | None:
+    """The class of a layer cache that cannot forget its last tokens, if there is one."""
+    return next((type(cache).__name__ for cache in leaves_of(caches) if not _can_rewind(cache)), None)
+
+
+def _can_rewind(cache: LayerCache) -> bool:
+    if type(cache) is RotatingKVCache:
+        return bool(cache.keep == 0)
+    return type(cache) in (KVCache, QuantizedKVCache, ChunkedKVCache, ArraysCache)
+
+
+class Rewind:
+    """Takes the last tokens of a call out of one row's own layer caches. Made before the call."""
+
+    def __init__(self, caches: Sequence[LayerCache]) -> None:
+        self._leaves = [tail_of(cache) for cache in leaves_of(caches)]
+        self._before = [_replaced(cache) for cache in self._leaves]
+        self._keeps_none = any(isinstance(cache, ArraysCache) for cache in self._leaves)
+
+    def keep(self, num_kept: int, num_fed: int) -> int:
+        """Leaves the first `num_kept` of `num_fed` tokens in the caches, or none; returns how many."""
+        if num_kept == num_fed:
+            return num_kept
+        if self._keeps_none:
+            self.undo(num_fed)
+            return 0
+        for cache in self._leaves:
+            _forget(cache, num_fed - num_kept)
+        return num_kept
+
+    def undo(self, num_fed: int) -> None:
+        """Puts the caches back to before the call."""
+        for cache, before in zip(self._leaves, self._before, strict=True):
+            if before:
+                vars(cache).update(before)
+            else:
+                _forget(cache, num_fed)
+
+
+def _replaced(cache: LayerCache) -> dict[str, Any]:
+    """What a call of several tokens replaces instead of changing it; nothing for a buffer that grows in place."""
+    if isinstance(cache, ArraysCache):
+        return {"cache": list(cache.cache)}
+    if isinstance(cache, RotatingKVCache):
+        return {name: getattr(cache, name) for name in ("keys", "values", "offset", "_idx")}
+    return {}
+
+
+def _forget(cache: LayerCache, num_tokens: int) -> None:
+    """Takes the last tokens, of several in one call, out of a span or window layer."""
+    if not isinstance(cache, RotatingKVCache):
+        cache.trim(num_tokens)
+    elif cache.keys is not None:
+        # The call left them in temporal order, with all that the window of the first new token needs.
+        num_rows = cache.keys.shape[2] - num_tokens
+        cache.keys, cache.values = cache.keys[:, :, :num_rows], cache.values[:, :, :num_rows]
+        cache.offset, cache._idx = cache.offset - num_tokens, num_rows
+
+
+# --------------------------------------------------------------------------------------------- cost of a step
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+_MIN_TRIALS, _MAX_TRIALS, _TRIAL_SECONDS = 2, 5, 0.25
+
+
+def measure_step_seconds(
+    model: Any, caches: Sequence[LayerCache], vocab_size: int, max_seconds: float
+) -> dict[int, float]:
+    """Seconds of a call with each of `WIDTHS` tokens of one row, which has a few in `caches`: the best of some.
+
+    Tokens are distinct, as experts are chosen by token. Widths that exceed the time count as proportional.
+    """
+    rng, begun, best = np.random.default_rng(0), time.perf_counter(), dict[int, float]()
+    for trial, width in product(range(_MAX_TRIALS), WIDTHS):
+        spent = time.perf_counter() - begun
+        if best and spent > (max_seconds if trial < _MIN_TRIALS else min(max_seconds, _TRIAL_SECONDS)):
+            break
+        tokens = mx.array(rng.choice(vocab_size, (1, width), replace=False))
+        best[width] = min(best.get(width, float("inf")), _seconds_of(model, tokens, caches))
+    longest = max(best)
+    return {width: best.get(width, best[longest] * width / longest) for width in WIDTHS}
+
+
+def _seconds_of(model: Any, tokens: mx.array, caches: Sequence[LayerCache]) -> float:
+    rewind, begun = Rewind(caches), time.perf_counter()
+    mx.eval(model(tokens, cache=caches))
+    seconds = time.perf_counter() - begun
+    rewind.undo(tokens.size)
+    return seconds
