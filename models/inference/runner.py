@@ -25,7 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -306,7 +306,7 @@ class Runner:
         """
         _assert_have_state(rows)
         with_several = [row for row in rows if row.known[1:]]
-        feeds = Feeds.of([row.known for row in rows], drafts) if drafts or with_several else None
+        feeds = _feeds_of(rows, drafts) if drafts or with_several else None
         tokens = _inputs(rows, previous) if feeds is None else mx.array(feeds.tokens, dtype=mx.uint32)
         with self._forgetting_on_error(rows):
             logits = self._evaluate(rows, tokens, feeds, spare_bytes)
@@ -504,6 +504,13 @@ def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
 
 def _at(rows: mx.array, places: list[int]) -> mx.array:
     return rows if places == list(range(len(rows))) else rows[mx.array(places)]
+
+
+def _feeds_of(rows: Sequence[DecodeRow], drafts: Sequence[Draft]) -> Feeds | None:
+    """None where no row has several tokens. The output may grow before the step is settled."""
+    looks_back = [row.sampling.params.looks_back for row in rows]
+    kept = [replace(one, generated=list(one.generated)) if looks_back[i] else one for i, one in enumerate(drafts)]
+    return Feeds.of([row.known for row in rows], kept)
 
 
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
