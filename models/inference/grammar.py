@@ -4,6 +4,7 @@ Compiling takes up to about 100 ms, on its own thread. JSON is constrained to on
 commas and colons: a small model would continue white space for ever.
 """
 
+import copy
 import hashlib
 import json
 import threading
@@ -185,6 +186,12 @@ class LlguidanceMatcher:
     def mask_without_end(self) -> MaskWords:
         """All tokens except the ends of turn."""
         return self._grammar.free
+
+    def copy(self) -> "LlguidanceMatcher":
+        """Another matcher at the same place, with the same lexer."""
+        copied = copy.copy(self)
+        copied._matcher, copied._tokens = self._matcher.deep_copy(), [*self._tokens]
+        return copied
 
 
 def _definition(grammar: Grammar) -> str:

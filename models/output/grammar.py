@@ -60,6 +60,10 @@ class TokenMatcher(Protocol):
         """All tokens except the ends of turn."""
         ...
 
+    def copy(self) -> "TokenMatcher":
+        """Another matcher at the same place, to look ahead."""
+        ...
+
 
 class CompiledGrammar(Protocol):
     """A grammar that many outputs may follow. Any thread."""

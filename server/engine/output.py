@@ -1,13 +1,14 @@
 """The output of one sequence: its tokens, their text, why it ended, and what binds the next token. Pure.
 
-A step is prepared before the token of the last step is known, so a bound speaks of one position only, once all
-earlier tokens are accepted. A grammar binds the answer behind the reasoning; a limit on reasoning forces the tokens
+A step may be prepared before the token of the last step is known. A bound speaks of what is behind all accepted
+tokens, or behind a draft too. A grammar binds the answer behind the reasoning; a limit on reasoning forces the tokens
 that close it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from models.errors import GrammarFailed
 from models.output.grammar import MaskWords, OutputGrammar
 from models.output.pieces import MarkerSearch, TokenLogprob
 from models.output.reasoning import ReasoningWatch
@@ -36,36 +37,65 @@ class GrammarConstraint:
         if grammar.begun:
             self._matcher.accept_text(grammar.begun)
         self._reasoning = reasoning
-        self._is_thinking = reasoning is not None and reasoning.is_thinking
+        self.is_thinking = reasoning is not None and reasoning.is_thinking
+        """The next token is of the reasoning, which the grammar does not bind."""
         self._reasoning_start = grammar.reasoning_start
 
     @property
     def is_complete(self) -> bool:
         """Nothing may follow the answer."""
-        return not self._is_thinking and self._matcher.is_complete
+        return not self.is_thinking and self._matcher.is_complete
 
     def accept(self, token: int) -> None:
         """Takes the next token, which `reasoning` has accepted already."""
-        begins_reasoning = not self._is_thinking and token == self._reasoning_start
+        begins_reasoning = not self.is_thinking and token == self._reasoning_start
         self._reasoning_start = None
         if begins_reasoning:
-            self._is_thinking = True
-        elif not self._is_thinking:
+            self.is_thinking = True
+        elif not self.is_thinking:
             self._matcher.accept(token)
         elif self._reasoning is not None and not self._reasoning.is_thinking:
-            self._is_thinking = False
+            self.is_thinking = False
             if self._reasoning.answer_begun:
                 self._matcher.accept_text(self._reasoning.answer_begun)
 
     def mask(self) -> MaskWords:
         """Which tokens may come next; raises GrammarFailed."""
-        if self._is_thinking:
+        if self.is_thinking:
             return self._matcher.mask_without_end()
         words = self._matcher.mask()
         if self._reasoning_start is not None:
             word, bit = divmod(self._reasoning_start, 32)
             words[word] |= 1 << bit if bit < 31 else -(1 << 31)
         return words
+
+    def masks_along(self, draft: Sequence[int]) -> list[MaskWords]:
+        """Which tokens may come next, and behind each of `draft` up to one that may not come or ends the answer.
+
+        They hold while `is_thinking` stays as it is. Raises GrammarFailed if the first is unknown.
+        """
+        masks, matcher = [self.mask()], None
+        for token in draft:
+            if token == self._reasoning_start or not allows(masks[-1], token):
+                break
+            if self.is_thinking:
+                masks.append(masks[-1])
+                continue
+            matcher = matcher or self._matcher.copy()
+            matcher.accept(token)
+            if matcher.is_complete:
+                break
+            try:
+                masks.append(matcher.mask())
+            except GrammarFailed:  # raised again if the output comes so far
+                break
+        return masks
+
+
+def allows(words: MaskWords, token: int) -> bool:
+    """Whether a mask allows a token."""
+    word, bit = divmod(token, 32)
+    return word < len(words) and bool(int(words[word]) >> bit & 1)
 
 
 class Output:
@@ -106,6 +136,21 @@ class Output:
     def mask(self) -> MaskWords | None:
         """Which tokens may come next, None where any may; raises GrammarFailed."""
         return self._grammar.mask() if self._grammar is not None and self.reason is None else None
+
+    def masks_along(self, draft: Sequence[int]) -> list[MaskWords | None]:
+        """As `mask`, and for what comes behind each token of `draft`, up to one that may not come or ends the output.
+
+        Behind an end nothing is sampled, but the end itself may be evaluated ahead.
+        """
+        if self._grammar is not None and self.reason is None:
+            return [*self._grammar.masks_along(draft)]
+        num_tokens = next((place + 1 for place, token in enumerate(draft) if token in self._ends), len(draft))
+        return [None] * (num_tokens + 1)
+
+    @property
+    def follows_grammar(self) -> bool:
+        """False in reasoning, and without a grammar. Masks looked up ahead hold while it stays the same."""
+        return self._grammar is not None and not self._grammar.is_thinking
 
     def forced_token(self) -> int | None:
         """The only token that may come next, if there is one."""

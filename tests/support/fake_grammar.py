@@ -1,6 +1,6 @@
 """A grammar over the tokens of the fake runner: each token must lie behind the one before it, on a circle."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -50,6 +50,9 @@ class CircleMatcher:
 
     def mask_without_end(self) -> MaskWords:
         return words_of([token for token in range(VOCABULARY) if token != EOS])
+
+    def copy(self) -> "CircleMatcher":
+        return replace(self, output=[*self.output])
 
 
 @dataclass(frozen=True)

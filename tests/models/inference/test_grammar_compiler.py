@@ -251,3 +251,18 @@ def test_a_failure_of_the_library_is_told_without_its_own_functions() -> None:
     with pytest.raises(InvalidGrammar) as error:
         compiler().compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False)))
     assert "backtrace" not in str(error.value) and "unknown" not in str(error.value)
+
+
+def test_a_copy_looks_ahead_and_changes_nothing() -> None:
+    grammar, text = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}}'), "[1, 23, 4]"
+    matcher, tokens = compiler().compile(grammar).begin(), ids(text)
+    for number, token in enumerate(tokens):
+        ahead = matcher.copy()
+        for following in tokens[number:]:
+            ahead.mask()
+            ahead.accept(following)
+        assert ahead.is_complete and not matcher.is_complete
+        assert (matcher.mask() == after(grammar, tokens[:number]).mask()).all()
+        assert token in allowed(matcher.mask())
+        matcher.accept(token)
+    assert matcher.is_complete
