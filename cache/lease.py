@@ -93,17 +93,18 @@ class Lease:
         return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
 
     @property
-    def has_capacity(self) -> bool:
-        return self.offset < self._slot.capacity
+    def spare_tokens(self) -> int:
+        """How many more the live buffers take."""
+        return self._slot.capacity - self.offset
 
-    def try_grow(self, max_tokens: int) -> bool:
-        """Grows live buffers by a step, up to `max_tokens`; False if not one more token fits.
+    def try_grow(self, max_tokens: int, needed: int = 1) -> bool:
+        """Grows live buffers by a step, up to `max_tokens`; False if not `needed` more tokens fit.
 
         The caches must be evaluated; an error damages them.
         """
         # The snapshot at the prompt's end can be evicted only once the trie has the tokens after it.
         self._record_all()
-        return self.is_lost or self._recorder.reclaimer.try_grow(self._slot, max_tokens)
+        return self.is_lost or self._recorder.reclaimer.try_grow(self._slot, max_tokens, needed)
 
     def append(self, token: int, *, is_evaluated: bool = False) -> None:
         """Records one token of a decode step; the first is the prompt's last.

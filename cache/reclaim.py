@@ -150,13 +150,13 @@ class Reclaimer:
             self.pager.discard(slot)
             raise
 
-    def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Grows live buffers by a step, up to `max_tokens`; False if no token more fits. A lost slot needs none."""
-        wanted = max(slot.offset + layout.GROWTH_TOKENS, slot.reserved_tokens)
+    def try_grow(self, slot: Slot, max_tokens: int, needed: int = 1) -> bool:
+        """Grows live buffers by a step, up to `max_tokens`; False unless `needed` fit. A lost slot needs none."""
+        wanted = max(slot.offset + max(layout.GROWTH_TOKENS, needed), slot.reserved_tokens)
         capacity = self._affordable(slot, min(wanted, max_tokens))
         if slot.is_lost:
             return True
-        if capacity <= slot.offset:
+        if capacity < slot.offset + needed:
             return False
         self.reserve(slot, capacity, needed=capacity)
         self.pager.measure(slot)

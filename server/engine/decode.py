@@ -1,5 +1,7 @@
 """Decode steps, double-buffered: a step is prepared before the tokens of the step before it are read.
 
+A step with drafts is not: `feeds.py` evaluates it at once, with the step before it read. Else:
+
 * *launch*: where the runner overlaps, a step starts before the previous one is read;
 * *sample*: a row bound to a grammar is sampled once the previous tokens are read, while the model is evaluated;
 * *record*: a token joins the lease's log once it is known, and before it is evaluated a second time;
@@ -16,11 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from cache.prefix_cache import PrefixCache
-from models.errors import GrammarFailed, RowLost
+from models.errors import RowLost
 from models.output.grammar import MaskWords
-from server.engine.request import AnswerUnbound, StepFailed, is_out_of_memory
+from server.engine.feeds import Feed, FeedSteps
+from server.engine.request import is_out_of_memory
 from server.engine.runner_port import RunnerPort, Step
 from server.engine.sequence import Sequence, SequenceTable
+from server.engine.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +43,21 @@ class DecodePipeline:
     """Decodes all sequences, one step after another. Worker thread only."""
 
     def __init__(
-        self, runner: RunnerPort, prefix_cache: PrefixCache, table: SequenceTable, clock: Callable[[], float]
+        self,
+        runner: RunnerPort,
+        prefix_cache: PrefixCache,
+        table: SequenceTable,
+        clock: Callable[[], float],
+        speculation: Speculation | None,
     ) -> None:
         self._runner = runner
         self._prefix_cache = prefix_cache
         self._table = table
         self._clock = clock
         self._in_flight: InFlightStep | None = None
+        self._feeds: FeedSteps | None = None
+        if speculation is not None:
+            self._feeds = FeedSteps(runner, prefix_cache, table, speculation, clock)
 
     def next_sequences(self) -> list[Sequence]:
         """All sequences that decode, or the first suspect alone."""
@@ -54,9 +66,38 @@ class DecodePipeline:
         return suspects[:1] or ready
 
     def step(self) -> None:
-        """Launches the next step and reads the one before."""
-        previous, sequences = self._in_flight, self.next_sequences()
+        """Launches the next step and reads the one before; a step with drafts is read too."""
+        sequences = self.next_sequences()
+        if self._feeds is None:
+            self._step_plain(sequences)
+        elif not self._feeds.may_pay(sequences):
+            # Where a prefill has read the step before, its seconds would count.
+            num_rows = len(self._in_flight.sequences) if self._in_flight and not self._in_flight.is_read else 0
+            begun = self._clock()
+            self._step_plain(sequences)
+            if num_rows:
+                self._feeds.observe(num_rows, begun)
+        else:
+            self.read()
+            feeds = self._feeds.plan(self.next_sequences())
+            if feeds:
+                self._step_feeds(self._feeds, feeds)
+            else:
+                self._step_plain(self.next_sequences())
+
+    def _step_feeds(self, steps: FeedSteps, feeds: list[Feed]) -> None:
         self._in_flight = None
+        error = steps.evaluate(feeds)
+        if error is None:
+            return
+        sequences = [feed.sequence for feed in feeds]
+        for sequence in sequences:
+            # The drafts may be at fault, and must not cost a replay again and again.
+            sequence.may_draft &= isinstance(error, RowLost)
+        self._recover(sequences, error, may_be_at_fault=False)
+
+    def _step_plain(self, sequences: list[Sequence]) -> None:
+        previous, self._in_flight = self._in_flight, None
         error = _error_of(partial(self._prepare, sequences, previous))
         if self._runner.overlaps:
             error = error or _error_of(self._start)
@@ -97,8 +138,8 @@ class DecodePipeline:
 
     def _feed(self, sequence: Sequence, previous: InFlightStep | None) -> None:
         if previous is None or previous.is_read or sequence not in previous.sequences:
-            assert sequence.decode.unrecorded is not None, "a row needs a token to be fed"
-            sequence.decode.row.known = [sequence.decode.unrecorded]
+            assert len(sequence.decode.known) == 1, "a step without drafts feeds one token"
+            sequence.decode.row.known = [*sequence.decode.known]
             return
         forced = sequence.output.forced_token()
         if forced is not None:
@@ -133,9 +174,7 @@ class DecodePipeline:
         try:
             return sequence.output.mask()
         except Exception as error:  # an error of the grammar concerns this row only
-            logger.warning("request %s failed: %s", sequence.request.request_id, error)
-            is_bound = isinstance(error, GrammarFailed)
-            self._table.fail(sequence, AnswerUnbound(str(error)) if is_bound else StepFailed(str(error)))
+            self._table.fail_bound(sequence, error)
             return None
 
     # -- read
@@ -158,14 +197,15 @@ class DecodePipeline:
 
     def _accept(self, sequence: Sequence, index: int, token: int, launched: InFlightStep) -> None:
         sequence.decode.is_suspect = False
-        sequence.decode.unrecorded = token
+        sequence.decode.known = [token]
         if sequence in self._newer_than(launched):
             sequence.record()
         logprob = launched.step.logprob(index, token)
-        sequence.post(sequence.accept(token, self._clock(), logprob))
+        now = self._clock()
+        sequence.post([*sequence.accept(token, now, logprob), *sequence.finished(now)])
         if sequence.output.reason is None:
             return
-        if sequence.decode.unrecorded is None or not sequence.request.cache_prompt:
+        if not sequence.decode.known or not sequence.request.cache_prompt:
             self._table.close(sequence)
 
     def _newer_than(self, launched: InFlightStep) -> list[Sequence]:
@@ -174,11 +214,11 @@ class DecodePipeline:
 
     # -- recover
 
-    def _recover(self, sequences: list[Sequence], error: Exception) -> None:
+    def _recover(self, sequences: list[Sequence], error: Exception, *, may_be_at_fault: bool = True) -> None:
         """Replays every row without its live state, unless it alone can be at fault. Raises DeviceLost."""
         self._runner.drain()
         alive = [sequence for sequence in sequences if sequence in self._table and sequence.lease is not None]
-        if len(alive) == 1 and not isinstance(error, RowLost):
+        if len(alive) == 1 and may_be_at_fault and not isinstance(error, RowLost):
             self._table.fail_step(alive[0], error)
             return
         logger.warning("a decode step of %d rows failed; replaying each: %s", len(alive), error)

@@ -17,6 +17,7 @@ from server.engine.request import FinishReason, OutOfMemory, Priority, PromptToo
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, Ticket
 from server.engine.sequence import Sequence, SequenceTable
+from server.engine.speculation import Speculation
 
 MAX_SCORED_TOKENS = 128
 """The longest chunk whose logits are all computed: 76 MiB of float32 with 150 000 words."""
@@ -41,6 +42,7 @@ class Prefill:
         *,
         chunk_tokens: int,
         expected_tokens: int,
+        speculation: Speculation | None,
     ) -> None:
         self._runner = runner
         self._prefix_cache = prefix_cache
@@ -49,6 +51,7 @@ class Prefill:
         self._clock = clock
         self._chunk_tokens = chunk_tokens
         self._expected_tokens = expected_tokens
+        self._speculation = speculation
         self.alone_tokens = chunk_tokens
         """Of a prompt beside which nothing runs or waits; a multiple of `chunk_tokens`, so that the ends agree."""
 
@@ -156,6 +159,8 @@ class Prefill:
         sequence.ticket.phase, sequence.ticket.offset = Phase.PREFILLING, lease.offset
         if sequence.started is None:
             self._post_started(sequence, lease, begun)
+            if self._speculation is not None:
+                sequence.drafting = self._speculation.begin(sequence.request, lease.match_tokens)
         self.share_prefixes(sequence)
         return True
 
@@ -206,7 +211,7 @@ class Prefill:
         except Exception as error:  # an error of the device fails this request only, as in `_evaluate`
             self._table.fail_step(sequence, error)
             return
-        sequence.decode.unrecorded = last
+        sequence.decode.known = [last]
         sequence.ticket.phase = Phase.DECODING
 
     def _end_prefix(self, sequence: Sequence, lease: Lease) -> None:

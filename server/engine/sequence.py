@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,10 +19,12 @@ from cache.lookup import Lookup
 from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
 from cache.types import common_prefix_length
+from models.errors import GrammarFailed
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import TokenLogprob
 from server.engine.output import Output, TextDecoder
 from server.engine.request import (
+    AnswerUnbound,
     Event,
     Failed,
     Finished,
@@ -39,6 +41,7 @@ from server.engine.request import (
 )
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, Ticket, choose_to_wait, ticket_for
+from server.engine.speculation import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +66,8 @@ class DecodeState:
     """Decoding state; a replay begins with a new one."""
 
     row: Any = None
-    unrecorded: int | None = None
-    """A known token, not evaluated yet, hence not in the lease's log."""
+    known: list[int] = field(default_factory=list)
+    """Known tokens, not evaluated yet, hence not in the lease's log: several where a draft was taken back."""
     num_launched: int = 0
     """Tokens sampled in all steps, running steps included."""
     is_suspect: bool = False
@@ -109,6 +112,11 @@ class Sequence:
         self._first_token: float | None = None
         self._last_token: float | None = None
         self._reported_tokens = 0
+        self.drafting: Drafting | None = None
+        """What is drafted for the sequence, from its admission on; it survives replays."""
+        self.may_draft = request.speculates
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
 
     @property
     def tokens(self) -> TokenArray:
@@ -146,10 +154,11 @@ class Sequence:
             self.sink.post(events)
 
     def record(self) -> None:
-        """Adds the token of the last step to the lease's log, if it is known."""
-        if self.decode.unrecorded is not None and self.lease is not None:
-            self.lease.append(self.decode.unrecorded)
-            self.decode.unrecorded = None
+        """Adds the known tokens, now evaluated, to the lease's log."""
+        if self.lease is not None:
+            for token in self.decode.known:
+                self.lease.append(token)
+            self.decode.known = []
 
     def progress(self) -> list[Event]:
         """Tells of newly evaluated prompt tokens, not of tokens evaluated again."""
@@ -161,21 +170,26 @@ class Sequence:
         return [Progress(evaluated, num_prompt)]
 
     def accept(self, token: int, now: float, logprob: TokenLogprob | None = None) -> list[Event]:
-        """Takes the next token; returns its events, with Finished at the end."""
+        """Takes the next token; returns the text that it completes. `finished` is to follow the last."""
         self._first_token = now if self._first_token is None else self._first_token
         self._last_token = now
         if logprob is not None and self.request.prompt_logprobs is not None:
             self._output_logprobs.append(logprob)
-        deltas: list[Event] = [*self.output.accept(token, logprob)]
-        return deltas if self.output.reason is None else [*deltas, self._finished(self.output.reason, now)]
+        if self.drafting is not None:
+            self.drafting.push(token)
+        return [*self.output.accept(token, logprob)]
 
     def end(self, reason: FinishReason, now: float) -> list[Event]:
         """The text held back and Finished."""
-        deltas: list[Event] = [*self.output.end(reason)]
-        return [*deltas, self._finished(self.output.reason or reason, now)]
+        return [*self.output.end(reason), *self.finished(now)]
 
-    def _finished(self, reason: FinishReason, now: float) -> Finished:
-        return Finished(
+    def finished(self, now: float) -> list[Event]:
+        """Finished, if the output has ended."""
+        reason, drafting = self.output.reason, self.drafting
+        if reason is None:
+            return []
+        predicts = self.request.prediction is not None
+        finished = Finished(
             reason,
             len(self.request.tokens),
             self._timings(now),
@@ -185,7 +199,10 @@ class Sequence:
             stop_token=self.output.stop_token,
             rest=self.output.rest,
             scored=(*self.prompt_logprobs[: len(self.request.tokens) - 1], *self._output_logprobs),
+            accepted_prediction_tokens=(drafting.accepted_prediction if drafting else 0) if predicts else None,
+            rejected_prediction_tokens=(drafting.rejected_prediction if drafting else 0) if predicts else None,
         )
+        return [finished]
 
     def end_prefetch(self) -> None:
         """Cancels a needless read from disk."""
@@ -202,6 +219,8 @@ class Sequence:
             prompt_ms=1000 * (first - (now if self.begun is None else self.begun)),
             predicted_tokens=len(self.output.tokens),
             predicted_ms=1000 * ((now if self._last_token is None else self._last_token) - first),
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 
@@ -358,6 +377,12 @@ class SequenceTable:
             sequence.post([Failed(error)])
         self.close(sequence)
 
+    def fail_bound(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence whose grammar cannot tell what may come next."""
+        logger.warning("request %s failed: %s", sequence.request.request_id, error)
+        is_bound = isinstance(error, GrammarFailed)
+        self.fail(sequence, AnswerUnbound(str(error)) if is_bound else StepFailed(str(error)))
+
     def close(self, sequence: Sequence) -> None:
         """Ends a sequence whose client has the last event."""
         self._forget(sequence)
@@ -448,4 +473,6 @@ class SequenceTable:
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
         sequence.end_prefetch()
+        if sequence.drafting is not None:
+            sequence.drafting.end()
         self._scheduler.remove(sequence.ticket)

@@ -19,6 +19,7 @@ from server.engine.request import EngineStats, EngineStopped, FinishReason, Gene
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, choose_to_wait
 from server.engine.sequence import EngineSessions, Sequence, SequenceTable, Sink
+from server.engine.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,19 @@ class Worker:
         clock: Callable[[], float],
         embedder: EmbedderPort,
         sessions: EngineSessions | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """`expected_tokens` is the output that live buffers are sized for; `sessions` must be of the same cache."""
+        """`expected_tokens` is the output that live buffers are sized for; `sessions` must be of the same cache.
+
+        Without `speculation`, each token has a decode step of its own.
+        """
         self.prefix_cache = prefix_cache
         self.sessions = sessions or EngineSessions(prefix_cache)
         self.now = clock
         prefix_cache.pager.shared = runner
         self._scheduler = Scheduler(chunk_tokens)
         self._table = SequenceTable(runner, prefix_cache, self._scheduler, self.sessions, clock)
-        self._decode = DecodePipeline(runner, prefix_cache, self._table, clock)
+        self._decode = DecodePipeline(runner, prefix_cache, self._table, clock, speculation)
         self._prefill = Prefill(
             runner,
             prefix_cache,
@@ -58,6 +63,7 @@ class Worker:
             clock,
             chunk_tokens=chunk_tokens,
             expected_tokens=expected_tokens,
+            speculation=speculation,
         )
         self._embeddings = Embeddings(embedder, SetAside(prefix_cache.reclaimer), chunk_tokens)
         self._make_decoder = make_decoder
@@ -176,15 +182,16 @@ class Worker:
     def _reserve_next_step(self) -> None:
         """Where memory is short, the youngest waits."""
         for sequence in self._decode.next_sequences():
-            if sequence.lease is not None and not sequence.lease.has_capacity:
+            needed = max(1, len(sequence.decode.known))
+            if sequence.lease is not None and sequence.lease.spare_tokens < needed:
                 # Recover from a fault of the running step first; a sequence that will wait must have its tokens.
                 self._decode.read()
-                self._grow(sequence)
+                self._grow(sequence, needed)
 
-    def _grow(self, sequence: Sequence) -> None:
+    def _grow(self, sequence: Sequence, needed: int) -> None:
         while sequence.lease is not None and sequence.lease.is_open:
             try:
-                if sequence.lease.try_grow(sequence.max_offset):
+                if sequence.lease.try_grow(sequence.max_offset, needed):
                     return
             except Exception as error:  # the device has less memory than the budget says, or paging failed
                 self._table.fail_step(sequence, error)

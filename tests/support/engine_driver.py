@@ -73,6 +73,7 @@ def make_worker(
     disk: DiskTier | None = None,
     clock: Callable[[], float] = time.monotonic,
     embedder: EmbedderPort | None = None,
+    speculation: Any = None,
 ) -> Worker:
     """Returns a worker over a runner, with a cache of its own."""
     return Worker(
@@ -86,6 +87,7 @@ def make_worker(
         expected_tokens=16,
         clock=clock,
         embedder=embedder or FakeEmbedder(),
+        speculation=speculation,
     )
 
 
@@ -101,6 +103,7 @@ class Harness:
         chunk_tokens: int = 16,
         runner: Any = None,
         disk: DiskTier | None = None,
+        speculation: Any = None,
     ) -> None:
         self.now = 0.0
         self.embedder = FakeEmbedder()
@@ -113,6 +116,7 @@ class Harness:
             disk=disk,
             clock=lambda: self.now,
             embedder=self.embedder,
+            speculation=speculation,
         )
         self.prefix_cache = self.worker.prefix_cache
         self._ids = (f"r{number}" for number in itertools.count())

@@ -9,12 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from cache.layers.headed import tail_of
+from cache.layers.layout import leaves_of
 from cache.types import LayerCache, TokenArray
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 from tests.support import fake_model
+
+# isort: split
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 OVERLAPS = True
 """Whether runners overlap where a test does not say; `tests/server/engine/conftest.py` runs tests with both."""
@@ -55,14 +60,29 @@ class FakeRow:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     position: int = 0
     """Tokens sampled so far."""
+    emitted: list[int] = field(default_factory=list)
+    """The output that penalties know of; empty where nobody has said."""
 
-    def sample_after(self, tokens: Sequence[int]) -> int:
+    def sample_after(self, tokens: Sequence[int], place: int = 0) -> int:
         """Returns the next token after `tokens`: the one after it for an end that would come too early."""
         token = next_token(tokens)
-        while self.position < self.sampling.min_tokens and token in self.sampling.end_token_ids:
+        while self.position + place < self.sampling.min_tokens and token in self.sampling.end_token_ids:
             token = (token + 1) % VOCABULARY
-        self.position += 1
         return token
+
+
+@dataclass(eq=False)
+class FakeFeed:
+    """What a step evaluates of one row, and what its caches held before."""
+
+    num_known: int
+    tokens: list[int]
+    before: list[int]
+    recurrent: list[tuple[Any, Any]]
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.tokens) - self.num_known
 
 
 @dataclass(eq=False)
@@ -70,23 +90,34 @@ class FakeStep:
     """One step. `start_error` comes out when it is started, `error` when it is read, as a device's would."""
 
     rows: list[FakeRow]
-    sampled: list[int]
+    feeds: list[FakeFeed]
+    sampled: list[list[int]]
     start_error: Exception | None = None
     error: Exception | None = None
+    settle_error: Exception | None = None
     is_started: bool = False
     has_sampled: bool = True
+    is_read: bool = False
+
+    @property
+    def is_long(self) -> bool:
+        return any(len(feed.tokens) > 1 for feed in self.feeds)
 
     def tokens(self) -> list[list[int]]:
         """Returns the sampled tokens, or raises."""
         assert self.is_started and self.has_sampled, "a step was read that nobody started"
         if self.error is not None:
             raise self.error
-        return [[token] for token in self.sampled]
+        self.is_read = True
+        return [[*sampled] for sampled in self.sampled]
 
     def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
         """Returns numbers that say of which token they are, for rows that ask."""
+        assert place < len(self.sampled[index]), "no token was sampled there"
         count = self.rows[index].sampling.top_logprobs
-        return None if count is None else logprob_of(token, count)
+        if count is None:
+            return None
+        return TokenLogprob(token, -token / 8, logprob_of(self.sampled[index][place], count).top)
 
 
 class SharesNothing:
@@ -127,10 +158,14 @@ class FakeRunner(SharesNothing):
     layout: str = "T"
     rows_form: str = "together"
     overlaps: bool = field(default_factory=lambda: OVERLAPS)
+    max_feed_tokens: int = 33
     fault: Callable[[str, list[list[int]]], str | None] = lambda kind, rows: None
-    """Called with "prefill" or "decode" and the tokens of each row; "prepare", "start" or "read" makes that part
-    fail."""
+    """Called with "prefill" or "decode" and the tokens of each row; "prepare", "start", "read" or "settle" makes that
+    part fail."""
     log: list[tuple[Any, ...]] = field(default_factory=list)
+    feeds: list[list[tuple[int, int]]] = field(default_factory=list)
+    """Of each step with a feed of several tokens, the known and the drafted tokens of each row."""
+    unsettled: FakeStep | None = None
     samplings: list[SamplingParams] = field(default_factory=list)
     before: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """What each row was said to come after: its prompt, and its output so far."""
@@ -162,12 +197,12 @@ class FakeRunner(SharesNothing):
         """Returns a row; of how tokens are to be sampled, only what keeps ends away has an effect."""
         self.samplings.append(sampling)
         self.before.append((prompt.tolist(), list(generated)))
-        return FakeRow(caches, [next_token], sampling, len(generated))
+        return FakeRow(caches, [next_token], sampling, len(generated), list(generated))
 
     def force(self, row: FakeRow, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """The next step feeds `token`, whatever the step before gave."""
         assert generated[-1] == token
-        row.known = [token]
+        row.known, row.emitted = [token], list(generated)
 
     def prepare(
         self,
@@ -178,29 +213,38 @@ class FakeRunner(SharesNothing):
         samples: bool = True,
         spare_bytes: float = 0,
     ) -> FakeStep:
-        """Evaluates one token for each row; what it gives is to be read once the step was started."""
-        fed = [self._input(row, previous) for row in rows]
-        held = [[*tokens_in(row.caches), token] for row, token in zip(rows, fed, strict=True)]
+        """Evaluates each row's feed; what it gives is to be read once the step was started."""
+        assert self.unsettled is None, "a step was prepared before the last one was settled"
+        feeds = self._take_feeds(rows, previous, drafts)
+        held = [[*feed.before, *feed.tokens] for feed in feeds]
         failing = self.fault("decode", held)
-        for row, token in zip(rows, fed, strict=True):
-            fake_model.evaluate(row.caches[:1] if failing else row.caches, np.array([token], np.int32))
+        for row, feed in zip(rows, feeds, strict=True):
+            fake_model.evaluate(row.caches[:1] if failing else row.caches, np.array(feed.tokens, np.int32))
         if not failing:
             for row, tokens in zip(rows, held, strict=True):
                 fake_model.assert_holds(row.caches, tokens)
         errors = {failing: RuntimeError(f"the fake model failed at {failing}")} if failing else {}
         if "prepare" in errors:
             raise errors["prepare"]
-        sampled = [row.sample_after(tokens) for row, tokens in zip(rows, held, strict=True)]
-        return FakeStep(list(rows), sampled, errors.get("start"), errors.get("read"), has_sampled=samples)
+        sampled = [_samples(row, feed) for row, feed in zip(rows, feeds, strict=True)]
+        start, read, settle = (errors.get(part) for part in ("start", "read", "settle"))
+        step = FakeStep(list(rows), feeds, sampled, start, read, settle, has_sampled=samples)
+        if step.is_long:
+            self.unsettled = step
+            self.feeds.append([(feed.num_known, feed.num_drafted) for feed in feeds])
+        else:
+            for row in rows:
+                row.position += 1
+                row.emitted = []
+        return step
 
     def sample(self, step: FakeStep, masks: Sequence[MaskWords | None]) -> None:
         """Gives each row the next token that its mask allows, counted from the one that it would have had."""
         assert not step.has_sampled, "a step samples once"
         step.has_sampled, step.is_started = True, False
-        step.sampled = [
-            token if words is None else _allowed(token, words)
-            for token, words in zip(step.sampled, masks, strict=True)
-        ]
+        pairs = zip([token for sampled in step.sampled for token in sampled], masks, strict=True)
+        bound = iter([token if words is None else _allowed(token, words) for token, words in pairs])
+        step.sampled = [[next(bound) for _ in sampled] for sampled in step.sampled]
 
     def start(self, step: FakeStep) -> None:
         """Makes a step readable."""
@@ -210,8 +254,17 @@ class FakeRunner(SharesNothing):
             raise step.start_error
         step.is_started = True
 
+    def settle(self, step: FakeStep, accepted: Sequence[int]) -> list[int]:
+        """Takes back what was drafted in vain. Rows with recurrent state can only go back to before the step."""
+        assert step is self.unsettled and step.is_read, "a step with drafts is settled once, after it was read"
+        self.unsettled = None
+        if step.settle_error is not None:
+            raise step.settle_error
+        return [_settle(*each) for each in zip(step.rows, step.feeds, accepted, step.sampled, strict=True)]
+
     def drain(self) -> None:
-        """Nothing is under way here."""
+        """Nothing is under way here; a step that failed is never settled."""
+        self.unsettled = None
 
     def detach(self, row: FakeRow) -> None:
         """A row's caches always hold all of its state here."""
@@ -220,12 +273,70 @@ class FakeRunner(SharesNothing):
         """There is no device to let go of."""
         self.log.append(("close",))
 
-    def _input(self, row: FakeRow, previous: FakeStep | None) -> int:
-        known, row.known = row.known, []
-        if known:
-            return known[0]
-        assert previous is not None and row in previous.rows, "a row was fed from a step it was not in"
-        return previous.sampled[previous.rows.index(row)]
+    def _take_feeds(
+        self, rows: Sequence[FakeRow], previous: FakeStep | None, drafts: Sequence[Draft]
+    ) -> list[FakeFeed]:
+        drafted = [[*draft.tokens] for draft in drafts] or [[] for _ in rows]
+        known = [[*row.known] for row in rows]
+        assert not drafts or all(known), "a draft lies behind a token that nobody knows yet"
+        for row, tokens in zip(rows, known, strict=True):
+            row.known = []
+            if not tokens:
+                assert previous is not None and row in previous.rows, "a row was fed from a step it was not in"
+                (sampled,) = previous.sampled[previous.rows.index(row)]
+                tokens.append(sampled)
+        feeds = [
+            FakeFeed(len(tokens), tokens + draft, tokens_in(row.caches), _recurrent(row.caches))
+            for row, tokens, draft in zip(rows, known, drafted, strict=True)
+        ]
+        assert all(len(feed.tokens) <= self.max_feed_tokens for feed in feeds)
+        for row, feed, draft in zip(rows, feeds, drafts, strict=bool(drafts)):
+            if draft.tokens and row.emitted:
+                assert row.emitted[-1] == feed.tokens[feed.num_known - 1], "penalties know of another token"
+            held = [*draft.prompt, *draft.generated]
+            assert held == [*feed.before, *feed.tokens[: feed.num_known]], "penalties are told of other tokens"
+        return feeds
+
+
+def _samples(row: FakeRow, feed: FakeFeed) -> list[int]:
+    """What comes behind the last known token and behind each token of the draft."""
+    first = len(feed.before) + feed.num_known
+    held = [*feed.before, *feed.tokens]
+    return [row.sample_after(held[: first + place], place) for place in range(feed.num_drafted + 1)]
+
+
+def _settle(row: FakeRow, feed: FakeFeed, num_accepted: int, sampled: Sequence[int]) -> int:
+    assert 0 <= num_accepted <= feed.num_drafted, "more was accepted than drafted"
+    row.position += num_accepted + 1
+    row.emitted = [*feed.tokens[feed.num_known :][:num_accepted], sampled[num_accepted]]
+    num_kept = feed.num_known + num_accepted
+    if feed.recurrent and num_accepted < feed.num_drafted:
+        num_kept = 0
+    kept = [*feed.before, *feed.tokens[:num_kept]]
+    if num_kept < len(feed.tokens):
+        for leaf, state in feed.recurrent:
+            leaf.cache = state
+        for leaf in leaves_of(row.caches):
+            if not isinstance(leaf, ArraysCache):
+                _cut(leaf, len(feed.tokens) - num_kept)
+    fake_model.assert_holds(row.caches, kept, fake_model.WINDOW - 1)
+    return num_kept
+
+
+def _recurrent(caches: Sequence[LayerCache]) -> list[tuple[LayerCache, Any]]:
+    """Layer caches with recurrent state, and the state."""
+    return [(leaf, [*leaf.cache]) for leaf in leaves_of(caches) if isinstance(leaf, ArraysCache)]
+
+
+def _cut(leaf: LayerCache, num_tokens: int) -> None:
+    """Takes the last tokens out."""
+    if isinstance(leaf, RotatingKVCache):
+        # After several tokens at once the rows are in order, and at least a window of them is left.
+        leaf.keys, leaf.values = leaf.keys[..., :-num_tokens, :], leaf.values[..., :-num_tokens, :]
+        leaf._idx -= num_tokens
+        leaf.offset -= num_tokens
+    else:
+        tail_of(leaf).trim(num_tokens)
 
 
 def _allowed(token: int, words: MaskWords) -> int:

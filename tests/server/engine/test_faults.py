@@ -14,6 +14,7 @@ from server.engine.request import EngineError, Failed, FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
 from tests.support.engine_driver import Collected
 from tests.support.fake_runner import FakeRunner, reference
+from tests.support.oracle import Oracle
 
 NO_MEMORY = "[malloc] Unable to allocate 1048576 bytes."
 
@@ -68,6 +69,10 @@ class FaultyRunner(FakeRunner):
         self.faults.meet("start")
         super().start(step)
 
+    def settle(self, *arguments: Any) -> list[int]:
+        self.faults.meet("settle")
+        return super().settle(*arguments)
+
     def separate(self, caches: Sequence[LayerCache]) -> None:
         """A fault also damages what was to be cut. An idle sequence shares nothing."""
         if not any(slot.is_leased and slot.caches is caches for slot in self.slots):
@@ -119,20 +124,26 @@ def assert_right(sink: Collected, prompt: Sequence[int], max_tokens: int) -> Non
 
 @pytest.mark.parametrize("message", ["the device fails", NO_MEMORY], ids=["fault", "memory"])
 @pytest.mark.parametrize("layout", ["T", "WR"])
-@pytest.mark.parametrize(("is_lasting", "stride"), [(False, 5), (True, 11)], ids=["once", "lasting"])
-def test_whatever_fails_nobody_gets_a_wrong_token(layout: str, is_lasting: bool, stride: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("is_lasting", "stride", "drafts"),
+    [(False, 5, False), (True, 11, False), (False, 11, True), (True, 23, True)],
+    ids=["once", "lasting", "once with drafts", "lasting with drafts"],
+)
+def test_whatever_fails_nobody_gets_a_wrong_token(
+    layout: str, is_lasting: bool, stride: int, message: str, drafts: bool
+) -> None:
     for at in range(0, 10_000, stride):
         faults = Faults(at, is_lasting, message)
-        run_day(layout, faults)
+        run_day(layout, faults, Oracle(0.2, length=3, idles=0.3) if drafts else None)
         if not faults.failed:
             break
 
 
-@pytest.mark.parametrize("operation", ["make_caches", "prefill", "make_row", "prepare", "start", "detach"])
+@pytest.mark.parametrize("operation", ["make_caches", "prefill", "make_row", "prepare", "start", "settle", "detach"])
 @pytest.mark.parametrize("number", range(3))
 def test_each_operation_may_fail(operation: str, number: int) -> None:
     faults = Faults(number, False, "the device fails", only=operation)
-    run_day("W", faults)
+    run_day("W", faults, Oracle(0.2) if operation == "settle" else None)
     assert faults.failed == [operation]
 
 
@@ -158,11 +169,11 @@ def test_a_sequence_that_is_lost_where_it_is_cut_for_a_head_is_evaluated_again(n
     assert len(asked[0].tokens) == 20
 
 
-def run_day(layout: str, faults: Faults) -> None:
+def run_day(layout: str, faults: Faults, oracle: Oracle | None = None) -> None:
     """Runs a day with faults, and then asks for something without."""
     runner = FaultyRunner(layout)
     runner.faults = Faults(0, False, "", is_armed=False)
-    harness = Tight(100, layout, runner=runner, num_sequences=2, num_slots=3, chunk_tokens=64)
+    harness = Tight(100, layout, runner=runner, num_sequences=2, num_slots=3, chunk_tokens=64, speculation=oracle)
     runner.faults, runner.slots = faults, harness.prefix_cache.slots
     asked = list(day(harness))
     for sink, prompt, max_tokens in asked:

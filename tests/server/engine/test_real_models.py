@@ -3,6 +3,7 @@
 import functools
 import gc
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from tests.support import fake_runner, tiny_models
 from tests.support.engine_driver import Collected, Harness
+from tests.support.oracle import Oracle
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 6
@@ -22,11 +24,13 @@ STEP_BYTES = 16 << 10
 """What a step leaves behind: its tokens, offsets and logits."""
 
 
-def harness_for(name: str, *, num_slots: int = 4, chunk_tokens: int = 16) -> Harness:
+def harness_for(
+    name: str, *, num_slots: int = 4, chunk_tokens: int = 16, speculation: Oracle | None = None
+) -> Harness:
     """Returns a worker over a tiny real model."""
     runner = runner_for(name)
     runner.overlaps = fake_runner.OVERLAPS
-    return Harness(runner=runner, num_slots=num_slots, chunk_tokens=chunk_tokens)
+    return Harness(runner=runner, num_slots=num_slots, chunk_tokens=chunk_tokens, speculation=speculation)
 
 
 @functools.cache
@@ -101,6 +105,40 @@ def test_seeded_sampling_is_the_same_alone_and_in_company() -> None:
     sink = busy.submit(prompt, max_tokens=12, sampling=wanted, ignore_eos=True)
     busy.run()
     assert sink.tokens == alone_sink.tokens
+
+
+SAMPLINGS = (
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=11, top_p=0.95),
+    SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.3, presence_penalty=0.5, top_logprobs=2),
+    SamplingParams(temperature=0.7, seed=3, dry_multiplier=0.8, repeat_last_n=16, frequency_penalty=0.4),
+)
+
+
+@pytest.mark.usefixtures("overlaps")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "gpt_oss"])
+def test_drafts_change_no_token_whatever_they_say(name: str) -> None:
+    prompts = [text_of(seed, 20 + 13 * seed) for seed in range(len(SAMPLINGS))]
+
+    def answers(harness: Harness) -> list[list[int]]:
+        asked = zip(prompts, SAMPLINGS, strict=True)
+        sinks = [harness.submit(each, max_tokens=24, sampling=how, ignore_eos=True) for each, how in asked]
+        harness.run()
+        following = [[*prompt, *sink.tokens, 5] for prompt, sink in zip(prompts, sinks, strict=True)]
+        sinks += [ask(harness, prompt) for prompt in following]
+        harness.run()
+        return [sink.tokens for sink in sinks]
+
+    plain = answers(harness_for(name))
+    outputs = {tuple(prompt): output for prompt, output in zip(prompts, plain, strict=False)}
+
+    def after(prompt: Sequence[int], output: Sequence[int]) -> int:
+        return [*outputs.get(tuple(prompt), []), *[7] * 99][len(output)]
+
+    for error_rate in (0.0, 0.3, 1.0):
+        oracle = Oracle(error_rate, after=after, length=5, idles=0.2)
+        assert answers(harness_for(name, speculation=oracle)) == plain
+        assert (oracle.num_accepted > 20) == (error_rate < 1)
 
 
 @pytest.mark.parametrize("call", ["separate", "separate_all"])

@@ -29,6 +29,7 @@ from server.engine.request import (
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_model import LAYOUTS
 from tests.support.fake_runner import EOS, FakeRunner, next_token, reference
+from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("overlaps")
 
@@ -681,8 +682,8 @@ def test_stop_fails_what_still_runs() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "drafts"), [*[(seed, False) for seed in range(4)], (4, True), (5, True)])
+def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int, drafts: bool) -> None:
     """One seed is one history: requests, cancels, faults, pins, clears; every finished answer is the reference."""
     rng = random.Random(seed)
     faults = {"left": 3}
@@ -690,11 +691,13 @@ def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> No
     def fault(kind: str, rows: list[list[int]]) -> str | None:
         if faults["left"] and rng.random() < 0.02:
             faults["left"] -= 1
-            return rng.choice(["prepare", "start", "read"])
+            return rng.choice(["prepare", "start", "read", "settle"] if drafts else ["prepare", "start", "read"])
         return None
 
     runner = FakeRunner(layout, fault=fault)
-    harness = Harness(runner=runner, num_slots=3, budget_bytes=rng.choice([60_000, 1 << 30]))
+    oracle = Oracle(rng.choice([0.1, 0.5]), seed=seed, idles=0.3) if drafts else None
+    budget_bytes = rng.choice([60_000, 1 << 30])
+    harness = Harness(runner=runner, num_slots=3, budget_bytes=budget_bytes, speculation=oracle)
     histories: list[list[int]] = [prompt_of(0, 12)]
     running: dict[str, tuple[list[int], int, Collected]] = {}
     for number in range(40):
