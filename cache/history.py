@@ -12,9 +12,10 @@ All namespaces share one ring of places, so that the oldest text of all makes wa
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Protocol
 from zlib import crc32
 
 import numpy as np
@@ -173,15 +174,32 @@ class FinishedText:
     stop: int
     namespace: str
     session_id: str | None
+    """None if unknown, as of stored texts."""
 
 
 _start_of = attrgetter("start")
 
+MAX_STORED_TOKENS = 1 << 18
+"""Of a namespace's texts on disk, which are read in some milliseconds."""
+
+
+class StoredTexts(Protocol):
+    """Texts that outlive the process."""
+
+    def namespaces(self) -> Iterable[str]:
+        """The namespaces with texts."""
+
+    def texts(self, namespace: str, max_tokens: int) -> Iterable[TokenArray]:
+        """The newest texts of a namespace, the newest last."""
+
 
 class History:
-    """Finished texts of all namespaces, in at most `max_bytes`. The oldest make way for new ones."""
+    """Finished texts of all namespaces, in at most `max_bytes`. The oldest make way for new ones.
 
-    def __init__(self, max_bytes: int = 32 << 20) -> None:
+    What of a namespace is `stored` is read once its first text comes.
+    """
+
+    def __init__(self, max_bytes: int = 32 << 20, stored: StoredTexts | None = None) -> None:
         self.num_forgotten = 0
         """Times that something was forgotten."""
         self._max_places = max_bytes // PLACE_BYTES
@@ -190,6 +208,8 @@ class History:
         """In the order of their places."""
         self._end = 1
         """The place behind the newest text."""
+        self._stored = stored
+        self._unread = set() if stored is None else set(stored.namespaces())
 
     @property
     def num_bytes(self) -> int:
@@ -198,6 +218,7 @@ class History:
 
     def add(self, namespace: str, tokens: TokenArray, session_id: str | None = None) -> None:
         """Adds a finished text; of one that takes more than a quarter of the ring, its end."""
+        self._read_stored(namespace)
         tokens = tokens[-(self._max_places // 4) :]
         if len(tokens) <= SHORTEST_MATCH:
             return
@@ -206,6 +227,7 @@ class History:
 
     def begin(self, namespace: str, session_id: str | None = None) -> LiveText:
         """An output that grows."""
+        self._read_stored(namespace)
         return LiveText(self, namespace, session_id)
 
     def follow(self, own: LiveText) -> "Follower":
@@ -213,11 +235,12 @@ class History:
         return Follower(self, own)
 
     def forget(self, namespace: str, session_id: str | None = None) -> None:
-        """Drops a namespace's texts, or one session's. Outputs that still grow will not join."""
+        """Drops a namespace's texts, or those that may be of one session. Outputs that still grow will not join."""
         self.num_forgotten += 1
+        self._unread.discard(namespace)
         kept = []
         for text in self._texts:
-            if text.namespace == namespace and session_id in (None, text.session_id):
+            if text.namespace == namespace and (session_id is None or text.session_id in (session_id, None)):
                 self._drop(text)
             else:
                 kept.append(text)
@@ -228,6 +251,7 @@ class History:
     def forget_all(self) -> None:
         """Drops all texts, and gives the memory back."""
         self.num_forgotten += 1
+        self._unread.clear()
         for text in self._texts:
             text.stop = 0
         self._texts = []
@@ -253,6 +277,12 @@ class History:
             assert 1 <= text.start < text.stop < limit
             is_text[text.start + 1 : text.stop] = True
         assert np.array_equal(is_text, np.array(self.tokens) != SEPARATOR)
+
+    def _read_stored(self, namespace: str) -> None:
+        if self._stored is not None and namespace in self._unread:
+            self._unread.discard(namespace)
+            for tokens in self._stored.texts(namespace, MAX_STORED_TOKENS):
+                self.add(namespace, tokens)
 
     def _give_back(self) -> None:
         self._chains, self._end = _Chains(), 1

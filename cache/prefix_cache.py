@@ -15,6 +15,7 @@ from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
 from cache.disk_moves import DiskMoves
 from cache.heads import Heads
+from cache.history import History
 from cache.journal import CacheStats, Journal
 from cache.layers.layout import CHUNK_TOKENS, Layout, SequenceSizes
 from cache.lease import Lease, Recorder
@@ -52,6 +53,7 @@ class PrefixCache:
         self.memory = MemoryTier(self.layout, budget_bytes, self.journal)
         self.ledger = self.memory.ledger
         self.disk = DiskConnector(disk, self.layout) if disk is not None else None
+        self.history = History(stored=disk.tree if disk is not None else None)
         self.pager = Pager(self.layout, self.memory, make_caches, num_slots)
         self.slots = self.pager.slots
         self.sizes = SequenceSizes(self.layout, chunk_tokens)
@@ -112,7 +114,7 @@ class PrefixCache:
             self.disk.bytes_per_token = self.sizes.bytes_per_token
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drops state and pins, all or one namespace's, but what a request holds."""
+        """Drops state, history and pins, all or one namespace's, but what a request holds."""
         self.pins.release_all(namespace)
         for slot in self.slots:
             if not slot.is_leased and namespace in (None, slot.namespace):
@@ -121,6 +123,10 @@ class PrefixCache:
         self.memory.clear(namespace)
         if self.disk is not None:
             self.disk.tier.clear(namespace)
+        if namespace is None:
+            self.history.forget_all()
+        else:
+            self.history.forget(namespace)
 
     def try_resize(self, budget_bytes: int) -> int:
         """Changes the budget, paging out and evicting what no request holds.

@@ -60,6 +60,8 @@ class LruOrder:
         return {entry[-1] for entry in self._heap if not entry[-1].is_gone}
 
 
+MAX_READ_EDGES = 16_384
+"""Edges that are looked at for a namespace's texts, during which the worker waits."""
 MAX_SPARE_FILES = 16
 """Files evicted at once beyond need, since the worker waits."""
 
@@ -179,6 +181,22 @@ class DiskTree:
     def namespaces(self) -> list[str]:
         """The namespaces with files."""
         return list(self._tries)
+
+    def texts(self, namespace: str, max_tokens: int) -> list[TokenArray]:
+        """The texts of the conversations used last, the last one at the end; what they share is in one of them."""
+        trie = self._tries.get(namespace)
+        nodes = itertools.islice(trie.nodes(), MAX_READ_EDGES) if trie is not None else ()
+        leaves = [node for node in nodes if not node.children]
+        leaves.sort(key=lambda leaf: max((file.last_used for file in leaf.files), default=0), reverse=True)
+        found, seen = list[TokenArray](), set[DiskNode]()
+        for leaf in leaves:
+            new = [node for node in leaf.path() if node not in seen]
+            seen.update(new)
+            found.append(np.concatenate([node.tokens for node in new])[-max_tokens:])
+            max_tokens -= len(found[-1])
+            if max_tokens <= 0:
+                break
+        return found[::-1]
 
     def files(self, namespace: str | None = None) -> list[StoredFile]:
         """All files, or one namespace's."""

@@ -148,7 +148,7 @@ class UnpinSession:
 
 @dataclass(frozen=True)
 class ForgetSession:
-    """Drops last turn, pins and slot claim, but not the state of the tokens."""
+    """Drops last turn, pins, slot claim and what drafts are made of, but not the state of the tokens."""
 
     namespace: str
     session_id: str

@@ -301,6 +301,7 @@ class EngineSessions:
     def forget(self, namespace: str, session_id: str) -> None:
         """As `ForgetSession`."""
         self.history.forget(namespace, session_id)
+        self._prefix_cache.history.forget(namespace, session_id)
         for is_soft in (False, True):
             self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
         for slot in self._prefix_cache.slots:

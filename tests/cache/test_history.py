@@ -105,7 +105,8 @@ class Compared:
         self.history.forget(namespace, session_id)
         self.num_forgotten += 1
         for text in self.texts:
-            text.is_known &= text.namespace != namespace or session_id not in (None, text.session_id)
+            is_meant = session_id is None or text.session_id in (session_id, None)
+            text.is_known &= text.namespace != namespace or not is_meant
 
     def check(self) -> None:
         self.history.check()
@@ -183,7 +184,7 @@ def following(known: History, tokens: list[int], namespace: str = "") -> Followe
 def test_the_oldest_texts_of_all_namespaces_make_way(seed: int) -> None:
     known = History(5000 * PLACE_BYTES)
     added: list[TokenArray] = []
-    for number, size in enumerate(np.random.default_rng(seed).integers(4, 800, 80).tolist()):
+    for number, size in enumerate(np.random.default_rng(seed).integers(5, 800, 80).tolist()):
         added.append(np.arange(1000 * number, 1000 * number + size, dtype=np.int32))
         known.add("ab"[number % 2], added[-1])
         known.check()
@@ -250,3 +251,61 @@ def test_memory_grows_with_the_texts_up_to_the_limit() -> None:
         assert known.num_bytes < 10_000
     finally:
         tracemalloc.stop()
+
+
+class Stored:
+    """Texts of "ours" and "theirs" that outlived a process."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def namespaces(self) -> list[str]:
+        return ["ours", "theirs"]
+
+    def texts(self, namespace: str, max_tokens: int) -> list[TokenArray]:
+        self.num_read += 1
+        return [array_of([1, 2, 3, 4, 5]), array_of([1, 2, 3, 6, 7])]
+
+
+def test_what_is_stored_of_a_namespace_is_read_once_before_its_first_text() -> None:
+    stored = Stored()
+    known = History(stored=stored)
+    assert stored.num_read == 0
+    known.add("another", array_of([1, 2, 3, 9]))
+    assert stored.num_read == 0
+    known.add("ours", array_of([2, 3, 4, 9]))
+    assert following(known, [1, 2, 3], "ours").next_tokens(9) == [6, 7]
+    assert following(known, [1, 2, 3, 4], "ours").next_tokens(9) == [5]
+    assert following(known, [2, 3, 4], "ours").next_tokens(9) == [9]
+    assert following(known, [1, 2, 3], "theirs").next_tokens(9) == [6, 7]
+    assert stored.num_read == 2
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("session_id", ["s", None])
+def test_what_is_stored_may_be_of_any_session_that_is_forgotten(is_read: bool, session_id: str | None) -> None:
+    known = History(stored=Stored())
+    for namespace in ("ours", "theirs") if is_read else ():
+        known.begin(namespace)
+    known.forget("ours", session_id)
+    assert following(known, [1, 2, 3], "ours").next_tokens(9) == []
+    assert following(known, [1, 2, 3], "theirs").next_tokens(9) == [6, 7]
+    known.forget_all()
+    assert following(known, [1, 2, 3], "theirs").next_tokens(9) == []
+
+
+def test_all_texts_are_forgotten_also_those_that_are_followed_and_those_to_come() -> None:
+    known = History()
+    known.add("", array_of([1, 2, 3, 4, 5, 6]))
+    own = known.begin("")
+    follower = known.follow(own)
+    for token in (1, 2, 3):
+        own.push(token)
+        follower.push(token)
+    assert follower.next_tokens(9) == [4, 5, 6]
+    known.forget_all()
+    assert (follower.match_length, follower.next_tokens(9)) == (0, [])
+    own.push(4)
+    follower.push(4)
+    own.end(keeps=True)
+    assert (follower.match_length, following(known, [1, 2, 3]).match_length) == (0, 0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cache.disk import tier as listing
+from cache.disk import tree as tree_module
 from cache.types import TokenArray
 from tests.support.disk_driver import conversation, open_tier, snap, stored_names, tokens_of, write
 
@@ -71,3 +72,24 @@ def test_edges_that_wait_to_be_written_are_counted_and_not_listed(tmp_path: Path
     assert tier.flush(10)
     assert [(entry.start, entry.stop) for entry in tier.listing("", 10).edges] == [(0, 40), (40, 60)]
     tier.close()
+
+
+def test_the_texts_of_a_namespace_are_those_used_last_each_token_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    trunk = tokens_of(range(10))
+    branches = [np.concatenate([trunk, tokens_of([50 + leaf] * 4)]) for leaf in range(3)]
+    for branch in (*branches, branches[0]):
+        write(tier, branch, namespace="ours")
+    write(tier, tokens_of([9, 9, 9]), namespace="theirs")
+    assert tier.flush(10)
+    tier.close()
+    tree = open_tier(tmp_path).tree
+    found = [text.tolist() for text in tree.texts("ours", 1000)]
+    assert found == [[51] * 4, [52] * 4, [*range(10), *[50] * 4]]
+    assert [text.tolist() for text in tree.texts("ours", 16)] == [[52] * 2, [*range(10), *[50] * 4]]
+    assert [text.tolist() for text in tree.texts("ours", 3)] == [[50] * 3]
+    assert tree.texts("another", 1000) == []
+    monkeypatch.setattr(tree_module, "MAX_READ_EDGES", 2)
+    assert len(tree.texts("ours", 1000)) <= 1

@@ -210,3 +210,38 @@ def test_idle_state_goes_as_far_as_asked_and_running_requests_keep_theirs() -> N
     harness.run()
     assert running.tokens == reference([9] * 40, 20, ignore_eos=True)
     assert known(harness, [9] * 40)
+
+
+def quoted(harness: Harness, namespace: str) -> list[int]:
+    """What the history expects behind the first tokens of the story."""
+    own = harness.prefix_cache.history.begin(namespace)
+    follower = harness.prefix_cache.history.follow(own)
+    for token in STORY[:4]:
+        own.push(token)
+        follower.push(token)
+    return follower.next_tokens(2)
+
+
+@pytest.mark.parametrize(
+    ("command", "forgets"),
+    [
+        (ForgetSession("ours", "s"), True),
+        (ForgetSession("ours", "another"), False),
+        (ForgetSession("theirs", "s"), False),
+        (ClearCache("ours"), True),
+        (ClearCache("theirs"), False),
+    ],
+)
+def test_what_is_forgotten_is_no_longer_quoted(command: ForgetSession | ClearCache, forgets: bool) -> None:
+    harness = Harness()
+    for namespace in ("ours", "theirs"):
+        harness.prefix_cache.history.add(namespace, np.array(STORY[:8], np.int32), "s")
+    own = harness.prefix_cache.history.begin("ours", "s")
+    command(harness.worker)
+    assert (quoted(harness, "ours") == []) == forgets
+    for token in STORY[:8]:
+        own.push(token)
+    own.end(keeps=True)
+    assert (quoted(harness, "ours") == []) == forgets
+    harness.prefix_cache.clear()
+    assert quoted(harness, "ours") == quoted(harness, "theirs") == []

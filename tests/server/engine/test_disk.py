@@ -61,6 +61,31 @@ def test_a_request_goes_on_from_disk(layout: str, tier: DiskTier) -> None:
     assert second.tokens == [token for token in reference(longer, 8) if token != EOS]
 
 
+def test_what_is_on_disk_is_quoted_after_a_restart(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    harness = Harness(num_slots=1, disk=tier)
+    sink = harness.submit(PROMPT, is_volatile=False)
+    harness.submit([7, *PROMPT], is_volatile=True)
+    harness.run()
+    for _ in harness.worker.idle_work():
+        pass
+    assert tier.flush(10)
+    tier.close()
+    again = open_tier(tmp_path)
+    history = Harness(num_slots=1, disk=again).prefix_cache.history
+    own = history.begin("")
+    follower = history.follow(own)
+    for token in PROMPT[:3]:
+        own.push(token)
+        follower.push(token)
+    assert follower.next_tokens(100) == [*PROMPT, *sink.tokens][3:]
+    for token in [7, *PROMPT[:2]]:
+        own.push(token)
+        follower.push(token)
+    assert follower.next_tokens(1) == []
+    again.close()
+
+
 class SlowRead:
     """What is read ahead, until the test says that it is there."""
 
