@@ -66,6 +66,8 @@ class RenderedPrompt:
     tail: Tail | None = None
     begun: str = ""
     """The end of `text`: the assistant's continued message."""
+    quotable: tuple[str, ...] = ()
+    """Texts that the answer may quote and the prompt does not hold as they are quoted."""
 
 
 class ChatRenderer:

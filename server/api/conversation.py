@@ -4,6 +4,7 @@ Templates and clients may drop a finished turn's reasoning or rewrite its calls:
 message changes, and `next_turn_requests` evaluates the rest while the engine is idle.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,9 @@ from server.pool.served import PromptRenderer, ServedModel
 
 MIN_TOKENS_AHEAD = 16
 """Fewer tokens are left to the next turn itself."""
+
+MAX_QUOTABLE_CHARACTERS = 32_768
+"""Of new tool results: tokenizing as many takes some milliseconds."""
 
 _REASONING = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
@@ -71,6 +75,7 @@ def next_turn_request(
         priority=Priority.BACKGROUND,
         restore_points=prefix.restore_points,
         outline=prefix.outline,
+        quotable=(),
         is_idle_work=True,
     )
 
@@ -116,7 +121,20 @@ class Conversation:
 
     def render(self) -> RenderedPrompt:
         """The prompt for an answer; raises the renderer's errors."""
-        return self._render(self.messages, continues=self.continues)
+        return replace(self._render(self.messages, continues=self.continues), quotable=self._quotable())
+
+    def _quotable(self) -> tuple[str, ...]:
+        """New tool results as they stand in the arguments of calls, where JSON changes them."""
+        found, left = list[str](), MAX_QUOTABLE_CHARACTERS
+        for message in reversed(self.messages):
+            if message["role"] not in _ROLES_ANSWERED or not left:
+                break
+            if message["role"] == "tool":
+                text = plain_text(message.get("content"))[:left]
+                left -= len(text)
+                quoted = json.dumps(text, ensure_ascii=False)[1:-1]
+                found += [quoted] if quoted != text else []
+        return tuple(found)
 
     @property
     def asked(self) -> Sequence[Message]:

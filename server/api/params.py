@@ -5,6 +5,7 @@ of sampling that dialects share are here too: all are optional, null means absen
 outside the vocabulary keeps all tokens, and a nucleus of 0 is greedy. Runs off the event loop.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -12,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final
 
+import numpy as np
 from pydantic import Field
 from starlette.requests import Request
 
-from models.errors import GrammarFailed, InvalidGrammar
+from models.errors import GrammarFailed, InvalidGrammar, TokenizerFailed
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGrammar, close_objects, describes_members
 from models.output.tool_calls import CallMarkers, ToolFormat
@@ -25,7 +27,7 @@ from server.api.context import context_of
 from server.api.conversation import Conversation
 from server.api.dialect import BodyModel, Rules, Whole, dialect_of, no_effect, read_by
 from server.api.errors import Code, context_exceeded, wrong
-from server.engine.request import GenerationRequest, Priority
+from server.engine.request import GenerationRequest, Priority, TokenArray
 from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -147,10 +149,20 @@ def build_request(
         restore_points=prompt.restore_points,
         outline=prompt.outline,
         ignore_eos=params.ignore_eos,
+        quotable=_quotable(prompt, params, model),
         thinking=model.thinking(prompt.text, params.max_thinking_tokens, prompt.begun) if prompt.text else None,
         single_call=_call_markers(model) if params.is_single_call else None,
         grammar=bind(model, params.grammar, prompt) if params.grammar is not None else None,
     )
+
+
+def _quotable(prompt: RenderedPrompt, params: GenerationParams, model: ServedModel) -> tuple[TokenArray, ...]:
+    if params.is_volatile or not params.cache_prompt:
+        return ()
+    with contextlib.suppress(TokenizerFailed):
+        ids = [model.renderer.tokenize(text, parse_special=False) for text in prompt.quotable]
+        return tuple(np.array(one, np.int32) for one in ids)
+    return ()
 
 
 def _call_markers(model: ServedModel) -> CallMarkers | None:

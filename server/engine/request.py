@@ -86,6 +86,8 @@ class GenerationRequest:
     """False: every token has a decode step of its own."""
     prediction: TokenArray | None = None
     """What the client expects of the answer: a text for drafts, never part of the answer by itself."""
+    quotable: tuple[TokenArray, ...] = ()
+    """New tool results as calls quote them: texts for drafts, as the prompt is."""
 
     @property
     def state_namespace(self) -> str:
