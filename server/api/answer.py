@@ -9,7 +9,7 @@ only. Knows no dialect.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -359,18 +359,24 @@ class Answer:
         if self._num_choices == 1:
             return well[-1]
         counts = counts_of([run.open for run in self.runs])
+        spent = [end.timings for end in well]
         timings = replace(
-            well[0].timings,
+            spent[0],
             cache_tokens=counts.cached_tokens,
             evaluated_tokens=counts.evaluated_tokens,
             predicted_tokens=counts.predicted_tokens,
-            prompt_ms=max(end.timings.prompt_ms for end in well),
-            predicted_ms=max(end.timings.predicted_ms for end in well),
+            prompt_ms=max(one.prompt_ms for one in spent),
+            predicted_ms=max(one.predicted_ms for one in spent),
+            drafted_tokens=sum(one.drafted_tokens for one in spent),
+            accepted_tokens=sum(one.accepted_tokens for one in spent),
         )
-        reasoned = [end.reasoning_tokens for end in well if end.reasoning_tokens is not None]
-        reasoning_tokens = sum(reasoned) if reasoned else None
         return replace(
-            well[0], prompt_tokens=counts.prompt_tokens, timings=timings, reasoning_tokens=reasoning_tokens
+            well[0],
+            prompt_tokens=counts.prompt_tokens,
+            timings=timings,
+            reasoning_tokens=_total(end.reasoning_tokens for end in well),
+            accepted_prediction_tokens=_total(end.accepted_prediction_tokens for end in well),
+            rejected_prediction_tokens=_total(end.rejected_prediction_tokens for end in well),
         )
 
     @property
@@ -454,6 +460,12 @@ async def _evaluate_ahead(
                 pass
     except Exception as error:  # no client waits for this, and the next turn evaluates missing tokens itself
         logger.debug("%s: not evaluated ahead: %s", exchange.request.request_id, error)
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """The sum of the known counts; None without any."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:

@@ -110,6 +110,8 @@ class GenerationParams:
     """The answer includes the stop string or token that ends it."""
     cache_prompt: bool = True
     is_volatile: bool = False
+    speculates: bool = True
+    prediction: TokenArray | None = None
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
@@ -145,6 +147,8 @@ def build_request(
         adapter=model.adapter,
         cache_prompt=params.cache_prompt,
         is_volatile=params.is_volatile,
+        speculates=params.speculates,
+        prediction=params.prediction,
         priority=params.priority,
         restore_points=prompt.restore_points,
         outline=prompt.outline,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
@@ -266,6 +266,8 @@ def ended_entry(record: RequestRecord) -> RequestEnded:
         first_token_ms=None if first_text_at is None else round(1000 * (first_text_at - received), 1),
         total_ms=round(1000 * record.total_seconds, 1),
         tokens_per_second=_speed_of(first.timings) if first.timings else None,
+        drafted_tokens=sum(one.timings.drafted_tokens for one in record.choices if one.timings),
+        accepted_tokens=sum(one.timings.accepted_tokens for one in record.choices if one.timings),
         finish=first.outcome or "cancelled",
         error=known.message if known else first.failure,
         kept=turn.kept if turn else None,
@@ -304,6 +306,9 @@ class TimingsBody(TypedDict):
     predicted_ms: float
     predicted_per_token_ms: float | None
     predicted_per_second: float | None
+    draft_n: NotRequired[int]
+    """This and the next only if anything was drafted."""
+    draft_n_accepted: NotRequired[int]
 
 
 class MissBody(TypedDict):
@@ -368,6 +373,7 @@ def miss_body(miss: Miss) -> MissBody:
 def timings_of(timings: Timings) -> TimingsBody:
     """A finished request's costs in milliseconds and tokens per second."""
     num_prompt, num_predicted = timings.evaluated_tokens, timings.predicted_tokens
+    drafts = {"draft_n": timings.drafted_tokens, "draft_n_accepted": timings.accepted_tokens}
     return body_of(
         TimingsBody,
         timings,
@@ -378,6 +384,7 @@ def timings_of(timings: Timings) -> TimingsBody:
         predicted_n=num_predicted,
         predicted_per_token_ms=_ratio(timings.predicted_ms, num_predicted),
         predicted_per_second=_ratio(1000 * num_predicted, timings.predicted_ms),
+        **drafts if timings.drafted_tokens else {},
     )
 
 

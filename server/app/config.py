@@ -130,6 +130,12 @@ class ServerConfig:
     max_waiting: int = _setting(
         64, "Requests that may wait for a slot; one more is answered with status 429.", between=(0, 100_000)
     )
+    speculate: str = _setting(
+        "auto",
+        "Guess the next tokens of an answer from earlier text, and evaluate several in one step: 'auto' wherever "
+        "that is faster, 'history' from earlier text and predictions only, 'off' never. The answer stays the same.",
+        choices=("auto", "off", "history"),
+    )
     chunk_tokens: int = _setting(
         256,
         "Prompt tokens evaluated per step; running answers pause for at most one such step. On a GPU eight times as "

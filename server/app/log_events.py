@@ -124,6 +124,9 @@ class RequestEnded(LogEntry):
     tier: str | None
     miss: MissFigures | None
     key: str | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of `drafted_tokens`."""
 
     def parts(self) -> list[EntryPart]:
         """Client, reuse, speed and error of the request."""
@@ -143,7 +146,11 @@ class RequestEnded(LogEntry):
         if self.first_token_ms is None:
             return f"{seconds_text(self.total_ms / 1000)} without a token"
         first = f"{seconds_text(self.first_token_ms / 1000)} to first token"
-        return first if self.tokens_per_second is None else f"{first}, {rate_text(self.tokens_per_second)} tokens/s"
+        if self.tokens_per_second is None:
+            return first
+        num_steps = max(self.predicted_tokens - self.accepted_tokens, 1)
+        a_step = f", {rate_text(self.predicted_tokens / num_steps)} a step" if self.drafted_tokens else ""
+        return f"{first}, {rate_text(self.tokens_per_second)} tokens/s{a_step}"
 
     def _end(self) -> list[EntryPart]:
         if self.error is not None:

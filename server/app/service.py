@@ -270,6 +270,7 @@ def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel)
         context_tokens=served.context_tokens,
         chunk_tokens=config.chunk_tokens,
         shares_heads=config.share_heads,
+        speculates=config.speculate != "off",
         max_waiting=config.max_waiting,
         disk_folder=Path(config.cache_dir).expanduser() if config.cache_disk_bytes is not None else None,
         disk_bytes=config.cache_disk_bytes or 0,

@@ -106,6 +106,8 @@ class EngineConfig:
     """Requests that may wait beyond those that run."""
     shares_heads: bool = True
     """Running sequences hold a beginning in common once."""
+    speculates: bool = True
+    """Answers are drafted where that pays."""
     disk_folder: Path | None = None
     """For state that memory does not hold."""
     disk_bytes: int = 0

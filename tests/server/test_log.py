@@ -71,6 +71,9 @@ def test_a_request_is_told_in_words() -> None:
         "12 340 tokens, 98 % reused",
         "0.3 s to first token, 41 tokens/s",
     ]
+    assert texts(replace(ENDED, drafted_tokens=90, accepted_tokens=75))[-1] == (
+        "0.3 s to first token, 41 tokens/s, 4.0 a step"
+    )
 
 
 def test_what_broke_is_told_with_its_cost() -> None:

@@ -59,6 +59,9 @@ class Script:
     lost_tokens: int = 0
     progress: tuple[int, ...] = ()
     """How much of the prompt is evaluated after each of its chunks but the last."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """All drafts are from the request's prediction, if it has one."""
     queue_seconds: float = 0.0
     """How long the request waits for a slot."""
 
@@ -190,7 +193,9 @@ class FakeEngine:
         was_cancelled = request.request_id in self.cancelled
         reason = FinishReason.CANCELLED if was_cancelled else script.reason
         num_prompt, started = len(request.tokens), self._started(request, script)
-        timings = Timings(script.hit_tokens, num_prompt - script.hit_tokens, 20.0, num_predicted, 40.0)
+        drafted, accepted = script.drafted_tokens, script.accepted_tokens
+        num_evaluated = num_prompt - script.hit_tokens
+        timings = Timings(script.hit_tokens, num_evaluated, 20.0, num_predicted, 40.0, drafted, accepted)
         return Finished(
             reason,
             num_prompt,
@@ -199,6 +204,8 @@ class FakeEngine:
             started,
             script.reasoning_tokens,
             stop_token=script.stop_token,
+            accepted_prediction_tokens=None if request.prediction is None else accepted,
+            rejected_prediction_tokens=None if request.prediction is None else drafted - accepted,
         )
 
     @staticmethod

@@ -388,7 +388,9 @@ IN_MESSAGES: Rules = {
     ),
     **refused("a request has one answer", "n=1"),
     **refused("answers hold text, without data on single tokens", "logprobs=false top_logprobs=0"),
-    **refused("this API has no field for it; /v1/chat/completions has", "cache_prompt=true priority=0"),
+    **refused(
+        "this API has no field for it; /v1/chat/completions has", "cache_prompt=true speculate=true priority=0"
+    ),
 }
 
 IN_COUNT: Rules = {

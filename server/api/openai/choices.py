@@ -17,7 +17,7 @@ from server.api.openai.dialect import DONE, ErrorObject, error_body
 from server.api.openai.params import BACKGROUND_TIER, DEFAULT_TIER
 from server.api.openai.types import GenerationBody, StreamOptions
 from server.api.record import costs_of
-from server.api.wire import sse_event
+from server.api.wire import body_of, sse_event
 from server.app.config import ServerConfig
 from server.engine.request import Delta, Failed, Finished, FinishReason, GenerationRequest, Priority, Started
 from server.pool.served import TokenReader
@@ -47,10 +47,14 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
-class CompletionTokensDetails(TypedDict):
+class CompletionTokensDetails(TypedDict, total=False):
     """What the answer's tokens were spent on."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    """These two with a `prediction` only."""
+    rejected_prediction_tokens: int
+    """Tokens of the prediction that the answer lacks."""
 
 
 class Usage(TypedDict):
@@ -61,7 +65,7 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: NotRequired[CompletionTokensDetails]
-    """Only if the model's reasoning is told apart."""
+    """Only if the model's reasoning is told apart, or with a prediction."""
 
 
 class PromptIds(TypedDict, total=False):
@@ -359,8 +363,10 @@ def usage_of(finished: Finished) -> Usage:
     """A finished request's token counts."""
     timings = finished.timings
     usage = token_counts(finished.prompt_tokens, timings.cache_tokens, timings.predicted_tokens)
-    if finished.reasoning_tokens is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": finished.reasoning_tokens}
+    names = CompletionTokensDetails.__annotations__
+    known = {name: count for name in names if (count := getattr(finished, name)) is not None}
+    if known:
+        usage["completion_tokens_details"] = body_of(CompletionTokensDetails, finished, **known)
     return usage
 
 

@@ -13,6 +13,10 @@ IN_BOTH: Rules = {
     **no_effect("it only labels the request", "custom_labels"),
     **no_effect("how long models stay loaded is --keep-alive's to say", "keep_alive ttl"),
     **no_effect("it could only save time", "draft_model num_draft_tokens ngram_corpus_id prompt_cache_options"),
+    **no_effect(
+        "how many tokens a draft has follows from what pays; speculate: false is without drafts",
+        "speculative.n_max speculative.n_min speculative.p_min speculative.type",
+    ),
     **no_effect("special tokens are never part of the answer", "spaces_between_special_tokens"),
     **no_effect("slots are chosen by the tokens", "id_slot"),
     **no_effect("tokens are never shifted or dropped from the context", "n_keep n_discard n_cache_reuse"),
@@ -109,7 +113,6 @@ IN_CHAT: Rules = {
         """,
     ),
     **no_effect("the model decides", "verbosity", is_read=True),
-    **no_effect("it could only save time", "prediction", is_read=True),
     **refused("its newer names are tools and tool_choice", 'functions=[] function_call="none"'),
     **refused("prompts and answers are text only", 'audio modalities=["text"]'),
     **refused(

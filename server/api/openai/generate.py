@@ -23,7 +23,7 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.prompt.chat_template import RenderedPrompt
+from models.prompt.chat_template import RenderedPrompt, plain_text
 from models.prompt.shapes import Message
 from server.api.answer import Question
 from server.api.call import generate
@@ -50,7 +50,7 @@ from server.api.openai.types import ChatBody, ChatMessage, GenerationBody, as_li
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, check_token_ids, shows_tools
 from server.api.record import CacheBody, TimingsBody
 from server.app.config import ServerConfig
-from server.engine.request import Failed, Finished
+from server.engine.request import Failed, Finished, TokenArray
 from server.pool.served import ServedModel
 
 MAX_EXPLICIT_POINTS = 16
@@ -162,6 +162,7 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExc
         max_thinking_tokens=body.thinking_wish().max_tokens,
         is_single_call=body.wants_one_call and bool(conversation.callable_tools),
         grammar=_grammar(body, params.grammar, conversation, model),
+        prediction=_predicted(body, model),
     )
     request = build_request(incoming, model, prompt, params, namespace)
     first, *others = [
@@ -206,6 +207,19 @@ def _grammar(
     elif wanted is None and body.ignore_eos:
         return None  # a request that only measures continues after the end of turn, where no grammar applies
     return answer_grammar(model, conversation, wanted, forced)
+
+
+def _predicted(body: ChatBody, model: ServedModel) -> TokenArray | None:
+    """The prediction's tokens, as text; None if there are none. Raises ApiError beyond the context."""
+    text = plain_text(body.prediction.model_dump()["content"]) if body.prediction is not None else ""
+    if not text:
+        return None
+    try:
+        ids = model.renderer.tokenize(text, parse_special=False, max_tokens=model.context_tokens)
+    except PromptTooLong as error:
+        why = f"it has {error.num_tokens} tokens or more, and the context only {model.context_tokens}"
+        raise wrong("prediction.content", why) from error
+    return np.array(ids, dtype=np.int32)
 
 
 class ChatExchange(ChoiceExchange):

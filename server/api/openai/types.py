@@ -220,6 +220,8 @@ class SharedBody(BodyModel):
     session_id: str | None = None
     cache_prompt: bool | None = None
     """False: neither reuse nor keep this prompt's state."""
+    speculate: bool | None = None
+    """False: no drafts."""
     cache_salt: CacheSalt | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -504,6 +506,13 @@ class ThinkingOptions(BodyModel):
     budget_tokens: _Budget = None
 
 
+class Prediction(BodyModel):
+    """`prediction`: text that the answer is expected to repeat, for drafts."""
+
+    type: Literal["content"]
+    content: Annotated[list[ContentPart], _TakesText]
+
+
 class ChatBody(GenerationBody, CallingBody):
     """Body of `POST /v1/chat/completions`."""
 
@@ -527,7 +536,7 @@ class ChatBody(GenerationBody, CallingBody):
     """Other names of `max_thinking_tokens`; the smallest counts."""
     verbosity: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Number of likeliest tokens to send with each token."""

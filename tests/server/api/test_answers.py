@@ -377,6 +377,8 @@ def test_every_finished_request_is_one_line_in_the_log(
         "tier": "memory",
         "miss": None,
         "key": None,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
     }
     assert (unnamed.request_id, unnamed.turn) == (chunks[0]["id"], 1)
     assert (unnamed.session_id or "").startswith("unnamed-")

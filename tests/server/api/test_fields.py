@@ -59,7 +59,7 @@ LLAMA_CPP = """
     xtc_threshold mirostat mirostat_tau mirostat_eta grammar json_schema seed ignore_eos logit_bias n_probs
     min_keep t_max_predict_ms id_slot cache_prompt return_tokens samplers timings_per_token return_progress
     sse_ping_interval post_sampling_probs response_fields lora reasoning_format reasoning_budget_tokens
-    thinking_budget_tokens
+    thinking_budget_tokens speculative.n_max speculative.n_min speculative.p_min speculative.type
 """
 OLLAMA = "format options keep_alive think template system context raw images suffix num_predict reasoning"
 LM_STUDIO = "top_k repeat_penalty seed ttl draft_model"

@@ -36,7 +36,7 @@ from tests.support.fake_engine import FakeEngine, fake_model
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 ASKING = [{"an": "object that no field takes"}]
 """A value that is neutral nowhere."""
-REQUEST = ("max_tokens", "sampling", "stop", "session_id", "namespace", "cache_prompt", "priority")
+REQUEST = ("max_tokens", "sampling", "stop", "session_id", "namespace", "cache_prompt", "priority", "speculates")
 """What no field without effect may change in a request to the engine."""
 
 

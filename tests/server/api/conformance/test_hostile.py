@@ -74,6 +74,7 @@ GENERATION: dict[str, Any] = {
     "ignore_eos": False,
     "session_id": "s",
     "cache_prompt": True,
+    "speculate": True,
     "cache_salt": "salt",
     "prompt_cache_key": "key",
     "prompt_cache_retention": "24h",

@@ -1,0 +1,123 @@
+"""What clients say of drafts, and are told of them."""
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from models.errors import PromptTooLong
+from server.api.app import create_app
+from server.app.config import ServerConfig
+from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+BODIES = {
+    CHAT: {"messages": HI},
+    "/v1/completions": {"prompt": "Hi"},
+    "/completion": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def client(engine: FakeEngine) -> TestClient:
+    return TestClient(create_app(engine, fake_model(), ServerConfig()))
+
+
+def predict(client: TestClient, content: Any, **fields: Any) -> Any:
+    prediction = {"type": "content", "content": content}
+    return client.post(CHAT, json={"messages": HI, "prediction": prediction, **fields})
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("wish", "speculates"), [({}, True), ({"speculate": None}, True), ({"speculate": False}, False)]
+)
+def test_a_request_does_without_drafts_on_wish(
+    client: TestClient, engine: FakeEngine, path: str, wish: dict[str, Any], speculates: bool
+) -> None:
+    assert client.post(path, json={**BODIES[path], **wish}).status_code == 200
+    assert [request.speculates for request in engine.requests] == [speculates]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a = 1\n", "a = 1\n"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        ("", None),
+        ([], None),
+    ],
+)
+def test_a_prediction_reaches_the_engine_as_tokens(
+    client: TestClient, engine: FakeEngine, content: Any, text: str | None
+) -> None:
+    assert predict(client, content).status_code == 200
+    found = engine.requests[0].prediction
+    assert (None if found is None else found.tolist()) == (None if text is None else list(map(ord, text)))
+
+
+class LimitedRenderer(FakeRenderer):
+    """Counts as the real one does, and knows one special token."""
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        if max_tokens is not None and len(text) > max_tokens:
+            raise PromptTooLong(len(text), max_tokens)
+        return super().tokenize(text.replace("<end>", "E") if parse_special else text)
+
+
+def test_a_prediction_is_text_and_no_longer_than_the_context() -> None:
+    engine = FakeEngine()
+    client = TestClient(create_app(engine, fake_model(renderer=LimitedRenderer()), ServerConfig()))
+    assert predict(client, "<end>" + 195 * "a").status_code == 200
+    found = engine.requests[0].prediction
+    assert found is not None and len(found) == 200
+    error = predict(client, 201 * "a").json()["error"]
+    assert (error["param"], error["message"]) == (
+        "prediction.content",
+        "prediction.content: it has 201 tokens or more, and the context only 200",
+    )
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("a", "prediction"),
+        ({"content": "a"}, "prediction.type"),
+        ({"type": "diff", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url", "text": "a"}]}, "prediction.content[0].type"),
+    ],
+)
+def test_a_malformed_prediction_is_refused_by_name(
+    client: TestClient, engine: FakeEngine, prediction: Any, param: str
+) -> None:
+    answer = client.post(CHAT, json={"messages": HI, "prediction": prediction})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True, "stream_options": {"include_usage": True}}])
+def test_usage_says_what_became_of_a_prediction(
+    client: TestClient, engine: FakeEngine, fields: dict[str, Any]
+) -> None:
+    engine.script = Script(reasoning_tokens=1, drafted_tokens=5, accepted_tokens=2)
+    answer, count = predict(client, "a", **fields), fields.get("n", 1)
+    assert f'"accepted_prediction_tokens":{2 * count},"rejected_prediction_tokens":{3 * count}' in answer.text
+    assert f'"draft_n":{5 * count},"draft_n_accepted":{2 * count}' in answer.text
+
+
+def test_without_prediction_and_drafts_nothing_is_said_of_them(client: TestClient, engine: FakeEngine) -> None:
+    engine.script = Script(reasoning_tokens=1)
+    answer = client.post(CHAT, json={"messages": HI}).json()
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    assert "draft_n" not in answer["timings"]
