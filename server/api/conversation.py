@@ -71,6 +71,7 @@ def next_turn_request(
         request_id=f"{request.request_id}-next",
         tokens=prefix.tokens,
         max_tokens=0,
+        prediction=None,
         stop=(),
         priority=Priority.BACKGROUND,
         restore_points=prefix.restore_points,

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+    from server.engine.speculation import DraftStats
+
 logger = logging.getLogger(__name__)
 
 PREFIX = "mlx_serve"
@@ -147,6 +149,19 @@ class _EngineCollector(Collector):
                 held.add_metric((model_id, tier), size)
         yield slots
         yield held
+        yield from _draft_counters({model_id: found.drafts for model_id, found in stats.items() if found.drafts})
+
+
+def _draft_counters(stats: "Mapping[str, DraftStats]") -> Iterator[Metric]:
+    names, labels = f"{PREFIX}_spec_decode_num_{{}}_tokens", ("model", "source")
+    drafted = CounterMetricFamily(names.format("draft"), "Tokens drafted for answers, by source.", labels=labels)
+    accepted = CounterMetricFamily(names.format("accepted"), "Drafted tokens that answers hold.", labels=labels)
+    for model_id, found in stats.items():
+        for metric, counts in ((drafted, found.drafted), (accepted, found.accepted)):
+            for source, count in counts.items():
+                metric.add_metric((model_id, source), count)
+    yield drafted
+    yield accepted
 
 
 def _used_share(stats: EngineStats) -> float:

@@ -97,7 +97,9 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     if config.cache_disk_bytes is not None:
         yield from _disk_facts(service, config, config.cache_disk_bytes)
     yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
-    yield "rows", service.engine.stats().rows_form
+    stats = service.engine.stats()
+    yield "rows", stats.rows_form
+    yield "drafts", "off (--speculate)" if config.speculate == "off" else stats.drafts_form
     if platform.system() == "Darwin":
         yield "kernels", kernels_text(_wheel_of("mlx-metal"))
     if config.insecure_no_key and not config.needs_key:

@@ -15,7 +15,7 @@ EngineError
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from models.output.reasoning import Thinking
 from models.output.tool_calls import CallMarkers
 from models.prompt.shapes import NO_OUTLINE, Outline
 from server.engine.diagnosis import Reuse
+
+if TYPE_CHECKING:
+    from server.engine.speculation import DraftStats
 
 TokenArray: TypeAlias = NDArray[np.int32]
 
@@ -275,5 +278,9 @@ class EngineStats:
     cache: CacheStats = field(default_factory=CacheStats)
     rows_form: str = ""
     """How several answers decode, for a person."""
+    drafts: "DraftStats | None" = None
+    """None where no answer is drafted."""
+    drafts_form: str = ""
+    """Whether answers are drafted, and why not, for a person."""
     num_open: int = 0
     """Requests that have not ended, those that the worker has not seen included."""

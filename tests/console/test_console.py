@@ -20,7 +20,7 @@ from server.app.service import open_service
 from server.pool.pool import ModelPool
 from tests.console.hostile import BARE, TEXTS
 from tests.support.browser import BROWSER, browser
-from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.fake_engine import DRAFTS, FakeEngine, Script, fake_model
 from tests.support.fake_hub import running_hub
 from tests.support.live_server import running
 from tests.support.pulling_server import serving_beside
@@ -416,6 +416,17 @@ def test_a_key_is_asked_for_once(chromium: Browser) -> None:
         page.reload()
         expect(page.get_by_text("No conversation yet")).to_be_visible()
         context.close()
+
+
+def test_now_tells_how_many_drafted_tokens_were_accepted(chromium: Browser) -> None:
+    engine, context = FakeEngine(), chromium.new_context()
+    with running(create_app(engine, fake_model(), ServerConfig())) as address:
+        page = context.new_page()
+        page.goto(address)
+        expect(page.get_by_text("0 of 8 slots answer", exact=True)).to_be_visible()
+        engine.drafts = DRAFTS
+        expect(page.get_by_text("0 of 8 slots answer, 62 % of 100 drafted tokens accepted")).to_be_visible()
+    context.close()
 
 
 def test_a_server_that_has_gone_leaves_what_was_last_known_and_says_so(chromium: Browser) -> None:

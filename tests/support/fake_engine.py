@@ -36,9 +36,17 @@ from server.engine.request import (
     Started,
     Timings,
 )
+from server.engine.speculation import DraftSource, DraftStats
 from server.pool.served import ServedModel
 
 VOCAB_SIZE = 1024
+DRAFTS = DraftStats(
+    drafted={DraftSource.HISTORY: 90, DraftSource.PREDICTION: 10},
+    accepted={DraftSource.HISTORY: 62, DraftSource.PREDICTION: 0},
+    steps=20,
+    tokens=85,
+)
+"""What an engine may have drafted."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class FakeEngine:
     """Raised in place of vectors."""
     excess_bytes: int = 0
     """What `try_resize` says that running requests hold beyond any budget."""
+    drafts: DraftStats | None = None
 
     def submit(self, request: GenerationRequest) -> Generation:
         if not self.is_running:
@@ -150,7 +159,7 @@ class FakeEngine:
         self.commands.append(command)
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_open=len(self.requests) - len(self.finished))
+        return EngineStats(num_open=len(self.requests) - len(self.finished), drafts=self.drafts)
 
     def __post_init__(self) -> None:
         self.idle_requests: list[GenerationRequest] = []

@@ -141,6 +141,17 @@ class MovedBody(TypedDict):
     disk_read_bytes: int
 
 
+class DraftsBody(TypedDict):
+    """What became of drafts since the model was loaded; tokens by source."""
+
+    drafted: dict[str, int]
+    accepted: dict[str, int]
+    steps: int
+    """Decode steps with a draft."""
+    tokens: int
+    """Tokens of answers that these steps gave."""
+
+
 class ModelStatsBody(TypedDict):
     """What a loaded model does and holds."""
 
@@ -152,6 +163,8 @@ class ModelStatsBody(TypedDict):
     cache: CacheCountsBody
     moved: MovedBody
     disk_budget_bytes: int | None
+    drafts: DraftsBody | None
+    """None where no answer is drafted."""
 
 
 class LoadingBody(TypedDict):
@@ -275,6 +288,7 @@ def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> Model
         "cache": body_of(CacheCountsBody, stats.cache),
         "moved": body_of(MovedBody, stats.cache.moved),
         "disk_budget_bytes": context.config.cache_disk_bytes if stats.cache.keeps_on_disk else None,
+        "drafts": None if stats.drafts is None else body_of(DraftsBody, stats.drafts),
     }
 
 

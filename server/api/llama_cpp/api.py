@@ -147,12 +147,13 @@ async def slots(request: Request) -> Response:
     """Lists the slots; with `?fail_on_no_slot=1` answers 503 while none is free."""
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
-    found: tuple[SlotState, ...] = await context.running_engine(model).execute(DescribeSlots())
+    engine = context.running_engine(model)
+    found: tuple[SlotState, ...] = await engine.execute(DescribeSlots())
     if request.query_params.get("fail_on_no_slot") == "1" and all(slot.is_leased for slot in found):
         raise retry_later(Code.NO_FREE_SLOT, "no slot is free", RETRY_SECONDS)
-    size = model.context_tokens
+    size, drafts = model.context_tokens, engine.stats().drafts is not None
     return JsonBody(
-        [SlotBody(id=one.index, n_ctx=size, speculative=False, is_processing=one.is_leased) for one in found]
+        [SlotBody(id=one.index, n_ctx=size, speculative=drafts, is_processing=one.is_leased) for one in found]
     )
 
 

@@ -66,13 +66,18 @@ function lanes(app, model) {
   return h(
     "section",
     { class: "panel", "data-key": `model-${model.id}` },
-    h("h2", {}, model.id, h("small", {}, `${held.size} of ${slots.total} slots answer${ahead > 0 ? ", turns to come are evaluated ahead" : ""}`)),
+    h("h2", {}, model.id, h("small", {}, `${held.size} of ${slots.total} slots answer${ahead > 0 ? ", turns to come are evaluated ahead" : ""}${drafts(model)}`)),
     h(
       "ol",
       { class: "lanes", "aria-label": `Slots of ${model.id}` },
       Array.from({ length: Math.min(slots.total, 64) }, (_, slot) => lane(app, slot, held.get(slot))),
     ),
   );
+}
+
+function drafts(model) {
+  const [drafted, accepted] = ["drafted", "accepted"].map((kind) => sum(Object.values(model.drafts?.[kind] ?? {}), (one) => one));
+  return drafted ? `, ${percent(accepted / drafted)} of ${count(drafted)} drafted tokens accepted` : "";
 }
 
 /** An adapter's requests run in the slots of its model; with one model loaded they are all its. */

@@ -1,14 +1,22 @@
 """What clients say of drafts, and are told of them."""
 
+import logging
 from typing import Any
 
+import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from models.errors import PromptTooLong
+from models.prompt.chat_template import RenderedPrompt
 from server.api.app import create_app
+from server.api.conversation import next_turn_request
 from server.app.config import ServerConfig
-from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
+from server.app.log_events import RequestEnded
+from server.app.service import _engine_config
+from server.engine.request import GenerationRequest
+from tests.support.fake_engine import DRAFTS, FakeEngine, FakeRenderer, Script, fake_model
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -121,3 +129,55 @@ def test_without_prediction_and_drafts_nothing_is_said_of_them(client: TestClien
     answer = client.post(CHAT, json={"messages": HI}).json()
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
     assert "draft_n" not in answer["timings"]
+
+
+def test_the_log_counts_the_drafts_of_all_choices(
+    client: TestClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "server")
+    engine.script = Script(drafted_tokens=5, accepted_tokens=2)
+    assert client.post(CHAT, json={"messages": HI, "n": 2}).status_code == 200
+    (entry,) = [record.msg for record in caplog.records if isinstance(record.msg, RequestEnded)]
+    assert (entry.drafted_tokens, entry.accepted_tokens) == (10, 4)
+
+
+def test_a_turn_evaluated_ahead_predicts_nothing() -> None:
+    request = GenerationRequest("a", np.arange(4, dtype=np.int32), 9, prediction=np.arange(3, dtype=np.int32))
+    ahead = next_turn_request(request, [7], RenderedPrompt(np.arange(40, dtype=np.int32)))
+    assert ahead is not None and ahead.prediction is None
+
+
+@pytest.mark.parametrize(("wish", "speculates"), [("auto", True), ("history", True), ("off", False)])
+def test_the_setting_reaches_the_engine(wish: str, speculates: bool) -> None:
+    assert _engine_config(ServerConfig(speculate=wish), 1 << 30, fake_model()).speculates == speculates
+
+
+def test_the_stats_tell_what_became_of_drafts(client: TestClient, engine: FakeEngine) -> None:
+    engine.drafts = DRAFTS
+    assert client.get("/v1/stats").json()["models"][0]["drafts"] == {
+        "drafted": {"history": 90, "prediction": 10},
+        "accepted": {"history": 62, "prediction": 0},
+        "steps": 20,
+        "tokens": 85,
+    }
+
+
+def test_an_engine_without_drafts_has_no_figures_of_them(client: TestClient) -> None:
+    assert client.get("/v1/stats").json()["models"][0]["drafts"] is None
+    assert "spec_decode_num_draft_tokens_total{" not in client.get("/metrics").text
+
+
+def test_metrics_count_drafted_tokens_by_source(client: TestClient, engine: FakeEngine) -> None:
+    engine.drafts = DRAFTS
+    found = {
+        (sample.name, sample.labels["source"]): sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+        if "spec_decode" in sample.name
+    }
+    assert found == {
+        ("mlx_serve_spec_decode_num_draft_tokens_total", "history"): 90,
+        ("mlx_serve_spec_decode_num_draft_tokens_total", "prediction"): 10,
+        ("mlx_serve_spec_decode_num_accepted_tokens_total", "history"): 62,
+        ("mlx_serve_spec_decode_num_accepted_tokens_total", "prediction"): 0,
+    }

@@ -46,6 +46,11 @@ def test_what_is_wired_is_told_on_a_mac(service: Service, monkeypatch: pytest.Mo
     assert report["wired"] == "5.0 GB, which macOS does not page out (--no-wire-weights)"
 
 
+def test_the_report_says_whether_answers_are_drafted(service: Service) -> None:
+    assert told(service)["drafts"] == service.engine.stats().drafts_form
+    assert told(service, speculate="off")["drafts"] == "off (--speculate)"
+
+
 @pytest.mark.parametrize(
     ("tag", "text"),
     [

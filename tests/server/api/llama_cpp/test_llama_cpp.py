@@ -16,7 +16,7 @@ from server.engine.request import FinishReason
 from server.pool.served import ModelFacts
 from tests.server.api.test_live import Live, raw_request, serving, until, user
 from tests.support import tiny_models
-from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
+from tests.support.fake_engine import DRAFTS, FakeEngine, FakeRenderer, Script, fake_model
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -270,8 +270,8 @@ def test_slots_say_whether_they_are_at_work(client: TestClient, engine: SlotEngi
         {"id": 0, "n_ctx": 200, "speculative": False, "is_processing": False},
         {"id": 1, "n_ctx": 200, "speculative": False, "is_processing": True},
     ]
-    engine.busy = frozenset({0, 1})
-    assert client.get("/slots").status_code == 200
+    engine.busy, engine.drafts = frozenset({0, 1}), DRAFTS
+    assert [slot["speculative"] for slot in client.get("/slots").json()] == [True, True]
     full = client.get("/slots?fail_on_no_slot=1")
     assert (full.status_code, full.headers["retry-after"]) == (503, "1")
     assert full.json() == {"error": {"code": 503, "message": "no slot is free", "type": "unavailable_error"}}
