@@ -324,7 +324,7 @@ class FirstsSeen(FakeRunner):
         return super().prepare(rows, previous, drafts=drafts, **how)
 
     def make_row(self, *arguments: Any, **options: Any) -> Any:
-        row = super().make_row(*arguments, **options)
+        row: Any = super().make_row(*arguments, **options)
         row.has_stepped = False
         return row
 
