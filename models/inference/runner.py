@@ -307,6 +307,7 @@ class Runner:
         _assert_have_state(rows)
         with_several = [row for row in rows if row.known[1:]]
         feeds = _feeds_of(rows, drafts) if drafts or with_several else None
+        assert feeds is None or max(feeds.lengths) <= self.max_feed_tokens, "a feed is longer than was proven"
         tokens = _inputs(rows, previous) if feeds is None else mx.array(feeds.tokens, dtype=mx.uint32)
         with self._forgetting_on_error(rows):
             logits = self._evaluate(rows, tokens, feeds, spare_bytes)
