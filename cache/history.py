@@ -230,9 +230,9 @@ class History:
         self._read_stored(namespace)
         return LiveText(self, namespace, session_id)
 
-    def follow(self, own: LiveText) -> "Follower":
+    def follow(self, own: LiveText) -> "HistoryFollower":
         """Looks in `own` and in the texts of its namespace."""
-        return Follower(self, own)
+        return HistoryFollower(self, own)
 
     def forget(self, namespace: str, session_id: str | None = None) -> None:
         """Drops a namespace's texts, or those that may be of one session. Outputs that still grow will not join."""
@@ -316,7 +316,7 @@ class History:
         text.stop = 0
 
 
-class Follower:
+class HistoryFollower:
     """Where the continuation of an output stood before, if anywhere."""
 
     def __init__(self, history: History, own: LiveText) -> None:

@@ -172,6 +172,8 @@ class Runner:
     """Of a model call, by the number of one row's tokens; empty where there may not be several."""
     feeds_together: bool
     """Rows with several tokens share a model call, instead of one for each."""
+    drafts_form: str
+    """What answers are drafted from, or why not, for a person."""
     overlaps: bool
     """`start` returns with most of the step to be computed, as on a GPU. Else read tokens before `start`."""
 
@@ -182,6 +184,7 @@ class Runner:
         vocab_size: int,
         adapters: AdapterSet | None = None,
         shares_heads: bool = True,
+        drafts: bool = True,
         max_probe_seconds: float = probe.MAX_SECONDS,
     ) -> None:
         """`vocab_size` is the logits' width; `adapters` are attached. Probes the model with short calls."""
@@ -202,7 +205,9 @@ class Runner:
         is_together = self.form is not Form.ALONE
         self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)
         self.max_feed_tokens, self.step_seconds, self.feeds_together = 1, {}, False
-        self._find_feeds(end)
+        self.drafts_form = "off"
+        if drafts:
+            self._find_feeds(end)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def _find_feeds(self, end: float) -> None:
@@ -210,8 +215,9 @@ class Runner:
         model, vocab_size = self._model, self._vocab_size
         fault = probe.find_feed_fault(model, vocab_size, max_seconds=end - time.monotonic())
         if fault is not None:
-            self.rows_form += f"; one token of a row in a step, because {fault}"
+            self.drafts_form = f"none, because {fault}"
             return
+        self.drafts_form = "of what was said before, where they pay"
         left = end - time.monotonic()
         self.max_feed_tokens = MAX_FEED_TOKENS
         self.step_seconds = self._measure(lambda caches: measure_step_seconds(model, caches, vocab_size, left))

@@ -310,7 +310,7 @@ class Sampled:
 class ShapeRunner(SharesNothing):
     """Does to caches what a runner over a model of some shape would do."""
 
-    rows_form = "together"
+    rows_form, drafts_form = "together", "off"
     overlaps = False
 
     def __init__(self, shape: Shape) -> None:

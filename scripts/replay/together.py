@@ -139,7 +139,7 @@ class SizedStep:
 class SizedRunner:
     """A runner over state that has sizes only; counts what it evaluates and the seconds that takes."""
 
-    rows_form, overlaps, padding_bytes = "together", False, 0
+    rows_form, drafts_form, overlaps, padding_bytes = "together", "off", False, 0
     max_feed_tokens, feeds_together = 1, False
     step_seconds: Mapping[int, float] = {}
 

@@ -161,7 +161,7 @@ def build_request(
 
 
 def _quotable(prompt: RenderedPrompt, params: GenerationParams, model: ServedModel) -> tuple[TokenArray, ...]:
-    if params.is_volatile or not params.cache_prompt:
+    if params.is_volatile or not params.cache_prompt or not params.speculates:
         return ()
     with contextlib.suppress(TokenizerFailed):
         ids = [model.renderer.tokenize(text, parse_special=False) for text in prompt.quotable]

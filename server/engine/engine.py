@@ -44,6 +44,7 @@ from server.engine.request import (
     TokenArray,
 )
 from server.engine.sequence import EngineSessions
+from server.engine.speculation import Speculation
 from server.engine.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class Engine:
                 vocab_size=loaded.vocab_size,
                 adapters=loaded.adapters,
                 shares_heads=config.shares_heads,
+                drafts=config.speculates,
             )
             prefix_cache = _make_prefix_cache(runner, config, loaded, kept)
             _calibrate(runner, prefix_cache)
@@ -166,6 +168,7 @@ class Engine:
                 clock=time.monotonic,
                 embedder=Embedder(loaded.model, loaded.adapters),
                 sessions=None if kept is None else kept.sessions,
+                speculation=_speculation(runner, prefix_cache),
             )
             if runner.overlaps:
                 worker.use_long_chunks()
@@ -399,6 +402,18 @@ def _make_prefix_cache(
         budget_bytes=budget_bytes,
         chunk_tokens=config.chunk_tokens,
         disk=_open_disk(config, loaded),
+    )
+
+
+def _speculation(runner: Runner, prefix_cache: PrefixCache) -> Speculation | None:
+    if runner.max_feed_tokens == 1:
+        return None
+    return Speculation(
+        prefix_cache.history,
+        runner.step_seconds,
+        feeds_together=runner.feeds_together,
+        max_feed_tokens=runner.max_feed_tokens,
+        feeds_again=prefix_cache.layout.has_recurrent,
     )
 
 

@@ -26,6 +26,8 @@ class RunnerPort(SharedBuffers, Protocol):
 
     rows_form: str
     """How several rows are evaluated, for a person."""
+    drafts_form: str
+    """What answers are drafted from, or why not, for a person."""
     overlaps: bool
     """`start` returns while most of the step is still ahead."""
     max_feed_tokens: int

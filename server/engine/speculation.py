@@ -585,10 +585,10 @@ class Speculation:
 
     def begin(self, request: GenerationRequest, num_matched: int) -> Drafting:
         """At admission: adds the prompt behind the first `num_matched` tokens to the history, where it may."""
-        is_kept = request.cache_prompt and not request.is_volatile
+        is_kept = request.cache_prompt and not request.is_volatile and not request.is_idle_work
         if is_kept:
-            new = request.tokens[max(0, num_matched - NGRAM) :]
-            self._history.add(request.state_namespace, new, request.session_id)
+            for text in (request.tokens[max(0, num_matched - NGRAM) :], *request.quotable):
+                self._history.add(request.state_namespace, text, request.session_id)
         if not request.speculates:
             own = self._history.begin(request.state_namespace, request.session_id) if is_kept else None
             return Drafting((), own, None, is_kept=is_kept)

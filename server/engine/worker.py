@@ -69,7 +69,8 @@ class Worker:
         self._make_decoder = make_decoder
         self._eos = eos_token_ids
         self._arrivals = itertools.count(1)
-        self._close_runner, self._rows_form = runner.close, runner.rows_form
+        self._speculation = speculation
+        self._close_runner, self._forms = runner.close, (runner.rows_form, runner.drafts_form)
 
     @property
     def has_work(self) -> bool:
@@ -125,7 +126,15 @@ class Worker:
         """Current counts and bytes."""
         count = self._scheduler.count
         requests = RequestCounts(count(Phase.WAITING), count(Phase.PREFILLING), count(Phase.DECODING))
-        return EngineStats(requests, self._table.num_suspended, self.prefix_cache.stats(), self._rows_form)
+        rows_form, drafts_form = self._forms
+        return EngineStats(
+            requests,
+            self._table.num_suspended,
+            self.prefix_cache.stats(),
+            rows_form,
+            None if self._speculation is None else self._speculation.stats,
+            drafts_form,
+        )
 
     def use_long_chunks(self) -> None:
         """Has a prompt beside which nothing runs evaluated in longer chunks, as pays on a GPU.

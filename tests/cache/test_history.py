@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import history
-from cache.history import LONGEST_COMPARED, PLACE_BYTES, SHORTEST_MATCH, Follower, History, LiveText
+from cache.history import LONGEST_COMPARED, PLACE_BYTES, SHORTEST_MATCH, History, HistoryFollower, LiveText
 from cache.types import TokenArray
 
 NAMESPACES, SESSIONS = st.sampled_from(["ours", "theirs"]), st.sampled_from(["monday", "tuesday", None])
@@ -73,7 +73,7 @@ class Compared:
         self.history = History()
         self.texts: list[NaiveText] = []
         self.num_forgotten = 0
-        self.outputs: list[tuple[LiveText, Follower, NaiveOutput]] = []
+        self.outputs: list[tuple[LiveText, HistoryFollower, NaiveOutput]] = []
         self.begin("ours", "monday")
 
     def add(self, namespace: str, session_id: str | None, tokens: list[int]) -> None:
@@ -171,7 +171,7 @@ def contains(tokens: list[int], part: list[int]) -> bool:
     return any(tokens[start : start + len(part)] == part for start in range(len(tokens) - len(part) + 1))
 
 
-def following(known: History, tokens: list[int], namespace: str = "") -> Follower:
+def following(known: History, tokens: list[int], namespace: str = "") -> HistoryFollower:
     own = known.begin(namespace)
     follower = known.follow(own)
     for token in tokens:

@@ -157,6 +157,7 @@ class FakeRunner(SharesNothing):
 
     layout: str = "T"
     rows_form: str = "together"
+    drafts_form: str = "on"
     overlaps: bool = field(default_factory=lambda: OVERLAPS)
     max_feed_tokens: int = 33
     fault: Callable[[str, list[list[int]]], str | None] = lambda kind, rows: None

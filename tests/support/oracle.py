@@ -42,6 +42,8 @@ class OracleDrafting:
 class Oracle:
     """Drafts up to `length` tokens for each row; each of them is wrong with the chance `error_rate`."""
 
+    stats = None
+
     def __init__(
         self, error_rate: float = 0.0, *, length: int = 6, seed: int = 0, after: Continue = freely, idles: float = 0.0
     ) -> None:

@@ -366,7 +366,7 @@ def test_a_fault_in_taking_tokens_back_is_found_by_the_probe_and_told(
         return
     runner = Runner(tiny_models.build(name), vocab_size=VOCAB, max_probe_seconds=float("inf"))
     assert (runner.max_feed_tokens, runner.step_seconds) == (1, {})
-    assert "one token of a row in a step, because several at once differ" in runner.rows_form
+    assert "none, because several at once differ" in runner.drafts_form
 
 
 @pytest.mark.parametrize(("name", "part", "fault"), PLANTED)
