@@ -6,13 +6,14 @@ Invariants:
   the latest step. Recurrent state is merged until the set of rows changes.
 - An error while state moves loses the rows that were in groups or whose recurrent state was merged: they are marked,
   and a step with one of them raises `RowLost`. Others are unharmed.
+- A row may feed several tokens in a step. They all join its state, until `settle` takes the last ones back.
 - Groups take memory beyond what their rows reserved only where the caller has some to spare.
 
 Which rows to put together is decided by `grouping.py`. Worker thread only.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,7 +33,7 @@ from models.inference.groups import (
     used_leaves,
 )
 from models.inference.ragged import RaggedBatch, ragged_attention
-from models.mlx_lm_import import KVCache
+from models.mlx_lm_import import KVCache, RotatingKVCache
 
 MAX_MEMBER_TOKENS = 65_536.0
 """Where reading costs nothing measurable."""
@@ -58,6 +59,8 @@ class DecodeBatch:
 
     choose: Choose | None
     """None: no groups."""
+    max_feed_tokens: int = 1
+    """The most tokens that a row may feed in a step."""
     rows: list[BatchRow | None] = field(default_factory=list)
     """In the order of the batch; None for a row that was taken out since."""
     has_changed: bool = False
@@ -66,14 +69,27 @@ class DecodeBatch:
     _joined: RaggedBatch | None = None
     _has_fresh: bool = False
     """Some rows had no token yet, and could not be in a group."""
+    _fed: list[int] | None = None
+    """Tokens that each row feeds in a step, from `arrange` until `settle`; None where that is one of each."""
 
     # -- steps
 
-    def arrange(self, rows: Sequence[BatchRow], spare_bytes: float) -> list[LayerCache]:
+    def arrange(
+        self, rows: Sequence[BatchRow], spare_bytes: float, lengths: Sequence[int] | None = None
+    ) -> list[LayerCache]:
         """Layer caches for a model call with `self.rows`, which are `rows` in an order that suits groups.
 
-        Groups may take `spare_bytes` more than their rows reserved. Raises `NotRagged`.
+        Each row feeds one token, or as many as `lengths` tells in the order of `rows`: each token is then a batch
+        row, one row's feed after another. Groups may take `spare_bytes` more than their rows reserved.
+        Raises `NotRagged`.
         """
+        layers = self._arrange(rows, spare_bytes)
+        if lengths is None or max(lengths) == 1:
+            return layers
+        assert max(lengths) <= self.max_feed_tokens
+        return self._feed(dict(zip(rows, lengths, strict=True)))
+
+    def _arrange(self, rows: Sequence[BatchRow], spare_bytes: float) -> list[LayerCache]:
         is_same = self._joined is not None and len(self.rows) == len(rows) and set(self.rows) == set(rows)
         if is_same and not self._has_fresh and not self._grow():
             assert self._joined is not None
@@ -88,6 +104,36 @@ class DecodeBatch:
         self._has_fresh = any(is_fresh(row.caches) for row in rows)
         self._joined.take_over()
         return self._joined.layers
+
+    def _feed(self, lengths: Mapping[BatchRow, int]) -> list[LayerCache]:
+        assert self._joined is not None
+        fed = [lengths[row] for row in self.rows if row is not None]
+        layers = self._joined.flat(fed)
+        self._fed = fed
+        for group in self._groups:
+            group.clock.feed(self._of_group(group, fed))
+        self._grow()
+        return layers
+
+    def _of_group(self, group: Group, numbers: Sequence[int]) -> list[int]:
+        """Of `numbers`, one for each row of the batch, those of a group's."""
+        found = {id(row.caches): number for row, number in zip(self.rows, numbers, strict=True) if row is not None}
+        return [found[id(caches)] for caches in group.rows]
+
+    def settle(self, kept: Sequence[int]) -> None:
+        """Leaves the first `kept` tokens of each feed, at least one, in the rows' state; in the order of `self.rows`.
+
+        After `advance`, and before anything else.
+        """
+        fed, self._fed = self._fed or [1] * len(self.rows), None
+        surplus = [length - stays for length, stays in zip(fed, kept, strict=True)]
+        assert all(0 <= number < length for number, length in zip(surplus, fed, strict=True))
+        for group in self._groups:
+            group.clock.rewind(self._of_group(group, surplus))
+        grouped = {id(caches) for group in self._groups for caches in group.rows}
+        for row, number in zip(self.rows, surplus, strict=True):
+            if row is not None and number and id(row.caches) not in grouped:
+                rewind(row.caches, number)
 
     def _members(self, rows: Sequence[BatchRow]) -> list[Group | Sequence[LayerCache]]:
         """Members on one head are neighbours: attention then reads the head once."""
@@ -214,7 +260,8 @@ class DecodeBatch:
                 self.has_changed = True
 
     def _filled(self, groups: Sequence[Group], rows: Sequence[BatchRow], wanted: Wanted) -> Group:
-        group = Group(rows[0].caches, wanted.buffer) if wanted.kept is None else groups[wanted.kept]
+        slack = self.max_feed_tokens - 1
+        group = Group(rows[0].caches, wanted.buffer, slack) if wanted.kept is None else groups[wanted.kept]
         joining = [row.caches for row in rows if group.index_of(row.caches) is None]
         if joining:
             group.join(joining)
@@ -239,6 +286,19 @@ class DecodeBatch:
     @property
     def all_own_bytes(self) -> int:
         return sum(self.own_bytes(row.caches) for row in self.rows if row is not None)
+
+
+def rewind(caches: Sequence[LayerCache], num_tokens: int) -> None:
+    """Takes a row's last tokens out of its span and window layers, right after a call that fed more than those."""
+    for cache in map(tail_of, leaves_of(caches)):
+        if cache.keys is None:
+            continue
+        if isinstance(cache, RotatingKVCache):
+            # A call with several tokens leaves a window in temporal order, longer by as many as it had.
+            cache.keys, cache.values = (rows[:, :, :-num_tokens] for rows in (cache.keys, cache.values))
+            cache.offset, cache._idx = cache.offset - num_tokens, cache._idx - num_tokens
+        else:
+            cache.trim(num_tokens)
 
 
 def _describe(row: BatchRow, groups: Sequence[Group]) -> Row:

@@ -2,7 +2,10 @@
 
 A group has a buffer `[room, num_heads, capacity, head_dim]` for the keys and one for the values of each span and
 window layer. Its rows fill the buffer from the beginning, each left-aligned at its own length. A window layer is a
-ring: token `p` is at `p % window`. A row joins at the end; where one leaves, the last takes its place.
+ring: token `p` is at `p % places`. A row joins at the end; where one leaves, the last takes its place.
+
+A row may feed several tokens in a step, of which the last may be taken back: only lengths change. A ring has *slack*
+for that, places beyond its window, so that no token taken back was written over one that the window still covers.
 
 Rows on one head (`cache/layers/headed.py`) share a buffer of their tails: places in span layers count from its end.
 
@@ -11,6 +14,8 @@ own buffers are to have, so that whoever resizes them needs not know of groups. 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from operator import sub
 from typing import Any, cast
 
 import mlx.core as mx
@@ -73,21 +78,81 @@ def _own_capacity(cache: LayerCache, start: int) -> int:
     return max(int(cache.step if cache.keys is None else cache.keys.shape[2]), int(cache.offset))
 
 
+class Folding:
+    """The tokens that some rows feed in one step, in two layouts.
+
+    *Flat*: each token is a batch row, `[num_tokens, num_heads, 1, width]`. *Folded*: each row is one,
+    `[num_rows, num_heads, longest, width]`, the shorter ones padded by their last token.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = tuple(lengths)
+        self.longest = max(lengths)
+        self._is_even = min(lengths) == self.longest
+
+    def fold(self, flat: mx.array) -> mx.array:
+        """A flat array as a folded one."""
+        if self.longest == 1:
+            return flat
+        tokens = flat.squeeze(2)
+        if not self._is_even:
+            tokens = tokens[self._padded]
+        return tokens.reshape(len(self.lengths), self.longest, *tokens.shape[1:]).swapaxes(1, 2)
+
+    def unfold(self, folded: mx.array) -> mx.array:
+        """A folded array as a flat one."""
+        if self.longest == 1:
+            return folded
+        tokens = folded.swapaxes(1, 2).flatten(0, 1)
+        if not self._is_even:
+            tokens = tokens[self._unpadded]
+        return mx.expand_dims(tokens, 2)
+
+    @cached_property
+    def _padded(self) -> mx.array:
+        found, first = list[int](), 0
+        for length in self.lengths:
+            found += [first + min(place, length - 1) for place in range(self.longest)]
+            first += length
+        return mx.array(found, dtype=mx.uint32)
+
+    @cached_property
+    def _unpadded(self) -> mx.array:
+        rows = enumerate(self.lengths)
+        found = [row * self.longest + place for row, length in rows for place in range(length)]
+        return mx.array(found, dtype=mx.uint32)
+
+
 class Clock:
     """Lengths of a group's rows, and arrays made from them once a step for all layers."""
+
+    lengths: list[int] | None
+    """Tokens that each row feeds in this step; None for one of each."""
+    lasts: list[int]
+    """Offset of the last token that each row feeds."""
 
     def __init__(self) -> None:
         self.set([])
 
     def set(self, offsets: Sequence[int]) -> None:
         """After rows have come or gone."""
-        self.offsets = list(offsets)
+        self.offsets = self.lasts = list(offsets)
+        self.lengths = None
         self._made: dict[Any, Any] = {}
+
+    def feed(self, lengths: list[int]) -> None:
+        """Before a step in which some member of the batch feeds several tokens."""
+        self.set(self.offsets)
+        if max(lengths) > 1:
+            self.lengths, self.lasts = lengths, [sum(row) - 1 for row in zip(self.offsets, lengths, strict=True)]
 
     def advance(self) -> None:
         """After a step."""
-        self.offsets = [offset + 1 for offset in self.offsets]
-        self._made = {}
+        self.set([offset + 1 for offset in self.lasts])
+
+    def rewind(self, counts: Sequence[int]) -> None:
+        """Takes back each row's last tokens."""
+        self.set(list(map(sub, self.offsets, counts)))
 
     @property
     def device(self) -> mx.array:
@@ -102,16 +167,17 @@ class Clock:
 
     @property
     def is_even(self) -> bool:
-        """Whether all rows have one length."""
-        return bool(self.made("even", lambda: len(set(self.offsets)) == 1))
+        """Whether all rows have one length, and feed one token."""
+        return bool(self.made("even", lambda: self.lengths is None and len(set(self.offsets)) == 1))
 
 
 class GroupLayer:
     """One span or window layer of a group's rows; stands in for a layer cache where a model expects one."""
 
-    def __init__(self, like: LayerCache, clock: Clock, buffer: Buffer, head_tokens: int) -> None:
+    def __init__(self, like: LayerCache, clock: Clock, buffer: Buffer, head_tokens: int, slack: int) -> None:
         self._clock = clock
         self.window = int(like.max_size) if isinstance(like, RotatingKVCache) else None
+        self._ring = self.window + slack if self.window else None
         self.head = like.head if isinstance(like, HeadedKVCache) else None
         self._head_tokens = head_tokens
         self._start = 0 if self.window else head_tokens
@@ -120,7 +186,7 @@ class GroupLayer:
         self.keys, self.values = (_empty(rows, buffer.room, self.capacity) for rows in (like.keys, like.values))
 
     def _bounded(self, capacity: int) -> int:
-        return min(capacity + self._head_tokens, self.window) if self.window else capacity
+        return min(capacity + self._head_tokens, self._ring) if self._ring else capacity
 
     @property
     def offset(self) -> mx.array:
@@ -146,14 +212,14 @@ class GroupLayer:
 
     def extend_own(self, index: int, cache: LayerCache) -> None:
         """A row that has used up its own buffers gets larger ones, as a layer cache grows by itself."""
-        own, offset = tail_of(cache), self._clock.offsets[index] - self._start
-        if not self.window and offset >= own.step:
-            own.step = offset + GROWTH_TOKENS
+        own, last = tail_of(cache), self._clock.lasts[index] - self._start
+        if not self.window and last >= own.step:
+            own.step = last + GROWTH_TOKENS
 
     # -- in a model
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns views of all rows, with padding."""
+        """Appends keys and values `[num_tokens, num_heads, 1, head_dim]`; returns views of all rows, with padding."""
         num_rows, num_heads = keys.shape[:2]
         if self._clock.is_even:
             place = self._place_of(self._clock.offsets[0])
@@ -172,8 +238,11 @@ class GroupLayer:
         return self.keys[:num_rows, :, :stop], self.values[:num_rows, :, :stop]
 
     def make_mask(self, num_tokens: int, window_size: int | None = None, **_: Any) -> mx.array | None:
-        """Boolean `[num_rows, 1, 1, num_places]` of the places each row may attend to; None if all may to all."""
-        assert num_tokens == 1, "a group decodes one token of each row"
+        """Boolean `[num_rows, 1, longest, num_places]` of the places that a row's tokens may attend to.
+
+        None if all may attend to all.
+        """
+        assert num_tokens == 1, "in a batch each token is a row"
         assert self.head is None or window_size is None, "a mask that bounds attention would have to cover the head"
         seen = min(window_size or self.window or self._stop, self.window or self._stop)
         if (self._clock.is_even or self._end_of(min(self._clock.offsets)) >= self._stop) and seen >= self._stop:
@@ -183,28 +252,35 @@ class GroupLayer:
 
     @property
     def _stop(self) -> int:
-        return min(self._end_of(max(self._clock.offsets)), self.window or self.capacity)
+        return min(self._end_of(max(self._clock.lasts)), self._ring or self.capacity)
 
     def _end_of(self, offset: int) -> int:
         return offset + 1 - self._start
 
     def _place_of(self, offset: int) -> int:
-        return offset % self.window if self.window else offset - self._start
+        return offset % self._ring if self._ring else offset - self._start
 
     def _indices(self, num_heads: int) -> tuple[mx.array, ...]:
-        shape = len(self._clock.offsets), num_heads
-        places = [self._place_of(offset) for offset in self._clock.offsets]
-        rows, heads = mx.arange(shape[0], dtype=mx.uint32)[:, None], mx.arange(num_heads, dtype=mx.uint32)[None]
-        at = mx.array(places, dtype=mx.uint32)[:, None]
-        return tuple(mx.broadcast_to(index, shape) for index in (rows, heads, at))
+        lasts = enumerate(zip(self._clock.offsets, self._clock.lasts, strict=True))
+        tokens = [(row, self._place_of(place)) for row, (first, last) in lasts for place in range(first, last + 1)]
+        rows, places = mx.array(tokens, dtype=mx.uint32).T[:, :, None]
+        heads, shape = mx.arange(num_heads, dtype=mx.uint32)[None], (len(tokens), num_heads)
+        return tuple(mx.broadcast_to(index, shape) for index in (rows, heads, places))
 
     def _mask(self, seen: int) -> mx.array:
-        """By age: how many tokens ago a place was written, as a ring where there is a window."""
-        last, places = self._clock.device[:, None, None, None] - self._start, mx.arange(self._stop, dtype=mx.int32)
-        if self.window is None:
-            return (places <= last) & (places > last - seen)
-        age = (last % self.window + self.window - places) % self.window
-        return (age < seen) & (age <= last)
+        """By age: how many tokens before each fed one a place was written, as a ring where there is a window."""
+        token, places = self._clock.device[:, None, None, None] - self._start, mx.arange(self._stop, dtype=mx.int32)
+        last = token
+        if self._clock.lengths is not None:
+            last = mx.array(self._clock.lasts)[:, None, None, None] - self._start
+            token = mx.minimum(token + mx.arange(max(self._clock.lengths), dtype=mx.int32)[:, None], last)
+        if self._ring is None:
+            return (places <= token) & (places > token - seen)
+        age = (last % self._ring + self._ring - places) % self._ring
+        if self._clock.lengths is None:
+            return (age < seen) & (age <= token)
+        age = age - (last - token)
+        return (age >= 0) & (age < seen) & (age <= token)
 
     # -- rows that come and go
 
@@ -223,22 +299,28 @@ class GroupLayer:
         cache.keys = cache.values = None
 
     def _as_ring(self, cache: LayerCache, rows: mx.array, offset: int) -> mx.array:
-        assert self.window is not None
+        assert self.window is not None and self._ring is not None
         rows = cache._temporal_order(rows)
         rows = rows[:, :, max(0, rows.shape[2] - self.window) :]
-        return mx.roll(rows, offset % self.window, 2) if offset > self.window else rows
+        if (first := offset - rows.shape[2]) == 0:
+            return rows
+        if spare := self.capacity - rows.shape[2]:
+            rows = mx.concatenate([rows, _empty(rows, 1, spare)], axis=2)
+        return mx.roll(rows, first % self._ring, 2)
 
     def give(self, cache: LayerCache, index: int) -> None:
         """Copies row `index` into a row's own `cache`, evaluated."""
         cache = tail_of(cache)
         offset, num_kept = self._clock.offsets[index] - self._start, self._own_tokens(index, cache)
-        cache.keys, cache.values = (_copied(rows, index, num_kept) for rows in (self.keys, self.values))
+        if self._ring:
+            places = mx.arange(offset - num_kept, offset) % self._ring
+            cache.keys, cache.values = (held[index : index + 1][:, :, places] for held in (self.keys, self.values))
+            cache._idx = num_kept
+        else:
+            cache.keys, cache.values = (_copied(held, index, num_kept) for held in (self.keys, self.values))
+            cache.__dict__.pop("step", None)  # buffers grow again as much as before they were shared
         cache.offset = offset
         mx.eval(cache.keys, cache.values)
-        if self.window:
-            cache._idx = offset % self.window or min(offset, self.window)
-        else:
-            cache.__dict__.pop("step", None)  # buffers grow again as much as before they were shared
 
     def move(self, source: int, target: int) -> None:
         """Row `source` overwrites row `target`."""
@@ -275,15 +357,17 @@ def _copied(rows: mx.array, index: int, num_tokens: int) -> mx.array:
 class Group:
     """Rows that decode as one member of a batch, each named by its layer caches."""
 
-    def __init__(self, like: Sequence[LayerCache], buffer: Buffer) -> None:
-        """Empty; its layers are like those of a row."""
+    def __init__(self, like: Sequence[LayerCache], buffer: Buffer, slack: int = 0) -> None:
+        """Empty; its layers are like those of a row. Rows may feed `slack + 1` tokens in a step."""
         used, all_leaves = used_leaves(like), leaves_of(like)
         assert used is not None, "a row that must stay alone was put into a group"
         self.used, self.head, self._start = used, head_of(like), head_length(all_leaves)
         self.room, self.capacity = buffer.room, buffer.capacity
         self.rows: list[Sequence[LayerCache]] = []
         self.clock = Clock()
-        self._layers = {index: GroupLayer(all_leaves[index], self.clock, buffer, self._start) for index in used}
+        self._layers = {
+            index: GroupLayer(all_leaves[index], self.clock, buffer, self._start, slack) for index in used
+        }
 
     def layer(self, leaf: int) -> GroupLayer | None:
         """The group's layer for a leaf of the rows' caches; None if the model leaves that leaf unused."""
@@ -319,7 +403,7 @@ class Group:
 
     def describe(self, index: int, group: int | None = None) -> Row:
         """A row as `grouping.py` knows it."""
-        return Row(self.clock.offsets[index] - self._start, reserved_tokens_of(self.rows[index]), group)
+        return Row(self.clock.lasts[index] - self._start, reserved_tokens_of(self.rows[index]), group)
 
     def join(self, rows: Sequence[Sequence[LayerCache]]) -> None:
         """Moves rows into the group, one layer after another: the extra memory is one layer's."""
@@ -354,8 +438,8 @@ class Group:
         self.clock.set([])
 
     def make_room(self) -> bool:
-        """Whether buffers had to grow for the next token."""
-        if not self.rows or max(self.clock.offsets) - self._start < self.capacity:
+        """Whether buffers had to grow for the next tokens."""
+        if not self.rows or max(self.clock.lasts) - self._start < self.capacity:
             return False
         for index, row in enumerate(self.rows):
             for leaf, layer in self._layers.items():

@@ -8,6 +8,9 @@ A model sees a batch of rows with one token each, so its linear layers run once.
   within `ragged_attention()` attention runs once per part. Where all rows are one group, its layer stands in.
 - *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
+Where rows feed several tokens, each is a batch row of its own: linear layers run once, without padding. A `FlatLayer`
+then folds each member's tokens for attention (`groups.Folding`).
+
 Members on one *head* (`cache/layers/headed.py`) are neighbours. All their rows attend to the head at once, and each
 member to its tails; the scores' peaks and sums merge both results, as in FlashAttention (arXiv:2205.14135).
 
@@ -25,7 +28,7 @@ import mlx.core as mx
 from cache.layers.headed import HeadedKVCache, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
-from models.inference.groups import Group, GroupLayer
+from models.inference.groups import Folding, Group, GroupLayer
 from models.mlx_lm_import import (
     ArraysCache,
     CacheList,
@@ -54,14 +57,21 @@ class Parts(mx.array):
     """Where a batch is split into members: the first row of each but the first."""
     heads: list[mx.array | None]
     """What a member's rows have before its item: the same array for neighbours on one head."""
+    foldings: Sequence[Folding] | None
+    """How each member's tokens are folded; None where all rows feed one."""
 
     def __init__(
-        self, items: Sequence[Any], cuts: Sequence[int], heads: Sequence[mx.array | None] | None = None
+        self,
+        items: Sequence[Any],
+        cuts: Sequence[int],
+        heads: Sequence[mx.array | None] | None = None,
+        foldings: Sequence[Folding] | None = None,
     ) -> None:
         super().__init__(_MISFIT, next((item.dtype for item in items if isinstance(item, mx.array)), mx.bool_))
         self.items = list(items)
         self.cuts = cuts
         self.heads = list(heads) if heads is not None else [None] * len(self.items)
+        self.foldings = foldings
 
     @property
     def has_heads(self) -> bool:
@@ -84,12 +94,13 @@ class Parts(mx.array):
 
     def _each(self, operation: Callable[[Any], Any]) -> "Parts":
         heads = {id(head): None if head is None else operation(head) for head in self.heads}
-        return Parts([operation(item) for item in self.items], self.cuts, [heads[id(head)] for head in self.heads])
+        items = [operation(item) for item in self.items]
+        return Parts(items, self.cuts, [heads[id(head)] for head in self.heads], self.foldings)
 
     def __rmatmul__(self, batch: mx.array) -> "Parts":
         """Multi-head latent attention multiplies queries with cached positions outside of attention."""
-        if self.has_heads:
-            raise NotRagged("latent attention has no form for heads")
+        if self.has_heads or self.foldings is not None:
+            raise NotRagged("latent attention has no form for heads, nor for several tokens of a row")
         parts = zip(_split(batch, self.cuts), self.items, strict=True)
         return Parts([part @ item for part, item in parts], self.cuts)
 
@@ -107,6 +118,8 @@ class RaggedLayer:
 
     A live slice of a buffer makes the next update copy all of it: never store what `update_and_fetch` returns.
     """
+
+    _foldings: Sequence[Folding] | None = None
 
     def __init__(self, members: Sequence[LayerCache | GroupLayer], offsets: "OffsetArrays") -> None:
         self._members = list(members)
@@ -142,13 +155,91 @@ class RaggedLayer:
         heads = [getattr(member, "head", None) for member in self._members]
         head_keys = [None if head is None else head.keys for head in heads]
         head_values = [None if head is None else head.values for head in heads]
-        return Parts(keys, self._cuts, head_keys), Parts(values, self._cuts, head_values)
+        return (
+            Parts(keys, self._cuts, head_keys, self._foldings),
+            Parts(values, self._cuts, head_values, self._foldings),
+        )
+
+    def flat(self, step: "FlatStep") -> "FlatLayer":
+        """Stands in for the same members in a step in which rows feed several tokens."""
+        return FlatLayer(self._members, step)
 
 
-def _mask_of(member: LayerCache | GroupLayer, num_tokens: int, options: dict[str, Any]) -> mx.array | None:
-    if isinstance(member, HeadedKVCache) and (num_tokens > 1 or options.get("window_size") is not None):
-        raise NotRagged("a mask would have to cover a head")
-    return cast(mx.array | None, member.make_mask(num_tokens, **options))
+class FlatStep:
+    """The tokens that rows feed in one model call, and arrays made once for all layers."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """`lengths` in the order of the batch."""
+        self._lengths = lengths
+        self._foldings: dict[tuple[int, ...], Folding] = {}
+        self._offsets: dict[tuple[int, ...], mx.array] = {}
+
+    def foldings_of(self, members: Sequence[LayerCache | GroupLayer]) -> list[Folding]:
+        """Of the tokens of each member's rows."""
+        rest = iter(self._lengths)
+        lengths = [tuple(itertools.islice(rest, _num_rows(member))) for member in members]
+        return [self._foldings.setdefault(one, Folding(one)) for one in lengths]
+
+    def offsets_of(self, members: Sequence[LayerCache | GroupLayer]) -> mx.array:
+        """Offsets of all tokens, int32 `[num_tokens]`."""
+        offsets = tuple(_offsets_of(members))
+        if (found := self._offsets.get(offsets)) is None:
+            rows = zip(offsets, self._lengths, strict=True)
+            found = mx.array([first + place for first, length in rows for place in range(length)], dtype=mx.int32)
+            self._offsets[offsets] = found
+        return found
+
+
+class FlatLayer(RaggedLayer):
+    """Stands in for one layer of all members in a step in which rows feed several tokens.
+
+    The model sees a batch row per token, of one row's feed after another: `[num_tokens, num_heads, 1, head_dim]`.
+    """
+
+    _foldings: list[Folding]
+
+    def __init__(self, members: Sequence[LayerCache | GroupLayer], step: FlatStep) -> None:
+        self._members = list(members)
+        self._foldings = step.foldings_of(members)
+        self._cuts = list(itertools.accumulate(sum(folding.lengths) for folding in self._foldings))[:-1]
+        self._step = step
+
+    @property
+    def offset(self) -> mx.array:
+        """Of each token, `[num_tokens]`, for rotary embeddings."""
+        return self._step.offsets_of(self._members)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+        """Appends the keys and values of all tokens; returns all of each member's cache."""
+        updates = zip(
+            self._members, self._foldings, _split(keys, self._cuts), _split(values, self._cuts), strict=True
+        )
+        return self._parts(_append_feed(*update) for update in updates)
+
+    def make_mask(self, num_tokens: int, **options: Any) -> Parts:
+        """Each member's mask for its tokens, broadcastable to `[num_rows, 1, longest, num_places]`."""
+        assert num_tokens == 1, "in a batch each token is a row"
+        members = zip(self._members, self._foldings, strict=True)
+        return Parts([_mask_of(member, folding.longest, options) for member, folding in members], self._cuts)
+
+
+def _append_feed(
+    member: LayerCache | GroupLayer, folding: Folding, keys: mx.array, values: mx.array
+) -> tuple[mx.array, mx.array]:
+    if not isinstance(member, GroupLayer):
+        keys, values = folding.fold(keys), folding.fold(values)
+    return cast(tuple[mx.array, mx.array], tail_of(member).update_and_fetch(keys, values))
+
+
+def _mask_of(member: LayerCache | GroupLayer, num_tokens: int, options: dict[str, Any]) -> mx.array | str | None:
+    """For `num_tokens` of a row alone; a group knows how many its rows feed."""
+    if isinstance(member, GroupLayer):
+        return member.make_mask(1, **options)
+    if isinstance(member, HeadedKVCache):
+        if options.get("window_size") is not None:
+            raise NotRagged("a mask would have to cover a head")
+        member, options = member.tail, options | {"return_array": True}
+    return cast(mx.array | str | None, member.make_mask(num_tokens, **options))
 
 
 def _num_rows(member: LayerCache | GroupLayer) -> int:
@@ -164,12 +255,16 @@ class OffsetArrays:
 
     def of(self, members: Sequence[LayerCache | GroupLayer]) -> mx.array:
         """Offsets of the members' rows, int32 `[num_rows]`."""
-        offsets: list[int] = []
-        for member in members:
-            offsets += member.offsets if isinstance(member, GroupLayer) else (member.offset,)
-        if (found := tuple(offsets)) != self._offsets:
+        if (found := tuple(_offsets_of(members))) != self._offsets:
             self._offsets, self._array = found, mx.array(found, dtype=mx.int32)
         return self._array
+
+
+def _offsets_of(members: Sequence[LayerCache | GroupLayer]) -> list[int]:
+    offsets: list[int] = []
+    for member in members:
+        offsets += member.offsets if isinstance(member, GroupLayer) else (member.offset,)
+    return offsets
 
 
 class RaggedBatch:
@@ -189,6 +284,11 @@ class RaggedBatch:
         self._offsets = OffsetArrays()
         leaves = itertools.count()
         self.layers = [self._join(column, members, leaves) for column in zip(*self.rows, strict=True)]
+
+    def flat(self, lengths: Sequence[int]) -> list[LayerCache]:
+        """Layer caches for a call in which each row feeds `lengths` tokens, each a batch row. Raises `NotRagged`."""
+        step = FlatStep(lengths)
+        return [_flat(layer, step) for layer in self.layers]
 
     def take_over(self) -> None:
         """Frees the rows' own recurrent state, which is merged now: as slices it would hold an earlier batch's."""
@@ -221,6 +321,14 @@ class RaggedBatch:
         held = _layers_of(members, column, leaf)
         is_one_group = len(held) == 1 and isinstance(held[0], GroupLayer) and held[0].head is None
         return held[0] if is_one_group else RaggedLayer(held, self._offsets)
+
+
+def _flat(layer: LayerCache, step: FlatStep) -> LayerCache:
+    if isinstance(layer, CacheList):
+        return CacheList(*[_flat(part, step) for part in layer.caches])
+    if isinstance(layer, ArraysCache):
+        raise NotRagged("recurrent layers evaluate one token of each row")
+    return FlatLayer([layer], step) if isinstance(layer, GroupLayer) else layer.flat(step)
 
 
 _Member: TypeAlias = Group | Sequence[LayerCache]
@@ -292,10 +400,11 @@ def _count_patch(change: int) -> None:
 def _attend(queries: mx.array, keys: Any, values: Any, *, scale: float, **options: Any) -> mx.array:
     if not isinstance(keys, Parts):
         return _mlx_attention(queries, keys, values, scale=scale, **options)
-    masks = _masks(options.pop("mask", None), len(keys.items))
-    members = list(zip(_split(queries, keys.cuts), keys.items, values.items, masks, strict=True))
+    foldings = [None] * len(keys.items) if keys.foldings is None else keys.foldings
+    masks = _masks(options.pop("mask", None), foldings)
+    members = list(zip(_split(queries, keys.cuts), keys.items, values.items, masks, foldings, strict=True))
     if not keys.has_heads:
-        return mx.concatenate([_attend_member(*member, scale, options) for member in members])
+        return _joined([_attend_member(*member, scale, options) for member in members])
     found = list[mx.array]()
     for (head_keys, places), (head_values, _) in zip(keys.runs, values.runs, strict=True):
         run = members[places.start : places.stop]
@@ -310,17 +419,32 @@ def _joined(arrays: Sequence[mx.array]) -> mx.array:
     return mx.concatenate(list(arrays)) if len(arrays) > 1 else arrays[0]
 
 
-def _masks(mask: Any, num_members: int) -> list[Any]:
+def _masks(mask: Any, foldings: Sequence[Folding | None]) -> list[Any]:
     if isinstance(mask, Parts):
         return mask.items
     if mask is None or mask == "causal":
-        return [mask] * num_members
+        return [mask if folding is None else _unasked_mask(folding) for folding in foldings]
     raise TypeError("a mask for rows of different lengths must be made by their caches")
 
 
+def _unasked_mask(folding: Folding) -> str | None:
+    """For a model that makes no mask for one token."""
+    if folding.longest > 1 and len(folding.lengths) > 1:
+        raise NotRagged("the model asks its caches for no mask")
+    return "causal" if folding.longest > 1 else None
+
+
 def _attend_member(
-    queries: mx.array, keys: Any, values: Any, mask: mx.array | None, scale: float, options: dict[str, Any]
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    mask: mx.array | str | None,
+    folding: Folding | None,
+    scale: float,
+    options: dict[str, Any],
 ) -> mx.array:
+    if folding is not None:
+        return folding.unfold(_attend_member(folding.fold(queries), keys, values, mask, None, scale, options))
     if not isinstance(keys, QuantizedRow):
         return _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
     if options.get("sinks") is not None:
@@ -331,8 +455,8 @@ def _attend_member(
 
 # ----------------------------------------------------------------------------------------------- attention with heads
 
-_Attending: TypeAlias = tuple[mx.array, mx.array, mx.array, mx.array | None]
-"""A member's queries, keys, values and mask."""
+_Attending: TypeAlias = tuple[mx.array, mx.array, mx.array, mx.array | None, Folding | None]
+"""A member's queries, keys, values, mask and folding."""
 
 _Elementwise = TypeVar("_Elementwise", bound=Callable[..., mx.array])
 
@@ -388,11 +512,19 @@ def _over_head(queries: mx.array, keys: mx.array, values: mx.array, scale: float
     return _Partial(*(array.reshape(num_rows, num_query_heads, num, -1) for array in unfolded))
 
 
-def _over_tails(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, scale: float) -> _Partial:
-    """Rows of one buffer, `mask` `[num_rows, 1, 1, num_places]`."""
+def _over_tails(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, folding: Folding | None, scale: float
+) -> _Partial:
+    """Rows of one buffer, `mask` broadcastable to `[num_rows, 1, longest, num_places]`."""
+    if folding is not None:
+        queries = folding.fold(queries)
     num_rows, num_query_heads, num, width = queries.shape
-    found = _partial(queries.reshape(num_rows, keys.shape[1], -1, width), keys, values, scale, mask)
-    return _Partial(*(array.reshape(num_rows, num_query_heads, num, -1) for array in found))
+    num_heads = keys.shape[1]
+    if num > 1 and mask is not None:
+        mask = mx.tile(mask, (num_query_heads // num_heads, 1))
+    found = _partial(queries.reshape(num_rows, num_heads, -1, width), keys, values, scale, mask)
+    unfolded = (array.reshape(num_rows, num_query_heads, num, -1) for array in found)
+    return _Partial(*(unfolded if folding is None else map(folding.unfold, unfolded)))
 
 
 def _partial(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None) -> _Partial:

@@ -162,7 +162,7 @@ def test_a_long_head_in_half_precision_is_read_in_blocks(monkeypatch: pytest.Mon
     mx.random.seed(0)
     keys, values, tail = (mx.random.normal((1, 2, num, 8)).astype(mx.bfloat16) for num in (1000, 1000, 3))
     queries = mx.random.normal((3, 4, 1, 8)).astype(mx.bfloat16)
-    members = [(queries[row : row + 1], tail, tail, None) for row in range(3)]
+    members = [(queries[row : row + 1], tail, tail, None, None) for row in range(3)]
     whole = ragged._attend_from_head(members, keys, values, 1.0)
     monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 300)
     blocks = ragged._attend_from_head(members, keys, values, 1.0)
@@ -177,7 +177,7 @@ def test_values_of_a_long_head_do_not_overflow(dtype: mx.Dtype) -> None:
     keys = [mx.zeros((1, 1, num_tokens, 8), dtype) for num_tokens in (9000, 3)]
     values = [mx.full((1, 1, num_tokens, 8), 10.0, dtype) for num_tokens in (9000, 3)]
     queries = mx.ones((1, 2, 1, 8), dtype)
-    found = ragged._attend_from_head([(queries, keys[1], values[1], None)], keys[0], values[0], 1.0)
+    found = ragged._attend_from_head([(queries, keys[1], values[1], None, None)], keys[0], values[0], 1.0)
     assert mx.allclose(found.astype(mx.float32), mx.array(10.0), rtol=0.01).item()
 
 

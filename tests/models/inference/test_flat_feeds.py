@@ -1,0 +1,307 @@
+"""Rows that feed several tokens each in one model call: logits and state are those of a row alone, token by token."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial, partialmethod
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from cache.layers.headed import HeadedKVCache, head_length, split_at_head
+from cache.layers.layout import leaves_of
+from models.inference import batch as batches
+from models.inference import grouping, ragged
+from models.inference.batch import DecodeBatch
+from models.inference.groups import Clock, GroupLayer
+from models.inference.probe import last_rows
+from models.inference.ragged import FlatStep, NotRagged, ragged_attention
+from models.mlx_lm_import import make_prompt_cache
+from tests.models.inference import test_runner as driver
+from tests.support import tiny_models
+from tests.support.tiny_models import VOCAB, WINDOW
+
+MAX_FEED = 9
+HEAD_TOKENS = WINDOW + 9
+WITH_RECURRENT = {"qwen3_5", "qwen3_next", "lfm2", "falcon_h1", "nemotron_h"}
+NAMES = [n for n in driver.ALL_NAMES if n not in driver.ROW_BY_ROW | driver.WITHOUT_GROUPS | WITH_RECURRENT]
+
+IN_GROUPS = partial(grouping.plan, member_tokens=1e6)
+
+
+class FedRow:
+    """A row that decodes greedily, beside the bare model that evaluates the same tokens one by one."""
+
+    def __init__(self, name: str, tokens: Sequence[int], bits: int | None = None) -> None:
+        self.model: Any = tiny_models.build(name)
+        self.tokens = list(tokens)
+        """All that the caches hold, and one more to be fed."""
+        self.caches, self.reference = self._filled(bits), self._filled(bits)
+        self.is_lost = False
+        self._logits: dict[int, mx.array] = {}
+        self._truth = list(tokens)
+
+    def _filled(self, bits: int | None = None) -> list[Any]:
+        caches = list(make_prompt_cache(self.model))
+        for start in range(0, len(self.tokens) - 1, 13):
+            mx.eval(self.model(mx.array([self.tokens[start:-1][:13]]), cache=caches))
+        return [cache.to_quantized(group_size=32, bits=bits) for cache in caches] if bits else caches
+
+    def expected(self, place: int) -> tuple[int, mx.array]:
+        """The token that follows the one at `place`, and the logits."""
+        while place not in self._logits:
+            logits = self.model(mx.array([self._truth[-1:]]), cache=self.reference)[0, -1]
+            self._logits[len(self._truth) - 1] = logits
+            self._truth.append(cast(int, mx.argmax(logits).item()))
+        return self._truth[place + 1], self._logits[place]
+
+    def draft(self, length: int, wrong_at: int) -> list[int]:
+        """What follows, but for one token if `wrong_at` is within."""
+        found = [self.expected(len(self.tokens) - 1 + place)[0] for place in range(length)]
+        return [(token + (place == wrong_at)) % VOCAB for place, token in enumerate(found)]
+
+    def accept(self, draft: Sequence[int], logits: mx.array) -> int:
+        """Samples behind each token of the feed while the draft agrees; returns how many tokens of the feed stay."""
+        for place in range(len(draft) + 1):
+            token, expected = self.expected(len(self.tokens) - 1)
+            assert mx.allclose(logits[place], expected, rtol=1e-3, atol=1e-3), (len(self.tokens), place)
+            assert cast(int, mx.argmax(logits[place]).item()) == token
+            self.tokens.append(token)
+            if draft[place : place + 1] != [token]:
+                break
+        return place + 1
+
+    def assert_state_is_right(self) -> None:
+        for own, other in zip(leaves_of(self.caches), leaves_of(self._filled()), strict=True):
+            assert own.offset == other.offset
+            count = min(own.offset - head_length([own]), WINDOW)
+            for rows, expected in zip(last_rows(own, count), last_rows(other, count), strict=True):
+                assert mx.allclose(rows, expected, rtol=1e-3, atol=1e-3)
+
+
+class Feeding:
+    """Steps of a batch whose rows feed drafts: some agree, some do not."""
+
+    def __init__(self, name: str, choose: Any = None) -> None:
+        self.name, self.model = name, cast(Any, tiny_models.build(name))
+        self.rng = np.random.default_rng(len(name))
+        self.batch = DecodeBatch(choose, MAX_FEED)
+        self.rows: list[FedRow] = []
+        self.head = list(make_prompt_cache(self.model))
+        self.num_joined = 0
+
+    def join(self, length: int, *, on_head: bool = False, bits: int | None = None) -> FedRow:
+        self.num_joined += 1
+        beginning = driver.prompt(HEAD_TOKENS) if on_head else []
+        row = FedRow(self.name, beginning + driver.prompt(length, self.num_joined), bits)
+        if on_head:
+            split_at_head(row.caches, self.head, HEAD_TOKENS)
+        self.rows.append(row)
+        return row
+
+    def leave(self, row: FedRow) -> None:
+        self.rows.remove(row)
+        self.batch.take_out(row.caches)
+
+    def step(self, *widths: int) -> None:
+        """Each row feeds so many tokens, or a random number, of which some stay."""
+        lengths = widths or self.rng.integers(1, MAX_FEED + 1, len(self.rows)).tolist()
+        drafts = {
+            row: row.draft(length - 1, int(self.rng.integers(MAX_FEED)))
+            for row, length in zip(self.rows, lengths, strict=True)
+        }
+        layers = self.batch.arrange(self.rows, float("inf"), lengths)
+        order = cast(list[FedRow], self.batch.rows)
+        fed = [token for row in order for token in (row.tokens[-1], *drafts[row])]
+        with ragged_attention():
+            logits = self.model(mx.array(fed)[:, None], cache=layers)[:, -1]
+        self.batch.advance()
+        cuts = np.cumsum([1 + len(drafts[row]) for row in order])[:-1].tolist()
+        parts = mx.split(logits, cuts) if cuts else [logits]
+        self.batch.settle([row.accept(drafts[row], part) for row, part in zip(order, parts, strict=True)])
+
+    def plain_step(self) -> None:
+        """One token of each row."""
+        layers = self.batch.arrange(self.rows, float("inf"))
+        order = cast(list[FedRow], self.batch.rows)
+        with ragged_attention():
+            logits = self.model(mx.array([row.tokens[-1:] for row in order]), cache=layers)
+        self.batch.advance()
+        for row, part in zip(order, logits, strict=True):
+            row.accept([], part)
+
+    def run(self, num_steps: int) -> None:
+        """Random steps, and then a look at the state."""
+        for _ in range(num_steps):
+            self.step()
+        self.check()
+
+    def check(self) -> None:
+        self.batch.dissolve()
+        for row in self.rows:
+            row.assert_state_is_right()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_feeds_in_long_histories_of_rows_that_come_and_go_change_no_token(name: str) -> None:
+    """Alone, in groups, on a head and not, around the window; among them steps of one token each."""
+    feeding = Feeding(name, IN_GROUPS)
+    away: list[FedRow] = []
+    for length in (1, WINDOW - 4, 3 * WINDOW):
+        feeding.join(length)
+    feeding.join(5, on_head=True)
+    for _ in range(16):
+        change = feeding.rng.integers(8)
+        if change == 0 and len(feeding.rows) < 7:
+            feeding.join(int(feeding.rng.integers(1, 3 * WINDOW)))
+        elif change == 1 and len(feeding.rows) < 7:
+            feeding.join(int(feeding.rng.integers(1, WINDOW)), on_head=True)
+        elif change == 2 and len(feeding.rows) > 2:
+            away.append(feeding.rows[feeding.rng.integers(len(feeding.rows))])
+            feeding.leave(away[-1])
+        elif change == 3 and away:
+            feeding.rows.append(away.pop())
+        elif change == 4:
+            feeding.batch.dissolve_groups()
+            feeding.batch.choose = feeding.rng.choice(np.array([None, IN_GROUPS]))
+        elif change == 5:
+            feeding.rng.shuffle(cast(Any, feeding.rows))
+        elif change == 6:
+            feeding.plain_step()
+        feeding.step()
+    feeding.check()
+
+
+@pytest.mark.parametrize("choose", [None, IN_GROUPS])
+@pytest.mark.parametrize("on_head", [False, True])
+@pytest.mark.parametrize("widths", [(4, 4, 4), (1, 9, 1), (2, 1, 3)])
+def test_feeds_of_one_length_and_of_several_in_each_form(widths: tuple[int, ...], on_head: bool, choose: Any) -> None:
+    """Rows of one batch at a time, so that one group stands in the model by itself in other steps."""
+    feeding = Feeding("gpt_oss", choose)
+    for length in (WINDOW - 2, 20, WINDOW + 3):
+        feeding.join(length, on_head=on_head)
+    for _ in range(3):
+        feeding.step(*widths)
+        feeding.plain_step()
+    feeding.check()
+
+
+def test_a_row_on_its_head_feeds_alone() -> None:
+    feeding = Feeding("llama_swa")
+    feeding.join(3, on_head=True)
+    for width in (5, 1, 9):
+        feeding.step(width)
+    feeding.check()
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (8, None)], ids=str)
+def test_quantized_keys_and_values_too(bits: tuple[int | None, ...]) -> None:
+    feeding = Feeding("llama_wide_heads", IN_GROUPS)
+    for length, one in zip((40, 9), bits, strict=True):
+        feeding.join(length, bits=one)
+    for _ in range(6):
+        feeding.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("qwen3_5", "recurrent"), ("mamba2", "recurrent"), ("deepseek_v3", "latent")]
+)
+def test_a_model_without_flat_form_refuses(name: str, reason: str) -> None:
+    feeding = Feeding(name)
+    for length in (5, 9):
+        feeding.join(length)
+    with pytest.raises(NotRagged, match=reason):
+        feeding.step(2, 1)
+
+
+def test_masks_and_indices_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Counter[str]()
+    for name in ("_mask", "_indices"):
+
+        def counting(*args: Any, original: Any, name: str) -> Any:
+            made[name] += 1
+            return original(*args)
+
+        original = getattr(GroupLayer, name)
+        monkeypatch.setattr(GroupLayer, name, partialmethod(counting, original=original, name=name))
+    feeding = Feeding("gpt_oss", IN_GROUPS)
+    for length in (50, 60, 70):
+        feeding.join(length)
+    feeding.step(3, 3, 2)
+    assert made == {"_mask": 2, "_indices": 2}, "the model has four layers: two with a window, two without"
+
+
+def test_rings_have_slack_only_where_rows_may_feed_several_tokens() -> None:
+    places, own_bytes = list[list[int]](), list[list[int]]()
+    for max_feed_tokens in (1, MAX_FEED):
+        feeding = Feeding("llama_swa", IN_GROUPS)
+        feeding.batch.max_feed_tokens = max_feed_tokens
+        rows = [feeding.join(length) for length in (2 * WINDOW, WINDOW // 2)]
+        feeding.plain_step()
+        (group,) = feeding.batch._groups
+        places.append([layer.keys.shape[2] for layer in group._layers.values()])
+        own_bytes.append([feeding.batch.own_bytes(row.caches) for row in rows])
+        feeding.check()
+    assert places[0][0] == WINDOW
+    assert [more - few for few, more in zip(*places, strict=True)] == [MAX_FEED - 1, 0, MAX_FEED - 1]
+    assert own_bytes[0] == own_bytes[1]
+
+
+# ------------------------------------------------------------------------------------------------ planted faults
+
+
+def _one_token_ahead(layer: GroupLayer, seen: int) -> mx.array:
+    mask: mx.array = MASK(layer, seen)
+    return mask if layer._clock.lengths is None else mask | mx.roll(mask, 1, -1)
+
+
+def _without_slack(layer: GroupLayer, like: Any, clock: Clock, buffer: Any, head_tokens: int, _: int) -> None:
+    INIT(layer, like, clock, buffer, head_tokens, 0)
+
+
+def _one_more_stays(clock: Clock, counts: Sequence[int]) -> None:
+    CLOCK(clock, [max(0, count - 1) for count in counts])
+
+
+def _one_more_stays_alone(caches: Any, num_tokens: int) -> None:
+    if num_tokens > 1:
+        ALONE(caches, num_tokens - 1)
+
+
+def _all_at_the_first(step: FlatStep, members: Any) -> mx.array:
+    found: mx.array = OFFSETS(step, members)
+    return found - mx.array([place for length in step._lengths for place in range(length)])
+
+
+def _without_mask_on_heads(member: Any, *args: Any) -> Any:
+    return None if isinstance(member, HeadedKVCache) else MASK_OF(member, *args)
+
+
+def _by_query_head(mask: mx.array, repeats: tuple[int, int]) -> mx.array:
+    return mx.repeat(mask, repeats[0], -2)
+
+
+MASK, INIT, CLOCK, ALONE = GroupLayer._mask, GroupLayer.__init__, Clock.rewind, batches.rewind
+OFFSETS, MASK_OF = FlatStep.offsets_of, ragged._mask_of
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (GroupLayer, "_mask", _one_token_ahead),
+        (GroupLayer, "__init__", _without_slack),
+        (Clock, "rewind", _one_more_stays),
+        (batches, "rewind", _one_more_stays_alone),
+        (FlatStep, "offsets_of", _all_at_the_first),
+        (ragged, "_mask_of", _without_mask_on_heads),
+        (mx, "tile", _by_query_head),
+    ],
+)
+def test_a_fault_in_feeds_shows(owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    feeding = Feeding("llama_swa", IN_GROUPS)
+    for length, on_head in ((2 * WINDOW, False), (WINDOW, False), (5, True)):
+        feeding.join(length, on_head=on_head)
+    with pytest.raises(AssertionError):
+        feeding.run(8)
