@@ -22,6 +22,7 @@ import mlx.core as mx
 from cache.layers.headed import head_length, split_at_head, tail_of
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
+from models.inference.feeds import forget_last
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Row, Wanted, capacity_for
 from models.inference.groups import (
     Group,
@@ -33,7 +34,7 @@ from models.inference.groups import (
     used_leaves,
 )
 from models.inference.ragged import RaggedBatch, ragged_attention
-from models.mlx_lm_import import KVCache, RotatingKVCache
+from models.mlx_lm_import import KVCache
 
 MAX_MEMBER_TOKENS = 65_536.0
 """Where reading costs nothing measurable."""
@@ -125,7 +126,9 @@ class DecodeBatch:
 
         After `advance`, and before anything else.
         """
-        fed, self._fed = self._fed or [1] * len(self.rows), None
+        if self._fed is None:
+            return
+        fed, self._fed = self._fed, None
         surplus = [length - stays for length, stays in zip(fed, kept, strict=True)]
         assert all(0 <= number < length for number, length in zip(surplus, fed, strict=True))
         for group in self._groups:
@@ -133,7 +136,8 @@ class DecodeBatch:
         grouped = {id(caches) for group in self._groups for caches in group.rows}
         for row, number in zip(self.rows, surplus, strict=True):
             if row is not None and number and id(row.caches) not in grouped:
-                rewind(row.caches, number)
+                for cache in leaves_of(row.caches):
+                    forget_last(tail_of(cache), number)
 
     def _members(self, rows: Sequence[BatchRow]) -> list[Group | Sequence[LayerCache]]:
         """Members on one head are neighbours: attention then reads the head once."""
@@ -195,7 +199,7 @@ class DecodeBatch:
         for row in self.rows:
             if row is not None and (is_merged or any(row.caches is caches for caches in shared)):
                 row.is_lost = True
-        self.rows, self._groups, self._joined = [], [], None
+        self.rows, self._groups, self._joined, self._fed = [], [], None, None
 
     def _release(self, rows: Sequence[BatchRow]) -> None:
         for row in rows:
@@ -286,19 +290,6 @@ class DecodeBatch:
     @property
     def all_own_bytes(self) -> int:
         return sum(self.own_bytes(row.caches) for row in self.rows if row is not None)
-
-
-def rewind(caches: Sequence[LayerCache], num_tokens: int) -> None:
-    """Takes a row's last tokens out of its span and window layers, right after a call that fed more than those."""
-    for cache in map(tail_of, leaves_of(caches)):
-        if cache.keys is None:
-            continue
-        if isinstance(cache, RotatingKVCache):
-            # A call with several tokens leaves a window in temporal order, longer by as many as it had.
-            cache.keys, cache.values = (rows[:, :, :-num_tokens] for rows in (cache.keys, cache.values))
-            cache.offset, cache._idx = cache.offset - num_tokens, cache._idx - num_tokens
-        else:
-            cache.trim(num_tokens)
 
 
 def _describe(row: BatchRow, groups: Sequence[Group]) -> Row:

@@ -131,7 +131,7 @@ class Rewind:
             self.undo(num_fed)
             return 0
         for cache in self._leaves:
-            _forget(cache, num_fed - num_kept)
+            forget_last(cache, num_fed - num_kept)
         return num_kept
 
     def undo(self, num_fed: int) -> None:
@@ -140,7 +140,7 @@ class Rewind:
             if before:
                 vars(cache).update(before)
             else:
-                _forget(cache, num_fed)
+                forget_last(cache, num_fed)
 
 
 def _replaced(cache: LayerCache) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _replaced(cache: LayerCache) -> dict[str, Any]:
     return {}
 
 
-def _forget(cache: LayerCache, num_tokens: int) -> None:
+def forget_last(cache: LayerCache, num_tokens: int) -> None:
     """Takes the last tokens, of several in one call, out of a span or window layer."""
     if not isinstance(cache, RotatingKVCache):
         cache.trim(num_tokens)

@@ -9,14 +9,15 @@ The *spread* between a row alone as one chunk and token by token tells the size 
 discrete choice, such as of an expert; only a fault comes back with new random tokens at the same row, step and layer.
 A model not proven correct in bounded time decodes its rows one after another.
 
-In the same way feeds of several tokens, some of which are taken back, are compared with the same tokens one by one.
+In the same way feeds of several tokens, some of which are taken back, are compared with the same tokens one by one:
+of one row, and of several rows in one call.
 """
 
 import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -434,7 +435,7 @@ class _Rows:
         rows = [_TrialRow(self.make(row)) for row in range(3)]
         head = self._evaluate.make_caches()
         for row in trial.on_head:
-            split_at_head(rows[row].caches, head, self._head_tokens)
+            self.put_on_head(rows[row].caches, head)
         if trial.in_chunks:
             return self._in_chunks([row.caches for row in rows])
         logits: list[list[mx.array]] = [[], [], []]
@@ -452,6 +453,10 @@ class _Rows:
                 logits[row].append(last)
         batch.dissolve()
         return {key: value for row in range(3) for key, value in _observe(row, rows[row].caches, logits[row]).items()}
+
+    def put_on_head(self, caches: list[LayerCache], head: Sequence[LayerCache]) -> None:
+        """Of row 1 or 2; the first moves what both begin with into `head`."""
+        split_at_head(caches, head, self._head_tokens)
 
     def _fed(self, row: int) -> list[int]:
         return self.tokens[row][: sum(row in members for members in _STEPS)]
@@ -586,11 +591,20 @@ def _difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> fl
 
 # ------------------------------------------------------------------------------------------------ feeds
 
-_FEEDS = ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))
-"""Tokens of each step's feed, and how many of them stay."""
-_FED_TOKENS, _KEPT_TOKENS = (sum(counts) for counts in zip(*_FEEDS, strict=True))
-_FEED_TRIAL_TOKENS = _SHORT_TOKENS + 2 * _KEPT_TOKENS + 2 * _FED_TOKENS
-"""At most: recurrent layers evaluate some tokens again."""
+_FEEDS = {1: ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))}
+"""By row, as in `_Rows`: of each step, the tokens that it feeds, and how many of them stay."""
+_FLAT_FEEDS = {
+    0: ((3, 2), (1, 1), (2, 1), (1, 1), (1, 1)),
+    1: ((1, 1), (5, 3), (2, 1), (3, 1), (1, 1)),
+    2: ((2, 1), (4, 2), (2, 2), (1, 1), (1, 1)),
+}
+_MOST_FED_TOKENS = 5
+_FLAT_TRIALS: dict[Form, Sequence[_Trial]] = {
+    Form.ROWS: [_Trial()],
+    Form.GROUPS: [_Trial([[0, 1, 2]]), _Trial([[1, 2]])],
+    Form.HEADS: [_Trial([[1, 2]], (1, 2)), _Trial((), (1, 2))],
+}
+"""As `_TRIALS`, for rows that feed several tokens in one call."""
 
 
 def find_feed_fault(
@@ -602,64 +616,142 @@ def find_feed_fault(
     seed: int = 0,
 ) -> str | None:
     """Why no step may feed a row several tokens; None where they give the same as one by one, proven in time."""
-    try:
-        fault = _find_feed_fault(_Evaluator(model, clock, max_seconds), vocab_size, seed)
-    except NotProven as error:
-        fault = f"it is not proven that there may be more: {error}"
-    except Exception as error:  # it only shows that this model cannot be called in this way
-        fault = _refusal(error)
+
+    def find(evaluate: _Evaluator) -> str | None:
+        if (fixed := find_fixed(evaluate.make_caches())) is not None:
+            return f"{fixed} cannot forget its last tokens"
+        return _first_feed_fault(evaluate, vocab_size, seed, _FEEDS, [_FedRows.in_feeds])
+
+    fault = _fault_in_time(partial(find, _Evaluator(model, clock, max_seconds)))
     if fault is not None:
         logger.info("a step takes one token of a row, because %s", fault)
     return fault
 
 
-def _find_feed_fault(evaluate: _Evaluator, vocab_size: int, seed: int) -> str | None:
-    if (fixed := find_fixed(evaluate.make_caches())) is not None:
-        return f"{fixed} cannot forget its last tokens"
+def find_flat_fault(
+    model: Any,
+    vocab_size: int,
+    form: Form,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    max_seconds: float = MAX_SECONDS,
+    seed: int = 0,
+) -> str | None:
+    """Why rows that feed several tokens cannot share a call; None where that gives the same as one by one.
+
+    They are tried in all ways in which `form` lets rows decode together.
+    """
+    forms = list(_FLAT_TRIALS)
+    trials = [trial for one in forms[: forms.index(form) + 1] for trial in _FLAT_TRIALS[one]]
+
+    def find(evaluate: _Evaluator) -> str | None:
+        RaggedBatch([evaluate.make_caches()] * 2).flat([2, 1])  # raises for a class without this form
+        together = [partial(_FedRows.together, trial=trial) for trial in trials]
+        return _first_feed_fault(evaluate, vocab_size, seed, _FLAT_FEEDS, together)
+
+    fault = _fault_in_time(partial(find, _Evaluator(model, clock, max_seconds)))
+    if fault is not None:
+        logger.info("rows with several tokens in a step take turns, because %s", fault)
+    return fault
+
+
+def _fault_in_time(find: Callable[[], str | None]) -> str | None:
+    try:
+        return find()
+    except NotProven as error:
+        return f"it is not proven that there may be more: {error}"
+    except NotRagged as error:
+        return str(error)
+    except Exception as error:  # it only shows that this model cannot be called in this way
+        return _refusal(error)
+
+
+_Feeds: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
+
+
+def _first_feed_fault(
+    evaluate: _Evaluator, vocab_size: int, seed: int, feeds: _Feeds, ways: "Sequence[Callable[[_FedRows], _Trace]]"
+) -> str | None:
+    """Of the first border at which one of the `ways` to feed several tokens differs from one by one."""
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
-    evaluate.require(len(borders) * _FEED_TRIAL_TOKENS)
-    faults = (_find_feed_fault_at(evaluate, border, vocab_size, seed) for border in borders)
-    return next((fault for fault in faults if fault is not None), None)
+    num_fed, num_kept = (sum(step[part] for steps in feeds.values() for step in steps) for part in (0, 1))
+    # Recurrent layers evaluate some tokens again, at most all.
+    evaluate.require(len(borders) * (2 * _SHORT_TOKENS + 2 * num_kept + (len(ways) + 1) * num_fed))
+    for border in borders:
+        suspects: dict[_Observed, float] | None = None
+        for trial in range(_NUM_TRIALS):
+            rows = _FedRows(evaluate, border, vocab_size, seed + trial, feeds)
+            traces = [way(rows) for way in ways]
+            found = _suspects(traces, evaluate.eps, rows.one_by_one(), rows.in_one_chunk())
+            suspects = {key: error for key, error in found.items() if suspects is None or key in suspects}
+            if not suspects:
+                break
+        if suspects:
+            error = max(suspects.values())
+            return f"several at once differ from one by one by {error:.2g} of a value at {border} tokens"
+    return None
 
 
-def _find_feed_fault_at(evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> str | None:
-    suspects: dict[_Observed, float] | None = None
-    for trial in range(_NUM_TRIALS):
-        row = _FedRow(evaluate, border, vocab_size, seed + trial)
-        found = _suspects([row.in_feeds()], evaluate.eps, row.one_by_one(), row.in_one_chunk())
-        suspects = {key: error for key, error in found.items() if suspects is None or key in suspects}
-        if not suspects:
-            return None
-    assert suspects
-    return f"several at once differ from one by one by {max(suspects.values()):.2g} of a value at {border} tokens"
+class _FedRows:
+    """Rows that feed several tokens in some steps; one passes the border."""
 
-
-class _FedRow:
-    """A row that passes the border in a few steps."""
-
-    _ROW = 1
-
-    def __init__(self, evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> None:
-        rng = np.random.default_rng([border, seed, len(_FEEDS)])
+    def __init__(self, evaluate: _Evaluator, border: int, vocab_size: int, seed: int, feeds: _Feeds) -> None:
+        rng = np.random.default_rng([border, seed, len(feeds)])
         self._evaluate = evaluate
         self._rows = _Rows(evaluate, border, vocab_size, seed)
-        self._tokens: list[int] = rng.integers(0, vocab_size, _KEPT_TOKENS).tolist()
-        self._rejected: list[int] = rng.integers(0, vocab_size, _FED_TOKENS).tolist()
+        self._feeds = feeds
+        num_kept = {row: sum(kept for _, kept in steps) for row, steps in feeds.items()}
+        self._tokens = {row: rng.integers(0, vocab_size, count).tolist() for row, count in num_kept.items()}
+        self._rejected: list[int] = rng.integers(0, vocab_size, _MOST_FED_TOKENS).tolist()
 
     def one_by_one(self) -> _Trace:
-        caches = self._rows.make(self._ROW)
-        return _observe(self._ROW, caches, [self._evaluate([[token]], caches)[0, -1] for token in self._tokens])
+        trace: _Trace = {}
+        for row, tokens in self._tokens.items():
+            caches = self._rows.make(row)
+            trace |= _observe(row, caches, [self._evaluate([[token]], caches)[0, -1] for token in tokens])
+        return trace
 
     def in_one_chunk(self) -> _Trace:
-        caches = self._rows.make(self._ROW)
-        return _observe(self._ROW, caches, list(self._evaluate([self._tokens], caches)[0]))
+        trace: _Trace = {}
+        for row, tokens in self._tokens.items():
+            caches = self._rows.make(row)
+            trace |= _observe(row, caches, list(self._evaluate([tokens], caches)[0]))
+        return trace
 
     def in_feeds(self) -> _Trace:
-        caches, known, logits = self._rows.make(self._ROW), list[int](), list[mx.array]()
-        for num_fed, num_kept in _FEEDS:
-            kept = [*known, *self._tokens[len(logits) : len(logits) + num_kept]]
-            fed = [*kept, *self._rejected[: num_fed - num_kept]]
-            rewind = Rewind(caches)
-            logits += list(self._evaluate([fed], caches)[0, len(known) : len(kept)])
-            known = kept[rewind.keep(len(kept), len(fed)) :]
-        return _observe(self._ROW, caches, logits)
+        """Each row by itself."""
+        trace: _Trace = {}
+        for row, steps in self._feeds.items():
+            caches, known, logits = self._rows.make(row), list[int](), list[mx.array]()
+            for num_fed, num_kept in steps:
+                fed = [*known, *self._feed(row, len(logits), num_fed, num_kept)]
+                kept = fed[: len(known) + num_kept]
+                rewind = Rewind(caches)
+                logits += list(self._evaluate([fed], caches)[0, len(known) : len(kept)])
+                known = kept[rewind.keep(len(kept), len(fed)) :]
+            trace |= _observe(row, caches, logits)
+        return trace
+
+    def together(self, trial: _Trial) -> _Trace:
+        rows, head = {row: _TrialRow(self._rows.make(row)) for row in self._feeds}, self._evaluate.make_caches()
+        for row in trial.on_head:
+            self._rows.put_on_head(rows[row].caches, head)
+        peers = trial.on_head or tuple(rows)
+        groups = [[peers.index(row) for row in group] for group in trial.groups]
+        batch = DecodeBatch(partial(_choose_these, groups), _MOST_FED_TOKENS)
+        logits: dict[int, list[mx.array]] = {row: [] for row in rows}
+        for steps in zip(*self._feeds.values(), strict=True):
+            layers = batch.arrange(list(rows.values()), float("inf"), [num_fed for num_fed, _ in steps])
+            order = {row: steps[row] for one in batch.rows for row in rows if rows[row] is one}
+            fed = {row: self._feed(row, len(logits[row]), *counts) for row, counts in order.items()}
+            with ragged_attention():
+                found = iter(self._evaluate([[token] for tokens in fed.values() for token in tokens], layers)[:, -1])
+            batch.advance()
+            batch.settle([num_kept for _, num_kept in order.values()])
+            for row, (_, num_kept) in order.items():
+                logits[row] += [next(found) for _ in fed[row]][:num_kept]
+        batch.dissolve()
+        return {key: value for row in rows for key, value in _observe(row, rows[row].caches, logits[row]).items()}
+
+    def _feed(self, row: int, start: int, num_fed: int, num_kept: int) -> list[int]:
+        return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]

@@ -218,6 +218,10 @@ class Runner:
             self.drafts_form = f"none, because {fault}"
             return
         self.drafts_form = "of what was said before, where they pay"
+        if self.form is not Form.ALONE:
+            fault = probe.find_flat_fault(model, vocab_size, self.form, max_seconds=end - time.monotonic())
+            self.feeds_together = fault is None
+            self.drafts_form += "" if fault is None else f"; several rows have a call each, because {fault}"
         left = end - time.monotonic()
         self.max_feed_tokens = MAX_FEED_TOKENS
         self.step_seconds = self._measure(lambda caches: measure_step_seconds(model, caches, vocab_size, left))
@@ -364,6 +368,10 @@ class Runner:
         assert feeds is not None, "a step of one token per row is settled by itself"
         with self._forgetting_on_error(step.rows):
             kept = feeds.settle(accepted)
+            stays = dict(zip(step.rows, kept, strict=True))
+            for name in self._names(step.rows):
+                batch = self._batches[name]
+                batch.settle([stays[row] for row in cast(Sequence[DecodeRow], batch.rows)])
         for row, draft, num_accepted, samples in zip(step.rows, feeds.drafts, accepted, sampled, strict=True):
             if draft.tokens:
                 row.sampling = row.sampling.accept(draft, num_accepted, samples[num_accepted])
@@ -449,10 +457,11 @@ class Runner:
         logits, order = list[mx.array](), list[int]()
         for name, members in batches.items():
             for caches, called in self._calls(name, members, places, spare_bytes):
-                if feeds is not None and len(called) == 1:
+                found, is_own = [place for row in called for place in places[row]], caches is called[0].caches
+                if feeds is not None and is_own:
                     feeds.hold(rows.index(called[0]), caches)
-                found = [place for row in called for place in places[row]]
-                logits.append(self._logits(_at(tokens, found), caches, [row.adapter for row in called]))
+                adapters = [row.adapter for row in called for _ in (range(1) if is_own else places[row])]
+                logits.append(self._logits(_at(tokens, found), caches, adapters))
                 order += found
             self._batches[name].advance()
         all_logits, at = logits[0] if len(logits) == 1 else mx.concatenate(logits), np.argsort(order)
@@ -465,16 +474,24 @@ class Runner:
     def _calls(
         self, name: int, rows: Sequence[DecodeRow], places: Mapping[DecodeRow, Sequence[int]], spare_bytes: float
     ) -> list[tuple[list[LayerCache], Sequence[DecodeRow]]]:
-        """Layer caches and rows of each model call; a row with several tokens has one to itself."""
-        batch = self._batches.setdefault(name, DecodeBatch(self._choose if self.member_tokens is not None else None))
-        apart = [row for row in rows if places[row][1:]]
+        """Layer caches and rows of each model call: a row's own caches for all its tokens in one, others for each."""
+        batch = self._batch(name)
+        with_several = [row for row in rows if places[row][1:]]
+        apart = [] if self.feeds_together else with_several
         joining = [row for row in rows if row not in apart] if apart else rows
         if self.form is Form.ALONE or not joining or (len(joining) == 1 and head_of(joining[0].caches) is None):
             batch.dissolve()
             return [(row.caches, [row]) for row in rows]
+        lengths = [len(places[row]) for row in joining] if with_several and not apart else None
         # Arranging gives the others their state back.
-        together = batch.arrange(joining, spare_bytes), cast(Sequence[DecodeRow], batch.rows)
+        together = batch.arrange(joining, spare_bytes, lengths), cast(Sequence[DecodeRow], batch.rows)
         return [together, *((row.caches, [row]) for row in apart)]
+
+    def _batch(self, name: int) -> DecodeBatch:
+        if name not in self._batches:
+            choose = self._choose if self.member_tokens is not None else None
+            self._batches[name] = DecodeBatch(choose, self.max_feed_tokens if self.feeds_together else 1)
+        return self._batches[name]
 
     def _choose(
         self, rows: Sequence[grouping.Row], groups: Sequence[grouping.Buffer], *, spare_tokens: float
@@ -483,7 +500,7 @@ class Runner:
         return grouping.plan(rows, groups, member_tokens=self.member_tokens, spare_tokens=spare_tokens)
 
     def _logits(self, tokens: mx.array, caches: list[LayerCache], adapters: Sequence[int]) -> mx.array:
-        """`[num_tokens, vocab_size]`, of one row's tokens or of one token of each row."""
+        """`[num_tokens, vocab_size]`, of one row's tokens, or of tokens that each have an adapter."""
         with selecting(self._adapters, *adapters), ragged_attention():
             logits: mx.array = self._model(tokens[None] if len(adapters) == 1 else tokens[:, None], cache=caches)
         return logits.flatten(0, 1)

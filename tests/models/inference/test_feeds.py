@@ -344,13 +344,13 @@ def _forget_one_too_many(cache: Any, num_tokens: int) -> None:
     FORGET(cache, num_tokens + 1)
 
 
-FORGET, REPLACED = feeds._forget, feeds._replaced
+FORGET, REPLACED = feeds.forget_last, feeds._replaced
 PLANTED = [
-    ("llama", "_forget", _forget_nothing),
-    ("llama", "_forget", _forget_one_too_many),
-    ("llama_swa", "_forget", _forget_in_number_only),
-    ("llama4", "_forget", _forget_nothing),
-    ("deepseek_v32", "_forget", _forget_nothing),
+    ("llama", "forget_last", _forget_nothing),
+    ("llama", "forget_last", _forget_one_too_many),
+    ("llama_swa", "forget_last", _forget_in_number_only),
+    ("llama4", "forget_last", _forget_nothing),
+    ("deepseek_v32", "forget_last", _forget_nothing),
     ("qwen3_5", "_replaced", _replaces_nothing),
     ("mamba2", "_replaced", _replaces_nothing),
 ]

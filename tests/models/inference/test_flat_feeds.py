@@ -12,13 +12,27 @@ import pytest
 from cache.layers.headed import HeadedKVCache, head_length, split_at_head
 from cache.layers.layout import leaves_of
 from models.inference import batch as batches
-from models.inference import grouping, ragged
+from models.inference import feeds, grouping, probe, ragged
 from models.inference.batch import DecodeBatch
 from models.inference.groups import Clock, GroupLayer
-from models.inference.probe import last_rows
+from models.inference.probe import Form, last_rows
 from models.inference.ragged import FlatStep, NotRagged, ragged_attention
+from models.inference.runner import Runner
+from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import make_prompt_cache
 from tests.models.inference import test_runner as driver
+from tests.models.inference.test_feeds import (
+    NUM_TOKENS,
+    SEEDED,
+    Drafting,
+    Oracle,
+    assert_as_plain,
+    decode,
+    plain,
+    step,
+)
+from tests.models.inference.test_probe import SlowModel
+from tests.models.inference.test_runner import GREEDY
 from tests.support import tiny_models
 from tests.support.tiny_models import VOCAB, WINDOW
 
@@ -264,9 +278,9 @@ def _one_more_stays(clock: Clock, counts: Sequence[int]) -> None:
     CLOCK(clock, [max(0, count - 1) for count in counts])
 
 
-def _one_more_stays_alone(caches: Any, num_tokens: int) -> None:
+def _one_more_stays_alone(cache: Any, num_tokens: int) -> None:
     if num_tokens > 1:
-        ALONE(caches, num_tokens - 1)
+        ALONE(cache, num_tokens - 1)
 
 
 def _all_at_the_first(step: FlatStep, members: Any) -> mx.array:
@@ -282,26 +296,121 @@ def _by_query_head(mask: mx.array, repeats: tuple[int, int]) -> mx.array:
     return mx.repeat(mask, repeats[0], -2)
 
 
-MASK, INIT, CLOCK, ALONE = GroupLayer._mask, GroupLayer.__init__, Clock.rewind, batches.rewind
+MASK, INIT, CLOCK, ALONE = GroupLayer._mask, GroupLayer.__init__, Clock.rewind, feeds.forget_last
 OFFSETS, MASK_OF = FlatStep.offsets_of, ragged._mask_of
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"),
-    [
-        (GroupLayer, "_mask", _one_token_ahead),
-        (GroupLayer, "__init__", _without_slack),
-        (Clock, "rewind", _one_more_stays),
-        (batches, "rewind", _one_more_stays_alone),
-        (FlatStep, "offsets_of", _all_at_the_first),
-        (ragged, "_mask_of", _without_mask_on_heads),
-        (mx, "tile", _by_query_head),
-    ],
-)
-def test_a_fault_in_feeds_shows(owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+PLANTED = [
+    (GroupLayer, "_mask", _one_token_ahead),
+    (GroupLayer, "__init__", _without_slack),
+    (Clock, "rewind", _one_more_stays),
+    (batches, "forget_last", _one_more_stays_alone),
+    (FlatStep, "offsets_of", _all_at_the_first),
+    (ragged, "_mask_of", _without_mask_on_heads),
+    (mx, "tile", _by_query_head),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "fault"), PLANTED)
+def test_a_fault_in_feeds_changes_tokens_or_state(
+    owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(owner, name, fault)
     feeding = Feeding("llama_swa", IN_GROUPS)
     for length, on_head in ((2 * WINDOW, False), (WINDOW, False), (5, True)):
         feeding.join(length, on_head=on_head)
     with pytest.raises(AssertionError):
         feeding.run(8)
+
+
+@pytest.mark.parametrize(("owner", "name", "fault"), PLANTED)
+def test_a_fault_in_feeds_is_found_by_the_probe(
+    owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    model, forever = tiny_models.build("llama_swa"), float("inf")
+    assert "one by one" in str(probe.find_flat_fault(model, VOCAB, Form.HEADS, max_seconds=forever))
+
+
+# ------------------------------------------------------------------------------------------------- in the runner
+
+
+def test_rows_that_cannot_feed_together_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [plain("llama_swa", length, GREEDY) for length in (50, 60)]
+    monkeypatch.setattr(FlatStep, "offsets_of", _all_at_the_first)
+    runner = Runner(tiny_models.build("llama_swa"), vocab_size=VOCAB, max_probe_seconds=float("inf"))
+    assert runner.form is Form.HEADS and runner.max_feed_tokens > 1 and not runner.feeds_together
+    runner.member_tokens = 1e6
+    rows = [Drafting(runner, driver.prompt(length), GREEDY) for length in (50, 60)]
+    decode(rows, Oracle([one.output for one in expected], 0.7), 12)
+    assert all(row.output[:12] == wanted.output[:12] for row, wanted in zip(rows, expected, strict=True))
+    step(rows, [[], []])
+    (group,) = runner._batches[0]._groups
+    assert WINDOW in [layer.keys.shape[2] for layer in group._layers.values()], "rings without slack"
+
+
+def test_a_slow_machine_lets_rows_take_turns_and_says_why() -> None:
+    slow = SlowModel(0.3)
+    fault = probe.find_flat_fault(slow, VOCAB, Form.ROWS, clock=lambda: slow.now, max_seconds=10)
+    assert "not proven" in str(fault) and slow.now <= 10
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("name", ["llama_swa", "gpt_oss"])
+def test_two_to_eight_rows_with_drafts_that_come_and_go_say_what_each_says_alone(
+    name: str, params: SamplingParams
+) -> None:
+    """Some on one head, in groups by other costs, detached and back; feeds of one token to six."""
+    runner, rng = driver.runner_of(name), np.random.default_rng(3)
+    assert runner.feeds_together
+    runner.separate_all()
+    head, away = runner.make_caches(), list[Drafting]()
+
+    def joined(length: int, *, on_head: bool = False) -> Drafting:
+        row = Drafting(runner, driver.prompt(length), params)
+        if on_head:
+            split_at_head(row.row.caches, head, 40)
+        return row
+
+    live = [joined(WINDOW - 5), joined(50, on_head=True)]
+    every = list(live)
+    for _ in range(22):
+        change = rng.integers(6)
+        if change <= 2 and len(live) < 8:
+            on_head = bool(rng.integers(2))
+            live.append(joined(50 if on_head else int(rng.choice([9, 60, 3 * WINDOW])), on_head=on_head))
+            every.append(live[-1])
+        elif change == 3 and len(live) > 2:
+            away.append(live.pop(int(rng.integers(len(live)))))
+            runner.detach(away[-1].row)
+        elif change == 4 and away:
+            live.append(away.pop())
+        elif change == 5:
+            runner.separate_all()
+            runner.member_tokens = float(rng.choice([0, 20, 1e6]))
+        oracle = Oracle([plain(name, len(row.given), params).output for row in live], 0.8, seed=int(rng.integers(99)))
+        step(live, [oracle(index, len(row.output)) for index, row in enumerate(live)])
+        live = [row for row in live if len(row.output) < NUM_TOKENS] or [joined(9), joined(60)]
+    assert len(every) > 5
+    for row in every:
+        expected = plain(name, len(row.given), params)
+        assert row.output == expected.output[: len(row.output)]
+        assert_as_plain(row, expected)
+
+
+def test_a_failing_step_with_drafts_harms_no_row_outside_of_it() -> None:
+    model, lengths = driver.FlakyModel("llama"), (9, 50, 60)
+    runner = Runner(model, vocab_size=VOCAB, max_probe_seconds=float("inf"))
+    runner.member_tokens = 1e6
+    rows = [Drafting(runner, driver.prompt(length), GREEDY) for length in lengths]
+    step(rows, [[1, 2], [], [3]])
+    model.fails = True
+    with pytest.raises(RuntimeError):
+        step(rows[1:], [[1, 2], []])
+    model.fails = False
+    assert [row.row.is_lost for row in rows] == [False, True, True]
+    live = [rows[0], *(Drafting(runner, driver.prompt(length), GREEDY) for length in lengths[1:])]
+    expected = [plain("llama", length, GREEDY) for length in lengths]
+    decode(live, Oracle([one.output for one in expected], 0.7), 10)
+    for row, wanted in zip(live, expected, strict=True):
+        assert_as_plain(row, wanted)
