@@ -34,7 +34,7 @@ from models.inference.groups import (
     used_leaves,
 )
 from models.inference.ragged import RaggedBatch, ragged_attention
-from models.mlx_lm_import import KVCache
+from models.mlx_lm_import import KVCache, RotatingKVCache
 
 MAX_MEMBER_TOKENS = 65_536.0
 """Where reading costs nothing measurable."""
@@ -246,10 +246,20 @@ class DecodeBatch:
 
     def _regrouped(self, rows: Sequence[BatchRow], groups: Sequence[Group], spare_tokens: float) -> list[Group]:
         assert self.choose is not None
-        described = [_describe(row, groups) for row in rows]
-        wanted = self.choose(described, [group.buffer for group in groups], spare_tokens=spare_tokens)
+        described, slack_tokens = [_describe(row, groups) for row in rows], self._slack_tokens(rows, groups)
+        wanted = list[Wanted]()
+        if slack_tokens <= spare_tokens or not slack_tokens:
+            buffers = [group.buffer for group in groups]
+            wanted = self.choose(described, buffers, spare_tokens=spare_tokens - slack_tokens)
         self._empty(groups, rows, wanted)
         return [self._filled(groups, [rows[place] for place in one.rows], one) for one in wanted]
+
+    def _slack_tokens(self, rows: Sequence[BatchRow], groups: Sequence[Group]) -> int:
+        """Tokens that the slack of all rings may take, in every layer as if all were rings."""
+        if not any(isinstance(cache, RotatingKVCache) for cache in leaves_of(rows[0].caches)):
+            return 0
+        # New groups have room for fewer than twice their rows.
+        return (self.max_feed_tokens - 1) * (2 * len(rows) + sum(group.room for group in groups))
 
     def _empty(self, groups: Sequence[Group], rows: Sequence[BatchRow], wanted: Sequence[Wanted]) -> None:
         """Rows leave groups in which they are not wanted."""

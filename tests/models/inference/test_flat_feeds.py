@@ -262,6 +262,16 @@ def test_rings_have_slack_only_where_rows_may_feed_several_tokens() -> None:
     assert own_bytes[0] == own_bytes[1]
 
 
+def test_without_spare_memory_rows_share_no_rings_with_slack() -> None:
+    for max_feed_tokens, spare_bytes, num_groups in ((1, 0, 1), (MAX_FEED, 0, 0), (MAX_FEED, 1e6, 1)):
+        feeding = Feeding("gpt_oss", IN_GROUPS)
+        feeding.batch.max_feed_tokens = max_feed_tokens
+        for length in (2 * WINDOW, 2 * WINDOW + 1):
+            feeding.join(length)
+        feeding.batch.arrange(feeding.rows, spare_bytes)
+        assert len(feeding.batch._groups) == num_groups
+
+
 # ------------------------------------------------------------------------------------------------ planted faults
 
 
