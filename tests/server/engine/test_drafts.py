@@ -49,6 +49,7 @@ def assert_logs_hold(harness: Harness) -> None:
     for slot in harness.prefix_cache.slots:
         if slot.is_leased and slot.caches:
             fake_model.assert_holds(slot.caches, slot.log.view().tolist(), fake_model.WINDOW - 1)
+            assert slot.offset <= slot.capacity, "more was evaluated than buffers were reserved for"
 
 
 def told(sink: Collected) -> list[Event]:
@@ -223,7 +224,10 @@ def test_feeds_stay_within_what_the_runner_takes(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["R", "WR"])
-def test_what_is_fed_again_after_drafts_taken_back_is_bounded(layout: str) -> None:
+@pytest.mark.usefixtures("exact_buffers")
+def test_what_is_fed_again_after_drafts_taken_back_is_bounded(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_module, "GROWTH_TOKENS", 4)
+
     def after(prompt: Sequence[int], output: Sequence[int]) -> int:
         """Right but for every third token of the output."""
         return next_token([*prompt, *output]) + (len(output) % 3 == 2)
@@ -395,6 +399,16 @@ def test_a_draft_ends_before_what_a_grammar_forbids(layout: str) -> None:
     assert harness.runner.feeds and all(drafted <= 3 for ((_, drafted),) in harness.runner.feeds)
 
 
+def test_nothing_is_evaluated_behind_the_end_of_a_grammar() -> None:
+    prompt = prompt_of(1, 20)
+    oracle = Oracle(length=20, after=along({tuple(prompt): bound_reference(prompt, 30)}))
+    harness = Drafted(oracle=oracle)
+    sink = harness.submit(prompt, max_tokens=30, grammar=OutputGrammar(Circle(num_tokens=9)))
+    harness.run()
+    assert sink.tokens == bound_reference(prompt, 9)
+    assert harness.runner.feeds == [[(1, 8)]]
+
+
 def test_a_grammar_that_fails_ahead_fails_its_request_only_there() -> None:
     told_of = []
     for oracle in (None, Oracle(after=lambda p, o: sampled([*p, *o], allowed_after([*o])))):
@@ -410,11 +424,12 @@ def test_a_grammar_that_fails_ahead_fails_its_request_only_there() -> None:
 
 def test_a_thought_that_begins_or_ends_within_a_draft_binds_what_is_behind() -> None:
     markers, num_thoughts = ReasoningFormat("11 ", "12 ", closing_ids=(12,)), 0
-    for seed in range(24):
+    opening = [seed for seed in range(99) if sampled(prompt_of(seed, 20), [11, *allowed_after([])]) == 11]
+    for seed, is_open in [*((seed, False) for seed in opening[:8]), *((seed, True) for seed in range(8))]:
         fields: dict[str, Any] = {
             "max_tokens": 24,
             "grammar": OutputGrammar(Circle(), reasoning_start=11),
-            "thinking": Thinking(markers, is_open=seed % 2 == 0, max_tokens=5),
+            "thinking": Thinking(markers, is_open=is_open, max_tokens=5),
         }
         plain = Harness()
         sink = plain.submit(prompt_of(seed, 20), **fields)
@@ -424,4 +439,4 @@ def test_a_thought_that_begins_or_ends_within_a_draft_binds_what_is_behind() -> 
         harness.run()
         assert told(drafted) == told(sink)
         num_thoughts += 12 in sink.tokens
-    assert num_thoughts > 12
+    assert opening and num_thoughts > 8
