@@ -495,7 +495,7 @@ class Drafting:
     def __init__(
         self,
         texts: Sequence[FollowedText],
-        own: LiveText | None,
+        own: LiveText,
         prediction: PredictionFollower | None,
         *,
         is_kept: bool,
@@ -523,16 +523,14 @@ class Drafting:
 
     def push(self, token: int) -> None:
         """Takes the output's next token."""
-        if self._own is not None:
-            self._own.push(token)
+        self._own.push(token)
         for text in self._texts:
             text.push(token)
         self._choose()
 
     def end(self) -> None:
         """The output is over. It joins the history, where it may."""
-        if self._own is not None:
-            self._own.end(self._is_kept)
+        self._own.end(self._is_kept)
 
     def chances(self, limit: int, ahead: int = 0) -> list[float]:
         """See `FollowedText.chances`; of up to `limit` tokens of the text that is followed."""
@@ -584,17 +582,22 @@ class Speculation:
         return DraftStats(dict(self._drafted), dict(self._accepted), self._num_steps, self._num_tokens)
 
     def begin(self, request: GenerationRequest, num_matched: int) -> Drafting:
-        """At admission: adds the prompt behind the first `num_matched` tokens to the history, where it may."""
+        """At admission. The prompt behind its first `num_matched` tokens and what it has to quote join the history.
+
+        Of a request that keeps nothing they are found from its own output only.
+        """
+        namespace, session_id, history = request.state_namespace, request.session_id, self._history
         is_kept = request.cache_prompt and not request.is_volatile and not request.is_idle_work
+        own = history.begin(namespace, session_id)
         if is_kept:
             for text in (request.tokens[max(0, num_matched - NGRAM) :], *request.quotable):
-                self._history.add(request.state_namespace, text, request.session_id)
+                history.add(namespace, text, session_id)
         if not request.speculates:
-            own = self._history.begin(request.state_namespace, request.session_id) if is_kept else None
             return Drafting((), own, None, is_kept=is_kept)
-        own = self._history.begin(request.state_namespace, request.session_id)
-        for token in request.tokens[-NGRAM if is_kept else -MAX_OWN_TOKENS :].tolist():
-            own.push(token)
+        hidden = () if is_kept else request.quotable
+        for text in (*hidden, request.tokens[-NGRAM if is_kept else -MAX_OWN_TOKENS :]):
+            for token in text.tolist():
+                own.push(token)
         texts = [FollowedText(DraftSource.HISTORY, self._history.follow(own), self._odds[DraftSource.HISTORY])]
         prediction = None
         if request.prediction is not None:

@@ -365,3 +365,14 @@ def test_a_request_that_wants_no_drafts_gets_none_and_is_followed_by_others() ->
     assert simulation.speculation.plan([row], [5]) == [[]]
     row.end()
     assert drafts_after(simulation) == TEXT[6:11]
+
+
+@pytest.mark.parametrize("is_volatile", [False, True])
+def test_a_tool_result_is_followed_as_calls_quote_it(is_volatile: bool) -> None:
+    simulation = Simulation(flat)
+    quotable = (np.array(TEXT, np.int32),)
+    row = simulation.speculation.begin(replace(request_of([1, 2]), quotable=quotable, is_volatile=is_volatile), 0)
+    for token in TEXT[:6]:
+        row.push(token)
+    assert simulation.speculation.plan([row], [5]) == [TEXT[6:11]]
+    assert drafts_after(simulation) == ([] if is_volatile else TEXT[6:11])

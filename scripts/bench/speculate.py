@@ -1,0 +1,386 @@
+"""Decoding with drafts against decoding without, on recorded answers.
+
+Usage: python -m scripts.bench.speculate [--json FILE] [--seconds N] [--cpu] [--only NAME]…
+
+Both sides are the engine's worker with a cache of its own, over the same model in one process, and take turns, so
+that a busy machine slows both alike. What a row samples is replaced by the next token of an
+answer made of files that are on any machine (`speculate_texts.py`): all arithmetic is done, but the rows say what a
+model would that rewrites a file or calls a tool. Prefill is not timed, and a line ends when the first row does.
+
+The models have random weights, but `demo`: its own. On a CPU a float32 model of 95 million parameters is bound by
+memory, as larger ones are on a GPU; quantized to 4 bits it is bound by arithmetic there, and a token more costs as
+much as the first.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.quantized import quantize
+from mlx_lm.models import llama, qwen3_5
+from mlx_lm.utils import load_model
+from tokenizers import Tokenizer
+
+from cache.prefix_cache import PrefixCache
+from cache.types import LayerCache
+from models.inference.embedding import Embedder
+from models.inference.runner import DecodeRow, DecodeStep, Runner
+from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_state import Draft, TokenIds
+from models.output.grammar import MaskWords
+from scripts.bench.common import ROOT, Report, Target, write_json
+from scripts.bench.decode import Said, Spelled
+from scripts.bench.speculate_texts import Text, Vocabulary, agent, prose, reading, replacing, rewriting
+from server.engine.request import GenerationRequest
+from server.engine.speculation import Speculation
+from server.engine.worker import Worker
+from tests.support import tiny_models
+
+CHUNK_TOKENS = 512
+BLOCK_TOKENS = 24
+"""Of a row, in one turn with drafts."""
+PLAIN_SHARE = 3
+"""Without drafts, so many times fewer: speed depends on no text there."""
+MIN_BLOCKS = 4
+PROBE_SECONDS = 300
+"""Longer than on a busy machine: whether a model is proven is no matter of time here."""
+VOCAB = 16_384
+_DENSE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "intermediate_size": 2304,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+}
+_LLAMA = {
+    **_DENSE,
+    "model_type": "llama",
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "rope_theta": 1e6,
+}
+_HYBRID_TEXT = {
+    **_DENSE,
+    "model_type": "qwen3_5_text",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [11, 11, 10],
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+# ------------------------------------------------------------------------------------------------------- the models
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and how texts become its tokens."""
+
+    model: Any
+    vocab_size: int
+    encode: Callable[[str], list[int]]
+
+
+@cache
+def subject(name: str) -> Subject:
+    """Makes or loads a model."""
+    mx.random.seed(0)
+    if name == "demo":
+        model, config = load_model(ROOT / "models" / "demo")
+        tokenizer = Tokenizer.from_file(str(ROOT / "models" / "demo" / "tokenizer.json"))
+        return Subject(model, config["vocab_size"], lambda text: list(tokenizer.encode(text).ids))
+    if name == "tiny":
+        return Subject(tiny_models.build("llama"), tiny_models.VOCAB, Vocabulary(tiny_models.VOCAB).encode)
+    if name == "hybrid":
+        text = {"model_type": "qwen3_5", "text_config": _HYBRID_TEXT}
+        model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(text))
+    else:
+        model = llama.Model(llama.ModelArgs.from_dict(_LLAMA))
+    if name == "4 bits":
+        quantize(model, group_size=64, bits=4)
+    mx.eval(model.parameters())
+    return Subject(model, VOCAB, Vocabulary(VOCAB).encode)
+
+
+class TaughtRunner(Runner):
+    """Does all that a runner does, but each row samples the next token of its answer."""
+
+    def __init__(self, model: Any, vocab_size: int, answers: dict[bytes, list[int]]) -> None:
+        """`answers`: by the prompt's bytes."""
+        self._answers = answers
+        self._rows: dict[DecodeRow, tuple[list[int], int]] = {}
+        self.num_calls = 0
+        """Decode steps prepared."""
+        super().__init__(model, vocab_size=vocab_size, max_probe_seconds=PROBE_SECONDS)
+
+    def make_row(
+        self,
+        caches: list[LayerCache],
+        sampling: SamplingParams,
+        next_token: int,
+        *,
+        prompt: TokenIds = (),
+        generated: TokenIds = (),
+        adapter: int = -1,
+    ) -> DecodeRow:
+        """Finds the row's answer by its prompt."""
+        row = super().make_row(caches, sampling, next_token, prompt=prompt, generated=generated)
+        self._rows[row] = self._answers[np.asarray(prompt, np.int32).tobytes()], len(generated)
+        return row
+
+    def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
+        """Replaces what was sampled, which is computed all the same."""
+        super().sample(step, masks)
+        drafts: Sequence[Draft | None] = [None] * len(step.rows) if step.feeds is None else step.feeds.drafts
+        taught = list[int]()
+        for row, draft in zip(step.rows, drafts, strict=True):
+            answer, at = self._rows[row]
+            num_samples = 1 if draft is None else len(draft.tokens) + 1
+            following = answer[at : at + num_samples]
+            taught += following + [0] * (num_samples - len(following))
+            if step.feeds is None:
+                self._rows[row] = answer, at + 1
+        assert step.sampled is not None, "it has just been sampled"
+        step.sampled = step.sampled * 0 + mx.array(taught, mx.uint32)
+        self.num_calls += 1
+
+    def settle(self, step: DecodeStep, accepted: Sequence[int]) -> list[int]:
+        """Moves on in the answers."""
+        kept = super().settle(step, accepted)
+        for row, num_accepted in zip(step.rows, accepted, strict=True):
+            answer, at = self._rows[row]
+            self._rows[row] = answer, at + num_accepted + 1
+        return kept
+
+
+# -------------------------------------------------------------------------------------------------------- the sides
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The tokens of a prompt, of its answer, and of a tool's result in it as calls quote it."""
+
+    prompt: list[int]
+    answer: list[int]
+    quotable: list[int]
+
+
+class Side:
+    """An engine that answers all prompts, with drafts or without."""
+
+    def __init__(
+        self, model: Subject, texts: Sequence[Recorded], clock: Callable[[], float], *, drafts: bool
+    ) -> None:
+        prompts = [np.array(text.prompt, np.int32) for text in texts]
+        answers = {prompt.tobytes(): text.answer for prompt, text in zip(prompts, texts, strict=True)}
+        self.runner = TaughtRunner(model.model, model.vocab_size, answers)
+        self._texts, self._clock = texts, clock
+        longest = max(len(text.answer) for text in texts)
+        cache = PrefixCache(
+            self.runner.make_caches, num_slots=len(texts), budget_bytes=1 << 50, chunk_tokens=CHUNK_TOKENS
+        )
+        sample = self.runner.make_caches()
+        self.runner.prefill(sample, prompts[0][:8])
+        cache.calibrate(sample)
+        self.speculation = self._speculation(cache) if drafts else None
+        self._worker = Worker(
+            self.runner,
+            cache,
+            Spelled,
+            eos_token_ids=frozenset(),
+            chunk_tokens=CHUNK_TOKENS,
+            expected_tokens=longest,
+            clock=clock,
+            embedder=Embedder(None),
+            speculation=self.speculation,
+        )
+        self._said = [Said() for _ in texts]
+        for number, (prompt, text, said) in enumerate(zip(prompts, texts, self._said, strict=True)):
+            quotable = (np.array(text.quotable, np.int32),)
+            greedy = SamplingParams(temperature=0)
+            request = GenerationRequest(f"{number}", prompt, len(text.answer), greedy, quotable=quotable)
+            self._worker.submit(request, said)
+        while not all(said.tokens for said in self._said):
+            self._worker.step()
+        self._first_tokens, self._first_calls = self._num_said, self.runner.num_calls
+        self.seconds = 0.0
+
+    def _speculation(self, cache: PrefixCache) -> Speculation | None:
+        runner = self.runner
+        if runner.max_feed_tokens == 1:
+            return None
+        return Speculation(
+            cache.history,
+            runner.step_seconds,
+            feeds_together=runner.feeds_together,
+            max_feed_tokens=runner.max_feed_tokens,
+            feeds_again=cache.layout.has_recurrent,
+        )
+
+    @property
+    def _num_said(self) -> int:
+        return sum(len(said.tokens) for said in self._said)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows since time was taken."""
+        return self._num_said - self._first_tokens
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of a row."""
+        return self.num_tokens / len(self._texts) / max(1, self.runner.num_calls - self._first_calls)
+
+    @property
+    def has_ended(self) -> bool:
+        """Some row is at its end."""
+        return any(len(said.tokens) >= len(text.answer) for said, text in zip(self._said, self._texts, strict=True))
+
+    def decode(self, num_tokens: int) -> None:
+        """Steps until all rows together have said `num_tokens` since time was taken, or one has ended."""
+        began = self._clock()
+        while self.num_tokens < num_tokens and not self.has_ended:
+            self._worker.step()
+        mx.synchronize()
+        self.seconds += self._clock() - began
+
+    def check(self) -> None:
+        """Raises SystemExit if a row has not said its answer."""
+        for said, text in zip(self._said, self._texts, strict=True):
+            if said.tokens != text.answer[: len(said.tokens)]:
+                raise SystemExit("a row has said something else than its answer")
+
+
+# -------------------------------------------------------------------------------------------------------- the lines
+
+
+@dataclass(frozen=True)
+class Line:
+    """Rows that decode together, and the least ratio that is wanted."""
+
+    name: str
+    model: str
+    texts: Callable[[], list[Text]]
+    target: float
+    min_tokens_per_step: float | None = None
+
+
+def _several(make: Callable[[int], Text], num_rows: int) -> Callable[[], list[Text]]:
+    return lambda: [make(seed) for seed in range(1, num_rows + 1)]
+
+
+def _mixed() -> list[Text]:
+    return [agent(seed, num_lines=lines) for seed, lines in enumerate((110, 90, 60, 40, 30, 20, 15, 10), 1)]
+
+
+LINES = (
+    Line("a whole file", "llama", _several(rewriting, 1), 3.0, min_tokens_per_step=9.0),
+    Line("replacing", "llama", _several(replacing, 1), 1.0),
+    Line("reading", "llama", _several(reading, 1), 1.0),
+    Line("agent", "llama", _several(agent, 1), 1.6),
+    Line("2 x agent", "llama", _several(agent, 2), 1.4),
+    Line("4 x agent", "llama", _several(agent, 4), 1.25),
+    Line("8 x agent, mixed lengths", "llama", _mixed, 1.0),
+    Line("prose", "llama", _several(prose, 1), 0.97),
+    Line("4 x prose", "llama", _several(prose, 4), 0.97),
+    Line("hybrid, agent", "hybrid", _several(agent, 1), 1.25),
+    Line("hybrid, 2 x agent", "hybrid", _several(agent, 2), 0.98),
+    Line("hybrid, prose", "hybrid", _several(prose, 1), 0.97),
+    Line("demo, agent", "demo", _several(agent, 1), 1.3),
+    Line("demo, 4 x agent", "demo", _several(agent, 4), 0.98),
+    Line("demo, prose", "demo", _several(prose, 1), 0.97),
+    Line("4 bits, agent", "4 bits", _several(agent, 1), 0.98),
+    Line("tiny, 16 x agent", "tiny", _several(agent, 16), 0.98),
+    Line("tiny, 32 x agent", "tiny", _several(agent, 32), 0.98),
+)
+
+
+def measure(line: Line, seconds: float, clock: Callable[[], float]) -> tuple[Side, Side]:
+    """Has both sides decode in turns, the one with drafts first, until a row ends or time is over."""
+    model = subject(line.model)
+    texts = [
+        Recorded(model.encode(text.prompt), model.encode(text.answer), model.encode(text.quotable))
+        for text in line.texts()
+    ]
+    ours, plain = (Side(model, texts, clock, drafts=drafts) for drafts in (True, False))
+    block, number = BLOCK_TOKENS * len(texts), 0
+    while not ours.has_ended and (number < MIN_BLOCKS or ours.seconds + plain.seconds < seconds):
+        number += 1
+        ours.decode(number * block)
+        plain.decode(ours.num_tokens // PLAIN_SHARE)
+    ours.check()
+    plain.check()
+    return ours, plain
+
+
+def add_to(report: Report, line: Line, ours: Side, plain: Side) -> None:
+    """Adds a line to the table."""
+    speeds = [side.num_tokens / side.seconds for side in (plain, ours)]
+    stats = ours.speculation.stats if ours.speculation is not None else None
+    drafted, accepted = (sum(counts.values()) for counts in (stats.drafted, stats.accepted)) if stats else (0, 0)
+    ratio = speeds[1] / speeds[0]
+    cells = [f"{ratio:.2f}", f"{ours.tokens_per_step:.2f}", f"{drafted}", f"{accepted}", f"{ours.num_tokens}"]
+    report.rows.append([line.name, *(f"{speed:.1f}" for speed in speeds), *cells])
+    report.figures[line.name] = {
+        "plain_tokens_per_second": speeds[0],
+        "tokens_per_second": speeds[1],
+        "ratio": ratio,
+        "tokens_per_step": ours.tokens_per_step,
+        "drafted": drafted,
+        "accepted": accepted,
+        "num_tokens": ours.num_tokens,
+        "step_seconds": dict(ours.runner.step_seconds),
+        "feeds_together": ours.runner.feeds_together,
+        "rows_form": ours.runner.rows_form,
+    }
+    report.add_verdict(line.name, ratio, Target(line.target, is_ceiling=False))
+    if line.min_tokens_per_step is not None:
+        target = Target(line.min_tokens_per_step, is_ceiling=False)
+        report.add_verdict(f"{line.name}, tokens per step", ours.tokens_per_step, target)
+
+
+def main() -> None:
+    """Prints the table; writes it as JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--seconds", type=float, default=12, help="decoding time of a line (default: 12)")
+    parser.add_argument(
+        "--cpu", action="store_true", help="count seconds of this process on the CPU, not on the clock"
+    )
+    parser.add_argument("--only", choices=[line.name for line in LINES], action="append", help="these lines alone")
+    options = parser.parse_args()
+    clock = time.process_time if options.cpu else time.monotonic
+    columns = ["rows", "tokens/s without", "with drafts", "ratio", "tokens per step", "drafted", "accepted", "tokens"]
+    report = Report("Decoding with drafts, recorded answers", columns)
+    for line in LINES:
+        if options.only is None or line.name in options.only:
+            print(f"{line.name} …", file=sys.stderr, flush=True)
+            add_to(report, line, *measure(line, options.seconds, clock))
+    print(report.text())
+    if options.json is not None:
+        write_json(options.json, " ".join(["python -m scripts.bench.speculate", *sys.argv[1:]]), [report])
+
+
+if __name__ == "__main__":
+    main()
