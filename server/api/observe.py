@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    from server.engine.speculation import DraftStats
+    from server.engine.request import DraftStats
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ EngineError
 └── DeviceLost, which does end it
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,6 @@ from models.output.reasoning import Thinking
 from models.output.tool_calls import CallMarkers
 from models.prompt.shapes import NO_OUTLINE, Outline
 from server.engine.diagnosis import Reuse
-
-if TYPE_CHECKING:
-    from server.engine.speculation import DraftStats
 
 TokenArray: TypeAlias = NDArray[np.int32]
 
@@ -269,6 +267,26 @@ class RequestCounts:
     decoding: int = 0
 
 
+class DraftSource(StrEnum):
+    """Where a draft comes from."""
+
+    HISTORY = "history"
+    PREDICTION = "prediction"
+
+
+@dataclass(frozen=True)
+class DraftStats:
+    """Counts of one engine since it began."""
+
+    drafted: Mapping[DraftSource, int]
+    accepted: Mapping[DraftSource, int]
+    """Of `drafted`."""
+    steps: int
+    """Decode steps with a draft."""
+    tokens: int
+    """That these steps put out."""
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Counts and bytes of one engine, as of its last step."""
@@ -278,7 +296,7 @@ class EngineStats:
     cache: CacheStats = field(default_factory=CacheStats)
     rows_form: str = ""
     """How several answers decode, for a person."""
-    drafts: "DraftStats | None" = None
+    drafts: DraftStats | None = None
     """None where no answer is drafted."""
     drafts_form: str = ""
     """Whether answers are drafted, and why not, for a person."""

@@ -12,12 +12,11 @@ Knows neither model nor clock: seconds are handed in. Worker thread only.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from operator import itemgetter
 from typing import Protocol
 
 from cache.history import History, LiveText
-from server.engine.request import GenerationRequest
+from server.engine.request import DraftSource, DraftStats, GenerationRequest
 
 MIN_GAIN = 0.03
 """Part of the tokens per second that drafts must add, for each plain step that a step with them lasts."""
@@ -36,31 +35,11 @@ _CLASSES = [bisect_left(_EDGES, length) for length in range(_EDGES[-1] + 2)]
 _LONGEST = len(_CLASSES) - 1
 
 
-class DraftSource(StrEnum):
-    """Where a draft comes from."""
-
-    HISTORY = "history"
-    PREDICTION = "prediction"
-
-
 PRIOR_ODDS = {
     DraftSource.HISTORY: (0.45, 0.55, 0.65, 0.75, 0.85, 0.95),
     DraftSource.PREDICTION: (0.6, 0.65, 0.75, 0.85, 0.9, 0.95),
 }
 """By class of match length, before anything is known of a model and its users."""
-
-
-@dataclass(frozen=True)
-class DraftStats:
-    """Counts of one engine since it began."""
-
-    drafted: Mapping[DraftSource, int]
-    accepted: Mapping[DraftSource, int]
-    """Of `drafted`."""
-    steps: int
-    """Decode steps with a draft."""
-    tokens: int
-    """That these steps put out."""
 
 
 # --------------------------------------------------------------------------------------------------- what is followed

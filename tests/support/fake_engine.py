@@ -24,6 +24,8 @@ from server.engine.diagnosis import Miss, Reuse
 from server.engine.messages import Generation, Mailbox
 from server.engine.request import (
     Delta,
+    DraftSource,
+    DraftStats,
     EngineStats,
     EngineStopped,
     Event,
@@ -36,7 +38,6 @@ from server.engine.request import (
     Started,
     Timings,
 )
-from server.engine.speculation import DraftSource, DraftStats
 from server.pool.served import ServedModel
 
 VOCAB_SIZE = 1024

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.history import History
-from server.engine.request import GenerationRequest
+from server.engine.request import DraftSource, GenerationRequest
 from server.engine.speculation import (
     Drafting,
-    DraftSource,
     PredictionFollower,
     Speculation,
     StepCost,
