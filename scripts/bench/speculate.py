@@ -377,6 +377,7 @@ def main() -> None:
         if options.only is None or line.name in options.only:
             print(f"{line.name} …", file=sys.stderr, flush=True)
             add_to(report, line, *measure(line, options.seconds, clock))
+            print("    " + "  ".join(report.rows[-1]), file=sys.stderr, flush=True)
     print(report.text())
     if options.json is not None:
         write_json(options.json, " ".join(["python -m scripts.bench.speculate", *sys.argv[1:]]), [report])
