@@ -13,6 +13,7 @@ much as the first.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -46,9 +47,7 @@ from tests.support import tiny_models
 
 CHUNK_TOKENS = 512
 BLOCK_TOKENS = 24
-"""Of a row, in one turn with drafts."""
-PLAIN_SHARE = 3
-"""Without drafts, so many times fewer: speed depends on no text there."""
+"""Of a row, in one turn with drafts; the other side's turn takes as many seconds."""
 MIN_BLOCKS = 4
 PROBE_SECONDS = 300
 """Longer than on a busy machine: whether a model is proven is no matter of time here."""
@@ -257,13 +256,12 @@ class Side:
         """Some row is at its end."""
         return any(len(said.tokens) >= len(text.answer) for said, text in zip(self._said, self._texts, strict=True))
 
-    def decode(self, num_tokens: int) -> None:
-        """Steps until all rows together have said `num_tokens` since time was taken, or one has ended."""
-        began = self._clock()
-        while self.num_tokens < num_tokens and not self.has_ended:
+    def decode(self, *, num_tokens: float = math.inf, seconds: float = math.inf) -> None:
+        """Steps until all rows have said `num_tokens`, the side has taken `seconds`, or a row has ended."""
+        while self.num_tokens < num_tokens and self.seconds < seconds and not self.has_ended:
+            began = self._clock()
             self._worker.step()
-        mx.synchronize()
-        self.seconds += self._clock() - began
+            self.seconds += self._clock() - began
 
     def check(self) -> None:
         """Raises SystemExit if a row has not said its answer."""
@@ -327,8 +325,8 @@ def measure(line: Line, seconds: float, clock: Callable[[], float]) -> tuple[Sid
     block, number = BLOCK_TOKENS * len(texts), 0
     while not ours.has_ended and (number < MIN_BLOCKS or ours.seconds + plain.seconds < seconds):
         number += 1
-        ours.decode(number * block)
-        plain.decode(ours.num_tokens // PLAIN_SHARE)
+        ours.decode(num_tokens=number * block)
+        plain.decode(seconds=ours.seconds)
     ours.check()
     plain.check()
     return ours, plain
