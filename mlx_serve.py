@@ -1,4 +1,4 @@
-"""Where the `mlx-serve` command begins: it makes sure that the program's packages are its own, then runs them.
+"""The `mlx-serve` command: checks that the program's packages are its own, then runs them.
 
 `server`, `models` and `cache` are plain names: another distribution may write its files over ours, and a folder of
 that name may come first on the path.
@@ -17,7 +17,7 @@ ADVICE = "install mlx-serve into an environment of its own"
 
 
 def main() -> NoReturn:
-    """Runs the command that the process was started with, and ends the process."""
+    """Runs the process's command, and ends the process."""
     try:
         if sys.argv[1:] == ["--version"]:
             # `--version` needs no more, so nothing else is imported.
@@ -64,7 +64,7 @@ def find_system_problem(system: str, version: str) -> str | None:
 
 
 def find_problem(root: Path) -> str | None:
-    """What keeps the packages in the folder `root` from being the program's own."""
+    """Why the packages in the folder `root` are not the program's own."""
     for package in PACKAGES:
         spec = find_spec(package)
         if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != root / package:
@@ -81,7 +81,7 @@ def find_problem(root: Path) -> str | None:
 
 
 def changed_files(root: Path) -> Iterator[str]:
-    """Yields the files of our packages that are not as they were installed; none for a checkout."""
+    """Yields files of our packages that were changed after installation; none for a checkout."""
     for record in root.glob(f"{DISTRIBUTION.replace('-', '_')}-*.dist-info/RECORD"):
         for line in record.read_text(encoding="utf-8").splitlines():
             name, _, rest = line.partition(",")

@@ -1,4 +1,4 @@
-"""Moves state between memory and disk: what a prompt needs, and what memory loses or disk lacks.
+"""Moves state between memory and disk.
 
 Promotion reads only beyond memory; `cache.disk.connector` decides whether that is worth a read.
 """
@@ -123,7 +123,6 @@ class DiskMoves:
                 yield from self._save_path(self.disk, trie, leaf, used_at)
 
     def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
-        """The end's snapshot stays in memory if the budget allows."""
         path = leaf.path()
         ends = [
             slot for slot in self._pager.slots if slot.tip in path and not slot.is_leased and not slot.tip.snapshot

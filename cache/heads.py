@@ -2,8 +2,7 @@
 
 A head holds the first tokens of the sequences that read it; see `layers/headed.py`. Heads are made where the runner
 measured that steps become faster, and, much shorter ones, wherever memory is short: before anything is paged out,
-evicted or made to wait. A sequence reads one head at most, and a head reads none. Requests that reuse nothing have
-no path in the trie, hence no head.
+evicted or made to wait. A sequence reads one head at most, and a head reads none.
 """
 
 import math
@@ -23,13 +22,13 @@ MIN_HEAD_TOKENS = 256
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """Chooses heads, and has sequences share them. Worker thread only."""
+    """Has sequences share heads. Worker thread only."""
 
     pager: Pager
     sizes: SequenceSizes
 
     def _least_tokens(self, *, is_short: bool) -> float:
-        """Tokens from which a head pays, now that memory `is_short` or not; inf if none does."""
+        """Tokens from which a head pays; inf if none does."""
         fast = self.pager.shared.head_tokens if self.pager.shared is not None else None
         if fast is None or not self.pager.layout.can_share_heads:
             return math.inf
@@ -73,7 +72,6 @@ class Heads:
             self._share(tip, also)
 
     def _loose(self, also: Slot | None) -> list[Slot]:
-        """Sequences that could begin to read a head."""
         running = (slot for slot in self.pager.slots if slot.is_leased or slot is also)
         return [slot for slot in running if slot.head is None and slot.tip.parent is not None]
 
@@ -86,7 +84,6 @@ class Heads:
         return best if best is not None and saved[best] > 0 else None
 
     def _share(self, tip: Node, also: Slot | None) -> None:
-        """Has all sequences through `tip` read a head that ends there."""
         head = next((head for head in self.pager.heads if head.tip is tip), None)
         for slot in self._loose(also):
             if tip in slot.tip.path():

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 
 class Happening(StrEnum):
-    """What may happen to state, as clients see it."""
+    """What may happen to state, named for clients."""
 
     PAGED_IN = "cache.page_in"
     PAGED_OUT = "cache.page_out"
@@ -78,7 +78,7 @@ class Journal:
         )
 
     def record(self, event: CacheEvent) -> None:
-        """Counts an event and tells the listener, if any."""
+        """Counts an event and tells the listener."""
         self._num_events[event.what] += 1
         self._num_bytes[event.what] += event.num_bytes
         if (tell := self.tell) is not None:

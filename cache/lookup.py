@@ -1,4 +1,4 @@
-"""What memory holds of one prompt: how much matches, and how much can be restored, in which slot."""
+"""What memory holds of one prompt: how much matches, how much can be restored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

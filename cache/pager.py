@@ -1,6 +1,6 @@
-"""Pages state between tries and slots: in, out, and what is dropped when that fails half-way.
+"""Pages state between tries and slots.
 
-What to move and what to evict is decided elsewhere. Invariants:
+Decides neither what to move nor what to evict. Invariants:
 * a node's span is stored on the node, or live in its home slot, on whose path the node is;
 * state leaves a slot in `page_out` only, which first stores every span that is live only there;
 * a slot's log, layer caches and path to the tip hold the same tokens; of a running request the log may be ahead;
@@ -50,7 +50,6 @@ class Pager:
 
     @property
     def all_live(self) -> list[Slot]:
-        """Slots and heads."""
         return [*self.heads, *self.slots]
 
     def readers(self, head: Slot) -> list[Slot]:
@@ -300,7 +299,7 @@ class Pager:
         return num_bytes + (self.shared.own_bytes(slot.caches) if self.shared is not None else 0)
 
     def measure_running(self) -> None:
-        """After running sequences have begun to share buffers, or ended it."""
+        """Charges running sequences anew, once they share buffers or no longer do."""
         for slot in self.slots:
             if slot.is_leased:
                 self.ledger.set_live(slot.index, self.live_bytes(slot))

@@ -1,9 +1,6 @@
 """The prefix cache of one model: the facade over its parts. All methods belong to the worker thread.
 
-`admission` restores a request's prompt in a slot, `lease` records what is evaluated. `heads` has running sequences
-hold their first tokens once. `lookup` finds what memory holds, `disk_moves` moves state to and from disk, `pager`
-between slots and tries. `memory_tier` and `eviction/` keep stored state within the budget, `reclaim` frees memory,
-`pins` protect state. Nothing here knows models, request parameters, or time.
+Nothing here knows models, request parameters, or time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +40,7 @@ class PrefixCache:
         layout: Layout | None = None,
         disk: DiskTier | None = None,
     ) -> None:
-        """Prompts are evaluated up to `chunk_tokens` a call; `layout` defaults to that of `make_caches`.
+        """`layout` defaults to that of `make_caches`.
 
         `disk`, if any, gets idle state, and state beyond the budget.
         """

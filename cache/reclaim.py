@@ -1,5 +1,4 @@
-"""Frees memory of one model's budget, and reserves it, for live buffers or a sequence without a slot. Worker thread
-only.
+"""Frees and reserves memory of one model's budget. Worker thread only.
 
 In this order: padding of shared buffers is given back, running sequences share heads, idle slots are paged out,
 stored state is evicted, soft pins end and more is evicted. Live buffers are reserved when a sequence begins, and grow
@@ -23,7 +22,7 @@ from cache.trie import Node
 
 @dataclass(frozen=True, eq=False)
 class Reclaimer:
-    """Frees one budget's memory, and reserves it for leased slots."""
+    """Frees memory, and reserves it for leased slots."""
 
     memory: MemoryTier
     pager: Pager

@@ -1,4 +1,4 @@
-"""Slots: places for live sequences, the choice of one for a request, and the clock of their age. Pure.
+"""Slots, the choice of one for a request, and the clock of their age. Pure.
 
 A slot is *leased* while a request runs and *idle* afterwards, still live: the conversation's next turn continues in
 place. A *head* is a slot in which nobody decodes: it holds the first tokens of the sequences that read it. Slots know
@@ -60,7 +60,7 @@ class Slot:
 
     @property
     def is_lost(self) -> bool:
-        """The sequence's state was lost while memory was freed for another: its request must be evaluated again."""
+        """Lost while memory was freed for another: the request must be evaluated again."""
         return self.is_leased and not self.caches
 
     def runs_session(self, namespace: str, session_id: str | None) -> bool:
@@ -126,7 +126,7 @@ def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
 
 
 NEW_SESSION_COUNT = 200
-"""On the clock: a new session's client has often ended another."""
+"""A new session's client has often ended another."""
 MAX_SESSIONS = 10_000
 """A forgotten session counts as new."""
 

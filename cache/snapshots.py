@@ -1,4 +1,4 @@
-"""Snapshots of window and recurrent state, the offsets they restore, and where to take and keep them. Pure.
+"""Snapshots of window and recurrent state, and the offsets they restore. Pure.
 
 A *restore point* is an offset at which every layer can be restored: any if all state is sliceable per token, else
 where a snapshot was taken. A snapshot holds only window rows that no snapshot above holds: an offset can be restored
@@ -116,7 +116,6 @@ def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
 
 
 def _shares_rows(layout: LayerKinds, node: Node, rows: "Segment") -> bool:
-    """Whether this node or one below needs some of `rows`."""
     first, window = max(0, node.stop - layout.window), _window(node)
     if window is not None:
         return max(first, rows.start) < window.start <= rows.stop
@@ -187,7 +186,7 @@ class KeptPoint(NamedTuple):
 
 
 def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
-    """The points of a conversation that later turns will hardly need, ascending like `points`.
+    """The points that later turns will hardly need, ascending like `points`.
 
     `landing` is where its newest turn was restored. Of 2 817 recorded requests of coding agents, 130 continued at the
     last prompt's end or in what was new in it, which `landing` serves, 8 further back, nearly all others at the end.
@@ -211,7 +210,7 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 
 
 def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
-    """The points of a conversation to write to disk, ascending like `points`.
+    """The points to write to disk, ascending like `points`.
 
     Written are all shared and explicit points; the newest prompt's end, which the next turn contains anyway; and the
     sequence's end if at least `min_gain` tokens after the last on disk: writing all whole state would wear the disk

@@ -38,7 +38,7 @@ class TokenNode:
         self.set_tokens(np.asarray(self.tokens, np.int32).tobytes())
 
     def set_tokens(self, data: bytes) -> None:
-        """Sets the edge's tokens; the caller sets `start` and `stop`."""
+        """The caller sets `start` and `stop`."""
         self.data, self.tokens = data, np.frombuffer(data, np.int32)
 
     def path(self) -> list[Self]:

@@ -1,4 +1,4 @@
-"""What can go wrong between text, tokens and logits, and on the way to a model.
+"""Errors between names of models, text, tokens and logits.
 
 ModelError
 ├── ModelNotFound
@@ -19,7 +19,7 @@ ModelError
 
 
 class ModelError(Exception):
-    """Base of this package's errors; the message is one sentence for a person."""
+    """The message is one sentence for a person."""
 
 
 class ModelNotFound(ModelError):
@@ -40,7 +40,6 @@ class PromptTooLong(ModelError):
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         super().__init__(f"the prompt has {num_tokens} tokens or more; at most {max_tokens} can be taken")
         self.num_tokens = num_tokens
-        """Counted before tokenizing ended."""
         self.max_tokens = max_tokens
         self.param = "messages"
         """`messages` or `prompt`."""
@@ -73,7 +72,7 @@ class GrammarFailed(ModelError):
 
 
 class StoreError(ModelError):
-    """A local name cannot be read, made or changed."""
+    """A local name cannot be read or changed."""
 
 
 class StoreDamaged(StoreError):

@@ -1,7 +1,7 @@
 """Prepares what MLX takes from the system on Linux: a fast BLAS, and the C++ compiler.
 
-MLX's CPU backend links the reference BLAS, 30 times slower in float32 than OpenBLAS. A library loaded with global
-symbols first replaces it (ELF gABI, "Shared Object Dependencies"). No Python package brings one.
+MLX's CPU backend links the reference BLAS, 30 times slower in float32 than OpenBLAS. A library loaded first with
+global symbols replaces it (ELF gABI, "Shared Object Dependencies").
 """
 
 import ctypes
@@ -15,7 +15,7 @@ ADVICE = "apt install libopenblas0-pthread"
 
 
 def load_fast_blas(open_library: Callable[[str, int], object] = ctypes.CDLL) -> str | None:
-    """Loads the first library found; returns its name, None if there is none or MLX needs none."""
+    """Loads the first library found; returns its name, if any."""
     if sys.platform == "linux" and "mlx.core" not in sys.modules:
         for name in LIBRARIES:
             try:

@@ -1,6 +1,6 @@
 """How one model turns a text into a vector, or judges a query and a document. Pure.
 
-Sentence Transformers say in `1_Pooling/config.json` which positions count. Without it, a tokenizer that puts a
+`1_Pooling/config.json` of Sentence Transformers says which positions count. Without the file, a tokenizer that puts a
 special token after each text belongs to a model that sums the text up there; other models get the mean. A reranker
 here answers with yes or no to the prompt of Qwen3-Reranker's model card, "Usage"; the score is yes against no.
 """

@@ -1,7 +1,7 @@
 """Downloads models into the local Hugging Face cache: only what MLX needs, never the same bytes twice.
 
-`huggingface_hub` keeps no part of an interrupted file. So weights are first fetched here, into `blobs/<sha256>.part`,
-which the next attempt continues; `snapshot_download` fetches the rest.
+`huggingface_hub` keeps no part of an interrupted file. So weights are fetched here, into `blobs/<sha256>.part`, which
+the next attempt continues.
 """
 
 import errno
@@ -88,7 +88,6 @@ TellPull: TypeAlias = Callable[[PullEvent], None]
 
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5
-"""Attempts in a row without a new byte."""
 _PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _BUSY = (429, 500, 502, 503, 504)
@@ -101,7 +100,6 @@ class _Download:
     commit: str
     files: tuple[PlannedFile, ...]
     others: tuple[str, ...]
-    """Names of files that MLX does not need."""
 
     @property
     def blobs(self) -> Path:

@@ -55,7 +55,7 @@ def _check_model_code(config: dict[str, Any], name: str) -> None:
 
 
 def _check_tokenizer_code(folder: Path, name: str) -> None:
-    """Refuses a tokenizer's code without a `tokenizer.json`: transformers' tokenizer may cut texts otherwise."""
+    """Refuses a tokenizer's code without a `tokenizer.json`."""
     if (folder / "tokenizer.json").is_file():
         return
     code = _tokenizer_code(folder)
@@ -79,7 +79,7 @@ def _refusal_of_tokenizer(name: str, code: str) -> str:
 
 
 def _code_in(auto_map: Any, kinds: tuple[str, ...]) -> str | None:
-    """The code named by `auto_map`, if any; older folders name a tokenizer's classes in a list alone."""
+    """The code named by `auto_map`, if any."""
     if isinstance(auto_map, list) and "AutoTokenizer" in kinds:
         auto_map = {"AutoTokenizer": auto_map}
     if not isinstance(auto_map, dict):
@@ -216,7 +216,7 @@ def load(
 
 
 def check(path: Path, name: str) -> None:
-    """Raises like `load` for missing, damaged or unknown files; reads little."""
+    """Raises like `load`; reads little."""
     config = _load_config(path, name)
     _check_model_code(config, name)
     _check_model_type(config, name)
@@ -225,7 +225,7 @@ def check(path: Path, name: str) -> None:
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], int]:
-    """A folder's configuration, and the most tokens of prompt and output; raises like `check`."""
+    """A folder's configuration and context in tokens; raises like `check`."""
     config = _load_config(path, path.name)
     return config, _context_tokens(config)
 
@@ -300,7 +300,7 @@ def _load_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def _check_readable(path: Path) -> None:
-    """Checks that files can be read: the libraries' own errors mislead."""
+    """The libraries' own errors mislead."""
     at = path
     try:
         for at in [path, *path.iterdir()]:

@@ -1,4 +1,4 @@
-"""Layers with variants for adapters, and the choice of one for each row of a call. Worker thread only, once loaded.
+"""Layers with variants for adapters, chosen for each row of a call. Worker thread only, once loaded.
 
 A wrapped layer holds the model's own and, per adapter, mlx-lm's layer around it. Rows of one adapter go through one,
 bit for bit as without this module. Rows of different adapters share a call if all variants are plain LoRA of linear
@@ -45,7 +45,7 @@ class _Mixture:
 
 
 class AdapterSet:
-    """One model's adapters, and the selection for the next call."""
+    """One model's adapters, and the next call's selection."""
 
     def __init__(self, adapters: Sequence[Adapter], num_bytes: int) -> None:
         self.adapters = tuple(adapters)
@@ -93,7 +93,7 @@ class AdaptedLayer(Module):
         adapters.layers.append(self)
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        """Evaluates the layer, each row with its adapter."""
+        """Evaluates each row with its adapter."""
         selected = self._adapters.selected
         if isinstance(selected, _Mixture):
             return self._mixed(x, selected)
@@ -160,7 +160,7 @@ def own_arrays(layer: Module) -> dict[str, mx.array]:
 _PROMPT_TOKENS = 5
 _STEPS = 2
 _LARGEST_SHARE = 0.1
-"""The largest difference that counts as rounding, as a fraction of the adapters' effect."""
+"""Largest rounding, as a fraction of the adapters' effect."""
 _ROUNDING = 16
 """Rounding of one logit, in units in the last place of the largest logit."""
 

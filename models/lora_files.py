@@ -1,7 +1,7 @@
-"""Reads folders of adapters, and attaches adapters to a loaded model, which shares its weights among them.
+"""Reads adapters, and attaches them to a loaded model, which shares its weights among them.
 
 Two forms are read, never code: mlx-lm's `adapter_config.json` with `lora_parameters` and `adapters.safetensors`;
-PEFT's with `peft_type` and `adapter_model.safetensors`. Importing this module imports mlx-lm's training.
+PEFT's with `peft_type` and `adapter_model.safetensors`.
 """
 
 import cache.layers  # noqa: F401
@@ -219,7 +219,7 @@ def _around(own: dict[str, Module], folder: AdapterFolder, path: str, part: LowR
 
 
 def _settled(layer: Module, *, as_float32: bool) -> Module:
-    """Makes a layer usable by any thread: without dropout, the adapter's weights in memory."""
+    """Makes a layer usable by any thread, without dropout."""
     layer.eval()
     own: dict[str, Any] = own_arrays(layer)
     if as_float32:

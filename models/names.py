@@ -1,4 +1,4 @@
-"""What a MODEL name stands for on this machine, and a smaller model if the machine cannot hold it.
+"""What a MODEL name stands for on this machine.
 
 A name is one of `BUILT_IN`, a local name (`models.store`), a folder, a short name like `qwen3:0.6b`, or a repository
 in Hugging Face's cache, as `org/name[@revision]` or its address. Never touches the network.
@@ -25,7 +25,7 @@ DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
 BUILT_IN = {DEMO: DEMO_FOLDER, "demo-hybrid": DEMO_FOLDER.with_name("demo_hybrid")}
 
 FILE_PATTERNS = ["*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt", "model*.safetensors"]
-"""What MLX needs. Never `*.py`: a repository's code is not run."""
+"""Never `*.py`: a repository's code is not run."""
 
 IGNORED_PATTERNS = ["*/*"]
 """Subfolders with other formats of the same weights."""
@@ -37,7 +37,6 @@ _REPOSITORY = re.compile(
 )
 
 _HOME = "models--"
-"""How the name of a repository's folder begins."""
 _ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>[^/?#]+/[^/?#]+)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>refs/[^/?#]+/[^/?#]+|[^/?#]+)[^?#]*)?/?(?:[?#].*)?",
@@ -58,7 +57,7 @@ class RepositoryName:
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """What `resolve` finds by name; `stored` and `identity` are of local names."""
+    """`stored` and `identity` are of local names."""
 
     name: str
     path: Path
@@ -169,7 +168,7 @@ def find_stored(name: str) -> StoredModel | None:
 
 
 def installed_place(name: str) -> WeightsPlace | None:
-    """Place of an installed model or local name, like `find_installed`; raises StoreError too."""
+    """As `find_installed`, for local names too; raises StoreError too."""
     stored = find_stored(name)
     found = find_installed(name) if stored is None else (stored.weights, None)
     return None if found is None else found[0]
@@ -234,7 +233,7 @@ def place_of(name: str) -> WeightsPlace:
 
 
 def files_of(name: str) -> tuple[WeightsPlace, Path]:
-    """Place and folder of `name`, whose files may be missing; raises ModelNotFound."""
+    """Place and folder of `name`; files may be missing. Raises ModelNotFound."""
     repository = None if _is_no_download(name) else parse_repository(name)
     if repository is not None:
         repository = replace(repository, repository=as_stored(repository.repository))
@@ -273,7 +272,7 @@ def _holds(ref: Path, commit: str) -> bool:
 
 
 def installed() -> list[InstalledModel]:
-    """Built-in models, local names, then complete cached models. Raises StoreError."""
+    """Built-in models, local names, complete downloads. Raises StoreError."""
     models = [describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
     models += [model for stored in user_manifest().models().values() if (model := _described(stored)) is not None]
     paths = filter(_is_usable, _snapshots())
@@ -304,14 +303,14 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """The folder of Hugging Face repositories, which need not exist."""
+    """The folder of Hugging Face repositories, existing or not."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def cache_stamp() -> tuple[tuple[str, int], ...]:
-    """Each folder's modification time in nanoseconds, which changes with any file or name of a revision."""
+    """Each folder's modification time in nanoseconds."""
     repositories = cache_folder().glob("models--*")
     folders = [one for repository in repositories for one in (repository / "refs", *repository.glob("snapshots/*"))]
     stamps = []
@@ -414,7 +413,7 @@ GENERAL = "qwen3"
 def suggest_smaller(name: str, limit_bytes: int) -> str | None:
     """The short name of the largest model within `limit_bytes`, if any.
 
-    Models of the family of `name` come first, then those of a similar family, then all.
+    Models of the same family come first, then of a similar one, then all.
     """
     everything = [one for family in FAMILIES.values() for one in family]
     for candidates in (_within(name, "[^a-z0-9]"), _within(name, "[^a-z]"), FAMILIES[GENERAL], everything):

@@ -1,7 +1,7 @@
-"""Chooses the types of weights on a processor, and converts them before any other thread sees the model.
+"""Chooses the types of weights on a CPU, and converts them.
 
-MLX's kernels for a CPU are made for float32. Seconds per token of an answer and of a prompt, 0.6 billion weights of
-4 bits, two x86-64 cores, a fast BLAS:
+MLX's kernels for a CPU are made for float32. Seconds per token of an answer and of a prompt, 0.6 billion weights of 4
+bits, two x86-64 cores, a fast BLAS:
 
     as stored, scales in bfloat16      4.3     5.7
     scales in float32                  0.48    0.46
@@ -64,7 +64,7 @@ def measure(model: Module) -> WeightSizes:
 
 
 def convert(model: Module, precision: Precision, tell: TellConverted = lambda done, total: None) -> None:
-    """Converts and evaluates weights, layer by layer to spare memory."""
+    """Converts and evaluates weights, layer by layer."""
     if precision is Precision.STORED:
         return
     model.update(tree_map(_as_float32, cast(Any, model).parameters()))
@@ -106,12 +106,10 @@ _KINDS: dict[type[Module], Callable[[bool], Module]] = {
     QuantizedEmbedding: lambda has_bias: Embedding(1, 1),
     QuantizedSwitchLinear: lambda has_bias: SwitchLinear(1, 1, 1, bias=has_bias),
 }
-"""Kinds of packed layers, with makers of plain ones."""
 _MATRICES = (*_KINDS, Linear, Embedding, SwitchLinear)
 
 
 def _packed(model: Module) -> Iterator[tuple[str, Module]]:
-    """Yields packed layers by name, but none of derived kinds."""
     for name, module in cast(Any, model).named_modules():
         if type(module) in _KINDS and module.get("global_scale") is None:
             yield name, module

@@ -23,7 +23,7 @@ class ShortName:
     family: str
     repository: str
     num_bytes: int
-    """Estimated bytes of the weights."""
+    """Estimated, of the weights."""
     is_usual: bool
 
 
@@ -47,18 +47,16 @@ def _bits(kind: str) -> float:
 
 
 SHORT_NAMES = _read(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")))
-"""All short names; a family's usual names by size."""
 FAMILIES: Mapping[str, Sequence[ShortName]] = {
     family: sorted(
         (one for one in SHORT_NAMES.values() if one.family == family and one.is_usual), key=lambda one: one.num_bytes
     )
     for family in dict.fromkeys(one.family for one in SHORT_NAMES.values())
 }
-"""The usual names, the smallest model first."""
 
 
 def find_short_name(text: str) -> ShortName | None:
-    """The name that a person wrote, in any case, if known."""
+    """The known name of `text`, in any case."""
     return SHORT_NAMES.get(text.lower())
 
 
@@ -68,7 +66,7 @@ def find_family(text: str) -> Sequence[ShortName]:
 
 
 def like(text: str) -> list[str]:
-    """Usual names of all families that begin like `text`."""
+    """Usual names of families that begin like `text`."""
     wanted = _plain(text.partition(":")[0])
     families = [family for family in FAMILIES if wanted and _plain(family).startswith(wanted)]
     return [one.name for family in families for one in FAMILIES[family]]

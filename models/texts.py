@@ -32,7 +32,7 @@ def well_formed_json(text: str) -> str:
 
 
 def read_object(text: str, *, allow_nan: bool = False) -> dict[str, Any] | None:
-    """The object of a JSON text, all texts well-formed; None if it holds none.
+    """The object of a JSON text, well-formed; None if it holds none.
 
     None also above some 200 levels, or for a number of more than 4300 digits.
     """
@@ -59,12 +59,12 @@ _MARK: Final = "mlx-serve-text-1:"
 
 
 def enclose(text: str) -> str:
-    """A text of plain characters that holds `text`, for clients to send back; it is no secret."""
+    """`text` in plain characters, for clients to send back; no secret."""
     return _MARK + base64.b64encode(text.encode(errors="replace")).decode()
 
 
 def opened(enclosed: str) -> str | None:
-    """The text that `enclose` was given; None if `enclosed` is not from there."""
+    """Reverses `enclose`; None for any other text."""
     if not enclosed.startswith(_MARK):
         return None
     try:

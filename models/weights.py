@@ -1,4 +1,4 @@
-"""Looks at weight files without loading them: are they whole, and which weights are they? Knows no MLX.
+"""Checks and identifies weight files without loading them. Knows no MLX.
 
 A safetensors file opens with the length of a JSON header, 8 bytes little-endian; the header gives each tensor's type,
 shape and place. MLX trusts the header and reads lazily: a file cut short would fail in an evaluation.
@@ -26,7 +26,7 @@ _IDENTITY_FILES = (
     *("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.json", "*.jinja"),
     "additional_chat_templates/*.jinja",
 )
-"""Files that decide tokens and results, not how answers are sampled."""
+"""Files that decide tokens and results, not sampling."""
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -61,7 +61,7 @@ def _files_of_index(folder: Path) -> set[str]:
 
 
 def other_formats(files: Iterable[Path | str]) -> str:
-    """A message about unsupported weights among files, if any: a pickle runs its author's code."""
+    """A message about unsupported weights, if any: a pickle runs its author's code."""
     found = [str(file).lower() for file in files]
     for what, suffixes in _OTHER_FORMATS.items():
         if any(name.endswith(suffixes) for name in found):

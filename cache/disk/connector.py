@@ -1,4 +1,4 @@
-"""Connects the trie in memory to the disk tier: what disk adds for a prompt, and what to write.
+"""Connects the trie in memory to the disk tier.
 
 Disk supplies rows that memory lacks, and a snapshot where they end. In memory a snapshot may share window rows with
 those above; on disk each is complete. Worker thread only.
@@ -120,7 +120,7 @@ class DiskConnector:
         self.tier.close()
 
     def save_dropped(self, namespace: str, node: Node) -> None:
-        """Writes what memory will drop: all of a leaf, of another node only the snapshot.
+        """Writes what memory will drop: a leaf's state, another node's snapshot.
 
         If snapshots are needed, rows after the last on disk are useless.
         """

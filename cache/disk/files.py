@@ -52,7 +52,7 @@ NUMPY_TYPES: Mapping[str, str] = {
 
 
 class FileSystem:
-    """What the tier asks of the system; tests make it fail. Any call may raise OSError. Any thread."""
+    """What the tier asks of the system. Any call may raise OSError. Any thread."""
 
     def make_folder(self, path: Path) -> None:
         """Creates a missing folder that only its owner can enter."""

@@ -81,7 +81,7 @@ class DiskStore:
     """
 
     def __init__(self, folder: Path, fingerprint: str, files: FileSystem | None = None) -> None:
-        """Creates what is missing, reads no state. Raises FolderUnsafe, DiskInUse and FolderUnusable."""
+        """Creates what is missing. Raises FolderUnsafe, DiskInUse and FolderUnusable."""
         self._files = files or FileSystem()
         self._folder = folder
         self._fingerprint = fingerprint
@@ -122,7 +122,7 @@ class DiskStore:
         return hasher
 
     def name_of(self, file: StoredFile, key: bytes) -> str:
-        """The name of a file of the prefix with this `key`."""
+        """A file's name, from its prefix's `key`."""
         what = key + file.start.to_bytes(8, "little") + bytes([file.is_snapshot, file.has_recurrent])
         return hashlib.blake2b(what, key=self._secret, digest_size=KEY_BYTES).hexdigest() + _SUFFIX
 

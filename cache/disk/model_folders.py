@@ -1,7 +1,7 @@
 """The folders of a cache directory, one per model: finding, naming, listing and removing them.
 
-`NAME-FINGERPRINT`: the name is for people, by the fingerprint a model finds its folder. Only files that the disk tier
-wrote are ever removed.
+A folder `NAME-FINGERPRINT` is found by the fingerprint; the name is for people. Only files that the disk tier wrote
+are ever removed.
 """
 
 import contextlib

@@ -46,7 +46,6 @@ class DiskSpace:
         self._namespace_bytes: defaultdict[str, int] = defaultdict(int)
         self._now = 0
         self._touched: set[StoredFile] = set()
-        """Files whose last use the index lacks."""
 
     def bytes_of(self, namespace: str) -> int:
         """Bytes of a namespace's files, unwritten ones too."""
@@ -175,7 +174,7 @@ _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def elapsed_seconds() -> float:
-    """The seconds since a fixed moment, the machine's sleep included."""
+    """Seconds since a fixed moment, sleep included."""
     return time.clock_gettime(_CLOCK_WITH_SLEEP)
 
 

@@ -183,7 +183,7 @@ class DiskTree:
         return list(self._tries)
 
     def texts(self, namespace: str, max_tokens: int) -> list[TokenArray]:
-        """The texts of the conversations used last, the last one at the end; what they share is in one of them."""
+        """Texts of the conversations used last, the latest at the end; a shared beginning is in one only."""
         trie = self._tries.get(namespace)
         nodes = itertools.islice(trie.nodes(), MAX_READ_EDGES) if trie is not None else ()
         leaves = [node for node in nodes if not node.children]

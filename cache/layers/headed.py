@@ -72,7 +72,6 @@ def split_at_head(caches: list[LayerCache], head: Sequence[LayerCache], num_toke
 def _changed(
     caches: Sequence[LayerCache], head: Sequence[LayerCache], change: Callable[[LayerCache, KVCache], LayerCache]
 ) -> list[LayerCache]:
-    """What `change` makes of each layer cache and its head's."""
     return [
         CacheList(*_changed(cache.caches, one.caches, change)) if isinstance(cache, CacheList) else change(cache, one)
         for cache, one in zip(caches, head, strict=True)

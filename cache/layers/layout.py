@@ -1,4 +1,4 @@
-"""Takes one model's layer caches apart into storable state, puts them together, and sizes sequences.
+"""Takes one model's layer caches apart, puts them together, and sizes sequences.
 
 mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts layers into three kinds: *span* state
 (attention) is rows of any token range; *window* state (sliding or chunked attention) the last W rows; *recurrent*
@@ -39,7 +39,6 @@ class RowLeaf:
 
     num_components = 2
     can_overallocate = True
-    """A buffer may be longer than its rows."""
 
     def __init__(self, window: int = 0) -> None:
         self.window = window
@@ -188,7 +187,7 @@ def _places(rows: Iterable[tuple[int, RowLeaf]]) -> list[_Place]:
 
 
 class Layout:
-    """How one model's layer caches come apart. Made from fresh caches."""
+    """How one model's layer caches come apart."""
 
     _spans: Sequence[_Place] = ()
     _windows: Sequence[_Place] = ()
@@ -254,7 +253,7 @@ class Layout:
         return _bytes_per_row(_pairs(self._windows, caches))
 
     def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """The most rows in a window layer's buffers; see `RowLeaf`."""
+        """The most rows in a window layer's buffers."""
         return max((place.leaf.max_rows(num_tokens, chunk_tokens) for place in self._windows), default=0)
 
     def recurrent_bytes(self, caches: Sequence[LayerCache]) -> int:
@@ -293,7 +292,7 @@ class Layout:
     # -- spans, of a sequence with a head from there on
 
     def has_rows(self, caches: Sequence[LayerCache]) -> bool:
-        """Whether no span layer lost its arrays, as rows in shared buffers do by an error."""
+        """Whether every span layer has its arrays; an error in shared buffers may take them."""
         return all(place.leaf.length(live) for place, live in self._own_spans(caches))
 
     def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> LiveRows:

@@ -1,4 +1,4 @@
-"""Vectors of texts: a model's last layer, before the logits, pooled over the text's positions.
+"""Vectors of texts: a model's last layer before the logits, pooled.
 
 A judgement is a vector of one number: the probability of one token against another after the text. Short texts are
 evaluated together, padded at the end, which changes nothing; a long one alone, in chunks. Worker thread only.
@@ -58,7 +58,6 @@ class Embedder:
         return LongText(evaluate, finish, list(make_prompt_cache(self._model)), reading)
 
     def _evaluation(self, reading: Reading) -> _Evaluate:
-        """The trunk; the model if it judges with an unknown head."""
         if isinstance(reading, Pooling) or self._head is not None:
             return self._trunk
         return cast(_Evaluate, self._model)
@@ -72,7 +71,6 @@ class Embedder:
 
     @cached_property
     def _head(self) -> _Evaluate | None:
-        """None if not found from the outside."""
         try:
             trunk = self._trunk
         except EmbeddingUnsupported:

@@ -21,7 +21,7 @@ from models.errors import GrammarFailed, InvalidGrammar, brief
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
 
 MAX_KEPT = 16
-"""Compiled grammars of at most about 20 MB each."""
+"""Kept grammars, of at most about 20 MB each."""
 MAX_CHARACTERS: Final = 1 << 18
 MAX_MESSAGE: Final = 400
 _WORD_BITS = 32
@@ -36,7 +36,7 @@ class GrammarCompiler:
     """Compiles grammars for one model. Any thread."""
 
     def __init__(self, describe_tokenizer: Callable[[], str], eos_token_ids: Iterable[int]) -> None:
-        """`describe_tokenizer` returns a `tokenizer.json`; called for the first grammar."""
+        """`describe_tokenizer` returns a `tokenizer.json`."""
         self._describe_tokenizer = describe_tokenizer
         self._eos = sorted(eos_token_ids)
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class LlguidanceGrammar:
             return self._beginning, self._beginning.deep_copy()
 
     def renew(self, spent: Any) -> None:
-        """Renews the lexer with all outputs' states, unless it already differs from `spent`'s."""
+        """Renews the lexer, unless it already differs from `spent`'s."""
         with self._lock:
             if self._beginning is spent:
                 self._beginning = self._compile()

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 GROWTH_TOKENS = 128
-"""Spare tokens of a new buffer: copying a group when these are used up costs each step one part in 64."""
+"""Spare tokens of a new buffer: copying a group anew costs each step one part in 64."""
 EXPECTED_STEPS = 128
-"""Steps that an arrangement is expected to last: what copying may cost."""
+"""Steps that an arrangement is expected to last."""
 COPY_TOKENS = 3
-"""Cost of copying one token's keys and values: they are read and written, one layer after another."""
+"""Cost of copying one token's keys and values: a read and a write, layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,13 @@ class Buffer:
     """A group's size."""
 
     room: int
-    """Rows."""
     capacity: int
     """Tokens of each row."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Rows that are to be a group, by their place among all rows; in an existing group, if any is kept."""
+    """Rows that are to be a group, by place among all rows; perhaps in an existing one."""
 
     rows: tuple[int, ...]
     buffer: Buffer
@@ -93,7 +92,6 @@ class _Arrangement:
         self.wanted = list(self._place())
 
     def _place(self) -> Iterator[Wanted]:
-        """Gives each member the group that holds most of it, if it fits there; else new buffers."""
         free = set(range(len(self._groups)))
         for member in sorted(self._members, key=len, reverse=True):
             held = {group: self._tokens_in(member, group) for group in free if self._fits(member, group)}
@@ -114,7 +112,6 @@ class _Arrangement:
         return len(member) <= buffer.room and longest < buffer.capacity
 
     def with_joins(self) -> "_Arrangement":
-        """Rows that are alone join a group where that costs less than another member."""
         members = [list(member) for member in self._members]
         grouped = {place for member in members for place in member}
         for place in self._sorted_places():
@@ -126,7 +123,7 @@ class _Arrangement:
         return self.with_members(members)
 
     def cheaper(self) -> Iterator["_Arrangement"]:
-        """The cheapest arrangement, and some that need less memory: no room for more rows, less padding."""
+        """The cheapest arrangement, then some that need less memory."""
         limit = float("inf")
         while limit >= 1:
             members = self._cheapest_members(limit)
@@ -165,7 +162,7 @@ class _Arrangement:
         return self._member_tokens + len(member) * max(self._rows[place].tokens for place in member)
 
     def with_members(self, members: Sequence[Sequence[int]], *, has_room: bool = True) -> "_Arrangement":
-        """Other members of the same rows; without `has_room` new groups have no room for more rows."""
+        """Without `has_room` new groups have no room for more rows."""
         return _Arrangement(self._rows, self._groups, members, self._member_tokens, has_room=has_room)
 
     @property
@@ -186,7 +183,7 @@ class _Arrangement:
 
     @property
     def _copied_tokens(self) -> int:
-        """A row that joins is copied once; for one that leaves another takes its place."""
+        """Rows that join are copied; so is the row that fills a leaver's place."""
         kept = {place: one.kept for one in self.wanted for place in one.rows}
         total = 0
         for place, row in enumerate(self._rows):

@@ -1,4 +1,4 @@
-"""Penalties on tokens that occurred before, and tokens that a request rules out, for all rows of a decode step.
+"""Penalties on earlier tokens, and banned tokens, for all rows of a decode step.
 
 A penalty takes over its rows' state when the rows change, counts sampled tokens unread, and gives the state back. A
 grammar wins over tokens ruled out. Without a row that uses a kind, its `of` returns None.
@@ -54,8 +54,6 @@ def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
 
 @dataclass
 class _Repetition(Penalty):
-    """Dividing every logit costs less than selecting prompt and output tokens."""
-
     divisors: mx.array
     penalties: mx.array
 

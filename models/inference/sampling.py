@@ -33,7 +33,7 @@ class Filter(Protocol):
 
 
 def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Filter]:
-    """Those that at least one row uses, in the order of applying."""
+    """Filters that a row uses, in the order of applying."""
     params = [row.params for row in rows]
     found: list[Filter | None] = [
         _NearMaximum.of(params),
@@ -180,7 +180,7 @@ def _largest(values: mx.array, count: int) -> mx.array:
 
 
 class BatchSampler:
-    """Samples one token per row of a decode step. Worker thread only.
+    """Samples a token per row. Worker thread only.
 
     Parameters become arrays once, when the rows change.
     """

@@ -7,7 +7,6 @@ from models.errors import InvalidParameter
 MAX_TOP_LOGPROBS = 20
 """OpenAI's limit."""
 MAX_WINDOW = 2**31 - 1
-"""Longer than any context."""
 MAX_REPEATED = 256
 """A longer repetition counts like this."""
 GREEDY_BELOW = 1e-5
@@ -21,7 +20,7 @@ class SamplingParams:
     """How one sequence's next token is chosen. `check` validates it before queueing."""
 
     temperature: float = 1.0
-    """0 is greedy; range [0, 2]."""
+    """Range [0, 2]; 0 is greedy."""
     top_p: float = 1.0
     """Nucleus mass, range (0, 1]."""
     top_k: int = 0

@@ -1,4 +1,4 @@
-"""How one sequence samples: its parameters, seed, draws so far, and the last tokens that penalties need.
+"""How one sequence samples.
 
 Prompt and output are one row of tokens. A window has a fixed length, its newest token last. `NO_TOKEN` stands for
 missing tokens and ids beyond the logits.
@@ -24,7 +24,7 @@ TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Draft:
-    """A guess at a row's next tokens; `prompt` and `generated` are what comes before, for a row that looks back."""
+    """A guess at a row's next tokens; `prompt` and `generated` come before it."""
 
     tokens: Sequence[int]
     prompt: TokenIds
@@ -158,7 +158,7 @@ class RowSampling:
             self.divisors = mx.array(_divisors(params.repetition_penalty, (prompt, emitted), vocab_size))
 
     def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
-        """The state after the output `emitted`, whatever was drawn."""
+        """The state after the output `emitted`."""
         return RowSampling(self.params, self._vocab_size, seed=self.seed, prompt=prompt, emitted=emitted)
 
     def ahead(self, draft: Draft) -> list["RowSampling"]:

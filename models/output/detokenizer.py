@@ -1,4 +1,4 @@
-"""Tokens to text in whole characters: streamed, singly, and by search.
+"""Tokens to text in whole characters.
 
 Most tokenizers encode tokens as bytes: by an alphabet of 256 letters, or by plain text with a mark for a space and
 `<0xE2>` for a byte; a UTF-8 decoder holds back incomplete characters. Others decode the last tokens with and without
@@ -62,7 +62,7 @@ class Detokenizer:
         return self._bytes[token_id]
 
     def piece(self, token_id: int) -> bytes:
-        """A token's bytes, special or not, perhaps part of a character; none for an unknown id."""
+        """A token's bytes, special or not; none for an unknown id."""
         return self.bytes_of(token_id) if self.encodes_bytes else self._decoded([token_id]).encode()
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -88,7 +88,7 @@ class Detokenizer:
 
 
 def markers(wrapper: TokenizerWrapper) -> tuple[str, ...]:
-    """Texts that structure a model's output; some consist of special tokens."""
+    """Texts that structure a model's output."""
     texts = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
     return tuple(text for text in (*texts, *wrapper.structural_markers) if text)
 

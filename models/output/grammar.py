@@ -1,4 +1,4 @@
-"""What an output may be constrained to, and how it is followed token by token. Pure; compiled elsewhere.
+"""What an output may be constrained to. Pure; compiled elsewhere.
 
 A JSON schema allows members besides `properties`, and a small model invents them until it has no tokens left. A
 schema silent about other members forbids them here.
@@ -23,7 +23,6 @@ class GrammarKind(StrEnum):
     """A grammar's language."""
 
     JSON_SCHEMA = "json_schema"
-    """Unknown keywords are errors."""
     LENIENT_JSON_SCHEMA = "lenient_json_schema"
     """Unknown keywords are ignored."""
     REGEX = "regex"
@@ -53,7 +52,7 @@ class TokenMatcher(Protocol):
         """Accepts part of a token's text, like `accept`."""
 
     def mask(self) -> MaskWords:
-        """Which tokens may come next, at least one; raises GrammarFailed if undetermined."""
+        """The tokens that may come next, at least one; raises GrammarFailed."""
         ...
 
     def mask_without_end(self) -> MaskWords:

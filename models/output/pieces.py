@@ -1,7 +1,4 @@
-"""What an output consists of in any format: typed pieces in the order of writing. Pure.
-
-Parsers make pieces of an answer's text; dialects write them as clients expect.
-"""
+"""What an output consists of in any format: typed pieces in the order of writing. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +60,7 @@ class OutputParser(Protocol):
 
     @property
     def made_calls(self) -> bool:
-        """Whether the parser returned a complete tool call."""
+        """A complete tool call was returned."""
         ...
 
     def feed(self, text: str) -> list[Piece]:
@@ -107,7 +104,6 @@ class Found(NamedTuple):
     marker: str | None
     """The complete marker right after `before`, if any."""
     after: str
-    """The piece's rest after the marker."""
 
 
 class MarkerSearch:

@@ -1,4 +1,4 @@
-"""Separates reasoning from the answer: in the text as it streams, and by tokens in the engine. Pure.
+"""Separates reasoning from the answer, in streamed text and by tokens. Pure.
 
 Reasoning begins an answer or is begun by the prompt, and lasts to its end marker. White space around markers is
 dropped; a marker elsewhere is text.
@@ -48,7 +48,7 @@ class ReasoningFormat:
         return f"\n{self.end}\n\n" if self.end.startswith(_IN_LINES) else self.end
 
     def is_opened_by(self, prompt: str, begun: str = "") -> bool:
-        """Whether a prompt, perhaps its end `begun`, the continued message, began reasoning."""
+        """Whether a prompt, perhaps its continued message `begun`, began reasoning."""
         return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(self.end)
 
     def is_closed_by(self, prompt: str) -> bool:
@@ -97,7 +97,7 @@ class ReasoningParser:
         return self._answer.made_calls
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that `text` completes; holds back a possible marker."""
+        """The completed pieces; holds back a possible marker."""
         pieces: list[Piece] = []
         while text:
             text = self._read(text, pieces)
@@ -155,7 +155,7 @@ class ReasoningParser:
 
 
 class ReasoningWatch:
-    """Counts one answer's reasoning tokens, without markers; ends the reasoning at the limit.
+    """Counts reasoning tokens, without markers; ends the reasoning at the limit.
 
     Takes every token in order.
     """
@@ -176,7 +176,7 @@ class ReasoningWatch:
         return self._phase is _Phase.REASONING
 
     def accept(self, token: int, text: str) -> None:
-        """Takes the next token and the text it made certain."""
+        """Takes the next token and its text."""
         if self.forced() is not None:
             self._num_forced += 1
             if self._num_forced == len(self._closing_ids):

@@ -1,4 +1,4 @@
-"""Tool calls between markers: found while the text streams, parsed once complete, left as text if malformed. Pure.
+"""Tool calls between markers, found as text streams; malformed ones stay text. Pure.
 
 JSON arguments are passed on once certain to be valid so far; at its end the format's parser, mlx-lm's for most
 models, reads the whole call. White space before calls, and at the end of an answer with calls, is dropped; around a
@@ -145,7 +145,7 @@ class JsonPrefix:
         self.is_broken = False
         self._text = ""
         self._closers = ""
-        """Of what is open, the innermost last."""
+        """Closers of what is open, the innermost last."""
         self._allowed = "{"
         """What may come next, as in `_VALUE`; empty after the object."""
         self._is_in_string = False
@@ -206,10 +206,10 @@ MAX_HEAD_CHARACTERS = 2048
 
 
 class OpenCall:
-    """One call while the model writes it: arguments are passed on once `find_arguments` tells where they begin."""
+    """One call while the model writes it."""
 
     def __init__(self, find_arguments: Callable[[str], tuple[str, int] | None]) -> None:
-        """`find_arguments` returns an unfinished call's name, and where its arguments begin, if it holds both."""
+        """`find_arguments` returns an unfinished call's name and its arguments' start."""
         self._find_arguments = find_arguments
         self._written: list[str] = []
         self._head = ""
@@ -224,7 +224,7 @@ class OpenCall:
         return "".join(self._written)
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """Takes the next text; returns what has become certain: nothing of a call that came at once (`is_last`)."""
+        """Returns what has become certain: nothing of a call that came at once (`is_last`)."""
         self._written.append(text)
         opening: list[Piece] = []
         if not self._name:
@@ -240,7 +240,7 @@ class OpenCall:
         return [*opening, ToolArguments(certain)] if certain else opening
 
     def end(self, calls: Sequence[ToolCall], text: str) -> list[Piece]:
-        """Ends the call: `calls` are what its whole `text`, with markers, means."""
+        """`calls` are what the whole `text`, with markers, means."""
         if not self._name:
             return [piece for call in calls for piece in pieces_of(call)] or [Text(text)]
         rest = self._rest(calls[0]) if len(calls) == 1 else None
@@ -277,11 +277,10 @@ class ToolCallParser:
         self._starts = MarkerSearch([tool_format.start, *tool_format.frames])
         self._ends = MarkerSearch([tool_format.end] if tool_format.end else [])
         self._space = ""
-        """White space and frames after the text so far, or before the open call."""
         self._call: OpenCall | None = None
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that `text` completes; holds back a possible marker."""
+        """The completed pieces; holds back a possible marker."""
         pieces: list[Piece] = []
         while text:
             read = self._read_text if self._call is None else self._read_call
@@ -350,7 +349,7 @@ class CallMarkers:
 
 
 class CallWatch:
-    """Tells when the first call outside of reasoning is complete, valid or not.
+    """Tells when the first call outside reasoning ends, valid or not.
 
     Takes each token after `reasoning` has.
     """
@@ -364,7 +363,7 @@ class CallWatch:
         self._search = MarkerSearch([markers.start])
 
     def accept(self, token: int, text: str) -> None:
-        """Takes the next token and the text it made certain."""
+        """Takes the next token and its text."""
         was_thinking, reasoning = self._is_thinking, self._reasoning
         self._is_thinking = reasoning is not None and reasoning.is_thinking
         if not self._is_thinking:

@@ -51,7 +51,7 @@ class HarmonyParser:
         self._call: _HarmonyCall | None = None
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that `text` completes; holds back a possible marker."""
+        """The completed pieces; holds back a possible marker."""
         pieces: list[Piece] = []
         while text:
             text = self._read_body(text, pieces) if self._header is None else self._read_header(text, pieces)
@@ -115,8 +115,6 @@ class HarmonyParser:
 
 
 class _HarmonyCall(OpenCall):
-    """A call of gpt-oss; without a name the message's body becomes text."""
-
     def __init__(self, name: str, header: str) -> None:
         super().__init__(self._find_body)
         self._recipient = name
@@ -285,7 +283,7 @@ ToolSyntax: TypeAlias = ToolFormat | BareFormat | HarmonyFormat
 
 
 def find_tool_syntax(vocabulary: Container[str], template: str) -> ToolSyntax | None:
-    """The first format with a parser here that fits the model, if any."""
+    """The first format here that fits the model, if any."""
     if CHANNEL in vocabulary and MESSAGE in vocabulary:
         return HarmonyFormat()
     if DEEPSEEK_V3.start in vocabulary or DEEPSEEK_V3.start in template:

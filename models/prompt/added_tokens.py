@@ -22,7 +22,7 @@ _Trie: TypeAlias = "dict[str, _Trie]"
 
 
 class Cut(NamedTuple):
-    """The range `[start, stop)` of a text, and its added token, if a border."""
+    """Range `[start, stop)` of a text; its added token, if a border."""
 
     start: int
     stop: int
@@ -74,7 +74,7 @@ class Borders:
         return None
 
     def cut(self, text: str) -> list[Cut]:
-        """Ranges of `text`: borders with stripped white space, and text between."""
+        """Borders with stripped white space, and text between."""
         cuts, position = list[Cut](), 0
         for match in self._pattern.finditer(text):
             border = self._borders.get(match[0])
@@ -159,7 +159,7 @@ class _Overlaps:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """The longest of `texts`, at a cost that does not grow with their number."""
+    """A pattern of the longest of `texts`; its cost does not grow with their number."""
     trie: _Trie = {}
     for text in texts:
         node = trie

@@ -2,7 +2,7 @@
 
 The template is a black box: the conversation is rendered again with one thing changed, and a later request can share
 what both texts have in common. A character boundary becomes the last token edge before it, best next to an added
-token, where the edge holds whatever follows. Knows neither HTTP nor MLX. Any thread.
+token, where the edge holds whatever follows. Any thread.
 """
 
 import copy
@@ -74,7 +74,7 @@ class ChatRenderer:
     """Renders one model's conversations. Remembers text parts and replies."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
-        """Borrows a Hugging Face tokenizer or mlx-lm's wrapper; a text has at most `max_tokens`."""
+        """Borrows the tokenizer; a text has at most `max_tokens`."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -136,12 +136,12 @@ class ChatRenderer:
         return _try_apply(self._tokenizer, adaptation.messages([_ASKS]), shown, MAX_STEPS)
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """`reply` followed `prompt` as `reply_ids`, without the end-of-turn token."""
+        """`reply` followed `prompt` as `reply_ids`, without end of turn."""
         if self._parts is not None and prompt.tail is not None:
             self._parts.remember_reply(prompt.tail, reply, reply_ids)
 
     def encode(self, text: str) -> RenderedPrompt:
-        """Tokens of a plain prompt, with the model's first token, if any; raises PromptTooLong.
+        """A plain prompt's tokens, the model's first one included; raises PromptTooLong.
 
         The restore point is before the last token, which may merge with later text.
         """
@@ -297,7 +297,7 @@ class _Conversation:
         return Outline(tuple(starts), tuple(str(message["role"]) for message in self._messages))
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
-        """Yields conversations that share with this one exactly the part worth restoring."""
+        """Yields conversations that share just the part worth restoring."""
         messages = self._messages
         num_system = num_leading_system(messages)
         if num_system or self._tools:
@@ -361,7 +361,7 @@ def _edge(boundary: int, kind: RestorePointKind, before: Callable[[int], int], i
 
 
 def _parts_of(backend: Any, added: Mapping[int, Any], template: str) -> PromptParts | None:
-    """Parts, cut at borders if proven; None for a slow tokenizer."""
+    """None for a slow tokenizer."""
     if backend is None:
         return None
     lengths = [len(token.content) for token in added.values()]
@@ -412,7 +412,7 @@ def _without_cache_control(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _user_starts(messages: Sequence[Message]) -> list[int]:
-    """Index of the last user message, and of its run's first.
+    """Indices of the last user message and of the first of its run.
 
     Clients put notes that change every turn there; the next turn branches off where the run begins.
     """

@@ -24,7 +24,7 @@ _CHANGING_VALUES = (
 
 
 def with_constant_headers(messages: Sequence[Message]) -> list[Message]:
-    """Messages with constants in leading system messages; changed ones are copies."""
+    """Messages with constant headers; changed ones are copies."""
     num_system = num_leading_system(messages)
     return [*map(_cleaned, messages[:num_system]), *messages[num_system:]]
 
@@ -54,7 +54,7 @@ class ToolOrders:
         self._first = lru_cache(MAX_TOOLS)(lambda _namespace, _digest: dict[str, str]())
 
     def settle(self, namespace: str, tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The tools, each with its keys as first sent."""
+        """The tools with keys as first sent."""
         return [self._settle(namespace, tool) for tool in tools]
 
     def _settle(self, namespace: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Changes conversations that a model's template would refuse, or show in part, into a shape shown whole. Pure.
 
 A sample of each shape is rendered unchanged and changed; only if the template shows just the second, conversations of
-that shape are changed. A message's result hardly ever depends on later ones: a prompt keeps its beginning.
+that shape are changed. A message's result hardly depends on later ones: prompts keep their beginnings.
 """
 
 import hashlib
@@ -121,7 +121,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _in_turn(message: Message, calls: list[Mapping[str, Any]], results: Sequence[Message]) -> Iterator[Message]:
-    """Yields a message with its calls and results in turn, so that a later result changes nothing before it."""
+    """Yields calls and results in turn, so that a later result changes nothing before it."""
     content = message["content"]
     for result in results:
         answered = next((call for call in calls if call.get("id") == result.get("tool_call_id")), None)
@@ -136,7 +136,7 @@ def _in_turn(message: Message, calls: list[Mapping[str, Any]], results: Sequence
 
 
 def described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """For templates that require what OpenAI's interface leaves optional."""
+    """For templates that require what OpenAI leaves optional."""
     function = tool["function"]
     parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     return {
@@ -193,7 +193,7 @@ def no_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def users_joined(messages: Sequence[Message]) -> list[Message]:
-    """For templates whose roles alternate: joins a user's consecutive messages."""
+    """For templates whose roles alternate."""
     result: list[Message] = []
     for message in messages:
         if result and message["role"] == result[-1]["role"] == "user":
@@ -224,7 +224,6 @@ class Shape:
 
     sample: Sequence[Message]
     is_shown: Callable[[str], bool]
-    """Whether a rendering shows what matters in the sample."""
     change: Reshape = list
     change_tool: ToolReshape = dict
     tools: Tools = None
@@ -260,7 +259,7 @@ class Adaptation:
 
 
 def adaptation_for(apply: Apply, *, with_tools: bool) -> Adaptation:
-    """The changes for a template, with or without tools."""
+    """The changes for a template."""
     tools = [SAMPLE_TOOL] if with_tools else None
     return Adaptation(tuple(shape for shape in SHAPES if shape.must_change(apply, tools)))
 

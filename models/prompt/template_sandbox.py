@@ -44,13 +44,12 @@ _LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
 _COMPARISONS: Final = {"gteq": "ge", "lteq": "le"}
 _PLAIN: Final = frozenset({str, int, list, dict})
 _NEEDLESS_METHODS: Final = frozenset({"encode", "expandtabs", "to_bytes", "translate"})
-"""Methods of texts and numbers that make bytes, or texts far longer."""
+"""Methods that make bytes, or texts far longer."""
 _DICT_METHODS: Final = frozenset(dir(dict))
 _LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
 _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
 _LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
-"""Filters for web pages, some slow."""
 _LIGHT_TESTS: Final = frozenset(
     {
         *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
@@ -202,7 +201,7 @@ class _BoundedCode(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment, with bounds and the template's own mutable lists."""
+    """transformers' environment, with bounds."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     code_generator_class = _BoundedCode

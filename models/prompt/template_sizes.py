@@ -1,4 +1,4 @@
-"""Sizes of what a chat template computes: results that would be too long are refused before they are made. Pure.
+"""Refuses what a chat template would compute at too great a length, before it is made. Pure.
 
 Comparing, printing or sorting a value cannot be interrupted and holds Python's lock, so it is refused if it would
 take long. All raise jinja2's SecurityError.
@@ -60,7 +60,7 @@ _TAKES_WIDTHS = frozenset(
 
 
 class Weight(NamedTuple):
-    """What Python traverses in a value; a part counts as often as it occurs."""
+    """What Python traverses in a value; repeated parts count again."""
 
     num_items: int = 0
     num_characters: int = 0
@@ -142,7 +142,7 @@ def check_contains(container: Any, item: Any) -> Weight:
 
 
 def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weight:
-    """A call's weight; refuses one whose text is too long."""
+    """A call's weight; refuses a too long text."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(owner, dict | list) and name in _LOOKS_AT:
         return weigh_key(owner, *args[: _LOOKS_AT[name]])
@@ -159,7 +159,7 @@ def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weig
 
 
 def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """A filter's weight on `args[0]` and others; refuses like `check_call`."""
+    """A filter's weight on `args[0]`; refuses like `check_call`."""
     if not args:
         return Weight()
     # `old` before `new`, however they are named.
@@ -177,7 +177,7 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
 
 
 def _check_result(name: str, value: Any, rest: Sequence[Any], weight: Weight) -> None:
-    """Refuses a too long result of a filter or text method on `value` with arguments `rest`, together of `weight`."""
+    """Refuses a too long result of a filter or text method."""
     if name not in _TAKES_LONG_TEXTS:
         bound(weight.num_characters, MAX_WORKED_CHARACTERS)
     widest = max((number for number in rest if isinstance(number, int)), default=0)

@@ -1,9 +1,9 @@
-"""Tokenizes long prompts part by part, and returns generated text as the tokens it was generated as. Any thread.
+"""Tokenizes long prompts part by part, replies as they were generated. Any thread.
 
 A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text. Each part between is tokenized once
 and remembered, after a border unless it is the first. Text does not determine tokens ("Par" "is" or "Paris"), so a
 reply's ids are remembered for its place: after the same text, a prompt has the tokens whose state is cached. Long
-work asks between parts whether anybody waits (`abandoned_when`). Namespaces remember apart.
+work asks between parts whether anybody waits (`abandoned_when`).
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
 
 @dataclass(frozen=True)
 class CutPlace:
-    """A kind of place where a text is cut."""
+    """Where a text may be cut."""
 
     pattern: "re.Pattern[str]"
     num_before: int
@@ -64,7 +64,7 @@ class TextSlice:
 
 
 class TextCutter:
-    """A tokenizer's cut places, each tried on samples. Any thread.
+    """Cuts long texts. Any thread.
 
     The library holds Python's lock while it returns results. So a long text is cut before a word or bracket after a
     line break, and before a space between words, where no token reaches across. Later slices are tokenized after a
@@ -92,7 +92,7 @@ class TextCutter:
         yield TextSlice(start, len(text), context, num_context)
 
     def _next_cut(self, text: str, start: int) -> tuple[int, str, int] | None:
-        """Where a slice ends, the next one's context, its tokens; None for the last."""
+        """A slice's end, the next one's context and its tokens; None for the last."""
         least, most = start + SLICE_CHARACTERS, start + MAX_CHARACTERS
         matches = ((place, count, place.pattern.search(text, least, most)) for place, count in self._places.items())
         found = [(match.start() + place.num_before, place.context, n) for place, n, match in matches if match]
@@ -240,7 +240,7 @@ class Tokenized:
 
 
 class PromptParts:
-    """Tokenization part by part, with a memory, by the `tokenizers` library."""
+    """Tokenization part by part, with a memory."""
 
     def __init__(
         self, backend: Any, added: "Mapping[int, AddedToken]", template: str = "", *, at_borders: bool = True
@@ -311,7 +311,6 @@ class PromptParts:
                 self._keep(_place_key(digest, tail.start + cut.start), PromptPart(np.array(run, np.int32), ends))
 
     def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: "_Count") -> PromptPart:
-        """Adds the range's text to `digest`."""
         raw = _bytes(text)
         digest.update(raw)
         if cut.token_id is not None:

@@ -1,7 +1,7 @@
-"""Definitions of tools that a conversation learns of after its beginning, as the model's template writes them.
+"""Definitions of tools loaded in the middle of a conversation, as its template writes them.
 
-A later tool's definition is the text that the template adds to a prompt with one tool for a second one. The
-definition is written where the tool is loaded: nothing before changes.
+A later tool's definition is the text that the template adds to a prompt with one tool for a second one. It is written
+where the tool is loaded: nothing before changes.
 """
 
 import json
@@ -56,7 +56,7 @@ class ToolDefinitions:
         return f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
 
     def _keep(self, key: Hashable, text: str) -> str:
-        """Keeps a text, unless another thread has kept one; returns the kept text."""
+        """Returns the kept text: the first thread's."""
         with self._lock:
             if key in self._kept:
                 return self._kept[key]

@@ -1,4 +1,4 @@
-"""Makes and removes local names, and verifies models' files against the hub's hashes.
+"""Makes and removes local names, and verifies models' files.
 
 A file of Hugging Face's cache links to a blob named by its hash: SHA-256 for large files, Git's SHA-1 for others.
 Elsewhere only the headers of weights are checked, and their length.
@@ -21,7 +21,7 @@ from models.weights import read_header
 
 
 def create(name: str, weights: WeightsPlace, told: Modelfile, *, replaces: bool = True) -> StoredModel:
-    """Makes a model from `told.base`, of the same `weights`, keeping settings that a Modelfile leaves out.
+    """Makes a model of `weights`, keeping settings that a Modelfile leaves out.
 
     Raises StoreError, and ModelfileError for a parameter that cannot be honoured.
     """

@@ -25,7 +25,7 @@ FILE_NAME = "models.json"
 
 
 def data_folder(environment: Mapping[str, str]) -> Path:
-    """The folder of this user's manifest, which need not exist."""
+    """The folder of this user's manifest."""
     return Path(environment.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "mlx-serve"
 
 
@@ -39,11 +39,10 @@ class Manifest:
 
     @property
     def path(self) -> Path:
-        """The manifest's file, which need not exist."""
         return self._folder / FILE_NAME
 
     def models(self) -> Mapping[str, StoredModel]:
-        """All stored models by full name; do not change them.
+        """All stored models by full name.
 
         Raises StoreError, and StoreDamaged after setting a damaged file aside.
         """
@@ -55,7 +54,7 @@ class Manifest:
                 return self._current_or_set_aside()
 
     def find(self, name: str) -> StoredModel | None:
-        """The model of that name, tagged or not; raises like `models`."""
+        """By name, tagged or not; raises like `models`."""
         full = find_full_name(name)
         return None if full is None else self.models().get(full)
 
@@ -196,6 +195,6 @@ _manifests: dict[Path, Manifest] = {}
 
 
 def user_manifest() -> Manifest:
-    """The manifest of this user, the same object each time."""
+    """This user's manifest, the same object each time."""
     folder = data_folder(os.environ)
     return _manifests.setdefault(folder, Manifest(folder))

@@ -21,7 +21,6 @@ SAMPLING_DEFAULTS: Mapping[str, type] = {
     "frequency_penalty": float,
     "repeat_last_n": int,
 }
-"""Fields of `SamplingParams` that a stored model may set, and their kinds."""
 MIN_CONTEXT_TOKENS = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -39,12 +38,11 @@ class ExampleMessage:
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """A stored model's defaults; a request's own values take precedence."""
+    """Defaults; a request's own values take precedence."""
 
     system: str = ""
     messages: tuple[ExampleMessage, ...] = ()
     sampling: Mapping[str, int | float] = field(default_factory=dict)
-    """By the names in `SAMPLING_DEFAULTS`."""
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     """Longest answer; None: the server's limit."""
@@ -122,12 +120,11 @@ class StoredModel:
 
     @property
     def short_name(self) -> str:
-        """The name without the tag `latest`."""
         return self.name.removesuffix(f":{LATEST}")
 
 
 def find_full_name(text: str) -> str | None:
-    """`name:tag` in lower case for what may name a stored model, else None."""
+    """`name:tag` in lower case; None for what names no stored model."""
     match = _NAME.fullmatch(text.lower()) if text.isascii() else None
     return None if match is None else f"{match[1]}:{match[2] or LATEST}"
 
