@@ -1,8 +1,7 @@
-"""What the server is doing: open requests, sums of the past, and events about requests and state.
+"""Open requests, sums of the past, and events about requests and state.
 
 Listeners share one ring of the latest events, so publishing costs the same however slow a listener is. A listener
-whose place has left the ring is told how many of its events were lost. Engines' workers send events about state only
-while somebody listens. Event loop only.
+whose place has left the ring is told how many of its events were lost. Event loop only.
 """
 
 import asyncio
@@ -52,7 +51,7 @@ class EventLog:
     """A ring of events. Event loop only."""
 
     def __init__(self, epoch: str, *, wall: Callable[[], float], clock: Callable[[], float]) -> None:
-        """`epoch` tells this process's events from another's; `wall` reads seconds since 1970."""
+        """`epoch` names this process's events; `wall` reads seconds since 1970."""
         self.on_wanted: Callable[[bool], None] = lambda is_wanted: None
         """Called when events begin to be kept, and when they are no longer."""
         self._epoch = epoch
@@ -68,7 +67,7 @@ class EventLog:
 
     @property
     def is_wanted(self) -> bool:
-        """Becomes False by itself some time after the last listener left."""
+        """Becomes False some time after the last listener left."""
         if self._left_at is not None and self._clock() > self._left_at + KEEP_SECONDS:
             self._left_at, self._is_wanted = None, False
             self._events.clear()
@@ -108,7 +107,7 @@ class EventLog:
             listener.wake.set()
 
     def leave(self, listener: "Listener") -> None:
-        """Ends a listener; calling it again has no effect."""
+        """Ends a listener. Idempotent."""
         if listener in self._listeners:
             self._listeners.remove(listener)
             if not self._listeners:
@@ -120,7 +119,6 @@ class EventLog:
 
     @property
     def first(self) -> int:
-        """Number of the first kept event; of the next event if none is kept."""
         return self._events[0].number if self._events else self._next
 
     def id_before(self, number: int) -> str:
@@ -131,7 +129,6 @@ class EventLog:
         return f"{self._epoch}-{number}"
 
     def _place_behind(self, last_id: str | None) -> int | None:
-        """The place behind an event; None if later events are gone."""
         if last_id is None:
             return self._next
         epoch, _, number = last_id.rpartition("-")
@@ -198,12 +195,12 @@ class Listener:
 
 
 MAX_NAMESPACES = 1024
-"""Beyond this the least recently active namespace is dropped."""
+"""Beyond this the least recently active is dropped."""
 
 
 @dataclass
 class LostTokens:
-    """How often, and how many, tokens were evaluated again for one reason."""
+    """Tokens evaluated again for one reason."""
 
     count: int = 0
     tokens: int = 0
@@ -223,9 +220,9 @@ class Sums:
     completion_tokens: int = 0
     saved_seconds: float = 0.0
     restored: dict[str, int] = field(default_factory=lambda: {"live": 0, "memory": 0, "disk": 0})
-    """Tokens by the tier that held their state."""
+    """Tokens by tier."""
     lost: dict[str, LostTokens] = field(default_factory=dict)
-    """Tokens evaluated again, by reason."""
+    """By reason."""
 
     def add(self, record: RequestRecord) -> None:
         """Adds a request."""
@@ -287,13 +284,13 @@ class Pace:
             self._seconds_per_token[model_id] = timings.prompt_ms / 1000 / timings.evaluated_tokens
 
     def seconds(self, model_id: str, num_tokens: int) -> float | None:
-        """The time to evaluate `num_tokens`; None until the model's pace is known."""
+        """The time for `num_tokens`; None until the pace is known."""
         each = self._seconds_per_token.get(model_id)
         return None if each is None else num_tokens * each
 
 
 class Activity:
-    """The open requests of one server, the log of events, and the sums."""
+    """One server's open requests, log of events, and sums."""
 
     def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, EnginePort]]) -> None:
         self.log = log
@@ -304,15 +301,15 @@ class Activity:
         log.on_wanted = self._watch_all
 
     def open_requests(self, namespace: str | None) -> Sequence[OpenRequest]:
-        """The open requests of one namespace or of all, oldest first."""
+        """Open requests of one namespace or all, oldest first."""
         return [one for one in self._open if namespace is None or one.request.namespace == namespace]
 
     def forget(self, request: OpenRequest) -> None:
-        """Notes that a request runs no more; an ended one is forgotten already."""
+        """Notes that a request runs no more."""
         self._open.pop(request, None)
 
     def tell(self, told: Told) -> None:
-        """Notes and publishes what happens, and sums ended requests."""
+        """Publishes what happens, and sums ended requests."""
         if isinstance(told, Moment):
             if told.event is None:
                 self._open[told.of] = None
@@ -383,7 +380,7 @@ _TOLD_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
-    """Name and fields of the event about a running request."""
+    """An event's name and fields."""
     one, event = moment.of, moment.event
     match event:
         case None:
@@ -414,7 +411,7 @@ def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
 
 
 def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
-    """The fields of the event about the end of one choice."""
+    """Fields of the event about a choice's end."""
     timings = one.timings if one.has_ended else None
     turn = record.turn if one is record.first else None
     return {

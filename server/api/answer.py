@@ -1,9 +1,8 @@
-"""An exchange and its answer: what is asked of the engine, what it generates, and who is told.
+"""An exchange, and its answer.
 
 An `Exchange` is one checked request; a dialect's subclass writes its answer. An `Answer` has a `Run` for each choice,
 side by side, or one after the other if a dialect goes on by itself. Only the first choice has session, turn and log
-entry. A request fails if all choices fail. One record is made of all choices, and one of each later part. Event loop
-only. Knows no dialect.
+entry. One record is made of all choices, and one of each later part. Event loop only. Knows no dialect.
 """
 
 import asyncio
@@ -56,7 +55,6 @@ from server.pool.served import EnginePort, ServedModel
 logger = logging.getLogger(__name__)
 
 OutputEvent: TypeAlias = Started | Piece | Finished
-"""Events of a choice: one `Started`, ordered pieces, one `Finished`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +84,7 @@ class Question:
 
 
 class Exchange(ABC):
-    """One checked request; writes its answer once, by `frames` or by `body`."""
+    """One checked request; writes its answer once."""
 
     keep_alive_seconds: float | None = None
     """How long the model stays loaded after its last request; None: as before."""
@@ -106,7 +104,7 @@ class Exchange(ABC):
         return (self,)
 
     def begun(self, answer: "Answer", held: ExitStack) -> None:  # noqa: B027 - most answers end with their client
-        """Called once the engine has the request; may take over what the request holds. Raises ApiError (429)."""
+        """Called once the engine has the request; may take over `held`. Raises ApiError (429)."""
 
     @abstractmethod
     def frames(self, answer: "Answer") -> AsyncIterator[bytes]:
@@ -114,18 +112,18 @@ class Exchange(ABC):
 
     @abstractmethod
     async def body(self, answer: "Answer") -> Payload:
-        """The body of an answer that is not streamed."""
+        """The body of a whole answer."""
 
     def take_tokens(self, delta: Delta) -> None:  # noqa: B027 - most dialects count at the end only
         """Takes the next output tokens, before their pieces. The last tokens have no text."""
 
     def reply_messages(self) -> list[Message]:
-        """The answer as clients send it back. Called at the end, on another thread."""
+        """The answer as clients send it back. Not on the event loop."""
         return []
 
 
 class TurnAccount:
-    """Compares a request with its conversation's last turn, and keeps the request for the next."""
+    """Compares a request with its conversation's last turn."""
 
     def __init__(self, conversations: Conversations, exchange: Exchange) -> None:
         self._conversations = conversations
@@ -133,7 +131,6 @@ class TurnAccount:
         self.name: Name | None = None
         """None before the request holds a slot, or without a name."""
         self.previous_id: str | None = None
-        """The earlier request that this one was compared with."""
         self._is_recorded = False
 
     async def explained(self, started: Started, cache: CacheStats) -> Started:
@@ -159,7 +156,7 @@ class TurnAccount:
         return _with_reuse(started, reuse)
 
     def record(self, num_evaluated: int, reply_ids: Sequence[int], reply: str | None) -> None:
-        """Keeps the turn, once; `reply` is the text of a complete reply."""
+        """Keeps the turn, once; `reply` is a complete reply's text."""
         request = self._exchange.request
         if self._is_recorded or self.name is None or request.is_prefix_only or not request.cache_prompt:
             return
@@ -177,7 +174,7 @@ class TurnAccount:
 
 
 def _with_reuse(started: Started, reuse: Reuse) -> Started:
-    """A reason that the engine gave stays."""
+    """The engine's reason stays."""
     return started if started.reuse.miss is not None else replace(started, reuse=reuse)
 
 
@@ -258,7 +255,6 @@ class Run:
                 self._remember_reply()
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Only the first call counts."""
         # The last token of a cut-off answer is not evaluated.
         is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
         ids = self.token_ids[:-1] if is_cut else self.token_ids
@@ -273,10 +269,10 @@ class Run:
 
 
 class Answer:
-    """What the engine generates: the runs of all choices, or of an only choice's parts."""
+    """The runs of all choices, or of an only choice's parts."""
 
     def __init__(self, context: ApiContext, arrival: Arrival, exchange: Exchange) -> None:
-        """Submits all choices or none; raises QueueFull, EngineStopped, ApiError (503) at once."""
+        """Submits all choices or none; raises QueueFull, EngineStopped, ApiError (503)."""
         self.context = context
         self.runs: list[Run] = []
         self.is_refused = False
@@ -308,7 +304,7 @@ class Answer:
         self.context.tell(Moment(opened))
 
     async def events(self) -> AsyncIterator[OutputEvent]:
-        """Yields the events of an only choice's parts; raises its error."""
+        """Yields an only choice's events; raises its error."""
         number = 0
         while number < len(self.runs):
             async for event in self.runs[number].events():
@@ -318,13 +314,13 @@ class Answer:
             number += 1
 
     async def read(self) -> tuple[list[OutputEvent], Finished]:
-        """The events of an only choice, the last apart; raises its error."""
+        """An only choice's events, the last apart; raises its error."""
         *events, finished = [event async for event in self.events()]
         assert isinstance(finished, Finished), "the events of a request end with Finished"
         return events, finished
 
     async def choice_events(self) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:
-        """Yields all choices' events as they come, with the choice's index.
+        """Yields each choice's index and event as they come.
 
         One of several choices that fails ends with `Failed`; the first error is raised if none succeeds.
         """
@@ -344,7 +340,7 @@ class Answer:
             raise errors[min(errors)]
 
     def go_on(self, exchange: Exchange) -> bool:
-        """Submits an only choice's next part on the last `Finished`; False if the engine is full."""
+        """Submits an only choice's next part; False if the engine is full."""
         assert self._num_choices == 1, "only the answer of one choice goes on"
         try:
             self._submit(exchange)
@@ -354,7 +350,7 @@ class Answer:
 
     @property
     def finished(self) -> Finished:
-        """The end of the last part or first successful choice, with the counts of all; once all have ended."""
+        """The last part's or first successful choice's end, with the counts of all."""
         well = [run.finished for run in self.runs if run.finished is not None]
         if self._num_choices == 1:
             return well[-1]
@@ -403,7 +399,7 @@ class Answer:
             self._record()
 
     def close(self) -> None:
-        """Cancels what still runs, makes its record, prepares the next turn. Call it once, on every way out."""
+        """Cancels what runs, makes the record, prepares the next turn. Call it once."""
         try:
             for run in reversed(self.runs):
                 run.give_up()
@@ -463,13 +459,12 @@ async def _evaluate_ahead(
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum of the known counts; None without any."""
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
 
 async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:
-    """Merges the runs' events. The queue is short, so that the engine notices a slow reader."""
+    """The queue is short, so that the engine notices a slow reader."""
     queue: asyncio.Queue[tuple[int, OutputEvent | Failed]] = asyncio.Queue(maxsize=1)
 
     async def follow(index: int, run: Run) -> None:

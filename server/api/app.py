@@ -1,4 +1,4 @@
-"""Puts the HTTP side together: routes, the layers around them, and their shared state."""
+"""Puts routes, layers and shared state together."""
 
 import asyncio
 import socket
@@ -104,6 +104,6 @@ def replace_keys(app: Starlette, keys: KeyRing) -> None:
 
 
 def start_draining(app: Starlette) -> None:
-    """Refuses new requests from now on, on the event loop; running answers go on."""
+    """Refuses new requests from now on, on the event loop. Running answers go on."""
     app.state.api.is_draining = True
     app.state.api.activity.log.close()

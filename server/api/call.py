@@ -1,4 +1,4 @@
-"""Serves any request with a body around its dialect: planning, model, answer, disconnect.
+"""Serves any request with a body.
 
 A `Call` is planned on another thread, and again once a missing model is loaded. Use of the key, hold on the model and
 answer lie on one stack, which every way out closes, also that of a client that leaves; a stream takes the stack over,
@@ -36,7 +36,6 @@ from server.pool.pool import LOADED
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
-"""Only the access log shows it."""
 
 Plan: TypeAlias = Exchange | EmbeddingWork | ModelReady
 """What a body asks for; the model, if any, is loaded and held."""
@@ -45,12 +44,12 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | ModelReady]
 """Checks a body and renders its prompt, on another thread. Raises the errors that `server.api.errors` maps.
 
-Called again once the model is loaded: changes nothing before it has found the model.
+Called again once the model is loaded: before that, changes nothing.
 """
 
 
 def generate(id_prefix: str, *, may_stream: bool = True) -> Callable[[OpenExchange], Handler]:
-    """Makes an endpoint for output, whose answers' ids start with `id_prefix`; a disconnect is no error.
+    """Makes an endpoint for output; a disconnect is no error.
 
     Without `may_stream` the body's wish for a stream is ignored.
     """
@@ -58,7 +57,7 @@ def generate(id_prefix: str, *, may_stream: bool = True) -> Callable[[OpenExchan
 
 
 def inspect(describe: Callable[[ApiContext, Incoming], Payload]) -> Handler:
-    """Makes an endpoint that answers from body and model, beyond a key's limits. Works as `OpenExchange`."""
+    """Makes an endpoint beyond a key's limits. `describe` works as `OpenExchange`."""
 
     opened = wraps(describe)(lambda context, incoming: ModelReady(None, describe(context, incoming)))
     return _endpoint(opened, is_limited=False, may_stream=False)
@@ -78,7 +77,7 @@ def _endpoint(open_plan: Callable[[ApiContext, Incoming], Plan], id_prefix: str 
 
 
 class AnswerStream(EventSourceResponse):
-    """Streams frames to one client, and calls `on_close` however the stream ends."""
+    """Streams frames; calls `on_close` however the stream ends."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class AnswerStream(EventSourceResponse):
             self._on_close()
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """Sends without a time-out, which costs more than sending; `connections.py` limits slow clients."""
+        """Sets no time-out, which costs more than sending: `connections.py` limits slow clients."""
         await send(message)
 
 
@@ -189,14 +188,13 @@ class Call:
 
     @property
     def _num_tokens(self) -> int:
-        """Tokens charged to the key's allowance."""
         charged = self._answer or self._work
         return 0 if charged is None else charged.num_tokens
 
     # -------------------------------------------------------------------------------------------------- planning
 
     async def _plan(self) -> Plan:
-        """What the body asks for, its model held. Raises ModelNotLoaded and the dialect's errors."""
+        """Raises ModelNotLoaded and the dialect's errors."""
         host = self._http.client.host if self._http.client else ""
         client = f"{host} {self._dialect.api_key(self._http.headers)}"
         plan = await self._context.planning.run(client, len(self._raw), self._read)
@@ -236,7 +234,7 @@ class Call:
         return plan
 
     def _origin_of(self, fields: Mapping[str, Any]) -> Origin:
-        """Where a refusal is recorded, as far as the fields can be read."""
+        """Where a refusal is recorded, as far as known."""
         salt = fields.get("cache_salt")
         try:
             session_id = self._dialect.session_id(fields, self._http.headers)

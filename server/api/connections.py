@@ -1,4 +1,4 @@
-"""What one connection may cost: descriptors, and time in which its client neither sends nor takes anything.
+"""Limits a connection's descriptors, and the time without progress.
 
 uvicorn limits neither. A client without progress for `client_seconds` loses its connection and request. Beyond
 `max_connections` a newcomer replaces the connection longest without a whole request, and is refused only if all are
@@ -32,7 +32,7 @@ from server.app.config import StartError
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 16
-"""Connections that asyncio accepts before our code sees one."""
+"""Connections that asyncio accepts at once."""
 RESERVED_FILES = 4 * ACCEPTED_AT_ONCE
 """Descriptors for the disk tier, and for connections being accepted or closed."""
 MIN_CONNECTIONS = 8
@@ -48,7 +48,6 @@ RESET_SECONDS = 0.1
 REPORT_SECONDS = 60.0
 RETRY_SECONDS = 5
 MAX_LINGERING = ACCEPTED_AT_ONCE
-"""Closing connections that wait for their client to read why."""
 LINGER_SECONDS = 1.0
 CLOSE = (b"connection", b"close")
 
@@ -69,7 +68,7 @@ class Reports:
         self._counts: dict[str, int] = {}
 
     def add(self, text: str) -> None:
-        """Counts an event, and logs the count at most once a minute."""
+        """Counts an event; logs at most once a minute."""
         count, now = self._counts.get(text, 0) + 1, time.monotonic()
         self._counts[text] = count
         if now >= self._next.get(text, 0.0):
@@ -117,15 +116,13 @@ class Connection(H11Protocol):
         self._is_lingering = False
         self._num_received = 0
         self._awaited: tuple[str, int] | None = None
-        """What the client must do, and its progress."""
         self._since = 0.0
-        """Time of that progress, by the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------------- asyncio's protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Joins the connections, if needed in place of an idle one."""
+        """Joins, if needed in place of an idle connection."""
         super().connection_made(transport)
         # All that is unsent counts, or a small rest of an answer would wait for its client for ever.
         transport.set_write_buffer_limits(high=0)
@@ -197,7 +194,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(self._limits.client_seconds / CHECKS, self._watch)
 
     def _find_awaited(self) -> tuple[str, int] | None:
-        """What the client must do, if anything, and a number that changes with its progress."""
+        """What the client must do, if anything, and its progress."""
         unsent = self.transport.get_write_buffer_size()
         if self._is_lingering:
             return None
@@ -250,7 +247,6 @@ class Connection(H11Protocol):
 
     @property
     def is_sending(self) -> bool:
-        """Whether a request has begun and not arrived completely."""
         return not self._is_between_requests and self.cycle.more_body and not self.cycle.response_started
 
     def drop(self) -> None:
@@ -295,7 +291,6 @@ class Connection(H11Protocol):
 
 
 def _hold_little(connection: socket.socket | None) -> None:
-    """Limits what the kernel buffers, where the system can."""
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     if option is not None and connection is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
@@ -317,7 +312,7 @@ def find_max_connections() -> int:
 
 
 def quieten_accept_errors(loop: asyncio.AbstractEventLoop, reports: Reports) -> None:
-    """Reports a lack of descriptors once a minute; asyncio would log a traceback each time."""
+    """Reports a lack of descriptors once a minute, not each time as asyncio."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

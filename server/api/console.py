@@ -1,4 +1,4 @@
-"""The console: a page at `/` that shows what the server is doing, and its few static files.
+"""The console: a page at `/`, and its static files.
 
 The files hold no user data and need no key. A server without keys gives the page to this machine only, since anybody
 could read along. The page's content policy allows no other server and no code outside these files.
@@ -53,7 +53,7 @@ class ConsoleFile:
 
 @cache
 def console_files() -> dict[str, ConsoleFile]:
-    """All files by path below `/console/`; no other file is served."""
+    """By path below `/console/`; no other file is served."""
     paths = (path for path in _SOURCE.rglob("*") if path.suffix in TYPES)
     return {path.relative_to(_SOURCE).as_posix(): _read(path) for path in paths}
 

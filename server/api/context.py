@@ -1,4 +1,4 @@
-"""What the endpoints of one server share: settings, models, and what is remembered of requests."""
+"""What the endpoints of one server share."""
 
 import asyncio
 import secrets
@@ -40,7 +40,6 @@ class ApiContext:
     conversations: Conversations = field(default_factory=Conversations)
     planning: Planning = field(default_factory=Planning)
     is_draining: bool = False
-    """Running answers finish, new requests are refused."""
 
     background: set["asyncio.Task[None]"] = field(default_factory=set)
     metrics: Metrics = field(init=False)
@@ -48,7 +47,6 @@ class ApiContext:
     started: float = field(default_factory=time.monotonic)
     """`time.monotonic()`."""
     subscribers: list[Subscriber] = field(init=False)
-    """Told what happens to requests, and each one's record."""
     tracing: Tracing | None = None
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -70,7 +68,7 @@ class ApiContext:
             self.sessions.record(told.name, told.turn)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
-        """What a dialect keeps between requests, made by the first call. For any thread."""
+        """What a dialect keeps, made by the first call. For any thread."""
         with self._lock:
             if make not in self._kept:
                 self._kept[make] = make(self.config)
@@ -84,7 +82,7 @@ class ApiContext:
         task.add_done_callback(self.background.discard)
 
     def find_model(self, name: str | None) -> ServedModel:
-        """A loaded model; without a name the default. For any thread; raises PoolError."""
+        """The loaded model, without a name the default. Any thread; raises PoolError."""
         return self.pool.find(name)
 
     def running_engine(self, model: ServedModel) -> EnginePort:

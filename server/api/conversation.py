@@ -1,4 +1,4 @@
-"""A conversation of any dialect, as chat templates read it, and the prompts rendered from it.
+"""A conversation of any dialect, as templates read it.
 
 Templates and clients may drop a finished turn's reasoning or rewrite its calls: `stable_prefix` is what no later
 message changes, and `next_turn_requests` evaluates the rest while the engine is idle.
@@ -44,7 +44,7 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
 
 
 def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
-    """How clients may send a reply back: unchanged, and without reasoning."""
+    """How clients may send a reply back."""
     without = [{name: value for name, value in message.items() if name != _REASONING} for message in reply]
     return [reply] if without == list(reply) else [reply, without]
 
@@ -61,7 +61,7 @@ def next_turn_requests(
 def next_turn_request(
     request: GenerationRequest, reply_ids: Sequence[int], prefix: RenderedPrompt
 ) -> GenerationRequest | None:
-    """Returns the request that evaluates `prefix` after a reply; None below `MIN_TOKENS_AHEAD` tokens."""
+    """The request that evaluates `prefix` after a reply; None below `MIN_TOKENS_AHEAD`."""
     evaluated = np.concatenate([request.tokens, np.array(reply_ids, np.int32)])
     num_common = common_prefix_length(evaluated, prefix.tokens)
     if num_common == len(evaluated) or len(prefix.tokens) - num_common < MIN_TOKENS_AHEAD:
@@ -92,9 +92,8 @@ class Conversation:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     namespace: str = ""
     changed_tools: Sequence[Mapping[str, Any]] | None = None
-    """Tools callable after the last message, if changed."""
     continues: bool = False
-    """The answer continues the last, the assistant's, message."""
+    """The answer continues the last message."""
     forbids_calls: bool = False
     """The answer must not call its prompt's tools."""
 
@@ -125,7 +124,7 @@ class Conversation:
         return replace(self._render(self.messages, continues=self.continues), quotable=self._quotable())
 
     def _quotable(self) -> tuple[str, ...]:
-        """New tool results as they stand in the arguments of calls, where JSON changes them."""
+        """New tool results as calls' arguments quote them, where JSON changes them."""
         found, left = list[str](), MAX_QUOTABLE_CHARACTERS
         for message in reversed(self.messages):
             if message["role"] not in _ROLES_ANSWERED or not left:
@@ -144,7 +143,6 @@ class Conversation:
 
     @property
     def begun(self) -> str:
-        """The continued message's text."""
         return plain_text(self.messages[-1].get("content")) if self.continues else ""
 
     def whole(self, reply: Message) -> Message:
@@ -176,12 +174,12 @@ class Conversation:
 
 
 def can_continue(model: ServedModel) -> bool:
-    """Whether answers of `model` can be continued; those in channels cannot."""
+    """Whether answers can be continued; those in channels cannot."""
     return not isinstance(model.tool_syntax, HarmonyFormat)
 
 
 def check_continuable(model: ServedModel) -> None:
-    """Raises ApiError (400) if answers of `model` cannot be continued."""
+    """Raises ApiError (400)."""
     if not can_continue(model):
         why = f"the answers of the model {model.id!r}, which writes in channels, cannot be continued"
         raise wrong("messages", why, Code.UNSUPPORTED_PARAMETER)
@@ -203,7 +201,6 @@ class ThinkingWish:
     is_enabled: bool | None = None
     effort: str | None = None
     max_tokens: int | None = None
-    """Tokens after which the reasoning is ended."""
 
     def template_arguments(self) -> Mapping[str, Any]:
         """The values to pass to chat templates."""

@@ -1,9 +1,8 @@
-"""The seam between the server and its dialects: everything in which families of clients differ.
+"""The seam between the server and its dialects.
 
 A dialect is a folder of `server/api/`, handed to the application as one `Api`. A dialect's endpoints make an
 `Exchange` of each checked body; `call.py` does the rest. A field is honoured; has no effect, since it could not
-change the answer; or is refused with a reason, except for values that ask for nothing. Fields without a rule are
-ignored.
+change the answer; or is refused with a reason, except for values that ask for nothing. Unknown fields are ignored.
 """
 
 import json
@@ -43,7 +42,7 @@ class Dialect:
     """In lower case. Only this dialect's clients send it; their unknown paths are this dialect's."""
 
     def api_key(self, headers: Mapping[str, str]) -> str:
-        """The key that a request was sent with, or an empty text: the bearer token."""
+        """The request's bearer token, or an empty text."""
         return bearer_key(headers)
 
     def wrong_key(self) -> ApiError:
@@ -68,11 +67,11 @@ class Dialect:
         return {"error": error.message}
 
     def error_response(self, error: ApiError) -> Response:
-        """The answer to a request that cannot be served."""
+        """The answer to a refused request."""
         return JsonBody(self.error_body(error), status_code=error.status, headers=dict(error.headers))
 
     def error_frame(self, error: ApiError) -> bytes:
-        """The last frame of a stream that cannot be completed."""
+        """The last frame of a broken stream."""
         return sse_event(self.error_body(error))
 
     def heartbeat(self, progress: str) -> bytes:
@@ -80,7 +79,7 @@ class Dialect:
         return sse_comment(progress)
 
     def early_heartbeat(self, progress: str) -> bytes:
-        """A heartbeat before the request has started, when clients may accept no events."""
+        """A heartbeat before the first event."""
         return self.heartbeat(progress)
 
 
@@ -101,7 +100,6 @@ class Operation:
     body: Any = None
     answer: Any = dict[str, Any]
     stream: Any = None
-    """The type of a stream's events or lines."""
     stream_type: str = "text/event-stream"
     answer_type: str = "application/json"
     query: tuple[str, ...] = ()
@@ -157,13 +155,13 @@ class HeaderRoute(Endpoint):
 
 
 def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
-    """All routes in matching order: those that need a header first."""
+    """All routes in matching order: header routes first."""
     routes = [(api.dialect, route) for api in apis for route in api.routes]
     return sorted(routes, key=lambda pair: not isinstance(pair[1], HeaderRoute))
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
-    """A path's dialect; an unknown path is its owner's, that of the header sent, or the first's."""
+    """A path's dialect; for an unknown path its owner's, the header's, or the first."""
     for dialect, route in routes_of(apis):
         if route.matches(scope)[0] is not Match.NONE:
             return dialect
@@ -181,7 +179,7 @@ def dialect_of(request: Request) -> Dialect:
 
 
 def namespace_of(request: Request, cache_salt: str | None) -> str:
-    """The name under which requests share state, without the key itself; empty without key and salt."""
+    """The name under which requests share state; empty without key and salt."""
     key = dialect_of(request).api_key(request.headers)
     of_key = namespace_of_key(key) if key else ""
     # The slash keeps a salt from looking like the digest of a key.
@@ -202,11 +200,10 @@ class Rule:
 
     treatment: Treatment
     why: str = ""
-    """Why the field has no effect or is refused, as a clause."""
+    """Why the field is not honoured, as a clause."""
     neutral: tuple[Any, ...] = ()
     """Values, besides null, with which a refused field asks for nothing."""
     is_read: bool = False
-    """Whether the body's type holds the field."""
 
     def allows(self, value: Any) -> bool:
         """Whether a request may hold this value."""
@@ -220,12 +217,12 @@ Rules: TypeAlias = Mapping[str, Rule]
 
 
 def honoured(names: str) -> dict[str, Rule]:
-    """Rules for fields that take effect; white space separates `names`."""
+    """Rules for fields that take effect, separated by white space."""
     return dict.fromkeys(names.split(), Rule(Treatment.HONOURED, is_read=True))
 
 
 def read_by(kind: type[BaseModel]) -> dict[str, Rule]:
-    """Rules for the fields of a body's type, all of which take effect."""
+    """Rules for a body's fields, all of which take effect."""
     return honoured(" ".join(kind.model_fields))
 
 

@@ -1,4 +1,4 @@
-"""Reads texts, asks the engine and writes vectors, for all such endpoints."""
+"""Reads texts and writes vectors, for all dialects."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ from server.pool.served import EnginePort, ServedModel
 
 MAX_TEXTS = 2048
 MAX_TOKENS = 300_000
-"""The most tokens of all texts of one request, as OpenAI has it."""
+"""Of all texts of one request, as OpenAI has it."""
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingWork:
-    """One request's texts, and how their vectors become the body."""
+    """One request's texts."""
 
     model: ServedModel
     texts: Sequence[TokenArray]
@@ -61,7 +61,7 @@ class TextReader:
         self._cuts = cuts
 
     def read(self, text: str | Sequence[int], place: str) -> TokenArray:
-        """A text's tokens, or those given; `place` is its field. Raises ApiError."""
+        """Tokens of a text or as given; `place` is the field. Raises ApiError."""
         if isinstance(text, str):
             tokens = self._tokens(text, place, add_special=True)
         else:
@@ -97,7 +97,7 @@ class TextReader:
 
 
 def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]:
-    """The first `dimensions` of each vector, scaled to length 1; raises ApiError for too many."""
+    """The first `dimensions` of each vector, scaled to length 1; raises ApiError."""
     if dimensions is None:
         return list(vectors)
     if vectors and dimensions > len(vectors[0]):
@@ -112,5 +112,5 @@ def vector_json(vector: Vector) -> str:
 
 
 def object_json(fields: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
-    """A JSON object of `fields`, at least one, and a list `name` of JSON texts."""
+    """A JSON object of `fields`, not empty, and a list `name` of JSON texts."""
     return f'{json_text(fields)[:-1]},"{name}":[{",".join(values)}]}}'

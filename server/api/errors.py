@@ -27,7 +27,7 @@ class Code(StrEnum):
     status: int
 
     def __new__(cls, value: str, status: int) -> "Code":
-        """Makes a code of its text and its status."""
+        """Makes a code of text and status."""
         code = str.__new__(cls, value)
         code._value_, code.status = value, status
         return code
@@ -73,7 +73,7 @@ class Code(StrEnum):
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A request answered with an error; holds all that the answer says."""
+    """All that an error's answer says."""
 
     code: Code
     message: str
@@ -94,7 +94,7 @@ class ContextExceeded(ApiError):
 
 
 def context_exceeded(num_tokens: int, max_tokens: int, param: str | None, *, is_exact: bool = True) -> ApiError:
-    """Returns the error for a prompt of `num_tokens`, or more unless `is_exact`; `max_tokens` fit."""
+    """The error for a prompt of `num_tokens`, or more unless `is_exact`."""
     length = f"{num_tokens} tokens" if is_exact else f"{num_tokens} tokens or more"
     context = f"this model's context of {max_tokens + 1} tokens holds at most {max_tokens} and an answer"
     message = f"the prompt has {length}; {context}"
@@ -107,7 +107,7 @@ def wrong(param: str, why: str, code: Code = Code.INVALID_VALUE) -> ApiError:
 
 
 def retry_later(code: Code, message: str, seconds: int) -> ApiError:
-    """Returns an error for a request that may succeed after `seconds`."""
+    """An error of a request that may succeed after `seconds`."""
     return ApiError(code, message, headers={"Retry-After": str(seconds)})
 
 
@@ -155,7 +155,7 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 
 def explain(error: Exception, request_id: str) -> ApiError:
-    """Returns the client's error; logs errors that no client can have caused."""
+    """The client's error; logs faults of the server."""
     known = as_api_error(error)
     if known is None:
         message = f"internal error; the server's log has the details under request {request_id}"

@@ -1,4 +1,4 @@
-"""The outermost layers: request name, dialect, errors, web pages' access, keys and namespaces.
+"""The outermost layers: errors, web pages' access, keys.
 
 Each key has a namespace that no other key sees, even where the server requires no key. Every page in a user's browser
 can reach the loopback address, so pages may do nothing unless they come from this server or an origin of `--cors`.
@@ -63,7 +63,7 @@ class WebAccess:
 
     @classmethod
     def of(cls, *, hosts: Iterable[str], origins: Iterable[str], needs_key: bool) -> "WebAccess":
-        """The configured access; a required key allows any host."""
+        """A required key allows any host."""
         names = frozenset(name.lower().rstrip(".") for name in hosts)
         return cls(None if needs_key or ANY in names else names, frozenset(origin.lower() for origin in origins))
 
@@ -86,7 +86,7 @@ class WebAccess:
         return host is not None and is_same_server(origin, host)
 
     def refusal(self, method: str, headers: Headers, *, takes_any_type: bool = False) -> ApiError | None:
-        """Why a web page's request is refused; `takes_any_type` is for programs."""
+        """Why a web page's request is refused."""
         host, origin = headers.get("host"), headers.get("origin")
         if not self.takes_host(host):
             return _wrong_host(host or "")
@@ -167,7 +167,6 @@ def _wrong_type(content_type: str) -> ApiError:
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 OWN_NAMES = LOOPBACK | {"localhost"}
 OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-"""Headers of proxies."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 
 
@@ -189,7 +188,7 @@ def key_name_of(scope: Scope) -> str | None:
 
 
 def is_authorised(request: Request) -> bool:
-    """Whether a request holds a key of the server, or needs none."""
+    """Whether a request holds a valid key, or needs none."""
     return not context_of(request).config.needs_key or key_of(request) is not None
 
 
@@ -199,7 +198,7 @@ def namespace_of_query(request: Request) -> str:
 
 
 def is_owner(request: Request) -> bool:
-    """Whether a request may see all data: by an operator's key, or by hand on the server's machine.
+    """Whether a request may see all data: by an operator's key, or from this machine.
 
     The latter counts only if the server requires no key and the request has none.
     """
@@ -212,7 +211,7 @@ def is_owner(request: Request) -> bool:
 
 
 async def read_owners_body(request: Request, kind: type[Body], rules: Rules, what: str) -> Body:
-    """The checked body of a request that only the owner of the server may send; raises ApiError."""
+    """The body of a request that only the server's owner may send; raises ApiError."""
     if not is_owner(request):
         message = f"only who runs the server {what}: on its own machine, or by an operator's key"
         raise ApiError(Code.OPERATOR_ONLY, message)
@@ -247,7 +246,7 @@ def visible_namespace(request: Request) -> str:
 
 
 def listed_namespace(request: Request) -> str | None:
-    """The namespace that a list is limited to; None for all."""
+    """The namespace of a list; None for all."""
     if "cache_salt" in request.query_params or not is_owner(request):
         return namespace_of_query(request)
     return request.query_params.get("namespace")
@@ -277,7 +276,7 @@ class ErrorBoundary:
     def __init__(
         self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str, checks: Sequence[Check]
     ) -> None:
-        """`server_name` is sent with every answer; `checks` raise ApiError before a body is read."""
+        """`checks` raise ApiError before a body is read."""
         self._app = app
         self._checks = checks
         self._find_dialect = find_dialect

@@ -2,8 +2,7 @@
 
 Requests are counted at their end; a scrape waits for no worker. A metric with vLLM's meaning has vLLM's name, with
 `mlx_serve_` for `vllm:`. Labels and spans never hold a client's text. Spans are named by the conventions for
-generative AI. Another thread sends them; an absent collector costs only the spans. The extra `otlp` is imported only
-if spans are wanted.
+generative AI. Another thread sends them; an absent collector costs only the spans.
 """
 
 import importlib
@@ -42,7 +41,7 @@ class Metrics:
     """One server's counters."""
 
     def __init__(self, engines: Callable[[], Mapping[str, EnginePort]], num_slots: int) -> None:
-        """`engines` returns the loaded models' engines by id, each with `num_slots` slots."""
+        """`engines` returns loaded models' engines by id."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engines, num_slots))
         self._success = self._counter("request_success", "Answers that ended well, by reason.", "finished_reason")
@@ -190,7 +189,6 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
 
 PROVIDER = "mlx_serve"
 PATH = "/v1/traces"
-"""The path, if the address has none."""
 NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 SEND_SECONDS = 5.0
 END_SECONDS = 3.0
@@ -235,7 +233,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("mlx-serve", version)
 
     def tell(self, told: Told) -> None:
-        """Makes the spans of a request that has ended."""
+        """Makes an ended request's spans."""
         if not isinstance(told, RequestRecord):
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -300,7 +298,7 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-    """Yields each phase's name, start and end, as `time.monotonic()`."""
+    """Yields phases, with starts and ends as `time.monotonic()`."""
     one, received = record.first, record.first.arrival.received
     if one.started is None:
         yield "queue", received, record.ended
@@ -315,7 +313,6 @@ def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
 
 
 def _telling(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
-    """Logs when the collector stops answering, and when it answers again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Telling(SpanExporter):

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of routes and the types of bodies and answers; names of other APIs' paths. Pure.
+"""The OpenAPI document; names of other APIs' paths. Pure.
 
 A field that takes more shapes than its type declares (`json_schema_input_type`) is left open.
 """
@@ -31,8 +31,6 @@ class DescribedPath:
 
 
 class _Schemas(GenerateJsonSchema):
-    """Describes bodies before conversion, and answers without other fields."""
-
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
         taken = schema.get("json_schema_input_schema")
         return {} if taken is None else self.generate_inner(taken)
@@ -153,7 +151,7 @@ OTHER_APIS: Mapping[str, str] = {
 
 
 def find_other_api(path: str) -> str | None:
-    """The name of the API that has `path`, with or without `/v1`."""
+    """The API that has `path`, with or without `/v1`."""
     asked = path.strip("/").removeprefix("v1/")
     for name, paths in OTHER_APIS.items():
         if any(f"{asked}/".startswith(f"{one}/") for one in paths.split()):

@@ -1,4 +1,4 @@
-"""Turns a body's wishes, in no dialect's names, into the engine's request and the grammar that binds its answer.
+"""Turns a body's wishes, in no dialect's names, into the engine's request and a grammar.
 
 Grammars that force, forbid or restrict tool calls follow the model's own format, as far as its calls are JSON. Fields
 of sampling that dialects share are here too: all are optional, null means absent, a seed below 0 is none, `top_k`
@@ -37,7 +37,7 @@ ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
 @dataclass(frozen=True)
 class AnswerGrammar:
-    """What binds an answer, and the body's field that requests this."""
+    """What binds an answer, and the body's field."""
 
     param: str
     grammar: Grammar
@@ -47,7 +47,7 @@ class AnswerGrammar:
 
 
 def json_grammar(schema: Mapping[str, Any] | bool, *, is_strict: bool = False) -> Grammar:
-    """Returns the grammar of a JSON schema; unless strict, unknown keywords bind nothing."""
+    """The grammar of a JSON schema; unless strict, unknown keywords bind nothing."""
     kind = GrammarKind.JSON_SCHEMA if is_strict else GrammarKind.LENIENT_JSON_SCHEMA
     # `true` allows every value, as the empty schema does.
     return Grammar(kind, json.dumps({} if schema is True else close_objects(schema)))
@@ -59,7 +59,7 @@ def choice_grammar(texts: Sequence[str]) -> Grammar:
 
 
 def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar:
-    """The compiled grammar of an answer; raises ApiError (400)."""
+    """The compiled grammar; raises ApiError (400)."""
     if model.grammars is None or isinstance(model.tool_syntax, HarmonyFormat):
         why = f"the answers of the model {model.id!r} cannot be bound to a grammar"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
@@ -79,7 +79,7 @@ def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> O
 
 
 def _reasoning_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
-    """None if the model cannot reason, and after a prompt without messages."""
+    """None for a model without reasoning, and for plain prompts."""
     markers = model.reasoning_format
     if markers is None or not prompt.text or prompt.begun or model.opens_reasoning:
         return None
@@ -99,7 +99,7 @@ class Incoming:
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """What a request asks for besides its prompt; each field is valid by itself."""
+    """All but the prompt; each field is valid by itself."""
 
     sampling: SamplingParams
     max_tokens: int | None = None
@@ -107,7 +107,7 @@ class GenerationParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     keeps_stop: bool = False
-    """The answer includes the stop string or token that ends it."""
+    """The answer includes its stop string or token."""
     cache_prompt: bool = True
     is_volatile: bool = False
     speculates: bool = True
@@ -115,16 +115,15 @@ class GenerationParams:
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
-    """Tokens after which reasoning is ended; None leaves that to the model."""
+    """None: no limit."""
     is_single_call: bool = False
     """The answer ends with its first tool call, if calls have markers."""
     grammar: AnswerGrammar | None = None
     prompt_param: str = "messages"
-    """The body's field, for errors."""
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises ApiError (400) for a number that is no token; `param` is their field."""
+    """Raises ApiError (400) for a number that is no token."""
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
             raise wrong(f"{param}[{index}]", f"{str(token)[:40]} is no token id from 0 to {vocab_size - 1}")
@@ -133,7 +132,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 def build_request(
     incoming: Incoming, model: ServedModel, prompt: RenderedPrompt, params: GenerationParams, namespace: str
 ) -> GenerationRequest:
-    """A request whose every field is valid; raises ApiError or SessionIdError."""
+    """A valid request; raises ApiError or SessionIdError."""
     return GenerationRequest(
         request_id=incoming.request_id,
         tokens=prompt.tokens,
@@ -177,12 +176,12 @@ def _call_markers(model: ServedModel) -> CallMarkers | None:
 
 
 MOST_TOKENS = 1_000_000
-"""More than any client asks for by default: a limit above this, and above the context, is a mistake."""
+"""A limit above this and above the context is a mistake."""
 _NAMES_OF_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "n_predict")
 
 
 def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: ServedModel, incoming: Incoming) -> int:
-    """Raises ApiError for a prompt that leaves no space, and for a limit far beyond the context."""
+    """Raises ApiError for a prompt that leaves no space, or a limit far beyond the context."""
     asked = params.max_tokens or 0
     if asked > max(MOST_TOKENS, model.context_tokens):
         named = (name for name in _NAMES_OF_LIMITS if incoming.fields.get(name) == asked)
@@ -248,7 +247,7 @@ def answer_grammar(
 
 
 def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_calls: bool) -> bool:
-    """Whether the prompt has the request's tools, if any; raises ApiError (400) for a model that takes none."""
+    """Whether the prompt has tools; raises ApiError (400) for a model that takes none."""
     if not tools or (forbids_calls and not can_forbid_calls(model)):
         return False
     if not model.renderer.reads_tools:
@@ -271,7 +270,6 @@ def can_forbid_calls(model: ServedModel) -> bool:
 
 
 def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
-    """The grammar of text without calls; special tokens are not text."""
     start = (syntax.start,) if isinstance(syntax, ToolFormat) else ()
     markers = "|".join(re.escape(marker) for marker in (*start, *syntax.frames))
     excluded = [f"(?s:.*)({markers})(?s:.*)"] if markers else []
@@ -334,7 +332,7 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
 
 
 def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rule `body`, behind a call's start marker, and one for each function."""
+    """The rule `body`, behind the start marker, and one per function."""
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         begun = f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
@@ -345,7 +343,7 @@ def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a function's arguments: undescribed ones are none, unlike in a nested object."""
+    """The schema of a function's arguments; undescribed ones are none."""
     schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
     return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
 
@@ -369,7 +367,6 @@ def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_NAMED_OPTIONS = 500
-"""Characters of unknown options in the log."""
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
@@ -440,7 +437,7 @@ IN_OPTIONS: Rules = {
 
 
 def options_sampling(options: Options | None, model: ServedModel) -> SamplingParams:
-    """Returns the model's defaults, changed by the options; logs unknown ones."""
+    """The model's defaults, changed by the options; logs unknown ones."""
     if options is None:
         return model.sampling
     unknown = sorted((options.model_extra or {}).keys() - IN_OPTIONS.keys())

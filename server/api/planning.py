@@ -1,4 +1,4 @@
-"""Threads that check, render and tokenize requests, shared fairly among clients.
+"""Threads that plan requests, shared fairly among clients.
 
 A body waits only for bodies of its size class, where clients take turns, however many bodies each has sent. Waiting
 bytes are bounded. A departed client's work keeps its thread until the renderer's next check
@@ -20,7 +20,6 @@ from server.api.errors import Code, retry_later
 Result = TypeVar("Result")
 
 MAX_WAITING_BYTES: Final = 256 << 20
-"""The most bytes of bodies that wait for a thread."""
 RETRY_SECONDS: Final = 5
 
 
@@ -80,7 +79,7 @@ class Planning:
 
 
 class FairPlaces:
-    """A number of places. While all are taken, waiting clients take turns. Event loop only."""
+    """While all places are taken, waiting clients take turns. Event loop only."""
 
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
@@ -95,7 +94,7 @@ class FairPlaces:
         return True
 
     async def take(self, client: str) -> None:
-        """Returns once the caller has a place. Cancellation leaves the queue."""
+        """Returns with a place. Cancellation leaves the queue."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(waiter)
         try:
@@ -108,7 +107,7 @@ class FairPlaces:
             raise
 
     def give_back(self) -> None:
-        """Gives the place to the next client that still waits."""
+        """Gives the place to the next client."""
         while self._waiting:
             waiter = self._next_waiter()
             # A cancelled waiter stays in the queue until its task has run once more.
@@ -125,7 +124,6 @@ class FairPlaces:
         return waiter
 
     def _leave(self, client: str, waiter: "asyncio.Future[None]") -> None:
-        """Takes a waiter out of the queue, unless it was already skipped."""
         queue = self._waiting.get(client, deque())
         if waiter in queue:
             queue.remove(waiter)

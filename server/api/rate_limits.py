@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from server.app.keys import ApiKey
 
 BUSY_RETRY_SECONDS = 1
-"""Nobody knows when a running request ends."""
+"""A running request's end is unknown."""
 
 
 class OverLimit(Exception):
@@ -32,7 +32,7 @@ class Bucket:
     filled_at: float
 
     def fill(self, per_minute: int, now: float) -> None:
-        """Adds what flowed in since the last call; the limit may have changed."""
+        """Adds what flowed in since the last call."""
         self.per_minute = per_minute
         self.amount = min(per_minute, self.amount + (now - self.filled_at) * per_minute / 60)
         self.filled_at = now
@@ -59,7 +59,7 @@ class KeyUsage:
     """Buckets of `requests` and `tokens`, if the key has such limits."""
 
     def fill(self, key: ApiKey, now: float) -> None:
-        """Adds what flowed in since the last call, by the key's current limits."""
+        """Fills the buckets by the key's current limits."""
         for what, per_minute in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
             if per_minute is None:
                 self.buckets.pop(what, None)
@@ -67,7 +67,7 @@ class KeyUsage:
                 self.buckets.setdefault(what, Bucket(per_minute, per_minute, now)).fill(per_minute, now)
 
     def use(self, what: str, amount: int) -> None:
-        """Takes an amount, even if the bucket holds less."""
+        """Takes an amount; the bucket may hold less."""
         if what in self.buckets:
             self.buckets[what].amount -= amount
 
@@ -86,7 +86,7 @@ class RateLimits:
     """By the key's digest; only keys with a limit."""
 
     def admit(self, key: ApiKey, headers: dict[str, str]) -> KeyUsage:
-        """Admits a request, which its caller ends, or raises OverLimit; adds the limits to `headers` either way."""
+        """Admits a request, or raises OverLimit; adds the limits to `headers` either way."""
         usage = self.usages.setdefault(key.digest, KeyUsage())
         usage.fill(key, self.clock())
         try:

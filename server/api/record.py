@@ -1,4 +1,4 @@
-"""What is known of a request while it runs, its record once ended, and what dialects write of its costs.
+"""A request while it runs, its record once ended, and its costs as dialects write them.
 
 An `OpenRequest` follows one choice's engine request; one `RequestRecord` is made of all at the end, however they end.
 Knows no dialect and no conversation. Event loop only.
@@ -54,7 +54,6 @@ class OpenRequest:
     model_id: str
     arrival: Arrival
     is_first: bool = True
-    """Whether this choice reports for all."""
     repeats_prompt: bool = False
     """Whether the previous choice counts the same prompt."""
     session_id: str | None = None
@@ -83,12 +82,12 @@ class OpenRequest:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the model ended the answer by itself."""
+        """The model ended the answer by itself."""
         return self.outcome == FinishReason.STOP.value
 
     @property
     def has_ended(self) -> bool:
-        """Whether the request ended neither cancelled nor failed."""
+        """Neither cancelled nor failed."""
         return self.outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
     @property
@@ -143,7 +142,7 @@ def counts_of(choices: Sequence[OpenRequest]) -> TokenCounts:
 
 @dataclass(frozen=True, eq=False)
 class RequestRecord:
-    """A client's request that has ended in any way; never changes."""
+    """A request that has ended in any way. Immutable."""
 
     choices: tuple[OpenRequest, ...]
     name: Name | None = None
@@ -179,7 +178,7 @@ class RequestRecord:
 
     @cached_property
     def turn(self) -> TurnRecord | None:
-        """The request as a turn of its session; None if it never held a slot."""
+        """A turn of its session; None if the request never held a slot."""
         first = self.first
         if first.started is None:
             return None
@@ -203,7 +202,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """Something that happened to a request while it runs."""
+    """What happened to a running request."""
 
     of: OpenRequest
     event: Started | Progress | Delta | None = None
@@ -216,11 +215,10 @@ Subscriber: TypeAlias = Callable[[Told], None]
 LONG_PREFILL_SECONDS = 3.0
 """The log shows the progress of longer prompts."""
 PROGRESS_SECONDS = 2.0
-"""Time between progress entries of one request."""
 
 
 class RequestLog:
-    """Logs the progress of long prompts, and one entry per request."""
+    """Logs one entry per request, and long prompts' progress."""
 
     def __init__(self) -> None:
         self._noted: dict[OpenRequest, tuple[float, int]] = {}
@@ -312,7 +310,7 @@ class TimingsBody(TypedDict):
 
 
 class MissBody(TypedDict):
-    """One loss of tokens that the conversation's last turn had, and what to do about it."""
+    """One loss against the last turn, and what to do about it."""
 
     reason: str
     cause: str
@@ -352,7 +350,7 @@ def costs_of(finished: Finished, session_id: str | None) -> Costs:
 
 
 def cache_of(started: Started | None, session_id: str | None) -> CacheBody | None:
-    """A prompt's reuse; None if it never held a slot."""
+    """A prompt's reuse; None if the request never held a slot."""
     if started is None:
         return None
     reuse = started.reuse
@@ -360,7 +358,7 @@ def cache_of(started: Started | None, session_id: str | None) -> CacheBody | Non
 
 
 def miss_of(miss: Miss | None) -> MissBody | None:
-    """A miss in the form of answers; None for None."""
+    """A miss as answers have it."""
     return None if miss is None else miss_body(miss)
 
 
@@ -371,7 +369,7 @@ def miss_body(miss: Miss) -> MissBody:
 
 
 def timings_of(timings: Timings) -> TimingsBody:
-    """A finished request's costs in milliseconds and tokens per second."""
+    """Costs in milliseconds and tokens per second."""
     num_prompt, num_predicted = timings.evaluated_tokens, timings.predicted_tokens
     drafts = {"draft_n": timings.drafted_tokens, "draft_n_accepted": timings.accepted_tokens}
     return body_of(

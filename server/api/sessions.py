@@ -1,4 +1,4 @@
-"""Which session a request belongs to, and what sessions' last turns and refused requests cost. Pure.
+"""Which session a request belongs to, and what its last turns cost. Pure.
 
 A session is a hint for slot affinity and order, never a key to other tokens. Without one the tokens themselves
 decide. What may name it stands in `_candidates`, the strongest first.
@@ -27,7 +27,7 @@ MAX_SESSIONS = 1024
 """The most sessions of all namespaces together."""
 _LOOKED_AT = 64
 MAX_TURNS = 32
-"""The most turns of one session; the sums include dropped turns."""
+"""The sums include dropped turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ _SUMMED = (*(field.name for field in fields(TokenCounts)), "lost_tokens", "lost_
 
 @dataclass
 class SessionRecord:
-    """The turns of one session; only `SessionRecords` changes it."""
+    """One session's turns; only `SessionRecords` changes it."""
 
     name: "Name"
     created: float
@@ -109,7 +109,7 @@ class SessionRecords:
         self._num_sessions = 0
 
     def record(self, name: "Name", turn: TurnRecord) -> int:
-        """Adds a turn to its session; returns its number there."""
+        """Adds a turn; returns its number in the session."""
         namespace, session_id = name.namespace, name.id
         sessions = self._namespaces.setdefault(namespace, OrderedDict())
         if session_id not in sessions:
@@ -136,7 +136,7 @@ class SessionRecords:
         return sorted(every, key=lambda session: -session.turns[-1].ended)
 
     def find(self, namespace: str, session_id: str) -> SessionRecord | None:
-        """A session, if the namespace has one of that name."""
+        """The namespace's session of that name, if any."""
         return self._namespaces.get(namespace, OrderedDict()).get(session_id)
 
     def forget(self, namespace: str, session_id: str) -> bool:
@@ -160,7 +160,6 @@ class SessionRecords:
 
 
 MAX_REFUSALS = 32
-"""The most refusals of one namespace."""
 MAX_NAMESPACES = 128
 
 _Key: TypeAlias = tuple[str, str, str]
@@ -197,7 +196,7 @@ class Refusals:
         self._namespaces: OrderedDict[str, OrderedDict[_Key, Refusal]] = OrderedDict()
 
     def record(self, refusal: Refusal) -> None:
-        """Keeps a refusal, or counts it as an equal one."""
+        """Keeps or counts a refusal."""
         known = self._namespaces.setdefault(refusal.origin.namespace, OrderedDict())
         key = refusal.path, refusal.code, refusal.message
         before = known.pop(key, None)
@@ -257,7 +256,7 @@ _SESSION_SUFFIX = re.compile(
 
 
 class SessionIdError(ValueError):
-    """An invalid session name; `param` is its place in the request."""
+    """`param` is the name's place in the request."""
 
     def __init__(self, param: str, reason: str) -> None:
         super().__init__(f"{param} {reason}")

@@ -1,4 +1,4 @@
-"""Reads request bodies and writes JSON answers and server-sent events, for all dialects.
+"""Reads bodies, writes JSON and server-sent events, for all dialects.
 
 A body is one JSON object, bounded in bytes as it arrives, also when decompressed, and in its number of values: the
 parser holds Python's lock, so values are counted first. JSON is compact UTF-8 without NaN; half a character, which
@@ -31,7 +31,7 @@ def bearer_key(headers: Mapping[str, str]) -> str:
 
 
 def number_asked(request: Request, name: str, most: int) -> int | None:
-    """A number of the query, None if it holds none; raises ApiError (400)."""
+    """A number of the query, if any; raises ApiError (400)."""
     given = request.query_params.get(name)
     if given is None:
         return None
@@ -92,11 +92,11 @@ def _broken(encoding: str) -> ApiError:
 
 
 MAX_MESSAGES: Final = 10_000
-"""The most messages of one conversation; each part and tool call counts."""
+"""Parts and tool calls count too."""
 MAX_TEXTS: Final = 200_000
-"""The most texts, field names, objects and lists of one body."""
+"""Texts, field names, objects and lists of one body."""
 MAX_VALUES: Final = 2_000_000
-"""The most values of any kind in one body; a prompt may be a list of token ids."""
+"""Values of any kind; a prompt may be a list of token ids."""
 
 _BLOCK_BYTES: Final = 1 << 16
 _NO_BACKSLASH: Final = re.compile(rb"[^\\]")
@@ -177,7 +177,7 @@ def _num_entries(message: Any) -> int:
 
 
 def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
-    """Counts for each block the texts and containers that begin, and the values that end with a comma."""
+    """Yields, per block, texts and containers that begin, and values that end with a comma."""
     start, is_in_text = 0, False
     while start < len(raw):
         # A block never ends with a backslash, so an escaped character is in its backslash's block.
@@ -192,7 +192,7 @@ def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
 
 
 def not_finite() -> ApiError:
-    """The error for a body that holds NaN or Infinity."""
+    """The error for a body with NaN or Infinity."""
     return ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
 
 

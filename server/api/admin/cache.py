@@ -1,7 +1,6 @@
 """`/v1/cache`: lists, clears, pins and primes the state of the namespace of a request's key and `?cache_salt=`.
 
-The owner of the server may name another with `?namespace=`, and sees the sums of all. `?model=` names one of several
-models. Edges keep their numbers while they exist.
+The server's owner may name another with `?namespace=`, and sees the sums of all.
 
 Priming evaluates a prefix, and generates nothing. A conversation is rendered only as far as no later message can
 change its tokens: an answer follows a user's or tool's message, a user's message any other.
@@ -116,7 +115,7 @@ class NamespaceBody(TypedDict):
 
 
 class CacheStateBody(TypedDict):
-    """What is held for one namespace, and for the owner the sums of all."""
+    """What one namespace holds; for the owner the sums of all."""
 
     object: str
     model: str
@@ -149,7 +148,7 @@ class CacheEdgeBody(TypedDict):
     uses: int
     sessions: list[str]
     seconds: float | None
-    """Time to evaluate the edge again; None until a long prompt was evaluated."""
+    """To evaluate the edge again; None until a long prompt was timed."""
 
 
 class ClearedBody(TypedDict):
@@ -209,7 +208,7 @@ async def get_edge(request: Request) -> Response:
 
 
 async def clear_cache(request: Request) -> Response:
-    """Forgets a namespace's state, but for what running requests use."""
+    """Forgets a namespace's state that no request uses."""
     namespace = visible_namespace(request)
     try:
         model, engine, states = _asked(request)
@@ -258,7 +257,7 @@ async def unpin_session(request: Request) -> Response:
 
 
 def _asked(request: Request) -> tuple[ServedModel, EnginePort, str]:
-    """The model, its engine, and under which name the namespace's states are kept there."""
+    """Model, engine, and the name of the namespace's states there."""
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
     return model, context.pool.engines[model.base_id], model.state_namespace(visible_namespace(request))
@@ -296,7 +295,6 @@ def _state_body(
 
 
 def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceBody:
-    """`names` maps adapters' digests to their names."""
     namespace, digest = client_namespace(view.namespace)
     # An adapter that was changed or is no longer served has only its digest.
     adapter = names.get(digest, digest) if digest is not None else None
@@ -337,7 +335,7 @@ class PrimedBody(TypedDict):
 
 @generate("prime-", may_stream=False)
 def prime_cache(context: ApiContext, incoming: Incoming) -> Exchange:
-    """Evaluates a prefix; what a client that leaves had computed stays."""
+    """Evaluates a prefix; the state stays if the client leaves."""
     is_chat = "messages" in incoming.fields
     if is_chat == ("prompt" in incoming.fields):
         raise wrong("messages", "send either messages or a prompt to prime", Code.MISSING_PARAMETER)

@@ -1,6 +1,6 @@
 """`/v1/sessions`: sessions, what each turn cost, and why.
 
-A request sees the sessions of its own namespace only. The owner of the server sees all, or those of `?namespace=`.
+A request sees its own namespace; the server's owner all, or `?namespace=`.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""The state of the server: health, statistics, metrics, events; loading models by hand.
+"""Health, statistics, metrics, events; loading models by hand.
 
-Statistics answer at once, without waiting for a worker. A slow reader of events is told how many it lost. A request
-sees its own namespace; the owner of the server sees all, or `?namespace=`. Everybody sees what models do.
+Statistics answer at once, without waiting for a worker. A request sees its own namespace; the server's owner sees
+all, or `?namespace=`. Everybody sees what models do.
 """
 
 import asyncio
@@ -149,7 +149,7 @@ class DraftsBody(TypedDict):
     steps: int
     """Decode steps with a draft."""
     tokens: int
-    """Tokens of answers that these steps gave."""
+    """Answers' tokens from these steps."""
 
 
 class ModelStatsBody(TypedDict):
@@ -382,7 +382,6 @@ class ModelStateBody(TypedDict):
     object: str
     loaded: bool
     changed: bool
-    """Whether this request loaded or unloaded it."""
 
 
 async def load_model(request: Request) -> Response:

@@ -1,7 +1,7 @@
-"""The Messages API: conventions, lists of models, `POST /v1/messages`, streamed or whole, and its paths.
+"""The Messages API.
 
-Clients send `x-api-key`, and read named events and `request-id`. `GET /v1/models` has Anthropic's form for
-requests with `anthropic-version`.
+Clients send `x-api-key`, and read named events and `request-id`. `GET /v1/models` has Anthropic's form for requests
+with `anthropic-version`.
 """
 
 import asyncio
@@ -234,18 +234,18 @@ class MessagesUsage(TypedDict):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: NotRequired[OutputTokensDetails]
-    """Only if the model's thinking is told apart."""
+    """If thinking is told apart."""
 
 
 class CacheMissReason(TypedDict):
-    """Why part of the conversation's last turn was not reused, in Anthropic's words."""
+    """Why the last turn was not reused, in Anthropic's words."""
 
     type: str
     cache_missed_input_tokens: NotRequired[int]
 
 
 class DiagnosticsBody(TypedDict):
-    """What was reused, why not more, and what the answer cost."""
+    """What was reused, why not more, and costs."""
 
     cache_miss_reason: CacheMissReason | None
     cache: CacheBody | None
@@ -254,7 +254,7 @@ class DiagnosticsBody(TypedDict):
 
 
 def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: bool) -> MessagesUsage:
-    """The counts at the start; with `caches_all` the whole prompt is to be cached."""
+    """The counts at the start; with `caches_all` all of the prompt is cached."""
     num_prompt, num_read = started.prompt_tokens, started.hit_tokens
     explicit = (point.offset for point in request.restore_points if point.kind is RestorePointKind.EXPLICIT)
     # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
@@ -278,7 +278,7 @@ def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> Messages
 
 
 def diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
-    """Returns the reuse; for a finished request also the times."""
+    """The reuse; for a finished request also times."""
     miss, reason = started.reuse.miss, None
     if miss is not None:
         kind = _MISS_TYPES.get(miss.reason)
@@ -339,7 +339,7 @@ def _open(context: ApiContext, incoming: Incoming, body: MessagesBody, model: Se
 
 
 class MessageExchange(Exchange):
-    """Writes one message. After tool searches further exchanges go on, each with a longer body."""
+    """Writes one message. After tool searches another exchange goes on."""
 
     def __init__(
         self, body: MessagesBody, question: Question, open_part: Callable[[MessagesBody, int], "MessageExchange"]

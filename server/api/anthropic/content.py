@@ -1,4 +1,4 @@
-"""The blocks of an answer as they grow, their events, and signatures of thinking. Pure.
+"""An answer's blocks as they grow, and their events. Pure.
 
 Clients send thinking back with its signature, which proves nothing: any thinking is accepted. The signature of hidden
 thinking holds the text.
@@ -57,7 +57,7 @@ class ThinkingBlockBody(TypedDict):
 
 
 class ToolUseBlockBody(TypedDict):
-    """A call. A call that was cut off has no input here, and in a stream a part of the input."""
+    """A call. One that was cut off has no input, in a stream a part."""
 
     type: Literal["tool_use"]
     id: str
@@ -88,7 +88,7 @@ BlockBody: TypeAlias = TextBlockBody | ThinkingBlockBody | ToolUseBlockBody | Se
 @dataclass
 class _Open:
     head: dict[str, Any]
-    """The block's type; of a call, also id and name."""
+    """Type; of a call, also id and name."""
     is_hidden: bool = False
     """Thinking whose text only the signature holds."""
     text: str = ""
@@ -107,13 +107,12 @@ class AnswerContent:
     """The content of one answer."""
 
     def __init__(self, *, shows_thinking: bool = True, searches: Container[str] = ()) -> None:
-        """Without `shows_thinking`, signatures hold the thinking. `searches` are the tool searches run here."""
+        """Without `shows_thinking`, signatures hold the thinking. `searches` run here."""
         self._shows_thinking = shows_thinking
         self._searches = searches
         self._ended: list[BlockBody] = []
         self._open: _Open | None = None
         self._num_streamed = 0
-        """Number of streamed blocks, failed calls included."""
 
     @property
     def blocks(self) -> list[BlockBody]:

@@ -1,4 +1,4 @@
-"""From a body of the Messages API to a conversation and the engine's parameters."""
+"""Reads a body of the Messages API."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,7 +83,7 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
 
 
 def _check_begun(body: PromptBody, model: ServedModel) -> None:
-    """Raises ApiError if the assistant's last message cannot be continued."""
+    """Raises ApiError."""
     check_continuable(model)
     blocks = body.messages[-1].content
     if any(block.type == "tool_use" for block in blocks):
@@ -102,7 +102,7 @@ def _cannot_begin(why: str) -> ApiError:
 
 
 class _Reader:
-    """Converts messages for templates, and tracks which tools may be called."""
+    """Converts messages, and tracks which tools may be called."""
 
     def __init__(self, tools: Sequence[ToolDefinition], define: Define) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -160,7 +160,6 @@ class _Reader:
         return _marked(message, [block])
 
     def _result_parts(self, block: ToolResultBlock) -> list[dict[str, Any]]:
-        """Texts, and neighbouring references as one block of definitions."""
         parts: list[dict[str, Any]] = []
         for kind, group in groupby(block.content or (), type):
             found: list[Any] = list(group)
@@ -199,7 +198,6 @@ def _assistant_message(blocks: Sequence[Any]) -> Message:
 
 
 def _marked(made: dict[str, Any], blocks: Sequence[Any]) -> dict[str, Any]:
-    """Adds the last mark of the blocks that something is made of."""
     marks = [mark for one in blocks if (mark := getattr(one, "cache_control", None)) is not None]
     return {**made, "cache_control": marks[-1].model_dump()} if marks else made
 

@@ -1,7 +1,6 @@
 """The Messages API's searches for deferred tools: by a regular expression, and by words (BM25).
 
-Both search the names and descriptions of tools and their arguments. A pattern may take exponential time, so a search
-is bounded in time.
+Both search names and descriptions. A pattern may take exponential time, so a search is bounded in time.
 """
 
 import math
@@ -18,7 +17,6 @@ MAX_FOUND: Final = 5
 REGEX: Final = "tool_search_tool_regex"
 BM25: Final = "tool_search_tool_bm25"
 VERSION: Final = "_20251119"
-"""Version that may follow the name in a tool's type."""
 
 MAX_SECONDS: Final = 1.0
 _SECONDS_PER_TEXT: Final = 0.05

@@ -52,7 +52,7 @@ _READ: Final = (
 
 
 def _known(value: Any) -> Any:
-    """Returns an unknown block as its text; refuses what is no text."""
+    """An unknown block as its text; refuses any other."""
     kind = value.get("type") if isinstance(value, dict) else None
     is_elsewhere = kind == "server_tool_use" and value.get("name") not in SEARCH_TOOLS
     if not isinstance(kind, str) or (kind in _READ and not is_elsewhere):
@@ -69,7 +69,6 @@ def _known(value: Any) -> Any:
 
 
 def _text_of(block: dict[str, Any]) -> str | None:
-    """An unknown block's text, if it holds nothing else."""
     held = block.get("text", block.get("content"))
     if isinstance(held, str):
         return held
@@ -139,7 +138,7 @@ class ToolDefinition(MarkedBody):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    """Whether unknown keywords in the schema of a forced call are refused."""
+    """Unknown keywords in a forced call's schema are refused."""
     defer_loading: bool | None = None
     """Left out of the prompt until the conversation refers to it."""
 
@@ -193,7 +192,7 @@ class ChangedTool(BodyModel):
 
 
 class ToolChangeBlock(MarkedBody):
-    """A tool that becomes callable, or stops being so."""
+    """A tool becomes callable, or stops being so."""
 
     type: Literal["tool_addition", "tool_removal"]
     tool: ChangedTool
@@ -296,7 +295,6 @@ class PromptBody(MarkedBody):
     thinking: ThinkingOption | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
-    """Another name of `output_config.format`."""
 
     @property
     def effort(self) -> str | None:

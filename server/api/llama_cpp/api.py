@@ -219,7 +219,7 @@ class TokenizeBody(BodyModel):
     model: str | None = None
     content: str | None = None
     prompt: str | None = None
-    """vLLM's name of the text."""
+    """vLLM's `content`."""
     add_special_tokens: bool | None = None
     """vLLM's name for `add_special`, true by default with `prompt`."""
     add_special: bool | None = None
@@ -244,7 +244,7 @@ class TokenPiece(TypedDict):
 
 
 class TokensBody(TypedDict):
-    """A text's tokens, and what vLLM says beside them."""
+    """Tokens, in llama.cpp's and vLLM's form."""
 
     tokens: list[int] | list[TokenPiece]
     count: NotRequired[int]
@@ -252,7 +252,7 @@ class TokensBody(TypedDict):
 
 
 class ContentBody(TypedDict):
-    """The text of tokens, in llama.cpp's and vLLM's name."""
+    """The text, in llama.cpp's and vLLM's name."""
 
     content: str
     prompt: str
@@ -345,7 +345,7 @@ class LlamaCompletionBody(GenerationBody):
 
 
 class LlamaCompletion(TypedDict):
-    """The answer, and each event of a stream; the last one has all fields."""
+    """An answer, also each event; the last has all fields."""
 
     index: int
     content: str
@@ -398,11 +398,10 @@ class LlamaCompletionExchange(Exchange):
         super().__init__(question, is_streamed=body.stream is True)
         self._tells_tokens = self.is_streamed or body.return_tokens is True
         self._tokens: list[int] = []
-        """Not yet sent."""
         self._num_predicted = 0
 
     def take_tokens(self, delta: Delta) -> None:
-        """Keeps the tokens for the next event, or the answer."""
+        """Keeps the tokens for the next event."""
         self._tokens.extend(delta.token_ids)
         self._num_predicted += len(delta.token_ids)
 

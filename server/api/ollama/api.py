@@ -1,4 +1,4 @@
-"""The paths of Ollama's dialect, what its clients ask of the server, and models: told, made and pulled.
+"""The paths of Ollama's dialect.
 
 Only the owner of the server changes models. A name is never taken for a path, creating and copying download nothing,
 and weights are never deleted.
@@ -130,7 +130,7 @@ class ShowBody(BodyModel):
 
 
 async def root(request: Request) -> Response:
-    """Says that the server is there; without the console, browsers are told of no page."""
+    """Says that the server is there."""
     if "text/html" in request.headers.get("accept", ""):
         raise ApiError(Code.UNKNOWN_PATH, explain_unknown_path(request.method, request.url.path))
     return PlainTextResponse(RUNNING)
@@ -269,7 +269,7 @@ def _time(seconds: int) -> str:
 
 
 def _count_text(count: int) -> str:
-    """A number as Ollama writes it: 751.63M, 8.0B; nothing for 0, the count of a model that is not loaded."""
+    """A number as Ollama writes it: 751.63M, 8.0B; nothing for 0."""
     if not count:
         return ""
     if count >= 10**9:
@@ -324,7 +324,7 @@ class CreateBody(_NamingBody):
     messages: list[FirstMessage] | None = None
     license: str | list[str] | None = None
     stream: bool | None = None
-    """Steps are sent as lines unless false."""
+    """Streamed unless false."""
 
 
 _IN_CREATE = {
@@ -343,7 +343,7 @@ class CreateStatus(TypedDict):
 
 
 async def create_model(request: Request) -> Response:
-    """Makes a model from another, with defaults of its own; raises ApiError (400, 403, 404)."""
+    """Makes a model from another; raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CreateBody, _IN_CREATE, "names models")
     await asyncio.to_thread(_create, context_of(request), body)
     if body.stream is False:
@@ -380,7 +380,7 @@ def _create(context: ApiContext, body: CreateBody) -> None:
 
 
 def _asked(body: CreateBody) -> Modelfile:
-    """Base and settings of the new model; raises ApiError."""
+    """Raises ApiError."""
     if body.modelfile:
         try:
             return parse_modelfile(body.modelfile)
@@ -429,7 +429,7 @@ def _source(context: ApiContext, name: str, param: str) -> ModelSource:
 
 
 def _place(source: ModelSource) -> WeightsPlace:
-    """The name of a model if the name leads to the folder of its weights, else the folder."""
+    """A model's name if it leads to the weights, else their folder."""
     place = installed_place(source.name) or installed_place(source.id)
     folder = os.path.realpath(source.path)
     if place is not None and os.path.realpath(folder_of(place)) == folder:

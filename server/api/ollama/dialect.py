@@ -1,4 +1,4 @@
-"""What Ollama's endpoints share: lines of JSON, errors as a text, common fields, and `context`.
+"""What Ollama's endpoints share.
 
 `follow_up` continues the tokens that `/api/generate` returned as `context`. These tokens end with the model's reply,
 without the template's text after it, so the next message is rendered after a sample reply.
@@ -130,7 +130,7 @@ def thinks(model: ServedModel) -> bool:
 
 
 def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any]:
-    """The template's arguments; raises ApiError (400) for a model without reasoning."""
+    """Raises ApiError (400) for a model without reasoning."""
     if body.think and not thinks(model):
         raise wrong("think", f"{model.id!r} does not support thinking", Code.UNSUPPORTED_PARAMETER)
     effort = body.think if isinstance(body.think, str) else None

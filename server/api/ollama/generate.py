@@ -85,7 +85,7 @@ def head_of(name: str) -> OllamaHead:
 
 
 def answer_loading(context: ApiContext, body: OllamaBody, said: Mapping[str, Any]) -> ModelReady:
-    """The answer to a request that only loads or unloads a model; raises as `find_model` does."""
+    """Answers a request that only loads or unloads a model; raises as `find_model`."""
     is_unloading = body.keep_alive == 0
     end: OllamaEnd = {"done": True, "done_reason": "unload" if is_unloading else "load"}
     answer = {**head_of(body.model or ""), **said, **end}
@@ -153,7 +153,7 @@ class OllamaExchange(Exchange):
         return self.written(self.message, finished)
 
     def keep(self, event: OutputEvent) -> SaidMessage | None:
-        """Adds an event to the message; returns what a stream tells of it."""
+        """Adds an event; returns what a stream tells."""
         match event:
             case Text(text):
                 self._said += text
@@ -171,7 +171,7 @@ class OllamaExchange(Exchange):
         return message
 
     def written(self, said: SaidMessage, finished: Finished | None) -> Payload:
-        """The object that tells what was `said`, the last one if the answer has `finished`."""
+        """The object for `said`; the last if `finished`."""
         return {**head_of(self._name), **self.content(said, finished), **self._end(finished)}
 
     def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
@@ -258,7 +258,7 @@ class OllamaGenerateExchange(OllamaExchange):
             self.parser = self.model.output_parser((), self.prompt.text)
 
     def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
-        """The fields of text and reasoning, and the tokens that a next prompt may continue."""
+        """Text, reasoning, and tokens that a next prompt may continue."""
         fields: dict[str, Any] = {"response": said["content"], "thinking": said.get("thinking")}
         if finished is not None and not self._is_raw:
             fields["context"] = [*self.request.tokens.tolist(), *finished.token_ids]
@@ -291,7 +291,7 @@ class OllamaMessage(BodyModel):
 
 
 class OfferedFunction(BodyModel):
-    """What a tool does and takes, as the model is shown it."""
+    """A tool, as the model is shown it."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
@@ -451,7 +451,7 @@ class EmbeddingPromptBody(_VectorsBody):
 
 
 class EmbedAnswer(TypedDict):
-    """The vectors of all texts, and what they took."""
+    """Vectors of all texts, and costs."""
 
     model: str
     total_duration: int

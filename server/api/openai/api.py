@@ -1,4 +1,4 @@
-"""The paths of OpenAI's dialect, and its lists of models: OpenAI's own and LM Studio's."""
+"""The paths of OpenAI's dialect, LM Studio's included."""
 
 import asyncio
 from typing import Any
@@ -33,7 +33,7 @@ class ModelBody(TypedDict):
     created: int
     owned_by: str
     root: str
-    """The model with the same weights, without an adapter."""
+    """The model without an adapter."""
     parent: str | None
     loaded: bool
     """Otherwise the first request that names it loads it."""

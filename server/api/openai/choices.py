@@ -1,4 +1,4 @@
-"""OpenAI's answers of one choice or several, streamed or whole: the parts that chat and completions share."""
+"""What answers of chat and completions share."""
 
 import time
 from abc import abstractmethod
@@ -75,7 +75,7 @@ class PromptIds(TypedDict, total=False):
 
 
 class ChoiceEnd(TypedDict, total=False):
-    """The tokens of a choice if requested, and what ended it, in vLLM's and SGLang's words: a stop or an error."""
+    """A choice's tokens if requested, and its end, in vLLM's and SGLang's words."""
 
     token_ids: list[int]
     stop_reason: str | int | None
@@ -168,7 +168,7 @@ class TextLogprobsWriter:
         }
 
     def write_all(self, prompt: Sequence[int], scored: Sequence[TokenLogprob], num_characters: int) -> TextLogprobs:
-        """The log-probabilities of an echoed prompt of `num_characters` and its answer.
+        """The log-probabilities of an echoed prompt and its answer.
 
         The first token has no log-probability, and the tokenizer's prefix is not echoed.
         """
@@ -199,13 +199,10 @@ class ChoiceExchange(Exchange):
         super().__init__(question, is_streamed=body.stream is True)
         self.index = index
         self.answer_id = self.request.request_id
-        """The same for all choices."""
         self._others: Sequence[ChoiceExchange] = ()
         self.names = TokenNames(self.model.token_texts, body.return_tokens_as_token_ids is True)
         self._logprobs: list[TokenLogprob] = []
-        """Log-probabilities not yet written, only if requested."""
         self._token_ids: list[int] = []
-        """Tokens not yet written."""
         self._num_tokens = 0
         self._tells_ids = body.return_token_ids is True
         self._prompt_ids: PromptIds = {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
@@ -222,7 +219,7 @@ class ChoiceExchange(Exchange):
 
     @abstractmethod
     def take(self, piece: Piece) -> Payload | None:
-        """Keeps a piece; returns what it adds to the choice of a chunk, if anything."""
+        """Keeps a piece; returns what it adds to a chunk."""
 
     @abstractmethod
     def whole(self, end: Finished | Failed) -> Payload:
@@ -233,7 +230,7 @@ class ChoiceExchange(Exchange):
         """The next tokens' log-probabilities, if requested."""
 
     def take_tokens(self, delta: Delta) -> None:
-        """Keeps the tokens for the next chunk, or the answer.
+        """Keeps the tokens for the next chunk.
 
         Tokens without text send log-probabilities only beside token ids: both lists have the same length.
         """
@@ -262,7 +259,7 @@ class ChoiceExchange(Exchange):
         return (self, *self._others)
 
     def with_others(self, others: "Sequence[ChoiceExchange]") -> Self:
-        """Makes this the first of all choices; returns it."""
+        """Makes this the first choice."""
         self._others = others
         for other in others:
             other.answer_id = self.answer_id
@@ -314,7 +311,7 @@ class ChoiceExchange(Exchange):
         }
 
     def chunk(self, added: Payload | None, reason: str | None = None) -> dict[str, Any]:
-        """A chunk with what is added to the choice; without choices if that is None."""
+        """A chunk; without choices if `added` is None."""
         choices: list[Payload] = []
         if added is not None:
             told = self.untold()
@@ -350,7 +347,7 @@ class ChoiceExchange(Exchange):
 
 
 def token_counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
-    """The counts of a request, which may not have ended."""
+    """The counts of a request so far."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_predicted,
@@ -381,7 +378,7 @@ def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) ->
 
 
 def request_of_choice(request: GenerationRequest, index: int, number: int) -> GenerationRequest:
-    """The request for choice `index` of all, answer `number` to its prompt, both from 0.
+    """The request for choice `index`, answer `number` to its prompt, both from 0.
 
     Seeds differ; the first answer is that of a single request.
     """

@@ -1,4 +1,4 @@
-"""The conventions of OpenAI's clients: a bearer key, unnamed events, `[DONE]`, and errors."""
+"""The conventions of OpenAI's clients."""
 
 from typing_extensions import TypedDict
 

@@ -161,4 +161,3 @@ IN_MESSAGE: Rules = {
     **refused("its name here is reasoning_content", 'thinking=""'),
     **refused("tools stand in the body, not in a message", "tools=[]"),
 }
-"""Fields of one message of a conversation."""

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `/v1/completions`: OpenAI's chat, and its plain completions, streamed or whole."""
+"""`POST /v1/chat/completions` and `/v1/completions`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,7 +79,7 @@ class FunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """What a chunk adds to a call; `id` and `type` come first."""
+    """`id` and `type` come first."""
 
     index: int
     id: NotRequired[str]
@@ -210,7 +210,7 @@ def _grammar(
 
 
 def _predicted(body: ChatBody, model: ServedModel) -> TokenArray | None:
-    """The prediction's tokens, as text; None if there are none. Raises ApiError beyond the context."""
+    """The prediction's tokens, if any. Raises ApiError beyond the context."""
     text = plain_text(body.prediction.model_dump()["content"]) if body.prediction is not None else ""
     if not text:
         return None
@@ -325,7 +325,7 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """The same for prompt tokens; raises ApiError for excluding fields."""
+        """Raises ApiError for excluding fields."""
         is_scored = self.echo is True and self.logprobs is not None
         if self.max_tokens == 0 and not is_scored:
             raise wrong("max_tokens", "0 is taken with echo and logprobs only")
@@ -336,7 +336,7 @@ class CompletionBody(GenerationBody):
 
 
 class TextChoice(ChoiceEnd, PromptIds):
-    """One choice of an answer, or what a chunk adds to it."""
+    """One choice, or a chunk of it."""
 
     index: int
     text: str
@@ -398,7 +398,6 @@ class CompletionExchange(ChoiceExchange):
     nothing: ClassVar[Payload] = {"text": ""}
 
     def __init__(self, body: CompletionBody, question: Question, index: int = 0, repeated: str = "") -> None:
-        """`repeated` is the echoed prompt."""
         super().__init__(body, question, index)
         self._texts = [repeated]
         count = body.num_top_logprobs()
@@ -428,5 +427,5 @@ class CompletionExchange(ChoiceExchange):
         return self._writer.write(told) if self._writer is not None else None
 
     def ids(self) -> Payload:
-        """The tokens not yet written, if requested; first the prompt's."""
+        """Tokens not yet written, if requested."""
         return {**self.prompt_ids(), **super().ids()}

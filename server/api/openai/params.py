@@ -1,4 +1,4 @@
-"""From the body of OpenAI's generation endpoints, without its prompt, to the engine's parameters."""
+"""Reads the engine's parameters from a body of OpenAI's."""
 
 import re
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ def _grammar(body: GenerationBody) -> AnswerGrammar | None:
 
 
 def refuse_going_on(body: GenerationBody, why: str) -> None:
-    """Raises ApiError (400) for fields that continue an answer, where the answer must end by itself."""
+    """Raises ApiError (400) for fields that continue an answer."""
     wishes = {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens, "min_new_tokens": body.min_new_tokens}
     for name, wish in wishes.items():
         if wish:

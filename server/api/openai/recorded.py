@@ -1,4 +1,4 @@
-"""A recorded chat completion, read as the server reads it: by the dialect, with a model's template and tokenizer."""
+"""A recorded chat completion, read as the server reads it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ class ModelReader:
         self._orders = ToolOrders() if hygiene else None
 
     def read(self, request: Recorded) -> Read | None:
-        """Returns a request's tokens; notes a request that the server refuses, and returns None."""
+        """A request's tokens; None for one that the server refuses, which is noted."""
         namespace, model = request.prompt.namespace, request.prompt.model
         try:
             source = self._conversation(request.body, namespace)

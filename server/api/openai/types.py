@@ -40,7 +40,7 @@ DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 
 
 def breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int, ...]:
-    """Returns, sorted, the tokens that hold one of `texts`, or the last token of a text that none holds."""
+    """Sorted tokens that hold one of `texts`, or the last token of a text that none holds."""
     found: set[int] = set()
     for text in DEFAULT_BREAKERS if texts is None else filter(None, texts):
         last = model.renderer.tokenize(text)[-1:]
@@ -49,7 +49,7 @@ def breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int
 
 
 def bad_word_tokens(texts: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Returns each text's tokens at the start of a line and after a blank."""
+    """Each text's tokens at a line's start and after a blank."""
     forms = {form: None for text in texts for form in (text.lstrip(), " " + text.lstrip()) if text.strip()}
     found = dict.fromkeys(tuple(model.renderer.tokenize(form)) for form in forms)
     return tuple(ids for ids in found if ids and max(ids) < model.vocab_size)
@@ -157,7 +157,6 @@ _MAKERS: Mapping[str, Callable[[Any], Grammar]] = {
 
 
 def _made(fields: BodyModel) -> Iterator[tuple[str, Grammar]]:
-    """Yields each field that binds the answer, and its grammar."""
     for name, make in _MAKERS.items():
         if name in type(fields).model_fields and (value := getattr(fields, name)) is not None:
             yield name, make(value)
@@ -182,7 +181,6 @@ def as_limit(value: Any) -> Any:
 
 
 def _stop_strings(value: Any) -> Any:
-    """A list without empty texts."""
     texts = [value] if isinstance(value, str) else value
     return [text for text in texts if text != ""] if isinstance(texts, list) else texts
 
@@ -204,7 +202,7 @@ class StreamOptions(BodyModel):
     """What a stream holds beside the text."""
 
     include_usage: bool | None = None
-    """Send the token counts in a last chunk."""
+    """Counts come in a last chunk."""
     include_obfuscation: bool | None = None
     """Without effect."""
     continuous_usage_stats: bool | None = None
@@ -215,7 +213,7 @@ class SharedBody(BodyModel):
     """Fields that the Responses API has, too."""
 
     model: str | None = None
-    """May be left out if only one model is served."""
+    """Optional if only one model is served."""
     stream: bool | None = None
     session_id: str | None = None
     cache_prompt: bool | None = None
@@ -290,7 +288,7 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
     """Ollama's fields; those of the body itself take precedence."""
 
     def num_top_logprobs(self) -> int | None:
-        """How many likeliest tokens to send with each, if any."""
+        """Likeliest tokens to send with each, if any."""
         return None
 
     def least(self) -> int:
@@ -454,7 +452,7 @@ class ChatMessage(BodyModel):
     prefix: bool | None = None
     """On the last message: the answer continues it."""
     cache_control: dict[str, Any] | None = None
-    """Any object makes the prompt restorable behind this."""
+    """As in `ContentPart`."""
     audio: None = None
     function_call: None = None
 
@@ -539,10 +537,9 @@ class ChatBody(GenerationBody, CallingBody):
     prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """Number of likeliest tokens to send with each token."""
 
     def num_top_logprobs(self) -> int | None:
-        """As in the base class; raises ApiError without `logprobs`."""
+        """Raises ApiError without `logprobs`."""
         if not self.logprobs and self.top_logprobs:
             raise wrong("top_logprobs", "it needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,4 +1,4 @@
-"""The paths of the Responses API, and the endpoints of stored responses and conversations.
+"""The paths of the Responses API, and its stored responses and conversations.
 
 A conversation keeps items under one name, with or without responses that continue them.
 """
@@ -38,7 +38,6 @@ from server.api.wire import JsonBody, number_asked, sse_event
 
 Found = TypeVar("Found")
 Ask: TypeAlias = Callable[[ResponseStore, str, str], Any]
-"""Asks a store for an entry of a namespace, by name."""
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
 MAX_EVENTS = 999_999_999
@@ -47,7 +46,6 @@ _NAMED = {
     "conversation_id": "conversation {}",
     "item_id": "item {} in the conversation",
 }
-"""What each parameter of a path names."""
 
 
 class Deletion(TypedDict):
@@ -114,7 +112,7 @@ async def get_response(request: Request) -> Response:
 
 
 async def delete_response(request: Request) -> Response:
-    """Forgets a response; one that is made is cancelled."""
+    """Forgets a response, cancelled if unfinished."""
     run = _run_of(request)
     if run is not None:
         await run.cancel()
@@ -125,7 +123,7 @@ async def delete_response(request: Request) -> Response:
 
 
 async def cancel_response(request: Request) -> Response:
-    """Cancels a response in the background; returns it, also if it had ended."""
+    """Cancels a response in the background, if it has not ended."""
     run = _run_of(request)
     if run is not None:
         await run.cancel()

@@ -1,4 +1,4 @@
-"""Responses that are made in the background: their events are kept, so that clients may come, leave and come back.
+"""Responses made in the background, whose events are kept for clients that come back.
 
 A run takes over the permit, the model and the slot of its request, and gives them back when the response ends. Runs
 are bounded in number by namespace, in bytes together, and in time. Event loop only.
@@ -14,7 +14,6 @@ from server.api.errors import ApiError, Code, retry_later, wrong
 from server.app.config import ServerConfig
 
 MAX_RUNNING: Final = 16
-"""The most unfinished runs of one namespace."""
 MAX_RUNS: Final = 256
 """The most runs of all namespaces, ended ones included."""
 MAX_EVENT_BYTES: Final = 1 << 26
@@ -39,7 +38,7 @@ class Written(Protocol):
 
 
 class BackgroundRun:
-    """One response that is being made, or has ended."""
+    """One response, unfinished or ended."""
 
     def __init__(self, runs: "BackgroundRuns", place: tuple[str, str], written: Written, answer: Answer) -> None:
         self._runs = runs
@@ -69,7 +68,7 @@ class BackgroundRun:
         await self._grown.wait()
 
     async def cancel(self) -> None:
-        """Ends the run, if it has not ended; returns when it has."""
+        """Ends the run; returns when it has ended."""
         assert self._task is not None, "a run is found once it is made"
         if not self.has_ended:
             self._is_cancelled = True
@@ -99,7 +98,7 @@ class BackgroundRun:
         return num_bytes
 
     async def make(self, held: ExitStack) -> None:
-        """Writes the response to its end, and closes `held`. The events are kept for a while."""
+        """Writes the response to its end, and closes `held`."""
         assert self._written is not None and self._answer is not None, "a run is made once"
         self._task = asyncio.current_task()
         try:
@@ -114,7 +113,7 @@ class BackgroundRun:
             asyncio.get_running_loop().call_later(KEPT_SECONDS, self._runs.forget, *self._place)
 
     async def _write(self, written: Written, answer: Answer) -> ApiError | None:
-        """Why a response was broken off, unless it was cancelled."""
+        """Why a response was broken off, unless by a cancel."""
         try:
             async with asyncio.timeout(MAX_SECONDS):
                 async for event in written.written(answer):
@@ -163,7 +162,7 @@ class BackgroundRuns:
         return run
 
     def forget(self, namespace: str, name: str) -> None:
-        """Forgets a run and its events, if it is kept."""
+        """Forgets a run and its events."""
         run = self._runs.pop((namespace, name), None)
         self._num_bytes -= 0 if run is None else run.num_bytes
 

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: reads a body and its history, answers, and stores the response.
+"""`POST /v1/responses`.
 
 Unlike in other dialects, an unknown field is refused. Every event and the store show the same response object. A
 planning thread waits for the store.
@@ -63,7 +63,7 @@ class AnswerTokensDetails(TypedDict):
 
 
 class ResponseUsage(TypedDict):
-    """Token counts of one request, as this API names them."""
+    """Token counts in this API's names."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -160,7 +160,7 @@ def error_of(error: ApiError) -> ResponseError:
 def begun_response(
     body: ResponsesBody, fields: Mapping[str, Any], request: GenerationRequest, model: str
 ) -> ResponseBody:
-    """Returns a response before its first token; `fields` are the body's as sent."""
+    """A response before its first token; `fields` are as sent."""
     wish = body.reasoning or ReasoningWish()
     return body_of(
         ResponseBody,
@@ -208,13 +208,13 @@ class ReadInput:
     new: Sequence[Item]
     """With ids; references are resolved."""
     session: str | None
-    """The name of the chain of responses; None at its beginning."""
+    """The chain's name; None at its beginning."""
     tools: ToolSet
     conversation: Conversation
 
 
 def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules) -> Body:
-    """Returns the checked body; raises ApiError (400), also for an unknown field."""
+    """Raises ApiError (400), also for an unknown field."""
     unknown = sorted(fields.keys() - rules.keys() - kind.model_fields.keys())
     if unknown:
         name = unknown[0][:200]
@@ -223,7 +223,7 @@ def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules) -> Bo
 
 
 def with_ids(items: Sequence[Item], name: str) -> list[Item]:
-    """Checked items as stored: with ids made of `name`, a message's text as a part."""
+    """Items as stored: ids made of `name`, a message's text as a part."""
     return [_as_kept(item, f"in_{name}_{index}") for index, item in enumerate(items)]
 
 
@@ -269,7 +269,7 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
 
 
 def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[list[Item], str | None]:
-    """The items before a request's own, and the name of their chain."""
+    """Earlier items, and their chain's name."""
     name, conversation = body.previous_response_id, body.conversation
     if name is not None and conversation is not None:
         raise wrong("conversation", "it cannot be given with previous_response_id")
@@ -396,11 +396,11 @@ class ResponseExchange(Exchange):
             self._keeper.in_background(self._run.make(held.pop_all()))
 
     def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields each event with its number; the last holds the whole response."""
+        """Yields numbered events; the last holds the whole response."""
         return self.written(answer) if self._run is None else self._run.events()
 
     async def written(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields each event with its number, whoever reads them."""
+        """Yields numbered events, whoever reads them."""
         async for event in self._told(answer):
             yield self._numbered(event)
 
@@ -445,7 +445,7 @@ class ResponseExchange(Exchange):
             yield await self._cut("failed", explain(error, self.request.request_id))
 
     async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> ResponseEvent:
-        """The last event of a response that was cut off, with its content so far."""
+        """The last event of a cut-off response."""
         self._output.close("incomplete")
         why = None if error is None else error_of(error)
         self._response = {**self._response, "status": status, "error": why, "output": list(self._output.items)}

@@ -1,4 +1,4 @@
-"""Items of prompts and answers: their types, and the messages read from them.
+"""Items of prompts and answers, and messages read from them.
 
 What the assistant does between two messages of others is one message.
 """
@@ -134,7 +134,7 @@ SKIPPED_ITEM_TYPES: Final = (
     "mcp_list_tools",
     "compaction",
 )
-"""Only other servers can read these; left out of the prompt."""
+"""Left out of the prompt: only other servers read these."""
 
 
 def check_items(items: Sequence[Any], param: str = "input") -> list[Item]:
@@ -168,7 +168,7 @@ def search_outputs(items: Sequence[Item]) -> list[Item]:
 
 
 def read_messages(items: Sequence[Item], found: Mapping[str, str] | None = None) -> list[Message]:
-    """Returns checked items as messages for templates; references must be resolved.
+    """Checked items as messages; references must be resolved.
 
     `found` maps the call ids of tool searches to definitions.
     """
@@ -194,7 +194,6 @@ def _chat_messages(items: Sequence[Item], found: Mapping[str, str]) -> list[dict
 
 
 def _assistant_part(item: Item) -> dict[str, Any] | None:
-    """An item's part of the assistant's message; None for somebody else's."""
     match item["type"]:
         case "message" if item["role"] == "assistant":
             return {"content": _text(item["content"])}

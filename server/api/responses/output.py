@@ -1,7 +1,7 @@
-"""The output of an answer: its items as they grow, their events, and the client's tools. Pure.
+"""An answer's items as they grow, their events, and the client's tools. Pure.
 
-An item is announced, grows and is done before the next begins. The sender numbers the events. Thoughts return as
-encrypted content, for clients that send nothing else of them back; it is no secret and proves nothing.
+An item is announced, grows and is done before the next begins. Thoughts return as encrypted content, for clients that
+send nothing else of them back; it is no secret and proves nothing.
 """
 
 import json
@@ -39,7 +39,7 @@ class ClientTool:
 
 @dataclass(frozen=True)
 class ToolSet:
-    """One request's tools, and the names that the model sees."""
+    """One request's tools."""
 
     shown: Sequence[Mapping[str, Any]] = ()
     """Functions at the head of the prompt."""
@@ -103,7 +103,7 @@ class CustomInput:
         return added
 
     def finish(self) -> tuple[str, str]:
-        """The whole input, and what `feed` has not returned of it.
+        """The whole input, and its part that `feed` has not returned.
 
         Other arguments are the input themselves, but for a single text under another name. If they were cut off, the
         input is what was returned.
@@ -151,12 +151,9 @@ class _OpenItem:
 
 @dataclass(frozen=True)
 class _Form:
-    """The names of an item of text and of its only part."""
-
     kind: str
     prefix: str
     fields: Mapping[str, Any]
-    """The item's fields besides the part."""
     place: Literal["content", "summary"]
     """The item's field with the part."""
     part: str
@@ -300,18 +297,15 @@ class AnswerOutput:
         `is_summary`: reasoning is its own summary. `is_enclosed`: it is repeated as encrypted content.
         """
         self.items: list[ItemBody] = []
-        """The output items that have ended."""
         self._name = name
         self._tools = tools
         self._reasoning = _SUMMARY if is_summary else _REASONING
         self._is_enclosed = is_enclosed
         self._open: _OpenItem | None = None
         self._num_begun = 0
-        """Failed calls included."""
 
     @property
     def so_far(self) -> list[ItemBody]:
-        """The items that have ended, and the open one."""
         return [*self.items, *(() if self._open is None else (self._open.body("in_progress"),))]
 
     def add(self, piece: Piece) -> list[ResponseEvent]:

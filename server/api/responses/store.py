@@ -1,4 +1,4 @@
-"""Responses and conversations in SQLite: in a file if the server keeps state on disk, else in memory.
+"""Responses and conversations in SQLite, in a file or in memory.
 
 No namespace sees another's. Above the limits, the least recently used chain or conversation goes first. A response
 holds its own input and output, and its parent's id. Methods block, and raise sqlite3.Error.
@@ -26,7 +26,6 @@ FILE_NAME: Final = "responses.sqlite3"
 MAX_RESPONSES: Final = 10_000
 MAX_DISK_BYTES: Final = 1 << 30
 MAX_MEMORY_BYTES: Final = 1 << 26
-"""The most bytes of JSON stored in memory."""
 MAX_CHAIN: Final = 10_000
 """Responses of one chain read for a prompt."""
 _MODE_ATTEMPTS: Final = 250
@@ -116,7 +115,7 @@ class ResponseStore:
             self._evict(database)
 
     def chain(self, namespace: str, response_id: str) -> list[StoredResponse]:
-        """A response and all before it, oldest first; empty if it is not stored.
+        """A response and all before it, oldest first, if stored.
 
         The first one has a parent if the parent was deleted.
         """
@@ -161,7 +160,7 @@ class ResponseStore:
             return [json.loads(text) for (text,) in database.execute(statement, (namespace, conversation_id))]
 
     def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> bool:
-        """Adds items with ids to a conversation; returns whether it is there."""
+        """Adds items with ids; returns whether the conversation is there."""
         with self._opened() as database:
             return self._add(database, namespace, conversation_id, items)
 
@@ -272,7 +271,6 @@ def _is_over(database: sqlite3.Connection, max_responses: int, max_bytes: int) -
 
 
 def _forget_oldest(database: sqlite3.Connection) -> bool:
-    """False if none is stored."""
     statement = """
     SELECT is_chain, namespace, name FROM (
         SELECT 1 AS is_chain, namespace, session AS name, used FROM chains

@@ -1,4 +1,4 @@
-"""Bodies of the Responses API, and its tools as functions, which are all that a model knows.
+"""Bodies of the Responses API, and its tools as functions.
 
 A custom tool gets one argument `input`, a namespace is a prefix, a tool search that the client runs is `tool_search`.
 Tools that OpenAI runs are left out or refused.
@@ -86,7 +86,7 @@ class InputBody(CallingBody):
     """The fields that make the prompt."""
 
     model: str | None = None
-    """May be left out if only one model is served."""
+    """Optional if only one model is served."""
     input: Items = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -114,7 +114,7 @@ class ResponsesBody(InputBody, SharedBody):
     max_tool_calls: Whole | None = None
     seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
     background: bool | None = None
-    """The response is finished even if the client leaves."""
+    """The response outlives its client."""
 
     @property
     def is_stored(self) -> bool:
@@ -142,13 +142,12 @@ class ResponsesBody(InputBody, SharedBody):
 
 
 LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation")
-"""Offered by coding agents to every server; the model does not see them."""
+"""Coding agents offer these to every server."""
 _QUERY: Final = {
     "type": "object",
     "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
     "required": ["query"],
 }
-"""Default arguments of a tool search."""
 
 
 class NamedTool(BodyModel):
@@ -212,7 +211,6 @@ def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = Tru
 
 
 def _flattened(tools: Sequence[Any], param: str) -> Iterator[tuple[str, Mapping[str, Any], NamespaceTool | None]]:
-    """Yields each tool, but those left out, with place and namespace."""
     for index, tool in enumerate(tools):
         place = f"{param}[{index}]"
         if _type_of(tool) == "namespace":
@@ -240,7 +238,6 @@ def _type_of(tool: Any) -> Any:
 
 
 def _read(tool: Mapping[str, Any], place: str, namespace: NamespaceTool | None) -> tuple[dict[str, Any], ClientTool]:
-    """The function for the model, and the client's tool."""
     own_name = namespace.name if namespace is not None else None
     match _type_of(tool):
         case "function":
