@@ -1,4 +1,4 @@
-"""Measures one model on this machine: decoding beside mlx-lm's `BatchGenerator`, prefill, and what the cache saves.
+"""Measures one model: decoding beside mlx-lm's `BatchGenerator`, prefill, and what the cache saves.
 
 Knows no HTTP. Prompts are random tokens. Two sides take turns of a few steps in one process, so that other programs
 slow both alike. All of it belongs to one thread.
@@ -39,7 +39,6 @@ WARM_UP_STEPS = 3
 BLOCK_STEPS = 4
 MIN_BLOCKS = 3
 NEW_TOKENS = 64
-"""Tokens of a conversation's next turn."""
 GROWN_TOKENS = 9 * NEW_TOKENS
 """Tokens by which a conversation grows during its measurement."""
 SAVE_SECONDS = 10.0
@@ -49,11 +48,11 @@ NUM_BLOCKS = 10
 CHUNKS = (256, 512, 1024, 2048)
 PREFILL_TOKENS = (4096, 2048, 1024, 512)
 PREFILL_SHARE = 0.3
-"""Part of the time for prefill: the longest of `PREFILL_TOKENS` expected to need no more is taken."""
+"""Part of the time for prefill."""
 LOOK_TOKENS = 512
 TURN_TOKENS = (2000, 8000, 32_000)
 SHARE = 0.5
-"""Part of the time left; a measurement expected to need more comes last, and may take all of it."""
+"""Part of the time left; a longer measurement comes last, and may take all."""
 MAX_REASON = 200
 
 
@@ -63,13 +62,13 @@ class TimeUp(Exception):
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A sequence up to its last token, which is to be fed first."""
+    """A sequence up to its last token, to be fed first."""
 
     tokens: NDArray[np.int32]
     caches: list[LayerCache]
 
     def copies(self, spare_tokens: int | None = None) -> list[LayerCache]:
-        """Caches of one's own, with capacity for `spare_tokens` more as the engine sizes them."""
+        """Own caches, with capacity for `spare_tokens` more as the engine sizes them."""
         caches = copy.deepcopy(self.caches)
         if spare_tokens is not None:
             Layout(caches).resize(caches, len(self.tokens) + spare_tokens)
@@ -196,7 +195,7 @@ class Side(Protocol):
 
 
 class TimedSide:
-    """One side with its times and its memory. Joining rows is not timed: the peer merges caches, we do not."""
+    """One side's times and memory. Joining rows is not timed."""
 
     def __init__(self, make: Callable[[], Side]) -> None:
         gc.collect()
@@ -210,7 +209,7 @@ class TimedSide:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that sequences and the work on them take, beyond the model."""
+        """Of sequences and the work on them, beyond the model."""
         return self._resident_bytes + self._passing_bytes
 
     def decode_block(self) -> None:
@@ -249,7 +248,7 @@ class Comparison:
 
 
 def compare(subject: Subject, lengths: Sequence[int], num_blocks: int) -> Comparison:
-    """Has both sides decode rows of these lengths, a block at a time; fewer blocks where time ends.
+    """Decodes rows of these lengths, a block at a time; fewer blocks where time ends.
 
     Raises TimeUp, and ValueError where the peer cannot batch the model.
     """
@@ -294,7 +293,6 @@ class MeasuredConversation:
         self._hit_tokens = 0
         self._cache = self._open()
         self.figures: dict[str, float] = {"tokens": num_tokens}
-        """Figures measured so far."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -351,7 +349,7 @@ class MeasuredConversation:
         return lease
 
     def _next_turn(self, before: Callable[[], object] = lambda: None, num_times: int = 4) -> float:
-        """Returns the median milliseconds of turns after `before`, without the first of several: it may compile."""
+        """Median milliseconds of turns after `before`, without the first: it may compile."""
         times = []
         for _ in range(num_times):
             before()
@@ -386,10 +384,8 @@ class Measurement:
 
     name: str
     prompts: Sequence[int]
-    """Lengths of the prompts evaluated."""
     context_tokens: int
     held_tokens: int
-    """Tokens whose state is in memory at once."""
     act: Callable[[], None]
 
 
@@ -450,7 +446,7 @@ class Bench:
                 self.rows.left_out.append(f"{one.name}: {reason}")
 
     def _look(self) -> None:
-        """Learns how fast prompts are, and how large their state."""
+        """Learns prompts' speed and size."""
         self._subject.until = self._limits.until
         num_tokens = max(min(LOOK_TOKENS, self._limits.context_tokens - GROWN_TOKENS), NEW_TOKENS)
         for _ in range(2):  # the first may compile
@@ -490,7 +486,7 @@ class Bench:
         return None
 
     def _try(self, one: Measurement, seconds: float) -> str | None:
-        """Measures; returns why a measurement did not end, if so."""
+        """Returns why a measurement did not end, if so."""
         self._subject.until = time.perf_counter() + seconds
         try:
             one.act()

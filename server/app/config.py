@@ -1,8 +1,8 @@
 """Every setting: its default, range, unit, help text and origin, in one place. Pure.
 
-The command line, `--help` and the documentation are made from the fields below. `--cache-memory` is `cache_memory` in
-the file and `MLX_SERVE_CACHE_MEMORY` in the environment. A flag goes before a variable, a variable before the file,
-the file before the default. No part of the server reads variables.
+Command line, `--help` and documentation are made from these fields. `--cache-memory` is `cache_memory` in the file
+and `MLX_SERVE_CACHE_MEMORY` in the environment. Flags go before variables, variables before the file. No part of the
+server reads variables.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
 
 
 class ConfigError(ValueError):
-    """Names the setting, its value and what would be accepted."""
+    """Names setting, value and what would be accepted."""
 
 
 def _setting(
@@ -285,7 +285,6 @@ KEY_VARIABLE = f"{PREFIX}API_KEY"
 
 
 def _named(setting: "Field[Any]") -> "Field[Any]":
-    """Gives a setting a flag and a unit made from its name, unless the setting states them."""
     stem, _, last = setting.name.rpartition("_")
     flag = (stem if last in ("bytes", "seconds") else setting.name).replace("_", "-")
     unit = last if last in ("bytes", "seconds", "tokens") else None
@@ -314,7 +313,7 @@ class SettingOrigin(StrEnum):
 
 @dataclass(frozen=True)
 class ToldSetting:
-    """A value in the type of `ServerConfig`, and its source."""
+    """A checked value, and its source."""
 
     value: Any
     origin: SettingOrigin
@@ -323,7 +322,6 @@ class ToldSetting:
 
 
 Layer = Mapping[str, ToldSetting]
-"""Settings by the field's name."""
 
 
 def key_of(setting: "Field[Any]") -> str:
@@ -353,7 +351,7 @@ def from_flags(given: Mapping[str, Any]) -> Layer:
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """Returns the settings of non-empty variables; raises ConfigError, also for an unknown name."""
+    """Settings of non-empty variables; raises ConfigError, also for an unknown name."""
     names = {variable_of(setting): setting for setting in SETTINGS.values()}
     layer = {}
     for variable, text in environment.items():
@@ -369,7 +367,7 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 
 
 def from_file(text: str, path: str) -> Layer:
-    """Returns a file's settings; raises ConfigError, also for an unknown name."""
+    """A file's settings; raises ConfigError, also for an unknown name."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

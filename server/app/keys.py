@@ -1,4 +1,4 @@
-"""The keys that clients may send: the owner and rights of each, and the file that lists them. Pure.
+"""Keys that clients may send, and their file. Pure.
 
 Only digests are kept; logs and answers have a key's name. Only the owner may read the file.
 """
@@ -44,7 +44,7 @@ class KeyRing:
         self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
 
     def find(self, given: str) -> ApiKey | None:
-        """The key that was sent; the time taken does not reveal how much of a key matches."""
+        """The key that was sent, in a time that reveals nothing of it."""
         digest, found = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -141,7 +141,7 @@ def _read_file(path: Path) -> KeyRing:
 
 
 def read_private(path: Path, name: str) -> tuple[str, str]:
-    """A file's text; also, where others may open the file, what to do. Raises ConfigError with the name."""
+    """A file's text, and a warning where others may open it. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8") as file:
             is_shared = os.fstat(file.fileno()).st_mode & SHARED

@@ -1,7 +1,7 @@
 """Writes the process's log to standard error: for a terminal, for a file, or as JSON lines.
 
-In a terminal lines are coloured and broken at its width, and one line shows the progress of a long prompt. In a file
-each event is one line. Text from a client is escaped, so that no name can forge a line or reach the terminal.
+In a file each event is one line. Text from a client is escaped, so that no name can forge a line or reach the
+terminal.
 """
 
 import json
@@ -23,7 +23,7 @@ NOISY_LOGGERS = (
 
 PROGRESS_SECONDS = 2.0
 PROGRESS_IN_FILES = 5
-"""A file gets one of so many progress entries of a prompt."""
+"""A file gets one progress entry of so many."""
 DEFAULT_COLUMNS = 80
 
 _ERASE_LINE = "\r\x1b[K"
@@ -88,7 +88,6 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._is_coloured = is_coloured
         self._has_progress = False
-        """The next line replaces the line before the cursor."""
         self._progress_at = 0.0
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,4 +1,4 @@
-"""Log entries about requests: figures for programs, and the same in words for people. Pure.
+"""Log entries about requests, for programs and in words. Pure.
 
 `logging` gets an entry as its message: `str` is one line for a file, `parts` are pieces of a line for a terminal,
 which breaks between parts first. An entry holds no text of a prompt and no key.
@@ -69,7 +69,6 @@ class PrefillProgress(LogEntry):
 
     session_id: str | None
     evaluated_tokens: int
-    """Includes restored tokens."""
     prompt_tokens: int
     tokens_per_second: float
     number: int
@@ -195,7 +194,7 @@ class RequestRefused(LogEntry):
 
 @dataclass(frozen=True)
 class TextsEmbedded(LogEntry):
-    """A request for vectors, or for an order of texts."""
+    """A request for vectors, or an order of texts."""
 
     event: ClassVar[str] = "embedded"
 
@@ -225,12 +224,12 @@ def _head(name: str, key: str | None) -> list[EntryPart]:
 
 
 def label(request_id: str, session_id: str | None) -> str:
-    """A request's session, else the beginning of its id."""
+    """The session, else the id's beginning."""
     return cut(session_id, MAX_SESSION_LENGTH) if session_id else short_id(request_id)
 
 
 def short_id(request_id: str) -> str:
-    """The first unique letters in `chatcmpl-3f9a…` and the like."""
+    """The first unique letters of `chatcmpl-3f9a…`."""
     return request_id.replace("_", "-").rpartition("-")[2][:SHORT_ID_LENGTH]
 
 

@@ -1,4 +1,4 @@
-"""How much memory the state of past tokens may take: the machine's, less what the rest needs and others claim.
+"""How much memory state may take: the machine's, less weights and others' claims.
 
 The arithmetic is pure. Each server claims its memory in a file that it keeps locked (flock(2)), in a folder that only
 the user can enter; a file that can be locked was left by an ended process and is removed. Taking a claim and reading
@@ -30,7 +30,7 @@ USABLE_SHARE = 0.75
 RECOMMENDED_SHARE = 0.9
 """Above this share of what the device recommends, Metal pages and everything becomes slow."""
 STATE_SHARE = 0.25
-"""Share of a machine's memory for state: the rest is its owner's."""
+"""Share of a machine's memory for state."""
 WEIGHTS_SHARE = 0.8
 """Share of the usable memory for weights, where there is a choice of models."""
 SMALLEST_BUDGET_BYTES = 256 << 20
@@ -64,9 +64,9 @@ class MemoryPlan:
     weights_bytes: int
     budget_bytes: int
     others_bytes: int
-    """Claims of this user's other servers."""
+    """Of this user's other servers."""
     most_bytes: int = 0
-    """The budget once others have made way, if all of it is needed."""
+    """The budget once others have made way."""
 
     @property
     def rest_bytes(self) -> int:
@@ -107,7 +107,7 @@ def largest_state_bytes(machine: Machine) -> int:
 
 
 def share_of(usable_bytes: int, own: "Claim", others: Sequence["Claim"]) -> int:
-    """What weights and state of one server may take beside others; each server finds the same division.
+    """One server's part for weights and state; each server finds the same division.
 
     Each server gets the memory that its state needs, or an equal part if memory is short, and an equal part of the
     rest. A server does not grow into memory that others have not yet given up.
@@ -125,7 +125,7 @@ def share_of(usable_bytes: int, own: "Claim", others: Sequence["Claim"]) -> int:
 
 
 def choose_most_bytes(machine: Machine, weights_bytes: int, useful_bytes: int, others: Sequence["Claim"]) -> int:
-    """What `choose_budget_bytes` becomes once others have made way, if all of it is needed."""
+    """As `choose_budget_bytes`, once others have made way."""
     wanted_bytes = min(useful_bytes, largest_state_bytes(machine))
     wish = Claim(0, "", usable_bytes(machine), "", weights_bytes, wanted_bytes)
     return min(wanted_bytes, share_of(usable_bytes(machine), wish, others) - weights_bytes)
@@ -140,7 +140,7 @@ def find_excess(plan: MemoryPlan) -> str | None:
 
 
 def choose_pool_bytes(budget_bytes: int) -> int:
-    """Returns how many freed bytes MLX may keep; Metal's own limit is all of the memory."""
+    """Freed bytes that MLX may keep; Metal's own limit is all memory."""
     return min(max(int(budget_bytes * POOL_SHARE), SMALLEST_POOL_BYTES), LARGEST_POOL_BYTES)
 
 
@@ -176,14 +176,13 @@ def read_pressure(system: str, sysctl: Callable[[bytes], int | None] | None = No
 
 
 def _sysctl(name: bytes) -> int | None:
-    """A number of macOS's kernel by sysctlbyname(3)."""
     value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     failed = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, 0)
     return None if failed else value.value
 
 
 def this_machine() -> Machine:
-    """This machine's memory, as MLX and the system tell it."""
+    """This machine's memory, by MLX and the system."""
     # Asking the device takes a moment.
     import mlx.core as mx
 
@@ -204,7 +203,7 @@ class Claim:
     url: str
     """Empty while the server starts."""
     weights_bytes: int | None = None
-    """None if the claim has no budget that other servers may change."""
+    """None if the claim has no budget to change."""
     needed_bytes: int = 0
     """Bytes that state takes, and some to grow."""
 
@@ -214,12 +213,11 @@ class Claim:
 
     @property
     def least_bytes(self) -> int:
-        """What it keeps beside servers that need memory."""
         return min(self.fixed_bytes + self.needed_bytes, self.memory_bytes)
 
 
 def runtime_folder(environment: Mapping[str, str]) -> Path:
-    """This user's folder for claims; it need not exist."""
+    """This user's folder for claims."""
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return Path(runtime) / "mlx-serve" if runtime else Path(tempfile.gettempdir()) / f"mlx-serve-{os.geteuid()}"
 
@@ -240,7 +238,7 @@ class OwnClaim:
         os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
 
     def find_share(self, usable_bytes: int) -> int:
-        """What this server may take beside those that run now. Blocks; for any thread."""
+        """This server's part beside those that run now. Blocks; for any thread."""
         own = self._claim
         return share_of(usable_bytes, own, [one for one in running(self._path.parent) if one.pid != own.pid])
 

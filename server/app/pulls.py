@@ -1,4 +1,4 @@
-"""Downloads that clients ask for: one at a time for each repository, shared by all who wait for it.
+"""Downloads for clients: one at a time per repository, shared by all who wait.
 
 A download runs on a thread of its own while anybody listens; the next one continues from the bytes already here.
 Event loop only, except where a docstring says otherwise.
@@ -17,20 +17,20 @@ MAX_TOGETHER = 2
 
 
 class PullAbandoned(Exception):
-    """Raised into a download that nobody waits for any more."""
+    """Nobody waits for the download any more."""
 
 
 class Pulls:
     """The downloads of one server."""
 
     def __init__(self, fetch: Callable[[str, TellPull], object]) -> None:
-        """`fetch` downloads the named model, on a thread: it blocks, tells its steps, and raises ModelError."""
+        """`fetch` downloads a model: it blocks, tells its steps, and raises ModelError."""
         self._fetch = fetch
         self._running: dict[str, _Pull] = {}
         self._places = asyncio.Semaphore(MAX_TOGETHER)
 
     async def steps(self, name: str) -> AsyncIterator[PullEvent]:
-        """Yields a download's steps, though not every one of a file. Raises ModelError."""
+        """Yields most of a download's steps. Raises ModelError."""
         key = str(parse_repository(name) or name)
         pull = self._running.get(key)
         if pull is None:
@@ -67,10 +67,9 @@ class _Pull:
         self.error: Exception | None = None
         self.task: asyncio.Future[None] | None = None
         self._told: list[PullEvent] = []
-        """Steps so far; of the progress within one file, only the last."""
+        """Of the progress within one file, only the last."""
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
-        """Set at each step, and replaced by a new event."""
 
     def tell(self, event: PullEvent) -> None:
         """Passes on a step, on the download's thread. Raises PullAbandoned."""

@@ -1,4 +1,4 @@
-"""From settings to a model that can be asked: a model is found and loaded, and its engine started."""
+"""From settings to a loaded model and its engine."""
 
 import copy
 import json
@@ -86,7 +86,7 @@ class Wiring:
 
 @dataclass(frozen=True, eq=False)
 class Service:
-    """One model with the facts of its start-up report; the engine is not started."""
+    """One model, its engine not started, and facts for the report."""
 
     opened: OpenedModel
     loaded: LoadedModel
@@ -100,10 +100,9 @@ class Service:
     """`model.context_tokens` may be lower."""
     wiring: Wiring
     named: ServedModel | None = None
-    """The model under a local name, if that was asked for."""
 
     def start(self) -> None:
-        """Starts the engine, and wires the weights. Raises any error of the engine's start."""
+        """Starts the engine, and wires the weights. Raises its errors."""
         self.engine.start()
         self.wiring.update(self.memory.weights_bytes, is_quiet=True)
 
@@ -155,7 +154,7 @@ def find_float32_bytes(machine: Machine, others: Sequence[Claim]) -> int | None:
 
 
 def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim]) -> PoolMemory:
-    """The limits of one server's models, beside other servers."""
+    """One server's limits, beside others."""
     if config.cache_memory_bytes is not None:
         return PoolMemory(machine.memory_bytes, config.cache_memory_bytes)
     left_bytes = max(memory_budget.usable_bytes(machine) - sum(claim.memory_bytes for claim in others), 0)
@@ -167,12 +166,11 @@ def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim])
 
 @dataclass(frozen=True)
 class ServiceOpener:
-    """Loads models while the server runs, one at a time, on any thread."""
+    """Loads models one at a time, on any thread."""
 
     config: ServerConfig
     memory: PoolMemory
     float32_bytes: int | None
-    """See `find_float32_bytes`."""
 
     def measure(self, source: ModelSource) -> int:
         """The weights' stored size. Raises ModelError for unusable files."""
@@ -192,7 +190,7 @@ class ServiceOpener:
             mx.clear_streams()
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """What the files tell; of damaged files only the name is known."""
+        """What the files tell; of damaged ones only the name."""
         parent_id = None if source.name == source.id else source.id
         try:
             config, limit = read_config(source.path)
@@ -251,7 +249,7 @@ def _context_tokens(loaded: LoadedModel, config: ServerConfig) -> int:
 
 
 def _useful_bytes(loaded: LoadedModel, config: ServerConfig) -> int:
-    """The most memory that state can use by default: a full context in each slot."""
+    """A full context in each slot."""
     if config.cache_memory_bytes is not None:
         return UNBOUNDED_BYTES
     caches = make_prompt_cache(loaded.model)
@@ -279,7 +277,7 @@ def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel)
 
 
 def _active_share(config: dict[str, Any]) -> float:
-    """Share of the experts that a token goes through; 1 where nothing says so."""
+    """Share of the experts that a token goes through."""
     found = {**config, **(config.get("text_config") or {})}
     active = found.get("num_experts_per_tok")
     experts = found.get("num_experts") or found.get("num_local_experts") or found.get("n_routed_experts")
@@ -379,7 +377,7 @@ def _describe_tokenizer(loaded: LoadedModel) -> str:
 
 
 def open_renderer(name: str) -> ChatRenderer:
-    """A model's template and tokenizer without loading its weights. Raises ModelError."""
+    """Template and tokenizer without weights. Raises ModelError."""
     source = source_of(name)
     check(source.path, source.id)
     config, context_tokens = read_config(source.path)
@@ -396,7 +394,7 @@ def _template_owner(wrapper: Any) -> Any:
 
 
 def read_sampling(path: Path, vocab_size: int) -> SamplingParams:
-    """The sampling that a model's makers recommend, else the usual defaults."""
+    """What a model's makers recommend, else usual defaults."""
     try:
         recommended: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         given = {key: recommended[key] for key in _SAMPLING_KEYS if recommended.get(key) is not None}

@@ -1,4 +1,4 @@
-"""What a server does every few seconds beside its requests, and what it tells macOS. Event loop only.
+"""What a server does every few seconds. Event loop only.
 
 * An engine that has ended by itself ends the process, for launchd or systemd to start it again.
 * A machine that is short of memory gets back what idle conversations hold.
@@ -55,7 +55,7 @@ class Awake:
 
 
 def exclude_from_backups(folder: Path) -> None:
-    """Keeps Time Machine from copying state, of which gigabytes change each day."""
+    """Keeps Time Machine from copying gigabytes each day."""
     if platform.system() == "Darwin":
         try:
             command = ("/usr/bin/tmutil", "addexclusion", str(folder))
@@ -72,11 +72,11 @@ class Upkeep:
 
     pool: ModelPool
     on_lost: Callable[[], object]
-    """Called in each round in which an engine does not run."""
+    """Called in each round without a running engine."""
     read_pressure: Callable[[], Pressure] | None = None
     """None where state is in memory that nothing else wants."""
     find_share: Callable[[], int] | None = None
-    """What weights and state may take beside other servers; blocks. None where a person has said it."""
+    """Blocks; None where a person has set the memory."""
     awake: Awake | None = field(default_factory=lambda: Awake() if platform.system() == "Darwin" else None)
 
     async def run(self) -> None:

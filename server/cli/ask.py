@@ -1,4 +1,4 @@
-"""A running server, asked by a command: `ps`, `stop`, `doctor`, and where a model is loaded."""
+"""Asks a running server: `ps`, `stop`, `doctor`, and where a model is loaded."""
 
 import contextlib
 import http.client
@@ -53,7 +53,7 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 
 class AskedServer:
-    """The server at an address, asked by Python's own client, whose import is quick."""
+    """A server, asked by Python's own client, whose import is quick."""
 
     def __init__(self, url: str, api_key: str | None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.url = url.rstrip("/")
@@ -68,9 +68,7 @@ class AskedServer:
         return self._read(*answer)
 
     def find(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any | None:
-        """None where no server answers, or the server has no such path or model. Raises StartError where the server
-        refuses.
-        """
+        """None where no server answers, or knows no such path or model. Raises StartError where it refuses."""
         answer = self.ask(method, path, body)
         return None if answer is None or answer[0] == http.client.NOT_FOUND else self._read(*answer)
 
@@ -114,7 +112,7 @@ def ps(api_key: Key = None, as_json: Json = False) -> None:
 
 
 def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Prints the models that the servers have loaded. Raises StartError at the end where a server refuses to say."""
+    """Prints the servers' loaded models. Raises StartError at the end where a server refuses."""
     answers: list[tuple[str, Any]] = []
     refusals: list[StartError] = []
     for url in urls:
@@ -164,7 +162,7 @@ def stop(
 
 
 def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Unloads an idle model. Raises StartError where the model is not loaded, or answers."""
+    """Unloads an idle model. Raises StartError."""
     asked = {"model": name}
     answers = [(url, AskedServer(url, api_key).find("POST", "/v1/models/unload", asked)) for url in urls]
     done = [url for url, answer in answers if answer and answer.get("changed")]
@@ -224,7 +222,7 @@ def doctor(
 
 
 def find_other_program(started: str) -> str | None:
-    """The program of this name that a shell would start in place of `started`, such as Homebrew's."""
+    """The program that a shell would start in place of `started`."""
     first = shutil.which(PROGRAM)
     is_other = (
         Path(started).name == PROGRAM and first is not None and Path(first).resolve() != Path(started).resolve()

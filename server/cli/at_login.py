@@ -47,7 +47,7 @@ STOP_SECONDS = 30
 """Beyond `drain_seconds`, for writing conversations to the disk."""
 PAUSE_SECONDS = 0.5
 MAX_PAUSES = {"bootout": 240, "bootstrap": 10}
-"""An agent ends in its own time; a file that launchd refuses for good has the error of one that comes too early."""
+"""A file that launchd refuses for good has the error of one that comes too early."""
 TOO_EARLY = (5, 37)
 """What `launchctl bootstrap` ends with while the agent before is being cleaned up."""
 
@@ -94,7 +94,7 @@ def run_program(command: Command) -> Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceManager:
-    """A file that describes the server, and the commands that act on it.
+    """A file that describes the server, and commands that act on it.
 
     A command that begins with "-" may fail. `stop` ends the server for now and later.
     """
@@ -122,12 +122,12 @@ class ServiceManager:
 
     @property
     def installed(self) -> "ServiceManager":
-        """Itself, or that of an older version if only that has a file. Raises StartError."""
+        """Itself, or the older version's if only that has a file. Raises StartError."""
         is_older = self.former is not None and self._read() is None and self.former._read() is not None
         return self.former if self.former is not None and is_older else self
 
     def install(self, spec: ServiceSpec) -> None:
-        """Writes the file and starts the server. Raises StartError, and leaves nothing new then."""
+        """Writes the file and starts the server, or raises StartError and leaves nothing new."""
         before = self._read()
         try:
             for folder in self.folders:
@@ -215,7 +215,7 @@ def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = ru
 
 
 def systemd_unit(spec: ServiceSpec) -> str:
-    """A unit for the manager of one user. A wrong setting (status 2) is not tried again."""
+    """A user's unit. A wrong setting (status 2) is not tried again."""
     command = " ".join(_systemd_word(word).replace("$", "$$") for word in spec.command)
     variables = [f"Environment={_systemd_word(f'{name}={value}')}\n" for name, value in spec.environment.items()]
     return f"""\
@@ -305,7 +305,7 @@ def launchd(
 
 
 def launchd_plist(spec: ServiceSpec, log: Path) -> str:
-    """A property list for an agent of one user."""
+    """A property list for a user's agent."""
     entries = {
         "Label": AGENT,
         "ProgramArguments": list(spec.command),
@@ -368,7 +368,7 @@ def install() -> None:
 
 @_service.command("status")
 def show_state(as_json: Json = False) -> None:
-    """Prints whether the server is installed and runs; exit status 1 if it does not run. Raises StartError."""
+    """Prints the state; exit status 1 if the server does not run. Raises StartError."""
     manager = find_manager(os.environ).installed
     state = manager.state()
     if as_json:
@@ -390,7 +390,7 @@ def show_state(as_json: Json = False) -> None:
 def show_log(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
 ) -> None:
-    """Shows the end of the log, or follows it until Ctrl-C. Raises StartError."""
+    """Shows the log's end, or follows it. Raises StartError."""
     manager = find_manager(os.environ).installed
     if not manager.state().is_installed:
         raise StartError(NO_SERVICE)

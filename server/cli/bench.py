@@ -1,4 +1,4 @@
-"""`mlx-serve bench`: what this server does on this machine, in three minutes at most, as a table to paste."""
+"""`mlx-serve bench`: measures, in three minutes at most, and prints a table to paste."""
 
 import contextlib
 import json
@@ -74,7 +74,6 @@ def _beside(others: Sequence[Claim]) -> str:
 
 
 def _measure(config: ServerConfig, result: "BenchResult", until: float) -> None:
-    """Fills the result; Ctrl-C ends that."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -106,7 +105,7 @@ def _measure(config: ServerConfig, result: "BenchResult", until: float) -> None:
 
 @contextlib.contextmanager
 def _scratch_folder(config: ServerConfig) -> Iterator[Path | None]:
-    """A folder on the disk of `--cache-dir`, deleted at the end; None if there cannot be one."""
+    """A folder on the disk of `--cache-dir`, deleted at the end, if possible."""
     wanted = Path(config.cache_dir).expanduser()
     parent = next(path for path in (wanted, *wanted.parents) if path.is_dir())
     with contextlib.ExitStack() as stack:
@@ -161,7 +160,7 @@ def _installed_kernels(architecture: str, package: Path) -> str:
 
 
 def tensor_kernels(library: "bytes | mmap.mmap", architecture: str, macos: str) -> str:
-    """Says whether a metallib has the kernels for the chip's matrix units, from the names that it lists.
+    """Says whether a metallib lists kernels for the chip's matrix units.
 
     `architecture` is such as `applegpu_g17s`: generation and size. MLX takes these kernels from generation 17 on, for
     phones (`p`) from 18 on, and from macOS 26.2 on.
@@ -253,7 +252,7 @@ def _cell(value: str | float | None) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table, padded so that it reads well in a terminal too."""
+    """The lines of a Markdown table, padded for a terminal."""
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:

@@ -55,7 +55,7 @@ def remove_folders(
     everything: Annotated[bool, typer.Option("--all", help="Delete every folder.")] = False,
     cache_dir: Folder = None,
 ) -> None:
-    """Deletes folders, by their names or by models with one folder; none if one is unknown or in use.
+    """Deletes folders, by name or model; none if one is unknown or in use.
 
     Raises ConfigError, StartError and FolderUnusable.
     """
@@ -125,7 +125,7 @@ _Edge = Mapping[str, Any]
 
 
 def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterator[Text]:
-    """Yields the memory's tree, then the tree of the disk only, and sums."""
+    """Yields the tree in memory, then on disk only, and sums."""
     held = cache["bytes"]
     memory = size_text(held["span"] + held["window"] + held["point"] + held["live"])
     disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
@@ -192,7 +192,7 @@ def show_tree(
     limit: Annotated[int, typer.Option(metavar="NUMBER", min=1, max=10_000, help="The most edges to list.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the object of /v1/cache.")] = False,
 ) -> None:
-    """Prints the tree, a line for each edge. Raises StartError where the server does not show it."""
+    """Prints a line for each edge. Raises StartError."""
     asked = {"model": model, "namespace": namespace, "limit": limit}
     query = {name: value for name, value in asked.items() if value is not None}
     cache = AskedServer(url or usual_url(), api_key).get("/v1/cache", query)

@@ -1,4 +1,4 @@
-"""`mlx-serve run`: a conversation in the terminal with a model in this process, or one that a server has loaded.
+"""`mlx-serve run`: a conversation with a model in this process, or in a server.
 
 Ctrl-C stops the answer, and the text so far stays; twice at the prompt it ends the program. With a question, or where
 standard input is no terminal, there is one answer.
@@ -35,7 +35,7 @@ _TWO_COLUMNS = re.compile(r"\S.*?\s{2,}")
 
 
 class Screen:
-    """Wraps answers and dims reasoning; without `columns` the answer's plain text alone."""
+    """Wraps answers and dims reasoning; without `columns` plain answers only."""
 
     def __init__(
         self, write: Callable[[str], object], columns: Callable[[], int] | None = None, *, is_coloured: bool = False
@@ -53,7 +53,7 @@ class Screen:
         self._write(f"{_DIM}{text}{_RESET}\n" if is_quiet and self._is_coloured else f"{text}\n")
 
     def complain(self, text: str) -> None:
-        """Shows an error, apart from an answer that goes to a file."""
+        """Shows an error on standard error."""
         if self._columns is None:
             sys.stderr.write(f"mlx-serve: {text}\n")
         else:
@@ -70,7 +70,7 @@ class Screen:
         self._write(self._wrap.feed(said.text, self._columns()))
 
     def end(self, mark: str = "") -> None:
-        """Ends an answer and its line, with `mark` behind the last word."""
+        """Ends an answer's line, with `mark` behind the last word."""
         rest = self._wrap.finish(self._columns()) if self._columns is not None else ""
         reset = _RESET if self._manner is Manner.REASONING and self._is_coloured else ""
         self._write(f"{rest}{mark}{reset}\n")
@@ -103,7 +103,7 @@ _LEAVE = ("bye", "exit", "quit")
 
 
 def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None, *, is_local: bool) -> int:
-    """Talks with a model that a server has loaded; else, or if `is_local`, loads the model here.
+    """Talks with a server's loaded model; else, or if `is_local`, loads it here.
 
     Returns the exit status; raises ModelError.
     """
@@ -125,7 +125,7 @@ def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None
 
 @dataclass(frozen=True)
 class Opening:
-    """How the conversation begins; `history` is the file for typed lines."""
+    """`history` is the file for typed lines."""
 
     system: str = ""
     question: str = ""
@@ -199,7 +199,7 @@ class Chat:
             self.screen.note(said)
 
     def answer(self, text: str) -> bool:
-        """Shows an answer while it arrives; False if there is none."""
+        """Shows an arriving answer; False if there is none."""
         image = find_image(text)
         if image is not None:
             self.screen.complain(NO_IMAGES.format(image))

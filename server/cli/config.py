@@ -1,4 +1,4 @@
-"""`mlx-serve config`, and the settings as flags, variables and the file give them."""
+"""`mlx-serve config`, and settings from all sources."""
 
 import inspect
 import json
@@ -100,7 +100,7 @@ def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 
 
 def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
-    """As `load_config`; without a MODEL, takes the one used last, and says so on standard error."""
+    """As `load_config`; without a MODEL, takes the one used last, and says so."""
     settings = read_settings(given, environment)
     found = used_last() if settings["models"].origin is SettingOrigin.DEFAULT else None
     if found is not None:
@@ -112,7 +112,7 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
 @app.command("config")
 @with_settings(as_json=Json, as_template=Annotated[bool, typer.Option("--template", help=_TEMPLATE_HELP)])
 def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
-    """Prints each setting, its value and its source, or a template. Raises ConfigError."""
+    """Prints settings and their sources, or a template. Raises ConfigError."""
     if as_template:
         typer.echo("\n".join([_HEAD, *map(_template_entry, SETTINGS.values())]), nl=False)
         return

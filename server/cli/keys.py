@@ -25,7 +25,7 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Gives a folder, deleted at the end; those of killed processes are deleted first. Raises OSError."""
+    """A folder, deleted at the end; first deletes those of killed processes. Raises OSError."""
     for left in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), _locked(left):
             shutil.rmtree(left)
@@ -56,7 +56,7 @@ def handling(handler: "Callable[[int, Any], object] | signal.Handlers", *numbers
 
 
 def leave(number: int, _: object) -> None:
-    """Handles a signal: ends the program in order, with a shell's exit status for it."""
+    """Ends the program in order, with a shell's exit status for the signal."""
     sys.exit(128 + number)
 
 
@@ -120,7 +120,7 @@ class Sigterm:
 
 @contextlib.contextmanager
 def keys_unseen() -> Iterator[None]:
-    """Hides typed keys, `^C` too, as during an answer; they can be read one by one, or afterwards.
+    """Hides typed keys, `^C` too; they can be read one by one, or afterwards.
 
     In line mode the terminal would take Ctrl-D for the end of a line and forget it.
     """

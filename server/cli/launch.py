@@ -1,4 +1,4 @@
-"""`mlx-serve launch`: finds or starts a server, runs an agent against it, and says what was saved."""
+"""`mlx-serve launch`: runs an agent against a server, and says what was saved."""
 
 import contextlib
 import os
@@ -31,7 +31,6 @@ app = command_group()
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0
-"""Time for a server to write state to the disk."""
 
 
 @contextlib.contextmanager
@@ -78,7 +77,7 @@ def describe_target(served: Served, key: str | None) -> LaunchTarget:
 
 
 def look_at_sessions(target: LaunchTarget) -> SessionCounts:
-    """The counts of the server's sessions; none if the server does not give them."""
+    """The sessions' counts, if the server gives them."""
     try:
         return recipes.count_sessions((_get(target.url, "/v1/sessions", target.key) or {})["data"])
     except (KeyError, TypeError):
@@ -86,7 +85,7 @@ def look_at_sessions(target: LaunchTarget) -> SessionCounts:
 
 
 def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCounts) -> float:
-    """The prompt tokens per second of sessions with new requests."""
+    """Prompt tokens per second of sessions with new requests."""
     turns: list[Any] = []
     for namespace, name in recipes.changed(before, after):
         query = urlencode({"namespace": namespace} if namespace and not target.key else {})

@@ -1,4 +1,4 @@
-"""The command line: which commands there are, and what their errors look like.
+"""The command line: its commands and errors.
 
 A command's file is imported once the command is named, so that `--help` is quick. An error that a person can mend is
 one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
@@ -90,13 +90,12 @@ service logs (at_login) Show the last 100 lines of the server's log.
 service remove (at_login) End the server, and have it start no more.
     mlx-serve service remove
 """
-"""One command a line: words after `mlx-serve`, the file in this folder, the help; examples follow below."""
+"""One command a line: words, file, help; examples follow below."""
 
 COMMANDS: Mapping[str, tuple[str, str, Sequence[str]]] = {
     words: (file, told, examples.split("\n    ")[1:])
     for words, file, told, examples in re.findall(r"^(\w.*?) \((\w+)\) (.*)((?:\n    .*)*)", _COMMANDS, re.MULTILINE)
 }
-"""The file, the help and the examples by the words."""
 
 
 _GROUPS = {
@@ -105,7 +104,6 @@ _GROUPS = {
     "Models": "show create convert cp tag rm verify",
     "Set up": "config service completion",
 }
-"""The commands under headings, the most used ones first."""
 
 
 class LazyCommands(TyperGroup):
@@ -139,7 +137,7 @@ def _first_sentence(words: str) -> str:
 
 
 def examples_of(name: str) -> Sequence[str]:
-    """A command's examples; of a group without any, those of its first command."""
+    """A command's examples; of a bare group, its first command's."""
     return COMMANDS[name][2] or examples_of(next(other for other in COMMANDS if other.startswith(f"{name} ")))
 
 

@@ -20,7 +20,7 @@ HEADINGS = ("NAME", "SIZE", "WEIGHTS", "ARCHITECTURE", "MODIFIED")
 
 @app.command("list")
 def show_installed(as_json: Json = False) -> None:
-    """Prints the models that `serve` and `run` find by name: a table, or JSON for programs."""
+    """Prints the models that `serve` and `run` find by name."""
     models = installed()
     if as_json:
         typer.echo(json.dumps([_figures(model) for model in models], indent=2, ensure_ascii=False))

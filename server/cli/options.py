@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, and what a shell completes them with.
+"""Options and arguments that several commands share.
 
 Each command's file imports this one, so it imports only what is quick.
 """
@@ -71,7 +71,6 @@ AnyModel = Annotated[
 
 SHELLS = ("bash", "zsh", "fish")
 COMPLETE_VARIABLE = "_MLX_SERVE_COMPLETE"
-"""The completion scripts set this variable to ask for words."""
 
 app = command_group()
 

@@ -1,4 +1,4 @@
-"""`mlx-serve pull` and `convert`, and the offer of `run` to pull: getting weights, as a person sees it."""
+"""`mlx-serve pull` and `convert`, and the offer of `run` to pull."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ def pull_for_person(
         bool, typer.Option("--force", help="Download even what this machine has no memory for.")
     ] = False,
 ) -> None:
-    """Downloads a model with progress. Raises ModelError. Ctrl-C ends the process and says how to go on."""
+    """Downloads a model. Raises ModelError. Ctrl-C ends the process and says how to go on."""
     console = Console(markup=False, highlight=False)
     machine = this_machine()
     chosen = choose(name, comfortable_weights_bytes(machine))
@@ -88,7 +88,7 @@ def convert(
         str | None, typer.Option(metavar="BITS", help="Bits of a weight: 2, 3, 4, 5, 6 or 8. Default: as they are.")
     ] = None,
 ) -> None:
-    """Makes MLX weights, and a name for them. Raises ConfigError, ModelError and StartError."""
+    """Makes MLX weights. Raises ConfigError, ModelError and StartError."""
     if quantize is not None and quantize not in map(str, BITS):
         raise ConfigError(f"--quantize is {quantize!r}; it must be one of {', '.join(map(str, BITS))}")
     bits = None if quantize is None else int(quantize)
@@ -205,7 +205,6 @@ def about(model: ShortName) -> str:
 
 
 def _on_bars(progress: Progress, name: str) -> TellPull:
-    """One bar for all files, one for the file being fetched."""
     whole = progress.add_task(name, total=None)
     part = progress.add_task("", visible=False)
     num_files, shown_file = 1, ""

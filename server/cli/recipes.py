@@ -1,4 +1,4 @@
-"""How each coding agent is pointed at a server, by variables and flags of one run, and what the server saved. Pure.
+"""How coding agents are pointed at a server, and what it saved. Pure.
 
 Nothing is written into an agent's own configuration.
 """
@@ -155,7 +155,7 @@ class LaunchSavings:
 
 
 def count_sessions(sessions: Iterable[Mapping[str, Any]]) -> SessionCounts:
-    """Counts `GET /v1/sessions`. Raises KeyError or TypeError for any other object."""
+    """Counts `GET /v1/sessions`. Raises KeyError or TypeError."""
     return {
         (str(one["namespace"]), str(one["id"])): (int(one["cached_tokens"]), int(one["evaluated_tokens"]))
         for one in sessions
@@ -168,7 +168,7 @@ def changed(before: SessionCounts, after: SessionCounts) -> list[tuple[str, str]
 
 
 def savings_between(before: SessionCounts, after: SessionCounts, tokens_per_second: float) -> LaunchSavings:
-    """The savings between two looks at the sessions. A session that began again counts from its beginning."""
+    """A session that began again counts from its beginning."""
     cached = evaluated = 0
     for name in changed(before, after):
         old, new = before.get(name, (0, 0)), after[name]

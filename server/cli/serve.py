@@ -1,4 +1,4 @@
-"""`mlx-serve serve`: one process from the command line to its exit status, its sockets, and its report at the start.
+"""`mlx-serve serve`: one process, its sockets and its report at the start.
 
 The address is bound before the model is loaded, so that a taken port costs no waiting; the server listens once all
 behind the socket is ready.
@@ -74,7 +74,7 @@ class Surroundings:
 
 
 def facts(service: Service, config: ServerConfig, around: Surroundings) -> Iterator[tuple[str, str]]:
-    """Yields labels and texts; an empty label continues the line before."""
+    """Labels and texts; an empty label continues the line before."""
     model = service.asked_for
     yield "model", f"{model.id}, {count_text(model.facts.num_parameters)} parameters"
     held, on_disk = size_text(service.memory.weights_bytes), size_text(service.stored_bytes)
@@ -144,7 +144,7 @@ def _disk_facts(service: Service, config: ServerConfig, limit_bytes: int) -> Ite
 
 
 def kernels_text(wheel: str) -> str:
-    """Says for which macOS the installed MLX was made, given the file `WHEEL` of its kernels."""
+    """The macOS that the installed MLX was made for, from its file `WHEEL`."""
     tag = re.search(r"^Tag: .*-macosx_(\d+)_", wheel, re.MULTILINE)
     if tag is None:
         return "of an MLX that was not installed from a wheel"
@@ -183,7 +183,7 @@ def count_text(number: int) -> str:
 
 
 def round_count(number: float) -> str:
-    """A count with two significant digits: `137 000`, `1.4 million`."""
+    """Two significant digits: `137 000`, `1.4 million`."""
     if number >= 10**6:
         return count_text(int(number))
     unit = 1000 if number >= 10_000 else 100 if number >= 1000 else 1
@@ -227,7 +227,6 @@ def _url(host: str, port: int) -> str:
 
 
 CLOSE_SECONDS = 5
-"""Time for the last bytes to reach their clients."""
 SWITCH_SECONDS = 0.001
 """After this time a planning thread gives Python's lock to a waiting engine or event loop."""
 CONNECT_SECONDS = 0.25
@@ -372,7 +371,7 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
 
 @contextlib.contextmanager
 def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]:
-    """The yielded function shows a step in place of the last one; on a terminal only."""
+    """Yields what shows a step in place of the last; on a terminal only."""
     if not (console.is_terminal and sys.stderr.isatty()):
         yield lambda step: logger.debug("%s: %s", model, step)
         return
@@ -487,7 +486,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone: uvicorn would send them to itself again at the end and change the exit status."""
+        """Leaves signals alone: uvicorn would send itself signals again at the end and change the exit status."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -509,7 +508,6 @@ class _Stopper:
     drain_seconds: float
     draining: asyncio.Task[None] | None = None
     status: int = 0
-    """The exit status."""
 
     def fail(self) -> None:
         """Ends the server with an error, so that launchd or systemd starts it again."""

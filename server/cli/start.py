@@ -1,4 +1,4 @@
-"""`mlx-serve serve` and `run`: their flags. What takes long to import is imported in functions: `--help` is quick."""
+"""The flags of `serve` and `run`. What takes long to import is imported in functions."""
 
 import os
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ def serve(**given: Any) -> None:
 
 
 def is_question(text: str) -> bool:
-    """Whether a text in the place of a MODEL is for the usual model: only a folder's name has blanks."""
+    """Whether a text in the place of a MODEL is a question: only a folder's name has blanks."""
     # `Path.is_dir` raises for a long text.
     return len(text.split()) > 1 and not os.path.isdir(os.path.expanduser(text))  # noqa: PTH111, PTH112
 

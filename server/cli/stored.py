@@ -1,4 +1,4 @@
-"""`mlx-serve show`, `cp`, `tag`, `rm`, `create` and `verify`: models of this machine, and names of one's own."""
+"""`mlx-serve show`, `cp`, `tag`, `rm`, `create` and `verify`."""
 
 import contextlib
 import json
@@ -122,7 +122,7 @@ def check_files(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Prints the faults of a model's files; exit status 1 if there are any. Raises ModelError."""
+    """Prints faults of a model's files; exit status 1 if any. Raises ModelError."""
     place, folder = names.files_of(name)
     found = verify(folder)
     removed = [] if not removes_damaged or place.kind != "repository" else list(_remove_files(folder, found.faults))

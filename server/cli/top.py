@@ -1,4 +1,4 @@
-"""`mlx-serve top`: the object of a server's `/v1/stats`, drawn for a terminal of any size until the user leaves."""
+"""`mlx-serve top`: a server's `/v1/stats`, drawn for a terminal of any size."""
 
 import json
 import os
@@ -27,7 +27,7 @@ app = command_group()
 
 BAR = 20
 NARROW = 60
-"""Below so many columns only the most telling figures are shown."""
+"""Below so many columns fewer figures are shown."""
 HELP = (
     "q, Ctrl-C      leave",
     "up, down       move through the requests",
@@ -53,7 +53,6 @@ class TopPage:
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Tokens per second, by request."""
     problem: str | None = None
-    """Why the figures are old."""
     shows_help: bool = False
 
 
@@ -181,12 +180,11 @@ TIMEOUT_SECONDS = 5.0
 
 
 class Watched:
-    """A server whose figures are read again and again."""
+    """A server, read again and again."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._server = AskedServer(url, api_key, TIMEOUT_SECONDS)
         self.found: dict[str, Any] | None = None
-        """The figures read last."""
         self.speeds: dict[str, float] = {}
 
     def stats(self) -> dict[str, Any]:
@@ -216,7 +214,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print what it does now, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print the object of /v1/stats.")] = False,
 ) -> None:
-    """Draws the server's figures, or prints them once. Raises StartError."""
+    """Draws a server's figures. Raises StartError."""
     url = url or usual_url()
     watched = Watched(url, api_key)
     stats = watched.stats()

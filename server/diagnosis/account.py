@@ -1,4 +1,4 @@
-"""Why a prompt was evaluated again: the account of one prompt, and the conversation that it continues. Pure.
+"""Why a prompt was evaluated again. Pure.
 
 Every token is restored, new, or lost for a named cause: `evaluated = new + lost`, with `new` what the turn before
 could not have given. A request continues the conversation of its name, else the one that it shares most messages
@@ -19,7 +19,7 @@ from server.diagnosis.words import shared_ends
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
 EDGE_TOKENS = 16
-"""The most tokens of an answer's header; a prompt that is restorable up to this header is no miss."""
+"""The most tokens of an answer's header; a prompt restorable up to there is no miss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +28,11 @@ class EvaluatedTurn:
 
     turn: Turn
     tokens: TokenArray
-    """Tokens of prompt and reply."""
     num_prompt_tokens: int
     was_cleared: bool = False
     """The cache was cleared since."""
     was_unloaded: bool = False
-    """The model was unloaded since, and its conversations dropped."""
+    """The model was unloaded since."""
     request_id: str = ""
     is_neighbour: bool = False
     """The turn is of another conversation whose system messages differ only by a clock, say."""
@@ -76,7 +75,7 @@ def explain(
 
 
 def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
-    """The account of a request that asked for no reuse."""
+    """The reuse of a request that asked for none."""
     reach = min(len(previous.tokens), len(request.tokens) - 1) if previous is not None else 0
     miss = Miss(MissReason.DISABLED, cause=Cause.DECLINED, lost_tokens=reach)
     return Reuse(0, 0, None, miss, reach, (miss,))
@@ -100,7 +99,7 @@ def with_missing_bytes(reuse: Reuse, missing_bytes: int) -> Reuse:
 
 
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
-    """The account of a request that continues no turn, but may share other requests' beginning."""
+    """The reuse of a request that continues no turn."""
     if match - hit > EDGE_TOKENS:
         miss = _state_miss(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
         return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
@@ -126,7 +125,7 @@ def _state_miss(request: Rendered, hit: int, lost: int, reason: MissReason, caus
 
 
 class _Loss:
-    """The losses of one prompt: by changes, and by state missing before them."""
+    """One prompt's losses, by changes and by missing state."""
 
     def __init__(self, previous: EvaluatedTurn, request: Rendered, match: int, hit: int) -> None:
         self._previous = previous
@@ -134,7 +133,6 @@ class _Loss:
         self._match, self._hit = match, hit
         longest = len(request.tokens) - 1
         self._reach = max(0, min(len(previous.tokens), longest))
-        """Tokens that could have been reused at best."""
         is_known = request.prompt.shares_state_with(previous.turn.prompt)
         self._common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
 
@@ -188,12 +186,12 @@ class _Loss:
 
 
 MAX_TURNS = 16
-"""Turns kept of one conversation: as many agents may share its name."""
+"""Turns kept of one conversation."""
 MAX_CONVERSATIONS = 1024
 MAX_UNNAMED_LOOKED_AT = 256
-"""The latest unnamed conversations of a namespace; no others are searched for a request."""
+"""The latest unnamed conversations searched for a request."""
 MAX_NEIGHBOURS = 8
-"""The latest conversations of a namespace whose system messages are compared with a new one's."""
+"""The latest conversations compared with a new one."""
 MAX_BYTES = 64 << 20
 """Holds some 80 turns of 100 000 tokens."""
 
@@ -208,7 +206,7 @@ class Name:
 
 
 class Conversations:
-    """The last turns of each conversation, bounded in number and bytes; the least recently used are dropped."""
+    """Last turns, bounded in number and bytes; the least recently used are dropped."""
 
     def __init__(self, max_bytes: int = MAX_BYTES, *, is_of_one_owner: bool = False) -> None:
         """`is_of_one_owner`: all keys and salts may be told of each other."""
@@ -223,7 +221,7 @@ class Conversations:
         return len(self._turns)
 
     def find(self, session_id: str | None, request: Rendered, request_id: str) -> tuple[Name, EvaluatedTurn | None]:
-        """A conversation, perhaps a new one, and the turn that the request continues."""
+        """A conversation, old or new, and the turn that the request continues."""
         namespace = request.prompt.namespace
         name = Name(namespace, session_id) if session_id is not None else self._find_unnamed(request)
         if name is None:
@@ -254,7 +252,7 @@ class Conversations:
         return self.is_whole and any(part.role == "assistant" for part in request.prompt.parts)
 
     def num_tokens_since(self, name: Name, request: Rendered) -> int:
-        """How many tokens a cache must hold to keep a conversation until now, with all later ones."""
+        """Tokens that a cache must hold to keep a conversation until now."""
         later = itertools.takewhile(lambda other: other != name, reversed(self._turns))
         turns = [self._turns[other][-1] for other in later]
         own = (turn.tokens for turn in turns if turn.turn.prompt.model == request.prompt.model)
@@ -267,13 +265,13 @@ class Conversations:
             self._take(Name(namespace, conversation_id, is_named))
 
     def note_cleared(self, namespace: str) -> None:
-        """Notes that the cache holds nothing of a namespace any more."""
+        """The cache holds nothing of a namespace any more."""
         for name, turns in self._turns.items():
             if name.namespace == namespace:
                 turns[:] = [replace(turn, was_cleared=True) for turn in turns]
 
     def note_unloaded(self, model: str) -> None:
-        """Notes that a model was unloaded and its conversations dropped."""
+        """A model was unloaded and its conversations dropped."""
         for turns in self._turns.values():
             turns[:] = [
                 replace(turn, was_unloaded=True) if turn.turn.prompt.model == model else turn for turn in turns
@@ -307,7 +305,7 @@ class Conversations:
     def _find_elsewhere(self, session_id: str | None, request: Rendered) -> EvaluatedTurn | None:
         """Looks under other keys and salts for a turn whose reply the request contains.
 
-        Who sends the reply has seen the conversation, so nothing of another client is revealed.
+        Who sends the reply has seen the conversation: nothing is revealed.
         """
         for name, turns in reversed(self._turns.items()):
             is_same = name.id == session_id if session_id is not None else not name.is_named
@@ -319,7 +317,7 @@ class Conversations:
         return None
 
     def _find_neighbour(self, request: Rendered) -> EvaluatedTurn | None:
-        """The last turn of a namespace that begins like the request but for a clock, a counter or an id.
+        """The last turn that begins like the request but for a clock, a counter or an id.
 
         None if a latest turn has the same beginning, which the two then share.
         """
@@ -354,7 +352,7 @@ def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
 
 
 def _is_beside(earlier: Turn, later: Prompt) -> bool:
-    """Whether a turn is a title or a summary under the conversation's name.
+    """Whether a turn is a title or summary under the same name.
 
     Such a turn has its own instructions; the request has the same question with other ones, or with tools.
     """
@@ -367,7 +365,7 @@ def _is_beside(earlier: Turn, later: Prompt) -> bool:
 
 
 def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
-    """Whether an unnamed request has a turn's reply or most of its messages, or begins like it."""
+    """Whether an unnamed request has a turn's reply, most messages, or beginning."""
     earlier, later = turn.turn, request.prompt
     if earlier.is_answered and earlier.reply in later.said:
         return True

@@ -1,4 +1,4 @@
-"""What a client changed between two turns of a conversation, from their parts. Pure.
+"""What a client changed between two turns. Pure.
 
 Messages are aligned: kept, edited, removed, inserted, merged, summed up.
 """
@@ -88,7 +88,7 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
 
 
 def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
-    """What keeps two conversations from sharing their system messages: a clock, or what differs too early.
+    """What keeps two conversations from sharing their system messages.
 
     None if the beginnings are no versions of each other, or differ only at the end, or if the later one only lacks
     text of the earlier one: the client can mend nothing.
@@ -149,7 +149,6 @@ class _MessageDiff:
     def __init__(self, earlier: Turn, later: Prompt) -> None:
         self._ours, self._theirs = earlier.parts, later.parts
         self._reply = len(earlier.prompt.parts) if earlier.reply is not None else None
-        """Index of the reply in `_MessageDiff`'s messages."""
         self._head = later.num_head
         self._prompt = earlier.prompt
         self._is_related = earlier.num_shared(later) > 0 or (_is_answered(later.parts) and self._are_similar())
@@ -166,7 +165,7 @@ class _MessageDiff:
         return [change for block in self._blocks() for change in self._changes_of(*block)]
 
     def _firsts(self) -> list[Part]:
-        """The first message of each request that is no system message, if any."""
+        """Each request's first message after the system's."""
         both = (self._prompt.parts[self._prompt.num_head :], self._theirs[self._head :])
         return [parts[0] for parts in both if parts]
 
@@ -195,7 +194,7 @@ class _MessageDiff:
         return _miss(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
 
     def volatile_head(self, *, only: bool = False) -> list[Miss]:
-        """As `find_volatile_head`; with `only`, None if more differs, unless much after that is the same."""
+        """As `find_volatile_head`; with `only`, none if more differs."""
         found: list[Miss] = []
         for index in range(min(self._head, self._prompt.num_head)):
             if self._ours[index] == self._theirs[index]:
@@ -290,7 +289,7 @@ class _MessageDiff:
         return is_last and self._is_newest(i) and not _is_answered(self._theirs[j:])
 
     def _has_shed_a_note(self, i: int, other: Part) -> bool:
-        """Whether a message, while it was the newest, had more text around it, such as passages to answer from."""
+        """Whether a message, while newest, had more text around it."""
         return i >= self._prompt.num_head and self._is_newest(i) and _encloses(self._ours[i].text, other.text)
 
     def _is_newest(self, i: int) -> bool:
@@ -322,7 +321,7 @@ class _MessageDiff:
 
 
 def _encloses(text: str, inner: str) -> bool:
-    """Whether a text holds `inner`, and more words than a clock or an id."""
+    """Whether `text` holds `inner` and many other words."""
     added = len(text.split()) - len(inner.split())
     return added > MAX_ADDED_WORDS and bool(inner.strip()) and inner.strip() in text
 
@@ -361,7 +360,7 @@ def _without_thoughts(part: Part) -> str:
 
 
 def thoughts_apart(part: Part) -> Part:
-    """The message with leading thoughts moved from its text into `reasoning`, where a server puts thoughts."""
+    """The message with leading thoughts moved from its text into `reasoning`."""
     found = _REASONING.match(part.text.lstrip()) if part.role == "assistant" else None
     if found is None:
         return part

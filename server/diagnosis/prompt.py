@@ -31,7 +31,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """About the memory that the prompt takes."""
+        """About the prompt's memory."""
         return text_bytes(self.shown) + _PART_BYTES
 
     @property
@@ -45,7 +45,7 @@ class Prompt:
 
     parts: tuple[Part, ...]
     tools: tuple[str, ...] = ()
-    """JSON text of each tool, with keys in their written order."""
+    """Each tool's JSON text, keys in written order."""
     arguments: str = ""
     """Other arguments of the template, as canonical JSON."""
     model: str = ""
@@ -58,11 +58,11 @@ class Prompt:
 
     @cached_property
     def said(self) -> frozenset[Part]:
-        """All messages but system messages; these identify a conversation."""
+        """All but system messages; they identify a conversation."""
         return frozenset(part for part in self.parts if not part.is_system and part.shown)
 
     def shares_state_with(self, other: "Prompt") -> bool:
-        """Whether state of one prompt can be reused for the other at all."""
+        """Whether the other prompt could reuse any state."""
         return (self.model, self.namespace) == (other.model, other.namespace)
 
     @property
@@ -123,7 +123,6 @@ def with_parts_of(prompt: Prompt, earlier: Prompt) -> Prompt:
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
-    """Name and arguments as JSON text, whatever the arguments' spacing was."""
     function = call.get("function")
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")

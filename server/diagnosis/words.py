@@ -17,7 +17,7 @@ from server.engine.diagnosis import Cause
 WINDOW_CHARACTERS = 120
 """Characters considered on either side of a change."""
 AROUND_WORDS = 8
-"""Words shown on either side of one of several changes."""
+"""Words shown on either side of a change."""
 MAX_WORD_CHARACTERS = 80
 """Longer words are shown in part."""
 MAX_WORDS = 2000
@@ -84,13 +84,13 @@ def find_changes(before: str, after: str) -> list[WordChange]:
 
 
 def only_leaves_out(before: str, after: str) -> bool:
-    """Whether `before` contains each word of `after`, in the same order."""
+    """Whether `before` has all words of `after`, in order."""
     words = iter(before.split())
     return all(word in words for word in after.split())
 
 
 def shared_ends(one: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
-    """The lengths of the equal beginnings, and of the equal ends of the rest."""
+    """Lengths of equal beginnings and ends."""
     head = shared_length(one, other)
     return head, shared_length(one[head:][::-1], other[head:][::-1])
 
@@ -118,7 +118,6 @@ def _cause_of_addition(before: str, after: str, start: int, tail: int) -> Cause:
 
 
 def _cause_of_whole(before: str, after: str) -> Cause | None:
-    """The cause if both texts say the same in another form, else None."""
     if max(len(before), len(after)) > MAX_CHARACTERS:
         return None
     if "".join(before.split()) == "".join(after.split()):
@@ -184,7 +183,7 @@ def _is_same_words(before: str, after: str) -> bool:
 
 
 def _places(before: str, after: str) -> Iterator[tuple[int, str, str]]:
-    """Yields changed stretches with context: the offset in `before`, and both texts."""
+    """Yields changed stretches: offset in `before`, both texts."""
     ours, theirs = (re.findall(r"\S+|\s+", text) for text in (before, after))
     head, tail = shared_ends(ours, theirs)
     inner, other_inner = ours[head : len(ours) - tail], theirs[head : len(theirs) - tail]
@@ -233,7 +232,7 @@ def _looks(text: str) -> str:
 
 
 def _spelled(text: str, start: int) -> str:
-    """Shows blanks, and letters that look like others, from just before `start` to the end of the word there."""
+    """Shows blanks and look-alike letters of the word at `start`."""
     begin = max(0, start - 1)
     stop = begin + len(_WORD_THERE.match(text, begin)[0])  # type: ignore[index]
     shown = "".join("␣" if c == " " else ascii(c)[1:-1] if not c.isascii() else c for c in text[begin:stop])

@@ -1,4 +1,4 @@
-"""The losses of one conversation's turns, added up by cause, for a server and for recorded requests alike. Pure.
+"""One conversation's losses, added up by cause. Pure.
 
 Only later turns show what a change of earlier messages was. If later turns continue the version before the change,
 the changed request was one beside the conversation; if they continue only the changed version, the conversation began
@@ -62,7 +62,6 @@ class Finding:
 
     @property
     def example(self) -> Loss:
-        """The last loss with words to show, else the last one."""
         return next((loss for loss in reversed(self.losses) if loss.before or loss.after), self.losses[-1])
 
     @property
@@ -80,7 +79,6 @@ class Finding:
 
     @property
     def is_hidden(self) -> bool:
-        """Another change was always before this one, which therefore cost nothing."""
         return all(loss.is_hidden for loss in self.losses)
 
 
@@ -114,15 +112,14 @@ class Checkup:
 
 @dataclass(frozen=True)
 class Savings:
-    """What all cures together would save. Seconds are None where no speed or no time is known."""
+    """What all cures would save. Seconds are None where unknown."""
 
     tokens: int
     turns: int
-    """Number of turns, those without losses included."""
     seconds: float | None
     seconds_per_turn: float | None
     within_seconds: float | None
-    """Time from the first turn to the last; savings are not extrapolated beyond."""
+    """From the first turn to the last."""
 
 
 def savings_of(checkups: Sequence[Checkup]) -> Savings:
@@ -166,7 +163,7 @@ def losses_of(
 
 
 def place_name(index: int | None, role: str | None) -> str:
-    """Puts a message's place in words; empty for none."""
+    """A message's place in words."""
     if role is None or index is None:
         return ""
     return "system message" if role == "system" and index == 0 else f"message {index} ({role})"
@@ -179,7 +176,7 @@ _VERSIONS |= {Cause.MERGED, Cause.INSERTED, Cause.TEMPLATE_ARGUMENTS}
 
 @dataclass(frozen=True)
 class LinkedTurn:
-    """One turn, its losses, and the turn that it was compared with."""
+    """One turn, and the turn that it was compared with."""
 
     id: str
     previous: str | None
@@ -196,7 +193,7 @@ def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
 
 
 def in_hindsight(turns: Sequence[LinkedTurn]) -> list[Loss]:
-    """The losses of all turns, with causes that later turns correct."""
+    """All losses, with causes that later turns correct."""
     return [loss for index, turn in enumerate(turns) for loss in _with_later(turn, turns[index + 1 :])]
 
 
@@ -212,7 +209,7 @@ def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]
 
 
 def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
-    """Yields a turn's losses, those by another version as one by a request beside the conversation."""
+    """Joins losses by another version into one by a request beside the conversation."""
     versions = [loss for loss in turn.losses if loss.cause in _VERSIONS]
     yield from (loss for loss in turn.losses if loss.cause not in _VERSIONS)
     costliest = max(versions, key=lambda loss: loss.tokens)

@@ -2,8 +2,7 @@
 
 A line is the body of a chat completion, or an object with the body as `body` or `request` and the answer as
 `response`. Sessions are named as for the server. Requests are in the order of `timestamp`, `time` or `created` where
-every line has one, else of the file. Requests are compared as by a server whose cache forgets nothing. A `Reader`
-makes tokens of prompts: that of a model, or one of characters, by which tokens are estimated.
+every line has one, else of the file. Requests are compared as by a server whose cache forgets nothing.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ from server.doctor.findings import Checkup, LinkedTurn, checkup_from, losses_of
 
 TIME_FIELDS = ("timestamp", "time", "created")
 TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
-"""Fields of a body that are arguments of the template."""
+"""Arguments of the template."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Recorded:
 
     @property
     def is_continued(self) -> bool:
-        """Whether the answer goes on with the last message, and is sent back as one with it."""
+        """The answer continues the last message."""
         last = self.body["messages"][-1]
         return last["role"] == "assistant" and bool(last.get("prefix") or self.body.get("continue_final_message"))
 
@@ -62,7 +61,7 @@ class Reader(Protocol):
     """Makes tokens of requests, one after the other."""
 
     characters_per_token: int
-    """How many characters of an array count as one token."""
+    """Characters of an array per token."""
     refused: list[dict[str, Any]]
     """As `/v1/sessions` lists them."""
 
@@ -73,7 +72,7 @@ class Reader(Protocol):
 class CharacterReader:
     """Stands for a model where none is known: a character is a token, and a template shows all.
 
-    Thoughts in a text and in a field are the same: which of them a template reads is not known.
+    Thoughts in a text and in a field are the same.
     """
 
     characters_per_token = 4
@@ -93,7 +92,7 @@ class CharacterReader:
 
 
 def read_requests(path: Path) -> list[Recorded]:
-    """A file's requests in order. Raises DoctorError with the line that cannot be read."""
+    """A file's requests in order. Raises DoctorError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -233,7 +232,7 @@ def _restorable(previous: EvaluatedTurn | None, request: Rendered) -> int:
 
 
 def characters_of(prompt: Prompt, reply: Part | None = None) -> TokenArray:
-    """A prompt's characters as numbers: template arguments, tools, messages."""
+    """A prompt's characters as numbers."""
     parts = prompt.parts if reply is None else (*prompt.parts, reply)
     messages = (f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in parts)
     text = "".join([prompt.arguments, prompt.tools_text, *messages])

@@ -1,4 +1,4 @@
-"""What `mlx-serve doctor` prints, of a running server's sessions or of recorded requests. Raises DoctorError."""
+"""What `mlx-serve doctor` prints. Raises DoctorError."""
 
 import json
 import os
@@ -30,7 +30,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 class Sessions:
-    """The sessions of one server that a key and a salt may see."""
+    """Sessions that a key and a salt may see."""
 
     def __init__(self, url: str, api_key: str | None = None, cache_salt: str | None = None) -> None:
         """`url` may have `http://` and `/v1`, or not."""
@@ -50,7 +50,7 @@ class Sessions:
         return [session for session in found if session is not None], list(listed.get("refused", ()))
 
     def memory_note(self) -> str | None:
-        """What the server says of a machine that is short of memory."""
+        """What the server says of memory, if that is short."""
         told = (self._get("/v1/stats") or {}).get("memory")
         kept = told.get("idle_limit_bytes") if isinstance(told, dict) else None
         if not isinstance(told, dict) or not isinstance(kept, int):
@@ -120,7 +120,6 @@ else each key its own: give the key that the client sends with --api-key."""
 SHORTEST_SECONDS = 60.0
 """Of traffic that is worth a word on how long it took."""
 PIPE_WIDTH = 200
-"""Columns where nobody says how wide a line may be."""
 LEAD_CHARACTERS = 20
 """Shown before the changed words."""
 REFUSED: Mapping[str, Callable[[Any], object]] = {
@@ -131,11 +130,10 @@ REFUSED: Mapping[str, Callable[[Any], object]] = {
     "message": str,
     "count": int,
 }
-"""Lines about requests that a server answered with the same error."""
 
 
 def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_json: bool = False) -> None:
-    """Prints a server's losses, for a person or as JSON."""
+    """Prints a server's losses."""
     sessions = Sessions(url, api_key, cache_salt)
     try:
         read, told = sessions.read()
@@ -157,7 +155,7 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
 
 
 def examine_file(path: Path, reader: "Reader | None" = None, *, as_json: bool = False) -> None:
-    """Prints what recorded requests would lose; without a model's reader, what it cannot know."""
+    """Prints what recorded requests would lose."""
     if path.is_dir() or not os.path.exists(path):  # noqa: PTH110 - pathlib raises where a folder may not be read
         raise DoctorError(f"there is no file {path}; --file names one with a recorded request on each line")
     from server.doctor.recorded import checkups_of, read_requests  # need NumPy, which takes its time
@@ -172,7 +170,6 @@ def examine_file(path: Path, reader: "Reader | None" = None, *, as_json: bool = 
 
 
 _OF_THE_TEMPLATE = (Cause.TEMPLATE_ARGUMENTS, Cause.THOUGHTS, Cause.CALL_IDS)
-"""Changes that many templates do not show."""
 
 
 def _unknown(checkups: Sequence[Checkup]) -> str:
@@ -210,7 +207,7 @@ def _finding_body(finding: Finding) -> dict[str, Any]:
 
 
 def _print(*parts: RenderableType) -> None:
-    """A pipe gets whole lines, without the spaces that fill a terminal's."""
+    """A pipe gets whole lines, without padding."""
     console = Console(markup=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
@@ -269,7 +266,7 @@ def _in_place(where: str) -> str:
 
 
 def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
-    """Yields both texts on a line each, around their first difference, with the changed word in bold."""
+    """Yields both texts around their first difference."""
     if before.isidentifier() and after.isidentifier():
         yield "now", Text(f"{before} → {after}", "bold")  # roles and names of models, of which no part says more
         return

@@ -72,7 +72,7 @@ class DescribeEdge:
 
 @dataclass(frozen=True)
 class ListNamespaces:
-    """Returns sums of each namespace, the most bytes first."""
+    """Each namespace's sums, the most bytes first."""
 
     def __call__(self, worker: Worker) -> list[NamespaceView]:
         return worker.prefix_cache.reports.namespaces()
@@ -109,7 +109,7 @@ class ClearCache:
 
 @dataclass(frozen=True)
 class SlotState:
-    """One slot and whether a request runs in it, never its content."""
+    """One slot, never its content."""
 
     index: int
     is_leased: bool
@@ -148,7 +148,7 @@ class UnpinSession:
 
 @dataclass(frozen=True)
 class ForgetSession:
-    """Drops last turn, pins, slot claim and what drafts are made of, but not the state of the tokens."""
+    """Drops last turn, pins, slot claim and texts for drafts, but no state of tokens."""
 
     namespace: str
     session_id: str

@@ -1,11 +1,11 @@
-"""Why a prompt was not reused whole: reasons, causes, lost tokens. `server.diagnosis` finds them."""
+"""Why a prompt was not reused whole. `server.diagnosis` finds causes."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class MissReason(StrEnum):
-    """What kept a prompt, or a part of it, from being reused."""
+    """What kept a prompt from being reused."""
 
     COLD = "cold"
     SYSTEM_CHANGED = "system_changed"
@@ -30,7 +30,7 @@ class MissReason(StrEnum):
 
 
 class Cause(StrEnum):
-    """What was changed, or is missing; the value is its name for people."""
+    """What was changed, or is missing, in words for people."""
 
     CLOCK = "date or time"
     COUNTER = "counter or percentage"
@@ -77,7 +77,7 @@ UNBLAMED = UNTOLD | {Cause.COMPACTED}
 
 @dataclass(frozen=True)
 class Miss:
-    """One cause of lost tokens, and where the prompt differs from the turn before."""
+    """One cause of lost tokens, and its place."""
 
     reason: MissReason
     message_index: int | None = None
@@ -92,7 +92,7 @@ class Miss:
     lost_tokens: int = 0
     """0 for a change behind another one."""
     missing_bytes: int | None = None
-    """Of memory, with which evicted state would have been kept; None where nobody knows."""
+    """Memory that would have kept evicted state, if known."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class EmbedderPort(Protocol):
 
 @dataclass(eq=False)
 class EmbeddingJob:
-    """The texts of one request, each of one token or more, and the future of their vectors."""
+    """One request's texts, each of one token or more, and the future of their vectors."""
 
     texts: Sequence[TokenArray]
     reading: Reading
@@ -61,7 +61,7 @@ class EmbeddingJob:
         return (self.reading, self.adapter) == (other.reading, other.adapter)
 
     def take(self, place: int, vector: Vector) -> None:
-        """Stores a vector; the last one answers the request."""
+        """The last vector answers the request."""
         self.found[place] = vector
         if len(self.found) == len(self.texts):
             self.settle(None)
@@ -94,7 +94,7 @@ class _Running:
 
 
 class Embeddings:
-    """The texts that wait for vectors, and the long text being evaluated."""
+    """Waiting texts, and the long text being evaluated."""
 
     def __init__(self, embedder: EmbedderPort, aside: SetAside, chunk_tokens: int) -> None:
         self._embedder = embedder
@@ -159,7 +159,6 @@ class Embeddings:
             text.job.take(text.place, vector)
 
     def _next_texts(self) -> list[_Text]:
-        """The oldest text and those that fit into a chunk with it, padded to the longest."""
         chosen: list[_Text] = []
         longest = 0
         for text in itertools.islice(self._texts, MAX_TOGETHER):

@@ -76,13 +76,13 @@ class KeptState:
         return num_tokens, before - self.num_bytes
 
     def drop(self) -> None:
-        """Drops all state now, whoever still refers to the cache."""
+        """Drops all state now, whoever holds the cache."""
         self.prefix_cache.clear()
 
 
 CALIBRATION_TOKENS = 8
 EXPECTED_TOKENS = 512
-"""Live buffers are sized for this output, and grow for a longer one."""
+"""Output that live buffers are sized for."""
 MAX_IN_FLIGHT_BYTES = 1 << 30
 QUIET_SECONDS = 30.0
 """Seconds without requests before idle state is written to disk."""
@@ -108,7 +108,6 @@ class EngineConfig:
     shares_heads: bool = True
     """Running sequences hold a beginning in common once."""
     speculates: bool = True
-    """Answers are drafted where that pays."""
     disk_folder: Path | None = None
     """For state that memory does not hold."""
     disk_bytes: int = 0
@@ -196,7 +195,7 @@ class Engine:
         return await asyncio.to_thread(self._inbox.wait_until_idle, timeout_seconds)
 
     def stop(self) -> None:
-        """Ends running requests with an error, and the thread."""
+        """Ends running requests with an error, and then the thread."""
         self._is_accepting = False
         self._inbox.put_end()
         if self._thread.is_alive():
@@ -232,7 +231,7 @@ class Engine:
         return self._mailbox
 
     async def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
-        """Vectors of texts that have tokens and fit the context. A cancel ends the work.
+        """Vectors of texts that fit the context. A cancel ends the work.
 
         Raises EngineStopped, QueueFull, PromptTooLarge, and EmbeddingUnsupported for a model that makes no vectors.
         """

@@ -1,4 +1,4 @@
-"""What passes between event loop and worker thread: requests, cancels and commands; the events of a request.
+"""What passes between event loop and worker thread.
 
 Messages that wait are bounded in number, and each is handled in order or, once the inbox is closed, refused. A
 `Generation` iterates over the events of one request. For a slow reader `MAX_PENDING` events wait, then one piece of
@@ -168,10 +168,10 @@ class WorkerMessage:
 
 
 class Inbox:
-    """A queue with one reader, the worker thread, and writers on any thread."""
+    """A queue that the worker thread reads and any thread writes."""
 
     def __init__(self, *, max_slots: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_waiting` requests may be unfinished beyond the `max_slots` that run. `clock` counts seconds."""
+        """`max_waiting` requests may wait beyond `max_slots`. `clock` counts seconds."""
         self._max_slots = max_slots
         self._max_waiting = max_waiting
         self._clock = clock

@@ -30,7 +30,7 @@ MakeDecoder = Callable[[], TextDecoder]
 
 
 class GrammarConstraint:
-    """Follows the output of one sequence and says which tokens may come next."""
+    """Says which tokens may come next."""
 
     def __init__(self, grammar: OutputGrammar, reasoning: ReasoningWatch | None) -> None:
         self._matcher = grammar.compiled.begin()
@@ -120,12 +120,11 @@ class Output:
 
     @property
     def rest(self) -> Delta:
-        """The tokens whose text was not emitted."""
         return Delta("", tuple(self._pending), tuple(self._logprobs))
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """None where reasoning is not told apart."""
+        """None unless reasoning is told apart."""
         return None if self._reasoning is None else self._reasoning.num_tokens
 
     @property

@@ -22,11 +22,11 @@ from server.engine.speculation import Speculation
 MAX_SCORED_TOKENS = 128
 """The longest chunk whose logits are all computed: 76 MiB of float32 with 150 000 words."""
 ALONE_CHUNKS = 8
-"""Chunks at once on a GPU, which a small one does not fill, while nobody waits for the end of the step."""
+"""Chunks at once on a GPU, which one does not fill, while nobody waits for the end of the step."""
 FAR_TOKENS = 65_536
-"""Beyond it attention is most of the work, and a long call may be too long for macOS, which then ends it."""
+"""Beyond it macOS may end a long call, as attention takes most of the time."""
 COPIED_PER_EVALUATED = 64
-"""Tokens whose state is copied while one is evaluated; most machines copy several times more."""
+"""Tokens whose state is copied while one is evaluated."""
 
 
 class Prefill:

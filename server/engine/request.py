@@ -1,4 +1,4 @@
-"""A request to the engine, its events, its errors, and the engine's counters. All values are immutable. Pure.
+"""A request to the engine, its events and errors, and the engine's counters. All immutable. Pure.
 
 The server has already parsed the client's dialect and tokenized the text. The events of a request, in order: Started,
 Progress*, Delta*, then Finished or Failed. No error ends the engine, but the last:
@@ -56,9 +56,9 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     """Matched on decoded text; none is empty."""
     stop_token_ids: frozenset[int] = frozenset()
-    """They end the output beside the model's ends of turn, which may be ignored."""
+    """These end the output, as the model's ends of turn do, which may be ignored."""
     keeps_stop: bool = False
-    """The output ends with the stop string or stop token itself."""
+    """The output ends with the stop itself."""
     session_id: str | None = None
     """A hint for affinity and order, never a key to tokens."""
     namespace: str = ""
@@ -86,7 +86,7 @@ class GenerationRequest:
     speculates: bool = True
     """False: every token has a decode step of its own."""
     prediction: TokenArray | None = None
-    """What the client expects of the answer: a text for drafts, never part of the answer by itself."""
+    """What the client expects of the answer: a text for drafts only."""
     quotable: tuple[TokenArray, ...] = ()
     """New tool results as calls quote them: texts for drafts, as the prompt is."""
 
@@ -177,10 +177,10 @@ class Finished:
     reasoning_tokens: int | None = None
     """Without markers; None where reasoning is not told apart."""
     token_ids: tuple[int, ...] = ()
-    """The tokens of all deltas; filled in by the reader."""
+    """Of all deltas; filled in by the reader."""
     stop_token: int | None = None
     rest: Delta = Delta("", ())
-    """The tokens behind the last delta, without text: an end of turn, a stop string."""
+    """Tokens without text behind the last delta."""
     scored: tuple[TokenLogprob, ...] = ()
     """Log-probabilities of all prompt tokens but the first, where the request asks."""
     accepted_prediction_tokens: int | None = None
@@ -203,7 +203,7 @@ class EngineError(Exception):
 
 
 class QueueFull(EngineError):
-    """Too many requests wait already; come back after `retry_after_seconds`."""
+    """Too many requests wait; retry after `retry_after_seconds`."""
 
     def __init__(self, num_waiting: int, retry_after_seconds: int) -> None:
         super().__init__(f"{num_waiting} requests are waiting already; try again in {retry_after_seconds} s")
@@ -219,7 +219,7 @@ class PromptTooLarge(EngineError):
 
 
 class OutOfMemory(EngineError):
-    """There is no memory for the request now; come back after `retry_after_seconds`."""
+    """No memory for the request now; retry after `retry_after_seconds`."""
 
     retry_after_seconds = 5
 
@@ -238,7 +238,7 @@ class StepFailed(EngineError):
 
 
 class DeviceLost(EngineError):
-    """The device takes no more work from this process; another process may have better luck."""
+    """The device takes no more work from this process."""
 
     def __init__(self) -> None:
         super().__init__("the GPU refuses all work of this process, after errors before; the server must start again")
@@ -254,7 +254,7 @@ _NO_MEMORY = ("unable to allocate", "out of memory", "outofmemory", "insufficien
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error is a lack of memory; MLX has no class for it."""
+    """Whether an error is a lack of memory; MLX has no class for that."""
     return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _NO_MEMORY)
 
 

@@ -27,7 +27,7 @@ class RunnerPort(SharedBuffers, Protocol):
     rows_form: str
     """How several rows are evaluated, for a person."""
     drafts_form: str
-    """What answers are drafted from, or why not, for a person."""
+    """Whether answers are drafted, for a person."""
     overlaps: bool
     """`start` returns while most of the step is still ahead."""
     max_feed_tokens: int
@@ -35,7 +35,7 @@ class RunnerPort(SharedBuffers, Protocol):
     step_seconds: Mapping[int, float]
     """Of a step, by the number of one row's tokens; empty where there may not be several."""
     feeds_together: bool
-    """Rows with several tokens each cost little more than one with as many."""
+    """Rows with several tokens each share a model call."""
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int, /) -> None:
         """Evaluates tokens of one sequence behind its caches' content."""
@@ -93,7 +93,7 @@ class RunnerPort(SharedBuffers, Protocol):
         """Whether shared buffers have changed since this was asked last."""
 
     def drain(self) -> None:
-        """Waits for all that was started and takes its errors, which else meet whoever evaluates next."""
+        """Waits for all that was started, and takes its errors, which else meet whoever evaluates next."""
 
     def detach(self, row: Any) -> None:
         """Evaluates all state of a row into the row's own caches."""

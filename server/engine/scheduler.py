@@ -1,4 +1,4 @@
-"""Which request is evaluated next, which makes way for memory, and when a refused one should retry. Pure.
+"""Which request is evaluated next, which makes way, and when a refused one should retry. Pure.
 
 * a request that continues an earlier one of its session waits for its end, since it may contain the earlier answer;
   all other requests of a session run side by side, in arrival order;
@@ -26,11 +26,11 @@ from cache.types import common_prefix_length
 from server.engine.request import GenerationRequest, Priority, TokenArray
 
 MAX_PASSES = 4
-"""So many short prefills may pass one longer prefill that came first."""
+"""Short prefills that may pass a longer one."""
 MAX_WAITS = 64
-"""A background request that was passed over so many times counts as interactive."""
+"""A background request passed over so often counts as interactive."""
 MIN_SHARED_TOKENS = 32
-"""A request waits only for a prefix this much longer than what it can restore."""
+"""A request waits only for a prefix longer by this."""
 LOOKAHEAD = 16
 """Waiting requests, able to run, that a choice considers."""
 
@@ -98,14 +98,14 @@ def ticket_for(request: GenerationRequest, arrival: int, tokens: TokenArray) -> 
 
 
 class Scheduler:
-    """Tickets by phase, and the choice of the next chunk. Worker thread only."""
+    """Chooses the next chunk. Worker thread only."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._tickets: dict[str, Ticket] = {}
         self._sessions: dict[tuple[str, str], list[Ticket]] = {}
         self._predecessors: dict[Ticket, Ticket | None] = {}
-        """Which ticket a ticket continues and waits for, once looked up."""
+        """The ticket that each continues and waits for, once looked up."""
         self._awaited: dict[Ticket, tuple[Ticket, int]] = {}
         """The prefill that a ticket waits for, and the end of their common prefix."""
         self._lent: dict[Ticket, Rank] = {}
@@ -124,14 +124,14 @@ class Scheduler:
         tickets.append(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """Forgets an ended request; what waited for it may be tried again."""
+        """Forgets an ended request; waiting ones may be tried again."""
         self._take_out(ticket)
         deferred = [other for other in self._tickets.values() if other.is_deferred]
         if deferred:
             min(deferred, key=lambda other: other.rank).is_deferred = False
 
     def replace(self, ticket: Ticket, by: Ticket) -> None:
-        """Queues a request again that lost its state; what waited for it may be tried again."""
+        """Queues a request again; waiting ones may be tried again."""
         self._take_out(ticket)
         self.add(by)
 
@@ -212,7 +212,7 @@ class Scheduler:
     def _could_begin(
         self, waiting: list[Ticket], running: list[Ticket], restorable: Callable[[Ticket], int]
     ) -> dict[Ticket, int]:
-        """The first tickets that wait for no other, and the tokens that each has to evaluate."""
+        """The first tickets that wait for no other, with tokens to evaluate."""
         self._awaited = {ticket: goal for ticket, goal in self._awaited.items() if self._is_ahead(*goal)}
         self._lent = {}
         found: dict[Ticket, int] = {}
@@ -303,7 +303,7 @@ def choose_to_wait(running: Iterable[Ticket]) -> Ticket | None:
 
 MIN_SECONDS, MAX_SECONDS = 1, 60
 UNKNOWN_SECONDS = 2
-"""The answer until a request has ended while others waited."""
+"""Until a request has ended while others waited."""
 NUM_ENDS = 64
 
 

@@ -44,7 +44,7 @@ class Worker:
         sessions: EngineSessions | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """`expected_tokens` is the output that live buffers are sized for; `sessions` must be of the same cache.
+        """`sessions` must be of the same cache.
 
         Without `speculation`, each token has a decode step of its own.
         """
@@ -103,7 +103,7 @@ class Worker:
             self._table.end(sequence, FinishReason.CANCELLED)
 
     def close_answered(self, namespace: str) -> None:
-        """Ends sequences whose clients have the answer: only the last token is to be evaluated."""
+        """Ends sequences whose clients have the whole answer."""
         self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
 
     def fail_all(self, error: Exception) -> None:
@@ -137,7 +137,7 @@ class Worker:
         )
 
     def use_long_chunks(self) -> None:
-        """Has a prompt beside which nothing runs evaluated in longer chunks, as pays on a GPU.
+        """A prompt beside which nothing runs gets longer chunks, as pays on a GPU.
 
         Not where layers have windows: their buffers hold a chunk more, in each slot.
         """
@@ -181,7 +181,6 @@ class Worker:
             sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
 
     def _finish_decode_step(self) -> None:
-        """Reads the launched step: a prefill chunk would delay all rows."""
         self._decode.read()
         self._table.close_finished(list(self._table))
         self._table.replay_lost()
@@ -208,7 +207,6 @@ class Worker:
             self._make_way(sequence)
 
     def _make_way(self, sequence: Sequence) -> None:
-        """Frees memory of a text, of ended sequences or of the worst rank; at last ends the sequence."""
         if self._embeddings.give_way():
             return
         running = self._table.leased()

@@ -1,4 +1,4 @@
-"""Which models a server may be asked for: of the command line, built in, names of our own, whole downloads.
+"""Which models a server may be asked for.
 
 A name from a request is never taken for a path: only the command line names folders. Models with the same folder have
 the same id. For any thread; may read the disk.
@@ -81,7 +81,6 @@ class Catalog:
         return [*self._named, *(one for one, known in others if not any(known is named for named in self._named))]
 
     def _known(self, name: str) -> ModelSource | None:
-        """The command line's model of this name, or of this repository."""
         repository = parse_repository(name)
         for source in self._named:
             if source.name == name:
@@ -92,7 +91,6 @@ class Catalog:
         return next((source.plain for source in self._named if source.id == name), None)
 
     def _identified(self, source: ModelSource) -> ModelSource:
-        """Gives a model the id of the command line's first model with the same folder."""
         folder = os.path.realpath(source.path)
         for named in self._named:
             if named.adapter is None and named.id != source.id and os.path.realpath(named.path) == folder:

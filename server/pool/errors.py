@@ -51,7 +51,7 @@ class ModelTooLarge(PoolError):
 
 
 class PoolBusy(PoolError):
-    """Others hold the model's memory, and did not finish their answers in time."""
+    """Others hold the memory, and did not finish in time."""
 
     retry_after_seconds = 10
 
@@ -77,7 +77,6 @@ class ModelChange:
     model_id: str
     seconds: float | None = None
     message: str | None = None
-    """Why loading failed."""
 
 
 TellChange: TypeAlias = Callable[[ModelChange], None]

@@ -37,7 +37,6 @@ from server.pool.served import ListedModel
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 120.0
-"""How long a model waits for answers of others."""
 
 Result = TypeVar("Result")
 
@@ -61,14 +60,14 @@ class Opener(Protocol):
         """Checks the files; returns about how many bytes the weights will take."""
 
     def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
-        """The model, its engine running. `tell` is told each step, and may raise to end the loading."""
+        """The model, its engine running. `tell` is told each step, and may raise."""
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """What the files say; for damaged ones, the name only."""
+        """What the files say; of damaged ones, the name."""
 
 
 async def on_thread(name: str, work: Callable[[], Result]) -> Result:
-    """Awaits `work` on a daemon thread, for which the end of the process does not wait."""
+    """Awaits `work` on a daemon thread."""
     done: Future[Result] = Future()
     done.set_running_or_notify_cancel()
 
@@ -141,7 +140,6 @@ class Loader:
 
     @property
     def loading(self) -> Mapping[str, str]:
-        """The step of each model being loaded."""
         return {model_id: loading.step for model_id, loading in self._loadings.items()}
 
     async def unload(self, source: ModelSource) -> bool:
@@ -221,7 +219,7 @@ class Loader:
         self._end(loading, error)
 
     def _end(self, loading: Loading, outcome: Member | Exception) -> None:
-        """Wakes everybody who waits; each holds the model from now on."""
+        """Wakes all who wait; each holds the model."""
         if self._loadings.get(loading.source.id) is loading:
             del self._loadings[loading.source.id]
         for waiter in loading.waiters:
@@ -250,7 +248,6 @@ class Loader:
     # --------------------------------------------------------------------------------------------------- loading
 
     async def _ready(self, loading: Loading) -> Member:
-        """The loaded model with its due budget."""
         is_loaded = loading.source.id in self.loaded
         try:
             member = self.loaded[loading.source.id] if is_loaded else await self._load(loading)

@@ -35,13 +35,13 @@ class PooledEngine(EnginePort, Protocol):
         """Changes the budget; returns the bytes by which running requests exceed it: then it stays."""
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Takes no more requests; returns whether the running ones ended in time."""
+        """Takes no more requests; returns whether running ones ended in time."""
 
     def stop(self) -> None:
         """Ends the engine. Blocks; for any thread."""
 
     def park(self) -> KeptState | None:
-        """Ends the engine; returns state that is on no disk. Blocks; for any thread."""
+        """Ends the engine; returns state on no disk. Blocks; for any thread."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class OpenedModel:
     release: Callable[[], object] = lambda: None
     """Releases the weights of an ended engine. For any thread."""
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
-    """The model with each adapter, by the adapter's name."""
+    """By the adapter's name."""
     useful_bytes: int = UNBOUNDED_BYTES
 
     def served(self, adapter: str | None) -> ServedModel | None:
@@ -62,7 +62,7 @@ class OpenedModel:
         return self.model if adapter is None else self.variants.get(adapter)
 
     def unload(self) -> KeptState | None:
-        """Ends the engine, releases the weights; returns state that is on no disk. Blocks; for any thread."""
+        """Ends the engine, releases weights; returns state on no disk. Blocks; for any thread."""
         state = self.engine.park()
         self.release()
         return state
@@ -201,7 +201,6 @@ class Budgets:
         self._due_bytes = 0
         self.idle_limit = IdleLimit()
         self.on_change: Callable[[], None] = lambda: None
-        """Called when the taken memory has changed."""
         self.on_given_up: Callable[[str], None] = lambda model_id: None
         """Called with an unloaded model's id once its last state is dropped from memory."""
 
@@ -215,7 +214,7 @@ class Budgets:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that all state takes, and a part to grow."""
+        """All state, and a part to grow."""
         held_bytes = sum(self._held().values())
         return held_bytes + max(held_bytes // GROWTH_PART, LEAST_GROWTH_BYTES)
 
@@ -252,7 +251,7 @@ class Budgets:
                     self.give_up(gone.id, for_whom)
 
     async def divide(self) -> None:
-        """Divides the memory anew, as far as running requests allow."""
+        """Divides memory anew, as running requests allow."""
         plan, total_bytes = self.plan(), self._for_state(self._uses())
         await self.shrink(plan)
         for member in [self.members[model_id] for model_id in plan if model_id in self.members]:
@@ -263,7 +262,7 @@ class Budgets:
         self.on_change()
 
     def relieve(self, level: Pressure) -> bool:
-        """Adapts to the machine's lack of memory; returns whether its level has changed."""
+        """Adapts to a lack of memory; returns whether its level has changed."""
         held = self._held()
         total_bytes = sum(held.values())
         limit = self.idle_limit

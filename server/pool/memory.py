@@ -1,4 +1,4 @@
-"""How models divide the machine's memory, and which are unloaded for another. Pure.
+"""How models divide memory, and which are unloaded for another. Pure.
 
 What the weights leave is divided into budgets for state: one for each loaded model, and one for what each unloaded
 model left.
@@ -22,9 +22,7 @@ IDLE_SECONDS = 60.0
 QUIET_SECONDS = 30.0
 """Time without pressure until idle state may grow."""
 FLOOR_PART = 4
-"""One part in so many: the floor of an idle model's due budget, the floor of all unloaded models, and a step of
-growth.
-"""
+"""One part in so many: floors of idle and unloaded models, and a step of growth."""
 
 
 @dataclass
@@ -37,7 +35,7 @@ class PoolMemory:
     largest_alone_bytes: int = 0
     """Weights up to this are loaded if alone, whatever they leave for state."""
     smallest_alone_bytes: int = 0
-    """The least for state beside a single model."""
+    """For state beside a single model."""
     largest_state_bytes: int | None = None
     """The most for state; None: whatever the weights leave."""
 
@@ -66,7 +64,7 @@ class PoolMemory:
 
 
 class Pressure(IntEnum):
-    """How short of memory the whole machine is, as its system says."""
+    """How short of memory the machine is."""
 
     NORMAL = 0
     WARN = 1
@@ -104,7 +102,7 @@ class IdleLimit:
 
 @dataclass(frozen=True)
 class ModelUse:
-    """Facts that decide how much memory a model gets."""
+    """What decides a model's memory."""
 
     id: str
     last_used: float
@@ -204,4 +202,4 @@ class PoolSettings:
     aliases: Sequence[Alias] = ()
     default_id: str | None = None
     wire: Callable[[int, bool], object] = lambda weights_bytes, is_quiet: None
-    """Called with the bytes of all loaded weights, and whether nothing runs. Blocks."""
+    """Called with all weights' bytes, and whether nothing runs. Blocks."""

@@ -1,4 +1,4 @@
-"""What models are called: identity, aliases, near names; and how long an idle one stays loaded. Pure."""
+"""What models are called, and how long idle ones stay loaded. Pure."""
 
 import difflib
 import math
@@ -13,9 +13,7 @@ from models.store.stored_model import ModelDefaults
 LATEST = ":latest"
 """Added by Ollama's clients to a name without a tag."""
 MAX_NAME_LENGTH = 200
-"""The most characters of a name that an error repeats."""
 MAX_LISTED = 8
-"""The most names in the answer to an unknown one."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
 
 
 def served_instead(name: str, served: Collection[str]) -> str:
-    """A clause with names like the unknown one, else with all names."""
+    """A clause with near names, else all."""
     near = difflib.get_close_matches(name.lower(), served, n=3) if len(served) > 1 else []
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -67,9 +65,8 @@ class ModelSource:
     path: Path
     adapter: str | None = None
     label: str | None = None
-    """A local name, which clients use in place of the id."""
+    """A local name in place of the id."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
-    """Defaults of requests under the label."""
 
     @property
     def name(self) -> str:
@@ -82,7 +79,7 @@ class ModelSource:
 
 FOREVER = math.inf
 WHEN_SHORT_SECONDS = 30 * 60.0
-"""Idle models are unloaded after this time if memory is short and nobody set another."""
+"""Time until idle models are unloaded if memory is short."""
 LONGEST_SECONDS = 1e9
 """A longer time means for ever."""
 

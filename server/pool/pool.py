@@ -22,13 +22,12 @@ from server.pool.served import EnginePort, ListedModel, ModelFacts, Occupancy, S
 LOADED: ContextVar[Member | None] = ContextVar("LOADED", default=None)
 """The model that was loaded for a request, and is held while the request is planned.
 
-The request keeps that model, although another one waits for the memory: else two requests that take long to plan
-could have two models loaded by turns for ever.
+Otherwise, two requests that take long to plan could have two models loaded by turns for ever.
 """
 
 
 class ModelPool(Loader):
-    """Models that may be asked for, by their names, and engines of the loaded ones."""
+    """Models by name, and engines of the loaded ones."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class ModelPool(Loader):
         ]
 
     def listed(self) -> Sequence[ListedModel]:
-        """Every model, loaded or not. For any thread; may read the disk."""
+        """Loaded or not. For any thread; may read the disk."""
         return [self._described(source) for source in self._catalog.all()]
 
     def describe(self, name: str) -> ListedModel:
@@ -142,7 +141,7 @@ class ModelPool(Loader):
     # -------------------------------------------------------------------------------------------- using a model
 
     def try_hold(self, model: ServedModel) -> ModelHold | None:
-        """A hold on a model that `find` returned; None if it is to be loaded, or given its memory."""
+        """A hold on what `find` returned; None if it is to be loaded."""
         own = LOADED.get()
         if own is not None and own.has(model):
             return self._hold(own)
@@ -157,7 +156,7 @@ class ModelPool(Loader):
     # --------------------------------------------------------------------------------------------------- the end
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Whether running requests ended in time; new ones are refused."""
+        """Refuses new requests; returns whether running ones ended in time."""
         self.close()
         engines = [member.opened.engine for member in self.members]
         return all(await asyncio.gather(*(engine.drain(timeout_seconds) for engine in engines)))

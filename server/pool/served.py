@@ -1,6 +1,6 @@
-"""What is served: a loaded model with its texts, formats and defaults, its engine, and the models that may be named.
+"""What is served: a model, its formats and defaults, its engine.
 
-Protocols say what others use of engine and tokenizer. Knows no HTTP, no client and not which models are loaded.
+Knows no HTTP, no client and not which models are loaded.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -35,7 +35,6 @@ class ModelFacts:
     architecture: str = ""
     """Such as `qwen3`."""
     fingerprint: str = ""
-    """Differs for different models."""
     num_parameters: int = 0
     stored_bytes: int = 0
     memory_bytes: int = 0
@@ -66,7 +65,7 @@ def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 MAX_PREVIEW_CHARACTERS = 80
 MAX_PREVIEWS = 16_384
-"""Previews remembered: most readers ask repeatedly for the same edges."""
+"""Remembered previews."""
 
 
 class PromptRenderer(Protocol):
@@ -98,7 +97,7 @@ class PromptRenderer(Protocol):
         """As `models.prompt.chat_template.ChatRenderer.tokenize`."""
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Remembers a reply's tokens, for later prompts that hold the reply."""
+        """Remembers a reply's tokens for later prompts."""
 
 
 class TokenReader(Protocol):
@@ -122,7 +121,7 @@ class AnswerBinder(Protocol):
 
 
 class EnginePort(Protocol):
-    """What endpoints use of `Engine`, all on the event loop."""
+    """What endpoints use of `Engine`; event loop only."""
 
     @property
     def is_running(self) -> bool: ...
@@ -170,7 +169,7 @@ class ServedModel:
     """None if answers cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
     reranking: Judgement | None = None
-    """Set if the model was made to judge a query with a document."""
+    """Set if the model judges documents."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Defaults for fields missing in a request."""
     facts: ModelFacts = field(default_factory=ModelFacts)
@@ -180,10 +179,10 @@ class ServedModel:
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     """Other defaults; sampling and context have their own fields."""
     tool_orders: ToolOrders = field(default_factory=ToolOrders)
-    """Orders of keys in which tools are shown, shared with other names of the model."""
+    """Shared with other names of the model."""
 
     def labelled(self, name: str, defaults: ModelDefaults) -> "ServedModel":
-        """The model under another name with its defaults; all state is shared."""
+        """The model under another name, with its defaults; state is shared."""
         sampling = defaults.sampling_over(self.sampling)
         return replace(
             self,
@@ -195,7 +194,7 @@ class ServedModel:
         )
 
     def variant(self, adapter: Adapter) -> "ServedModel":
-        """The model with an adapter, under the adapter's name."""
+        """The model under the adapter's name."""
         return replace(self, id=adapter.name, adapter=adapter, parent_id=self.id)
 
     @property
@@ -216,7 +215,7 @@ class ServedModel:
 
     @cached_property
     def preview(self) -> Callable[[bytes], str]:
-        """The beginning of a text from the bytes of its tokens. For any thread."""
+        """A text's beginning from its tokens' bytes. For any thread."""
 
         def text(tokens: bytes) -> str:
             return self.token_texts.text(np.frombuffer(tokens, np.int32).tolist())[:MAX_PREVIEW_CHARACTERS]
@@ -245,7 +244,7 @@ class ServedModel:
     def output_parser(
         self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "", *, is_forced: bool = False
     ) -> OutputParser:
-        """The parser of an answer that may or must call `tools`; the `prompt` ends with `begun`."""
+        """The answer's parser; `prompt` ends with `begun`."""
         if isinstance(self.tool_syntax, HarmonyFormat):
             return HarmonyParser(tools)
         answer: OutputParser = PlainParser()
@@ -261,7 +260,7 @@ class ServedModel:
 
 @dataclass(frozen=True, eq=False)
 class ListedModel:
-    """A model that requests may name, with the facts known so far."""
+    """A model that requests may name, and known facts."""
 
     id: str
     created: int

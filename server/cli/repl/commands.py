@@ -1,4 +1,4 @@
-"""The slash commands of a chat, and their files: saved conversations, and images, which no model here sees."""
+"""The slash commands of a chat, and their files."""
 
 import os
 import re
@@ -16,7 +16,6 @@ NO_IMAGES = "models here take text only, so {} cannot be shown to them; describe
 
 _PATH = re.compile(r"""(?P<quote>['"])(?P<quoted>.+?)(?P=quote)|(?P<bare>(?:\\.|\S)+)""")
 _SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd\ufffd\ufffd\x00\x10JFIF")
-"""How image files begin, read as text."""
 
 
 class FileRefused(Exception):
@@ -56,7 +55,7 @@ def read_text(path: Path) -> str:
 
 
 def find_image(text: str) -> str | None:
-    """The first image's path in a message, as a terminal writes a dropped file; a bare name is none."""
+    """The first image's path in a message, as of a dropped file; a bare name is none."""
     for match in _PATH.finditer(text):
         path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
         path = path.removeprefix("file://")

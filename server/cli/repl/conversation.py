@@ -1,4 +1,4 @@
-"""A conversation in the terminal: its turns, parameters, saved file, and the wrapping of streamed text. Pure.
+"""A conversation in the terminal, and the wrapping of streamed text. Pure.
 
 Knows neither who answers nor how text reaches the terminal.
 """
@@ -20,7 +20,7 @@ from models.prompt.shapes import Message
 
 
 class Manner(StrEnum):
-    """Whether a part is of the answer or of the reasoning."""
+    """Answer or reasoning."""
 
     ANSWER = "answer"
     REASONING = "reasoning"
@@ -45,7 +45,7 @@ class AnswerCosts:
     predicted_ms: float
 
     def describe(self) -> str:
-        """Two lines, of the prompt and of the answer."""
+        """Two lines, of prompt and answer."""
         prompt_tokens = self.cached_tokens + self.evaluated_tokens
         share = self.cached_tokens / prompt_tokens if prompt_tokens else 0
         # The time runs from the first token to the last, so one token fewer was made in it.
@@ -71,7 +71,7 @@ class Answerer(Protocol):
     def answer(
         self, turns: Sequence[Message], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, its costs last; a cancel stops the model. Raises AnswerFailed.
+        """Yields an answer, costs last; a cancel stops the model. Raises AnswerFailed.
 
         Missing `parameters` are as the model recommends.
         """
@@ -161,7 +161,7 @@ def describe(parameters: Mapping[str, Any]) -> str:
 
 
 def template_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that are arguments of the chat template."""
+    """Parameters for the chat template."""
     return {"enable_thinking": parameters[THINK]} if THINK in parameters else {}
 
 
@@ -185,7 +185,6 @@ class Dialogue:
     costs: AnswerCosts | None = None
     last_message: str = ""
     is_answered: bool = False
-    """Whether the last two turns are a message and its answer."""
 
     def prompt(self) -> list[Message]:
         """All messages, the system message first."""
@@ -274,7 +273,7 @@ class WordWrap:
         self._is_fence = False
 
     def feed(self, text: str, width: int) -> str:
-        """What can be shown now, in lines of `width` cells."""
+        """What can be shown now."""
         # No model may move the cursor or change the title.
         shown = (letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")
         return "".join(self._take(letter, width) for letter in shown)

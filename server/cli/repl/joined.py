@@ -1,4 +1,4 @@
-"""Answers from a server's loaded model: a second copy would take as much memory."""
+"""Answers from a server's loaded model."""
 
 import json
 import uuid

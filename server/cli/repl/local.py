@@ -25,7 +25,6 @@ from server.engine.request import Delta, EngineError, Failed, Finished, FinishRe
 from server.pool.served import EnginePort, ServedModel
 
 MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER, Reasoning: Manner.REASONING}
-"""Other pieces are not shown."""
 
 
 @contextmanager
@@ -98,7 +97,7 @@ class LocalModel:
 
 
 class LocalModels(ExitStack):
-    """A context manager. A change replaces the model, since memory may not hold two."""
+    """A change replaces the model, since memory may not hold two."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ModelError."""
@@ -132,8 +131,6 @@ class LocalModels(ExitStack):
 
 
 class _Nobody:
-    """Stands between two models: the memory of the last one is free."""
-
     name = "none"
 
     def answer(

@@ -44,7 +44,7 @@ def open_history(path: Path | None) -> History:
 
 
 class _PatientHistory(FileHistory):
-    """Ignores a full disk: a chat is worth more than its history."""
+    """Ignores a full disk."""
 
     def store_string(self, string: str) -> None:
         with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ class _PatientHistory(FileHistory):
 
 
 def line_reader(history: Path | None) -> Callable[[str], str]:
-    """What reads a line, or the pasted lines, at a prompt, and raises EOFError and KeyboardInterrupt."""
+    """Reads a line, or pasted lines; raises EOFError and KeyboardInterrupt."""
     # Standard output may be a file; the prompt then goes to standard error.
     output = create_output(always_prefer_tty=True)
     if isinstance(output, Vt100_Output):
