@@ -42,7 +42,7 @@ class Penalty(Protocol):
 
 
 def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
-    """Those that at least one row uses, in the order of applying."""
+    """Penalties that a row uses, in the order of applying."""
     found: list[Penalty | None] = [
         _Repetition.of(rows, vocab_size),
         _Occurrences.of(rows, vocab_size),

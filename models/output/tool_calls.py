@@ -174,7 +174,7 @@ class JsonPrefix:
         return stop
 
     def _end(self, start: int) -> int:
-        """Of the next letter, or of a literal once its end is there: a number may continue with every digit."""
+        """The end of the next letter, or of a literal once complete: a number may continue with every digit."""
         letter = self._text[start]
         if letter in _SPACE:
             return start + 1

@@ -67,7 +67,7 @@ class _Pull:
         self.error: Exception | None = None
         self.task: asyncio.Future[None] | None = None
         self._told: list[PullEvent] = []
-        """Of the progress within one file, only the last."""
+        """Steps so far; of the progress within one file, only the last."""
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
 

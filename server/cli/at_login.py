@@ -108,7 +108,7 @@ class ServiceManager:
     leftover: Path
     """Removed with the file."""
     former: "ServiceManager | None" = None
-    """Of the file of an older version, which goes once there is a new one."""
+    """The manager of an older version's file, which goes once there is a new one."""
     folders: Sequence[Path]
     """Made before the file is written."""
     ask: Command

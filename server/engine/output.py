@@ -72,7 +72,7 @@ class GrammarConstraint:
     def masks_along(self, draft: Sequence[int]) -> list[MaskWords]:
         """Which tokens may come next, and behind each of `draft` up to one that may not come or ends the answer.
 
-        They hold while `is_thinking` stays as it is. Raises GrammarFailed if the first is unknown.
+        The masks hold while `is_thinking` stays as it is. Raises GrammarFailed if the first is unknown.
         """
         masks, matcher = [self.mask()], None
         for token in draft:
@@ -112,7 +112,7 @@ class Output:
         self._decoder = decoder
         self._stops = MarkerSearch(request.stop)
         self._pending: list[int] = []
-        """Their text is not emitted yet."""
+        """Tokens whose text is not emitted yet."""
         self._logprobs: list[TokenLogprob] = []
         self._reasoning = ReasoningWatch(request.thinking) if request.thinking is not None else None
         self._grammar = GrammarConstraint(request.grammar, self._reasoning) if request.grammar is not None else None

@@ -56,7 +56,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     """Matched on decoded text; none is empty."""
     stop_token_ids: frozenset[int] = frozenset()
-    """These end the output, as the model's ends of turn do, which may be ignored."""
+    """Tokens that end the output beside the model's ends of turn, which may be ignored."""
     keeps_stop: bool = False
     """The output ends with the stop itself."""
     session_id: str | None = None
@@ -82,7 +82,7 @@ class GenerationRequest:
     single_call: CallMarkers | None = None
     """Set where the output ends after the first call."""
     grammar: OutputGrammar | None = None
-    """Of the answer behind its reasoning."""
+    """The grammar of the answer behind its reasoning."""
     speculates: bool = True
     """False: every token has a decode step of its own."""
     prediction: TokenArray | None = None
@@ -284,7 +284,7 @@ class DraftStats:
     steps: int
     """Decode steps with a draft."""
     tokens: int
-    """That these steps put out."""
+    """Tokens that these steps put out."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class Step(Protocol):
     """A decode step under way."""
 
     def tokens(self) -> list[list[int]]:
-        """Waits for the step; returns each row's samples: behind its last known token, and each one of its draft."""
+        """Waits for the step; returns each row's samples: behind its last known token and each token of its draft."""
 
     def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
         """The log-probability of `token` as a row's sample number `place`, if asked for; `tokens` must come first."""
@@ -31,9 +31,9 @@ class RunnerPort(SharedBuffers, Protocol):
     overlaps: bool
     """`start` returns while most of the step is still ahead."""
     max_feed_tokens: int
-    """That a step evaluates of one row."""
+    """The most tokens of one row that a step evaluates."""
     step_seconds: Mapping[int, float]
-    """Of a step, by the number of one row's tokens; empty where there may not be several."""
+    """Seconds of a step, by the number of one row's tokens; empty where a row has only one."""
     feeds_together: bool
     """Rows with several tokens each share a model call."""
 

@@ -245,7 +245,7 @@ class CacheMissReason(TypedDict):
 
 
 class DiagnosticsBody(TypedDict):
-    """What was reused, why not more, and costs."""
+    """How much was reused, why not more, and the costs."""
 
     cache_miss_reason: CacheMissReason | None
     cache: CacheBody | None

@@ -57,7 +57,7 @@ class ThinkingBlockBody(TypedDict):
 
 
 class ToolUseBlockBody(TypedDict):
-    """A call. One that was cut off has no input, in a stream a part."""
+    """A call. A call that was cut off has no input, in a stream a part."""
 
     type: Literal["tool_use"]
     id: str

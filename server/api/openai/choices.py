@@ -52,7 +52,7 @@ class CompletionTokensDetails(TypedDict, total=False):
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
-    """These two with a `prediction` only."""
+    """This and the next field with a `prediction` only."""
     rejected_prediction_tokens: int
     """Tokens of the prediction that the answer lacks."""
 

@@ -34,7 +34,7 @@ class ModelReader:
         self._orders = ToolOrders() if hygiene else None
 
     def read(self, request: Recorded) -> Read | None:
-        """A request's tokens; None for one that the server refuses, which is noted."""
+        """A request's tokens; None for a request that the server refuses, after a note in `refused`."""
         namespace, model = request.prompt.namespace, request.prompt.model
         try:
             source = self._conversation(request.body, namespace)
