@@ -9,14 +9,18 @@ alike soon costs nothing, and no draft need be tried to see that drafts would pa
 Knows neither model nor clock: seconds are handed in. Worker thread only.
 """
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cache.history import History, LiveText
-from server.engine.request import DraftSource, DraftStats, GenerationRequest
+from server.engine.request import DraftSource, DraftStats, GenerationRequest, TokenArray
 
 MIN_GAIN = 0.03
 """Part of the tokens per second that drafts must add, for each plain step that a step with them lasts."""
@@ -65,48 +69,68 @@ class PredictionFollower:
     There the row's last `NGRAM` tokens are looked up: their next place in the prediction counts, else the first.
     """
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = list(tokens)
+    def __init__(self, prediction: TokenArray) -> None:
+        self._tokens = array("i", prediction.tobytes())
         self._at = 0
         """The place of the next token; where the row has left the prediction, that of the last one that agreed."""
         self.match_length = 1
         """Before the first token nothing disagrees."""
         self._last: tuple[int, ...] = ()
-        self._places: dict[tuple[int, ...], list[int]] = {}
-        for stop in range(NGRAM, len(self._tokens) + 1):
-            self._places.setdefault(tuple(self._tokens[stop - NGRAM : stop]), []).append(stop)
-        self._num_confirmed = 0
+        codes = _codes(prediction)
+        # Sorted by code, then by place.
+        order = np.argsort(codes, kind="stable")
+        self._codes, self._stops = codes[order], order + NGRAM
+        self._is_said = bytearray(len(prediction))
+        self._num_apart = 0
+        """Tokens of the row since both agreed."""
 
     @property
     def num_confirmed(self) -> int:
         """Tokens of the prediction that the output has."""
-        return min(self._num_confirmed, len(self._tokens))
+        return self._is_said.count(1)
 
     @property
     def num_missed(self) -> int:
         """Tokens of the prediction that the output does not have."""
-        return len(self._tokens) - self.num_confirmed
+        return self._is_said.count(0)
 
     def push(self, token: int) -> None:
         """Takes the row's next token."""
         self._last = (*self._last[1 - NGRAM :], token)
+        self._num_apart += 1
         if self.match_length and self._at < len(self._tokens) and self._tokens[self._at] == token:
             self._at += 1
             self.match_length += 1
-            self._num_confirmed += 1
+            self._confirm()
         else:
             self._find()
 
     def next_tokens(self, limit: int) -> list[int]:
         """Up to `limit` tokens of the prediction from here on."""
-        return self._tokens[self._at : self._at + limit] if self.match_length else []
+        return self._tokens[self._at : self._at + limit].tolist() if self.match_length else []
 
     def _find(self) -> None:
-        places = self._places.get(self._last, ())
-        self.match_length = NGRAM if places else 0
-        if places:
-            self._at = next((place for place in places if place > self._at), places[0])
-            self._num_confirmed += NGRAM
+        self.match_length = 0
+        if len(self._last) < NGRAM:
+            return
+        (code,) = _codes(np.array(self._last, np.int32))
+        first, end = np.searchsorted(self._codes, (code, code + 1))
+        if first < end:
+            place = first + np.searchsorted(self._stops[first:end], self._at, side="right")
+            self.match_length, self._at = NGRAM, int(self._stops[place if place < end else first])
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """A token of the row says one of the prediction at most."""
+        num_tokens = min(self._num_apart, NGRAM)
+        self._is_said[self._at - num_tokens : self._at] = bytes([1]) * num_tokens
+        self._num_apart = 0
+
+
+def _codes(tokens: TokenArray) -> NDArray[np.int64]:
+    """A number for each `NGRAM` tokens in a row, of 21 bits each: no vocabulary is larger."""
+    wide = tokens.astype(np.int64)
+    return wide[:-2] << 42 | wide[1:-1] << 21 | wide[2:]
 
 
 # ------------------------------------------------------------------------------------------------------------- odds
@@ -580,7 +604,7 @@ class Speculation:
         texts = [FollowedText(DraftSource.HISTORY, self._history.follow(own), self._odds[DraftSource.HISTORY])]
         prediction = None
         if request.prediction is not None:
-            prediction = PredictionFollower(request.prediction.tolist())
+            prediction = PredictionFollower(request.prediction)
             texts.append(FollowedText(DraftSource.PREDICTION, prediction, self._odds[DraftSource.PREDICTION]))
         return Drafting(texts, own, prediction, is_kept=is_kept)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -10,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache.history import History
@@ -306,7 +307,7 @@ def test_a_prediction_is_followed_from_the_first_token_and_again_behind_a_change
 
 
 def test_a_repeated_part_of_a_prediction_is_taken_for_the_next_one() -> None:
-    follower = PredictionFollower([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6])
+    follower = PredictionFollower(np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6], np.int32))
     for token in (1, 2, 9, 1, 2, 3):
         follower.push(token)
     assert follower.next_tokens(1) == [4]
@@ -316,10 +317,37 @@ def test_a_repeated_part_of_a_prediction_is_taken_for_the_next_one() -> None:
 
 
 def test_a_short_prediction_of_which_nothing_is_said_is_missed() -> None:
-    follower = PredictionFollower([1, 2])
+    follower = PredictionFollower(np.array([1, 2], np.int32))
     follower.push(3)
     assert (follower.num_confirmed, follower.num_missed) == (0, 2)
     assert follower.next_tokens(4) == []
+
+
+@given(
+    prediction=st.lists(st.integers(0, 1), min_size=1, max_size=30),
+    output=st.lists(st.integers(0, 2), max_size=60),
+)
+@example(prediction=[1, 1, 1, 1, 2, *range(3, 9)], output=[1] * 60)
+@example(prediction=[1, 1, 1, 2, 1, 1, 1, 3], output=[1] * 4)
+def test_no_more_of_a_prediction_is_confirmed_than_the_output_says(prediction: list[int], output: list[int]) -> None:
+    follower = PredictionFollower(np.array(prediction, np.int32))
+    for token in output:
+        follower.push(token)
+    assert follower.num_confirmed + follower.num_missed == len(prediction)
+    assert follower.num_confirmed <= len(output)
+    assert follower.num_confirmed <= sum(prediction.count(token) for token in set(output))
+
+
+def test_a_prediction_as_long_as_a_context_takes_few_bytes() -> None:
+    tokens = np.random.default_rng(1).integers(0, 150_000, 50_000).astype(np.int32)
+    tracemalloc.start()
+    follower = PredictionFollower(tokens)
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    for token in (7, *tokens[-8:-4].tolist()):
+        follower.push(token)
+    assert follower.next_tokens(9) == tokens[-4:].tolist()
+    assert num_bytes < 32 * len(tokens)
 
 
 TEXT = list(range(50))
