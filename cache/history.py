@@ -216,6 +216,11 @@ class History:
         """Bytes of memory, without outputs that still grow."""
         return self._chains.num_bytes + _TEXT_BYTES * len(self._texts)
 
+    @property
+    def namespaces(self) -> set[str]:
+        """The namespaces with texts in memory."""
+        return {text.namespace for text in self._texts}
+
     def add(self, namespace: str, tokens: TokenArray, session_id: str | None = None) -> None:
         """Adds a finished text; of one that takes more than a quarter of the ring, its end."""
         self._read_stored(namespace)

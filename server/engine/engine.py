@@ -25,7 +25,7 @@ from cache.disk.tier import DiskTier
 from cache.journal import CacheEvent, Journal, Tell
 from cache.layers.layout import CHUNK_TOKENS
 from cache.prefix_cache import PrefixCache
-from models.adapter import NO_ADAPTER
+from models.adapter import NO_ADAPTER, client_namespace
 from models.formats import Reading, Vector
 from models.inference.embedding import Embedder
 from models.inference.runner import Runner
@@ -74,6 +74,13 @@ class KeptState:
         before = self.num_bytes
         self.prefix_cache.clear(namespace)
         return num_tokens, before - self.num_bytes
+
+    def forget_session(self, namespace: str, session_id: str) -> None:
+        """As `ForgetSession`, with whatever adapter the client's namespace was used."""
+        cache = self.prefix_cache
+        for name in {*cache.memory.namespaces, *cache.history.namespaces}:
+            if client_namespace(name)[0] == namespace:
+                self.sessions.forget(name, session_id)
 
     def drop(self) -> None:
         """Drops all state now, whoever holds the cache."""

@@ -153,6 +153,11 @@ class ModelPool(Loader):
         gone = self.budgets.unloaded.get(source.id)
         return (0, 0) if gone is None else gone.state.forget(namespace)
 
+    def forget_session_of_unloaded(self, namespace: str, session_id: str) -> None:
+        """Drops what unloaded models left of a session, but not the state of its tokens."""
+        for gone in self.budgets.unloaded.values():
+            gone.state.forget_session(namespace, session_id)
+
     # --------------------------------------------------------------------------------------------------- the end
 
     async def drain(self, timeout_seconds: float) -> bool:

@@ -135,6 +135,7 @@ async def delete_session(request: Request) -> Response:
         # A stopped engine holds no state.
         with contextlib.suppress(EngineStopped):
             await engine.execute(ForgetSession(model.state_namespace(namespace), session_id))
+    context.pool.forget_session_of_unloaded(namespace, session_id)
     context.sessions.forget(namespace, session_id)
     context.conversations.forget(namespace, session_id)
     context.refusals.forget(namespace, session_id)

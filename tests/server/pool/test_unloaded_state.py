@@ -14,6 +14,8 @@ from server.pool.members import Budgets, UnloadedModel
 from server.pool.memory import ModelUse, PoolMemory, Pressure
 from tests.support import cache_driver, fake_model
 
+SAID = np.arange(20, dtype=np.int32)
+
 
 def state_of(prompts: Sequence[Sequence[int]], pinned: Sequence[int] = ()) -> KeptState:
     prefix_cache = PrefixCache(lambda: fake_model.make_caches("T"), num_slots=2, budget_bytes=1 << 30)
@@ -84,3 +86,25 @@ def test_state_that_is_pinned_and_cannot_be_cut_down_goes_as_a_whole() -> None:
     assert state.num_bytes > 0, "the pinned part fits"
     state.shrink(1)
     assert state.num_bytes == 0
+
+
+def drafted(state: KeptState, namespace: str) -> list[int]:
+    """What follows the beginning of `SAID`."""
+    own = state.prefix_cache.history.begin(namespace)
+    follower = state.prefix_cache.history.follow(own)
+    for token in SAID[:5].tolist():
+        own.push(token)
+        follower.push(token)
+    return follower.next_tokens(2)
+
+
+def test_a_session_is_forgotten_with_every_adapter_and_in_its_namespace_only() -> None:
+    state = state_of([])
+    for name in ("ours", "lora:1234:ours", "theirs"):
+        state.prefix_cache.history.add(name, SAID, "s")
+        state.sessions.history.record(name, "s", SAID)
+    state.forget_session("ours", "another")
+    assert drafted(state, "ours") == [5, 6]
+    state.forget_session("ours", "s")
+    assert [drafted(state, name) for name in ("ours", "lora:1234:ours", "theirs")] == [[], [], [5, 6]]
+    assert [state.sessions.history.last(name, "s") is None for name in ("ours", "theirs")] == [True, False]
