@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
+from weakref import WeakSet
 from zlib import crc32
 
 import numpy as np
@@ -146,8 +147,8 @@ class LiveText:
         """The place behind the last token; the first token's is 1."""
         self.hashed = 0
         """Of the last three tokens."""
+        self.is_forgotten = False
         self._history = history
-        self._num_forgotten = history.num_forgotten
         self._salt = _salt(namespace)
         self._last = (0, 0)
 
@@ -161,8 +162,8 @@ class LiveText:
         self.stop += 1
 
     def end(self, keeps: bool) -> None:
-        """With `keeps` the output joins the history, unless something was forgotten since it began."""
-        if keeps and self._num_forgotten == self._history.num_forgotten:
+        """With `keeps` the output joins the history, unless its namespace or session was forgotten meanwhile."""
+        if keeps and not self.is_forgotten:
             self._history.add(self.namespace, np.array(self.tokens[1:], np.int32), self.session_id)
 
 
@@ -200,14 +201,13 @@ class History:
     """
 
     def __init__(self, max_bytes: int = 32 << 20, stored: StoredTexts | None = None) -> None:
-        self.num_forgotten = 0
-        """Times that something was forgotten."""
         self._max_places = max_bytes // PLACE_BYTES
         self._chains = _Chains()
         self._texts: list[FinishedText] = []
         """In the order of their places."""
         self._end = 1
         """The place behind the newest text."""
+        self._growing = WeakSet[LiveText]()
         self._stored = stored
         self._unread = set() if stored is None else set(stored.namespaces())
 
@@ -233,19 +233,25 @@ class History:
     def begin(self, namespace: str, session_id: str | None = None) -> LiveText:
         """An output that grows."""
         self._read_stored(namespace)
-        return LiveText(self, namespace, session_id)
+        own = LiveText(self, namespace, session_id)
+        self._growing.add(own)
+        return own
 
     def follow(self, own: LiveText) -> "HistoryFollower":
         """Looks in `own` and in the texts of its namespace."""
         return HistoryFollower(self, own)
 
     def forget(self, namespace: str, session_id: str | None = None) -> None:
-        """Drops a namespace's texts, or those that may be of one session. Outputs that still grow will not join."""
-        self.num_forgotten += 1
+        """Drops a namespace's texts, or those that may be of one session. Such outputs that grow will not join."""
+
+        def is_meant(text: FinishedText | LiveText) -> bool:
+            return text.namespace == namespace and (session_id is None or text.session_id in (session_id, None))
+
+        self._forget_growing(is_meant)
         self._unread.discard(namespace)
         kept = []
         for text in self._texts:
-            if text.namespace == namespace and (session_id is None or text.session_id in (session_id, None)):
+            if is_meant(text):
                 self._drop(text)
             else:
                 kept.append(text)
@@ -255,7 +261,7 @@ class History:
 
     def forget_all(self) -> None:
         """Drops all texts, and gives the memory back."""
-        self.num_forgotten += 1
+        self._forget_growing(lambda _: True)
         self._unread.clear()
         for text in self._texts:
             text.stop = 0
@@ -288,6 +294,10 @@ class History:
             self._unread.discard(namespace)
             for tokens in self._stored.texts(namespace, MAX_STORED_TOKENS):
                 self.add(namespace, tokens)
+
+    def _forget_growing(self, is_meant: Callable[[LiveText], bool]) -> None:
+        for own in filter(is_meant, self._growing):
+            own.is_forgotten = True
 
     def _give_back(self) -> None:
         self._chains, self._end = _Chains(), 1

@@ -34,7 +34,7 @@ class NaiveOutput:
     """An output, and what it follows: looked for place by place."""
 
     text: NaiveText
-    num_forgotten: int
+    is_forgotten: bool = False
     followed: NaiveText | None = None
     next: int = 0
     length: int = 0
@@ -72,7 +72,6 @@ class Compared:
     def __init__(self) -> None:
         self.history = History()
         self.texts: list[NaiveText] = []
-        self.num_forgotten = 0
         self.outputs: list[tuple[LiveText, HistoryFollower, NaiveOutput]] = []
         self.begin("ours", "monday")
 
@@ -82,7 +81,7 @@ class Compared:
 
     def begin(self, namespace: str, session_id: str | None) -> None:
         own = self.history.begin(namespace, session_id)
-        naive = NaiveOutput(NaiveText(namespace, session_id), self.num_forgotten)
+        naive = NaiveOutput(NaiveText(namespace, session_id))
         self.outputs.append((own, self.history.follow(own), naive))
 
     def push(self, which: int, tokens: list[int]) -> None:
@@ -98,15 +97,19 @@ class Compared:
         if self.outputs:
             own, _, naive = self.outputs.pop(which % len(self.outputs))
             own.end(keeps)
-            if keeps and naive.num_forgotten == self.num_forgotten:
+            if keeps and not naive.is_forgotten:
                 self.texts.append(naive.text)
 
     def forget(self, namespace: str, session_id: str | None) -> None:
         self.history.forget(namespace, session_id)
-        self.num_forgotten += 1
-        for text in self.texts:
-            is_meant = session_id is None or text.session_id in (session_id, None)
-            text.is_known &= text.namespace != namespace or not is_meant
+
+        def is_meant(text: NaiveText) -> bool:
+            return text.namespace == namespace and (session_id is None or text.session_id in (session_id, None))
+
+        for text in filter(is_meant, self.texts):
+            text.is_known = False
+        for _, _, naive in self.outputs:
+            naive.is_forgotten |= is_meant(naive.text)
 
     def check(self) -> None:
         self.history.check()
@@ -293,6 +296,18 @@ def test_what_is_stored_may_be_of_any_session_that_is_forgotten(is_read: bool, s
     for one in (known, History(stored=Stored())):
         one.forget_all()
         assert following(one, [1, 2, 3], "theirs").next_tokens(9) == []
+
+
+def test_who_forgets_does_not_keep_the_answers_of_others_from_joining() -> None:
+    known = History()
+    outputs = [known.begin(*whose) for whose in (("ours", "s"), ("ours", "t"), ("theirs", "s"))]
+    known.forget("ours", "s")
+    for first, own in enumerate(outputs):
+        for token in range(10 * first, 10 * first + 6):
+            own.push(token)
+        own.end(keeps=True)
+    found = [following(known, [10 * first + n for n in range(3)], own.namespace) for first, own in enumerate(outputs)]
+    assert [bool(one.match_length) for one in found] == [False, True, True]
 
 
 def test_all_texts_are_forgotten_also_those_that_are_followed_and_those_to_come() -> None:
