@@ -131,6 +131,16 @@ WRONG_IN_CHAT: dict[str, list[Any]] = {
     "reasoning": ["high", True, {"effort": 5}, {"max_tokens": -2}, {"enabled": "yes"}, {"exclude": True}],
     "thinking": ["on", True, {"type": "much"}, {"budget_tokens": 1.5}, {"budget_tokens": -2}],
     "think": [5, {}],
+    "prediction": [
+        *("x", 5, True, [], {}, {"content": "a"}, {"type": "content"}, {"type": "diff", "content": "a"}),
+        *(
+            {"type": "content", "content": 5},
+            {"type": "content", "content": None},
+            {"type": "content", "content": [5]},
+        ),
+        {"type": "content", "content": [{"type": "text", "text": 5}]},
+        {"type": "content", "content": [{"type": "image_url", "text": "a"}]},
+    ],
     "max_thinking_tokens": ["x", -2, 1.5, True],
     "chat_template_kwargs": ["x", [], 5, True],
     "echo": [True, "x"],
