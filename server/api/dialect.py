@@ -223,7 +223,7 @@ def honoured(names: str) -> dict[str, Rule]:
 
 def read_by(kind: type[BaseModel]) -> dict[str, Rule]:
     """Rules for a body's fields, all of which take effect."""
-    return honoured(" ".join(kind.model_fields))
+    return honoured(" ".join(field.alias or name for name, field in kind.model_fields.items()))
 
 
 def no_effect(why: str, names: str, *, is_read: bool = False) -> dict[str, Rule]:

@@ -15,7 +15,7 @@ IN_BOTH: Rules = {
     **no_effect("it could only save time", "draft_model num_draft_tokens ngram_corpus_id prompt_cache_options"),
     **no_effect(
         "how many tokens a draft has follows from what pays; speculate: false is without drafts",
-        "speculative.n_max speculative.n_min speculative.p_min speculative.type",
+        "speculative.n_min speculative.p_min speculative.type",
     ),
     **no_effect("special tokens are never part of the answer", "spaces_between_special_tokens"),
     **no_effect("slots are chosen by the tokens", "id_slot"),

@@ -38,7 +38,7 @@ def read_params(body: GenerationBody, model: ServedModel) -> GenerationParams:
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         keeps_stop=body.include_stop_str_in_output is True or body.no_stop_trim is True,
         cache_prompt=body.cache_prompt is not False,
-        speculates=body.speculate is not False,
+        speculates=body.speculate is not False and body.speculative_n_max != 0,
         is_volatile=body.store is False or body.prompt_cache_retention in IN_MEMORY,
         priority=Priority.BACKGROUND if is_background else Priority.INTERACTIVE,
         ignore_eos=body.ignore_eos is True,

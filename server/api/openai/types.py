@@ -241,6 +241,8 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
     max_new_tokens: _Limit = None
     n_predict: _Limit = None
     """Other names of `max_tokens`; the smallest counts."""
+    speculative_n_max: Annotated[Whole, Field(ge=-1)] | None = Field(default=None, alias="speculative.n_max")
+    """0: no drafts."""
     n: Annotated[Whole, Field(ge=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1)] | None = None
     """-1 and 0 keep all tokens."""

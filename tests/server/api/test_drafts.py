@@ -54,6 +54,15 @@ def test_a_request_does_without_drafts_on_wish(
     assert [request.speculates for request in engine.requests] == [speculates]
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/completion"])
+@pytest.mark.parametrize(("most", "speculates"), [(0, False), (16, True), (-1, True), (None, True)])
+def test_a_request_of_llama_cpps_clients_does_without_drafts_too(
+    client: TestClient, engine: FakeEngine, path: str, most: int | None, speculates: bool
+) -> None:
+    assert client.post(path, json={**BODIES[path], "speculative.n_max": most}).status_code == 200
+    assert [request.speculates for request in engine.requests] == [speculates]
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [

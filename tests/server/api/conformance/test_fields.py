@@ -165,7 +165,7 @@ def test_what_is_honoured_is_what_the_bodies_read(rules: Rules, body: type[BaseM
     read = {name for name, rule in rules.items() if rule.is_read and rule.treatment is not Treatment.REFUSED}
     # What a body of llama.cpp has from another's and refuses.
     unread = {"n", "return_token_ids"} if body is LlamaCompletionBody else set()
-    assert read == set(body.model_fields) - unread
+    assert read == {field.alias or name for name, field in body.model_fields.items()} - unread
     assert {name for name, rule in rules.items() if rule.treatment is Treatment.HONOURED} <= read
 
 
