@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 from weakref import WeakSet
-from zlib import crc32
 
 import numpy as np
 
@@ -381,4 +380,5 @@ class HistoryFollower:
 
 
 def _salt(namespace: str) -> int:
-    return crc32(namespace.encode())
+    """Unknown to clients, else one could choose a `cache_salt` whose texts crowd another's out of chains."""
+    return hash(namespace) & _HASH_MASK

@@ -3,6 +3,7 @@
 import tracemalloc
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -10,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import history
-from cache.history import LONGEST_COMPARED, PLACE_BYTES, SHORTEST_MATCH, History, HistoryFollower, LiveText
+from cache.history import (
+    CHAIN_DEPTH,
+    LONGEST_COMPARED,
+    PLACE_BYTES,
+    SHORTEST_MATCH,
+    History,
+    HistoryFollower,
+    LiveText,
+)
 from cache.types import TokenArray
 
 NAMESPACES, SESSIONS = st.sampled_from(["ours", "theirs"]), st.sampled_from(["monday", "tuesday", None])
@@ -296,6 +305,17 @@ def test_what_is_stored_may_be_of_any_session_that_is_forgotten(is_read: bool, s
     for one in (known, History(stored=Stored())):
         one.forget_all()
         assert following(one, [1, 2, 3], "theirs").next_tokens(9) == []
+
+
+def test_no_client_can_name_a_namespace_that_crowds_out_anothers_texts() -> None:
+    known, ours, theirs = History(), "/plumless", "/buckeroo"
+    assert crc32(ours.encode()) == crc32(theirs.encode())
+    texts = [array_of(list(range(10 * number, 10 * number + 6))) for number in range(8)]
+    for namespace in (ours, *[theirs] * CHAIN_DEPTH):
+        for text in texts:
+            known.add(namespace, text)
+    found = [following(known, text[:3].tolist(), ours).match_length for text in texts]
+    assert sum(map(bool, found)) > len(texts) // 2
 
 
 def test_who_forgets_does_not_keep_the_answers_of_others_from_joining() -> None:
