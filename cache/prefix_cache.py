@@ -142,7 +142,9 @@ class PrefixCache:
         return excess_bytes
 
     def limit_idle(self, max_bytes: int) -> bool:
-        """Evicts what no request holds down to `max_bytes`; returns whether there was more."""
+        """Evicts what no request holds down to `max_bytes`, with 0 history too; returns whether there was more."""
+        if not max_bytes:
+            self.history.forget_all()
         running = {one for slot in self.slots if slot.is_leased for one in (slot, slot.head) if one is not None}
         running_bytes = sum(self.ledger.slot_bytes(slot.index) for slot in running)
         running_bytes += self.ledger.slot_bytes(ASIDE) + self.ledger.slot_bytes(PADDING)

@@ -204,7 +204,11 @@ def test_idle_state_goes_as_far_as_asked_and_running_requests_keep_theirs() -> N
     charged = harness.prefix_cache.ledger.charged_bytes
     LimitIdle(charged)(harness.worker)
     assert all(known(harness, [number] * 40) for number in range(6))
+    harness.prefix_cache.history.add("", np.arange(99, dtype=np.int32))
+    LimitIdle(1)(harness.worker)
+    assert harness.prefix_cache.history.namespaces
     LimitIdle(0)(harness.worker)
+    assert not harness.prefix_cache.history.namespaces
     assert not any(known(harness, [number] * 40) for number in range(6))
     assert 0 < harness.prefix_cache.ledger.charged_bytes < charged
     harness.run()
