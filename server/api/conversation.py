@@ -25,7 +25,7 @@ MIN_TOKENS_AHEAD = 16
 """Fewer tokens are left to the next turn itself."""
 
 MAX_QUOTABLE_CHARACTERS = 32_768
-"""Of new tool results: tokenizing as many takes some milliseconds."""
+"""Of new tool results, quoted: tokenizing as many takes some milliseconds."""
 
 _REASONING = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
@@ -131,8 +131,8 @@ class Conversation:
                 break
             if message["role"] == "tool":
                 text = plain_text(message.get("content"))[:left]
-                left -= len(text)
-                quoted = json.dumps(text, ensure_ascii=False)[1:-1]
+                quoted = json.dumps(text, ensure_ascii=False)[1:-1][:left]
+                left -= len(quoted)
                 found += [quoted] if quoted != text else []
         return tuple(found)
 
