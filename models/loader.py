@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -34,11 +35,14 @@ from models.mlx_lm_import import (
     quantize_model,
     save,
 )
+from models.mtp import MtpModule, load_mtp
 from models.output.detokenizer import Detokenizer, markers
 from models.output.reasoning import ReasoningFormat, find_reasoning_format
 from models.output.tool_calls import ToolFormat
 from models.output.tool_formats import HARMONY_REASONING, HarmonyFormat, ToolSyntax, find_tool_syntax, markers_of
 from models.precision import Precision, choose_precision, convert, measure
+
+logger = logging.getLogger(__name__)
 
 _MAX_NAME: Final = 100
 _MAX_REASON: Final = 300
@@ -165,18 +169,24 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     fingerprint: str
     state_fingerprint: str
-    """Differs where stored states must not mix: by weights, precision, library versions."""
+    """Differs where stored states must not mix: by weights, MTP module, precision, library versions."""
     precision: Precision = Precision.STORED
     adapters: AdapterSet | None = None
+    mtp: MtpModule | None = None
 
 
 def load(
-    path: Path, name: str, *, max_float32_bytes: int | None = None, tell: Callable[[str], object] = lambda step: None
+    path: Path,
+    name: str,
+    *,
+    max_float32_bytes: int | None = None,
+    with_mtp: bool = False,
+    tell: Callable[[str], object] = lambda step: None,
 ) -> LoadedModel:
     """Loads the model in the local folder `path`; blocks until all weights are in memory.
 
-    With `max_float32_bytes`, weights get the types fastest on a CPU, see `models.precision`. Raises ModelNotFound and
-    ModelBroken.
+    With `max_float32_bytes`, weights get the types fastest on a CPU, see `models.precision`; with `with_mtp`, the MTP
+    module too, if there is one that fits. Raises ModelNotFound and ModelBroken.
     """
     check(path, name)
     tell("reading weights")
@@ -187,6 +197,7 @@ def load(
     if max_float32_bytes is not None:
         precision = choose_precision(measure(model), max_float32_bytes)
     convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
+    mtp = _load_mtp(path, name, model, max_float32_bytes) if with_mtp else None
     tell("reading the tokenizer")
     wrapper = open_tokenizer(path, name, config)
     tokenizer = cast(PreTrainedTokenizerBase, wrapper._tokenizer)
@@ -210,8 +221,9 @@ def load(
         vocab_size=_vocab_size(model, name),
         eos_token_ids=eos_token_ids,
         fingerprint=fingerprint,
-        state_fingerprint=_state_fingerprint(fingerprint, contents, precision),
+        state_fingerprint=_state_fingerprint(fingerprint, contents, precision, mtp),
         precision=precision,
+        mtp=mtp,
     )
 
 
@@ -257,15 +269,21 @@ def convert_weights(
 
 def release(loaded: LoadedModel) -> None:
     """Frees a model's weights, whoever still refers to the model."""
-    for module in cast(list[Module], loaded.model.modules()):  # type: ignore[no-untyped-call]
-        module.clear()
+    for owner in filter(None, (loaded.model, loaded.mtp)):
+        for module in cast(list[Module], owner.modules()):  # type: ignore[no-untyped-call]
+            module.clear()
     if loaded.adapters is not None:
         loaded.adapters.close()
 
 
-def _state_fingerprint(fingerprint: str, contents: str, precision: Precision) -> str:
-    libraries = f"{fingerprint} {contents} mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
-    return libraries if precision is Precision.STORED else f"{libraries} {precision}"
+def _state_fingerprint(fingerprint: str, contents: str, precision: Precision, mtp: MtpModule | None) -> str:
+    parts = [fingerprint, contents, f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"]
+    if precision is not Precision.STORED:
+        parts.append(precision)
+    if mtp is not None:
+        held = mtp.parameters()  # type: ignore[no-untyped-call]
+        parts.append(f"mtp {checksum(cast(list[tuple[str, mx.array]], tree_flatten(held)))}")
+    return " ".join(parts)
 
 
 def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
@@ -342,6 +360,19 @@ def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
     # thread.
     mx.eval(list(_arrays(model)))
     return model, config
+
+
+def _load_mtp(path: Path, name: str, model: Module, max_float32_bytes: int | None) -> MtpModule | None:
+    """Without one that fits, the model works all the same."""
+    try:
+        module = load_mtp(path, name, model)
+    except ModelBroken as error:
+        logger.warning("%s; it is left out", error)
+        return None
+    if module is not None and max_float32_bytes is not None:
+        convert(module, choose_precision(measure(module), max_float32_bytes))
+    mx.eval(list(_arrays(module)))
+    return module
 
 
 def _arrays(tree: Any) -> Iterator[mx.array]:

@@ -3,6 +3,7 @@
 from cache.layers import set_wired_limit
 
 # isort: split
+from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantized_attention
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -15,7 +16,15 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_model, load_tokenizer, quantize_model, save
+from mlx_lm.utils import (
+    MODEL_REMAPPING,
+    get_total_parameters,
+    infer_quant_config,
+    load_model,
+    load_tokenizer,
+    quantize_model,
+    save,
+)
 
 __all__ = [
     "MODEL_REMAPPING",
@@ -28,7 +37,9 @@ __all__ = [
     "RotatingKVCache",
     "SwitchLinear",
     "TokenizerWrapper",
+    "create_attention_mask",
     "get_total_parameters",
+    "infer_quant_config",
     "load_model",
     "load_tokenizer",
     "make_prompt_cache",
