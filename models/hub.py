@@ -32,8 +32,8 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, tqdm  #
 from models.errors import ModelNotFound, PullFailed, RepositoryNotFound
 from models.names import (
     BUILT_IN,
-    FILE_PATTERNS,
     IGNORED_PATTERNS,
+    PULLED_PATTERNS,
     RepositoryName,
     cache_folder,
     parse_repository,
@@ -143,7 +143,7 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
         folder = snapshot_download(
             repository.repository,
             revision=repository.revision,
-            allow_patterns=FILE_PATTERNS,
+            allow_patterns=PULLED_PATTERNS,
             ignore_patterns=IGNORED_PATTERNS,
             tqdm_class=_SilentBar,
         )
@@ -164,14 +164,14 @@ def _plan(repository: RepositoryName) -> _Download:
 
 
 def _is_wanted(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in FILE_PATTERNS) and not any(
+    return any(fnmatch(name, pattern) for pattern in PULLED_PATTERNS) and not any(
         fnmatch(name, pattern) for pattern in IGNORED_PATTERNS
     )
 
 
 def _require_weights(download: _Download) -> None:
     names = {file.name for file in download.files}
-    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+    if "config.json" not in names or not any(fnmatch(name, "model*.safetensors") for name in names):
         raise PullFailed(
             f"{download.repository} holds no weights that MLX can load (config.json and model*.safetensors)"
             f"{other_formats(download.others) or '; look for a conversion of it under mlx-community'}"

@@ -26,6 +26,8 @@ BUILT_IN = {DEMO: DEMO_FOLDER, "demo-hybrid": DEMO_FOLDER.with_name("demo_hybrid
 
 FILE_PATTERNS = ["*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt", "model*.safetensors"]
 """Never `*.py`: a repository's code is not run."""
+PULLED_PATTERNS = [*FILE_PATTERNS, "mtp.safetensors"]
+"""With files that a model is complete without."""
 
 IGNORED_PATTERNS = ["*/*"]
 """Subfolders with other formats of the same weights."""

@@ -13,7 +13,8 @@ Which rows to put together is decided by `grouping.py`. Worker thread only.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -145,6 +146,37 @@ class DecodeBatch:
         alone = [row.caches for row in rows if id(row.caches) not in grouped]
         members: list[Group | Sequence[LayerCache]] = [*self._groups, *alone]
         return sorted(members, key=lambda one: id(one.head if isinstance(one, Group) else head_of(one)))
+
+    @property
+    def last_layer(self) -> LayerCache | None:
+        """The last layer cache of the latest step, with its rows; None if one has left since."""
+        return self._joined.layers[-1] if self._joined is not None and None not in self.rows else None
+
+    @contextmanager
+    def trial(self) -> Iterator[Callable[[], None]]:
+        """In the block, tokens beyond those of the rows may join `last_layer`; it gets what counts one of each row.
+
+        Then they are forgotten.
+        """
+        num_tokens = 0
+
+        def count() -> None:
+            nonlocal num_tokens
+            num_tokens += 1
+            self.advance()
+            self._grow()
+
+        self._grow()
+        try:
+            yield count
+        finally:
+            grouped = {id(caches) for group in self._groups for caches in group.rows}
+            for group in self._groups:
+                group.clock.rewind([num_tokens] * len(group.rows))
+            for row in self.rows:
+                if row is not None and id(row.caches) not in grouped:
+                    for leaf in leaves_of(row.caches[-1:]):
+                        tail_of(leaf).trim(num_tokens)
 
     def advance(self) -> None:
         """After a model call."""

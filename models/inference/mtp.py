@@ -7,16 +7,24 @@ What is drafted changes speed, never output.
 """
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from cache.layers.headed import tail_of
+from cache.layers.layout import leaves_of
+from cache.layers.state import owned
 from cache.types import LayerCache
-from models.inference.ragged import ragged_attention
+from models.inference.ragged import RaggedLayer, ragged_attention
 from models.mlx_lm_import import ArraysCache, make_prompt_cache
 from models.mtp import MtpModule, language_model
+
+_TRIALS = 4
+_TRIED_TOKENS = 3
 
 
 class Evaluated(NamedTuple):
@@ -34,16 +42,38 @@ class Evaluated(NamedTuple):
         return mx.concatenate([self.before[start : start + 1], self.behind[start:stop]])
 
 
+class Behind:
+    """The hidden state behind what rows have evaluated of their prompts; kept by the module's cache of each row."""
+
+    def __init__(self) -> None:
+        self._found = WeakKeyDictionary[LayerCache, tuple[int, mx.array]]()
+
+    def set(self, caches: Sequence[LayerCache], state: mx.array) -> mx.array:
+        """`state` is `[1, width]`; returns a copy of it, to be evaluated."""
+        state = owned(state)
+        self._found[caches[-1]] = _offset(caches[-1]), state
+        return state
+
+    def get(self, caches: Sequence[LayerCache]) -> mx.array | None:
+        """None if it is not known, or the caches have changed since."""
+        offset, state = self._found.get(caches[-1], (-1, None))
+        return state if offset == _offset(caches[-1]) else None
+
+
 class MtpModel:
     """A model whose MTP module takes part in each call."""
 
     def __init__(self, model: Module, module: MtpModule) -> None:
         self._model, self._text, self._module = model, language_model(model), module
 
-    def make_caches(self) -> list[LayerCache]:
-        """Empty layer caches for one row; the module's is like that of the model's last layer with attention."""
+    def make_cache(self) -> list[LayerCache]:
+        """Empty layer caches for one row, as models make them; the module's is like the last with attention."""
         last = [cache for cache in make_prompt_cache(self._model) if not isinstance(cache, ArraysCache)][-1]
         return [*make_prompt_cache(self._model), last]
+
+    def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
+        """Logits `[1, num_tokens, vocab_size]` of one row, as a model gives them."""
+        return self.evaluate(tokens, cache, [tokens.shape[1]], [None]).logits[None]
 
     def evaluate(
         self,
@@ -52,15 +82,14 @@ class MtpModel:
         lengths: Sequence[int],
         before: Sequence[mx.array | None],
     ) -> Evaluated:
-        """Evaluates `lengths` tokens of each row, all in one line: one row's own caches, or those of a batch.
+        """Evaluates `lengths` tokens of each row: `[1, num_tokens]` over a row's own caches, else `[num_tokens, 1]`.
 
         `before` holds the hidden state before each row's first token, `[1, width]`; None for one that is not known.
         """
-        inputs = tokens[None] if len(lengths) == 1 else tokens[:, None]
-        behind = self._text.model(inputs, cache=list(caches[:-1])).flatten(0, 1)
+        behind = self._text.model(tokens, cache=list(caches[:-1])).flatten(0, 1)
         states = _shifted(behind, lengths, before)
         # Nothing reads its output: of its layer only what makes the entries is computed.
-        self._module(self._text.model.embed_tokens(inputs), states.reshape(*inputs.shape, -1), caches[-1])
+        self._module(self._text.model.embed_tokens(tokens), states.reshape(*tokens.shape, -1), caches[-1])
         return Evaluated(self._logits(behind), states, behind)
 
     def _logits(self, hidden: mx.array) -> mx.array:
@@ -68,24 +97,35 @@ class MtpModel:
             return cast(mx.array, self._text.lm_head(hidden))
         return cast(mx.array, self._text.model.embed_tokens.as_linear(hidden))
 
-    def draft(self, cache: LayerCache, known: Sequence[int], before: mx.array, num_tokens: int) -> mx.array:
-        """Tokens that a row may say behind its known ones, which the model has yet to evaluate, `[num_tokens]`; lazy.
+    def draft(
+        self, caches: Sequence[LayerCache], known: Sequence[int], before: mx.array, num_tokens: int
+    ) -> mx.array:
+        """Tokens that a row may say behind its known ones, which are not in `caches` yet, `[num_tokens]`; lazy.
 
-        `before` holds the hidden states before each of `known`, `[num_known, width]`; `cache` is the module's.
+        `before` holds the hidden states before each of `known`, `[num_known, width]`. The caches stay as they are.
         """
-        drafted = self._chain(cache, mx.array([[*known]]), before[None], num_tokens)
-        cache.trim(len(known) + num_tokens - 1)
+        drafted = self._chain(caches[-1], mx.array([[*known]]), before[None], num_tokens)
+        _forget(caches[-1], len(known) + num_tokens - 1)
         return drafted[0]
 
     def draft_together(
-        self, layer: LayerCache, known: Sequence[int], before: mx.array, num_tokens: int, advance: Callable[[], None]
+        self, layer: LayerCache, known: Sequence[int], before: mx.array, num_tokens: int, count: Callable[[], None]
     ) -> mx.array:
-        """As `draft`, for each row of a batch and its one known token, `[num_rows, num_tokens]`.
+        """As `draft`, for rows of a batch with one known token each, `[num_rows, num_tokens]`.
 
-        `layer` is the batch's of the module, for the caller to rewind; `advance` counts an entry of each row.
+        `layer` is the batch's of the module; `count` counts a token of each row, for the caller to take back.
         """
         with ragged_attention():
-            return self._chain(layer, mx.array([*known])[:, None], before[:, None], num_tokens, advance)
+            return self._chain(layer, mx.array([*known])[:, None], before[:, None], num_tokens, count)
+
+    def measure_draft_seconds(self, caches: Sequence[LayerCache]) -> float:
+        """Of one token, for a row with a few in `caches`: the best of some."""
+        before, found = mx.zeros((1, self._text.args.hidden_size), self._module.norm.weight.dtype), list[float]()
+        for _ in range(_TRIALS):
+            begun = time.perf_counter()
+            mx.eval(self.draft(caches, [0], before, _TRIED_TOKENS))
+            found.append((time.perf_counter() - begun) / _TRIED_TOKENS)
+        return min(found)
 
     def _chain(
         self,
@@ -93,13 +133,13 @@ class MtpModel:
         tokens: mx.array,
         hidden: mx.array,
         num_tokens: int,
-        advance: Callable[[], None] = lambda: None,
+        count: Callable[[], None] = lambda: None,
     ) -> mx.array:
         """Each token is drafted from the state that the module gave for the one before it."""
         found = list[mx.array]()
         for _ in range(num_tokens):
             hidden = self._module(self._text.model.embed_tokens(tokens), hidden, layer)[:, -1:]
-            advance()
+            count()
             tokens = mx.argmax(self._logits(hidden), axis=-1)
             found.append(tokens)
         return mx.concatenate(found, axis=1)
@@ -113,3 +153,21 @@ def _shifted(behind: mx.array, lengths: Sequence[int], before: Sequence[mx.array
         if length > 1:
             parts.append(behind[stop - length : stop - 1])
     return mx.concatenate(parts)
+
+
+def entries_of(layer: LayerCache) -> list[mx.array]:
+    """The arrays that hold the module's entries, to be evaluated now and then: no logits depend on them."""
+    found = list[mx.array]()
+    for leaf in leaves_of([layer]):
+        for member in leaf.members if isinstance(leaf, RaggedLayer) else [leaf]:
+            found += [tail_of(member).keys, tail_of(member).values]
+    return found
+
+
+def _offset(cache: LayerCache) -> int:
+    return int(leaves_of([cache])[0].offset)
+
+
+def _forget(cache: LayerCache, num_tokens: int) -> None:
+    for leaf in leaves_of([cache]):
+        tail_of(leaf).trim(num_tokens)

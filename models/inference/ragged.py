@@ -122,37 +122,37 @@ class RaggedLayer:
     _foldings: Sequence[Folding] | None = None
 
     def __init__(self, members: Sequence[LayerCache | GroupLayer], offsets: "OffsetArrays") -> None:
-        self._members = list(members)
+        self.members = list(members)
         self._cuts = list(itertools.accumulate(_num_rows(member) for member in members))[:-1]
         self._offsets = offsets
 
     @property
     def offset(self) -> mx.array:
         """Tokens in each row's cache, `[num_rows]`, for rotary embeddings."""
-        return self._offsets.of(self._members)
+        return self._offsets.of(self.members)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
         """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns all of each member's cache."""
-        updates = zip(self._members, _split(keys, self._cuts), _split(values, self._cuts), strict=True)
+        updates = zip(self.members, _split(keys, self._cuts), _split(values, self._cuts), strict=True)
         return self._parts(tail_of(member).update_and_fetch(key, value) for member, key, value in updates)
 
     def keys_and_values(self) -> tuple[Parts, Parts]:
         """Each member's cache, for layers that attend to another layer's keys."""
-        return self._parts(tail_of(member).keys_and_values() for member in self._members)
+        return self._parts(tail_of(member).keys_and_values() for member in self.members)
 
     def make_mask(self, num_tokens: int, **options: Any) -> Parts | None:
         """Each member's mask for its next `num_tokens`; None if none needs one."""
-        masks = [_mask_of(member, num_tokens, options) for member in self._members]
+        masks = [_mask_of(member, num_tokens, options) for member in self.members]
         return None if all(mask is None for mask in masks) else Parts(masks, self._cuts)
 
     def _parts(self, fetched: Iterator[tuple[Any, Any]]) -> tuple[Parts, Parts]:
         keys, values = [], []
-        for member, (key, value) in zip(self._members, fetched, strict=True):
+        for member, (key, value) in zip(self.members, fetched, strict=True):
             if isinstance(member, QuantizedKVCache):
                 key, value = (QuantizedRow(kv, member.group_size, member.bits) for kv in (key, value))
             keys.append(key)
             values.append(value)
-        heads = [getattr(member, "head", None) for member in self._members]
+        heads = [getattr(member, "head", None) for member in self.members]
         head_keys = [None if head is None else head.keys for head in heads]
         head_values = [None if head is None else head.values for head in heads]
         return (
@@ -162,7 +162,7 @@ class RaggedLayer:
 
     def flat(self, step: "FlatStep") -> "FlatLayer":
         """Stands in for the same members in a step in which rows feed several tokens."""
-        return FlatLayer(self._members, step)
+        return FlatLayer(self.members, step)
 
 
 class FlatStep:
@@ -199,7 +199,7 @@ class FlatLayer(RaggedLayer):
     _foldings: list[Folding]
 
     def __init__(self, members: Sequence[LayerCache | GroupLayer], step: FlatStep) -> None:
-        self._members = list(members)
+        self.members = list(members)
         self._foldings = step.foldings_of(members)
         self._cuts = list(itertools.accumulate(sum(folding.lengths) for folding in self._foldings))[:-1]
         self._step = step
@@ -207,19 +207,17 @@ class FlatLayer(RaggedLayer):
     @property
     def offset(self) -> mx.array:
         """Of each token, `[num_tokens]`, for rotary embeddings."""
-        return self._step.offsets_of(self._members)
+        return self._step.offsets_of(self.members)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
         """Appends the keys and values of all tokens; returns all of each member's cache."""
-        updates = zip(
-            self._members, self._foldings, _split(keys, self._cuts), _split(values, self._cuts), strict=True
-        )
+        updates = zip(self.members, self._foldings, _split(keys, self._cuts), _split(values, self._cuts), strict=True)
         return self._parts(_append_feed(*update) for update in updates)
 
     def make_mask(self, num_tokens: int, **options: Any) -> Parts:
         """Each member's mask for its tokens, broadcastable to `[num_rows, 1, longest, num_places]`."""
         assert num_tokens == 1, "in a batch each token is a row"
-        members = zip(self._members, self._foldings, strict=True)
+        members = zip(self.members, self._foldings, strict=True)
         return Parts([_mask_of(member, folding.longest, options) for member, folding in members], self._cuts)
 
 

@@ -27,13 +27,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.layers.headed import tail_of
+from cache.layers.layout import leaves_of
 from cache.types import LayerCache
 from models import lora
 from models.adapter import NO_ADAPTER
@@ -42,6 +44,7 @@ from models.inference import grouping, probe
 from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
 from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
 from models.inference.groups import head_of
+from models.inference.mtp import Behind, MtpModel, entries_of
 from models.inference.probe import Form
 from models.inference.ragged import own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler
@@ -49,6 +52,7 @@ from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft, RowSampling, TokenIds
 from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import make_prompt_cache
+from models.mtp import MtpModule
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 
@@ -120,6 +124,8 @@ class DecodeRow:
     adapter: int = NO_ADAPTER
     is_lost: bool = False
     """An error has taken its state with that of others."""
+    before: mx.array | None = None
+    """Where the model has an MTP module: its hidden states before each known token, `[num_known, width]`."""
 
 
 @dataclass(eq=False)
@@ -134,6 +140,10 @@ class DecodeStep:
     on_error: Callable[[], None] = lambda: None
     feeds: Feeds | None = None
     """Where some row is fed several tokens; else each row is fed one, and has one sample."""
+    states: dict[DecodeRow, mx.array] = field(default_factory=dict)
+    """With feeds and an MTP module: hidden states before each token that a row is fed, and behind the last."""
+    entries: list[mx.array] = field(default_factory=list)
+    """Of the MTP module, until the step is started."""
 
     def tokens(self) -> list[list[int]]:
         """Blocks until the step is done; returns each row's samples, behind its last known token and its draft's."""
@@ -172,6 +182,8 @@ class Runner:
     """Of a model call, by the number of one row's tokens; empty where there may not be several."""
     feeds_together: bool
     """Rows with several tokens share a model call, instead of one for each."""
+    draft_seconds: float | None
+    """Of one token that the MTP module drafts for a row; None without a module."""
     drafts_form: str
     """What answers are drafted from, or why not, for a person."""
     overlaps: bool
@@ -183,12 +195,16 @@ class Runner:
         *,
         vocab_size: int,
         adapters: AdapterSet | None = None,
+        mtp: MtpModule | None = None,
         shares_heads: bool = True,
         drafts: bool = True,
         max_probe_seconds: float = probe.MAX_SECONDS,
     ) -> None:
         """`vocab_size` is the logits' width; `adapters` are attached. Probes the model with short calls."""
         self._model = model
+        self._mtp = None if mtp is None else MtpModel(model, mtp)
+        self._whole = self._mtp or model
+        self._behind = Behind()
         self._adapters = adapters
         self._vocab_size = vocab_size
         self._sampler = BatchSampler(vocab_size)
@@ -205,6 +221,7 @@ class Runner:
         is_together = self.form is not Form.ALONE
         self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)
         self.max_feed_tokens, self.step_seconds, self.feeds_together = 1, {}, False
+        self.draft_seconds = None
         self.drafts_form = "off"
         if drafts:
             self._find_feeds(end)
@@ -217,24 +234,27 @@ class Runner:
         if fault is not None:
             self.drafts_form = f"none, because {fault}"
             return
-        self.drafts_form = "of what was said before, where they pay"
+        module = " and by the model's MTP module" if self._mtp is not None else ""
+        self.drafts_form = f"of what was said before{module}, where they pay"
         if self.form is not Form.ALONE:
             fault = probe.find_flat_fault(model, vocab_size, self.form, max_seconds=end - time.monotonic())
             self.feeds_together = fault is None
             self.drafts_form += "" if fault is None else f"; several rows have a call each, because {fault}"
         left = end - time.monotonic()
         self.max_feed_tokens = MAX_FEED_TOKENS
-        self.step_seconds = self._measure(lambda caches: measure_step_seconds(model, caches, vocab_size, left))
+        self.step_seconds = self._measure(lambda caches: measure_step_seconds(self._whole, caches, vocab_size, left))
+        if self._mtp is not None:
+            self.draft_seconds = self._measure(self._mtp.measure_draft_seconds)
 
     def _measure(self, measure: Callable[[Sequence[LayerCache]], _Measured]) -> _Measured:
         """By layer caches with a token."""
         caches = self.make_caches()
-        mx.eval(self._model(mx.array([[0]]), cache=caches))
+        mx.eval(self._whole(mx.array([[0]]), cache=caches))
         return measure(caches)
 
     def make_caches(self) -> list[LayerCache]:
         """Empty layer caches for one sequence."""
-        return list(make_prompt_cache(self._model))
+        return list(make_prompt_cache(self._whole))
 
     def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32], adapter: int = NO_ADAPTER) -> None:
         """Evaluates `[num_tokens]` tokens of one sequence; blocks until all state in `caches` is evaluated.
@@ -242,7 +262,7 @@ class Runner:
         Nothing evaluates the logits.
         """
         with selecting(self._adapters, adapter):
-            self._model(mx.array(tokens)[None], cache=caches)
+            self._evaluate_prompt(caches, mx.array(tokens))
         self._finish_prefill(caches, len(tokens))
 
     def score(
@@ -258,13 +278,21 @@ class Runner:
         Negative tokens stand for none. Computes all logits.
         """
         with selecting(self._adapters, adapter):
-            logits = self._model(mx.array(tokens)[None], cache=caches)[0]
+            logits = self._evaluate_prompt(caches, mx.array(tokens))
         told = StepLogprobs.of(logits, [SamplingParams(top_logprobs=num_top)] * len(tokens))
         assert told is not None, "there is a token at least"
         mx.eval(told.arrays)
         self._finish_prefill(caches, len(tokens))
         found = (told.read(row, int(token)) for row, token in enumerate(following) if token >= 0)
         return [one for one in found if one is not None]
+
+    def _evaluate_prompt(self, caches: list[LayerCache], tokens: mx.array) -> mx.array:
+        """Logits `[num_tokens, vocab_size]`."""
+        if self._mtp is None:
+            return cast(mx.array, self._model(tokens[None], cache=caches)[0])
+        found = self._mtp.evaluate(tokens[None], caches, [len(tokens)], [self._behind.get(caches)])
+        mx.eval(self._behind.set(caches, found.behind[-1:]))
+        return found.logits
 
     def _finish_prefill(self, caches: list[LayerCache], num_tokens: int) -> None:
         mx.eval([cache.state for cache in caches])
@@ -288,7 +316,8 @@ class Runner:
         Penalties look at `prompt` and `generated`, the output before a replay.
         """
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
-        return DecodeRow(caches, state, [next_token], adapter)
+        before = None if self._mtp is None else self._behind.get(caches)
+        return DecodeRow(caches, state, [next_token], adapter, before=before)
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
         """Feeds `row` `token` in the next step in place of the sample, which penalties forget.
@@ -320,8 +349,8 @@ class Runner:
         assert feeds is None or max(feeds.lengths) <= self.max_feed_tokens, "a feed is longer than was proven"
         tokens = _inputs(rows, previous) if feeds is None else mx.array(feeds.tokens, dtype=mx.uint32)
         with self._forgetting_on_error(rows):
-            logits = self._evaluate(rows, tokens, feeds, spare_bytes)
-            step = DecodeStep(tuple(rows), logits, on_error=partial(self._forget, rows), feeds=feeds)
+            step = DecodeStep(tuple(rows), None, on_error=partial(self._forget, rows), feeds=feeds)
+            step.logits = self._evaluate(step, tokens, spare_bytes)
             if samples:
                 self.sample(step, ())
         for row in rows:
@@ -351,6 +380,8 @@ class Runner:
             wanted = [step.logits if step.sampled is None else step.sampled]
             if step.logprobs is not None:
                 wanted += step.logprobs.arrays
+            wanted += step.entries
+            step.entries = []
             mx.async_eval(wanted)  # type: ignore[no-untyped-call]
         if step.sampled is None:
             return
@@ -375,7 +406,40 @@ class Runner:
         for row, draft, num_accepted, samples in zip(step.rows, feeds.drafts, accepted, sampled, strict=True):
             if draft.tokens:
                 row.sampling = row.sampling.accept(draft, num_accepted, samples[num_accepted])
+        if self._mtp is not None:
+            for row, known, num_accepted, num_kept in zip(step.rows, feeds.known, accepted, kept, strict=True):
+                row.before = step.states[row][num_kept : len(known) + num_accepted + 1]
         return kept
+
+    def draft(self, rows: Sequence[DecodeRow], limits: Sequence[int]) -> list[list[int]]:
+        """Waits for what the MTP module expects each row to say behind its known tokens, up to `limits` tokens.
+
+        Nothing for a row whose hidden states are not known, or that has left others in shared buffers.
+        """
+        assert self._mtp is not None, "a model without an MTP module drafts nothing"
+        wanted, found = dict(zip(rows, limits, strict=True)), dict[DecodeRow, mx.array]()
+        for batch in self._batches.values():
+            found |= self._draft_together(self._mtp, batch, wanted)
+        for row, limit in wanted.items():
+            if limit and row not in found and row.before is not None and _can_draft_alone(row):
+                with selecting(self._adapters, row.adapter):
+                    found[row] = self._mtp.draft(row.caches, row.known, row.before, limit)
+        mx.eval(list(found.values()))
+        return [cast(list[int], found[row].tolist())[:limit] if row in found else [] for row, limit in wanted.items()]
+
+    def _draft_together(
+        self, mtp: MtpModel, batch: DecodeBatch, wanted: Mapping[DecodeRow, int]
+    ) -> dict[DecodeRow, mx.array]:
+        """Of all rows of a batch, if each can be drafted for."""
+        rows, layer = cast(Sequence[DecodeRow], batch.rows), batch.last_layer
+        num_tokens = max((wanted.get(row, 0) for row in rows), default=0)
+        before = [row.before for row in rows if row is not None and row.before is not None and len(row.known) == 1]
+        if layer is None or len(before) < len(rows) or not num_tokens:
+            return {}
+        known, adapters = [row.known[0] for row in rows], [row.adapter for row in rows]
+        with selecting(self._adapters, *adapters), batch.trial() as count:
+            drafted = mtp.draft_together(layer, known, mx.concatenate(before), num_tokens, count)
+        return dict(zip(rows, drafted, strict=True))
 
     def drain(self) -> None:
         """Waits for all that was started, and takes its errors: MLX raises one that nobody read at the next use."""
@@ -446,10 +510,9 @@ class Runner:
         mx.synchronize()
         mx.clear_streams()
 
-    def _evaluate(
-        self, rows: Sequence[DecodeRow], tokens: mx.array, feeds: Feeds | None, spare_bytes: float
-    ) -> mx.array:
+    def _evaluate(self, step: DecodeStep, tokens: mx.array, spare_bytes: float) -> mx.array:
         """Logits `[num_samples, vocab_size]`."""
+        rows, feeds = step.rows, step.feeds
         batches = {name: [row for row in rows if self.mixes or row.adapter == name] for name in self._names(rows)}
         places: dict[DecodeRow, Sequence[int]] = {row: (place,) for place, row in enumerate(rows)}
         if feeds is not None:
@@ -460,8 +523,8 @@ class Runner:
                 found, is_own = [place for row in called for place in places[row]], caches is called[0].caches
                 if feeds is not None and is_own:
                     feeds.hold(rows.index(called[0]), caches)
-                adapters = [row.adapter for row in called for _ in (range(1) if is_own else places[row])]
-                logits.append(self._logits(_at(tokens, found), caches, adapters))
+                lengths = [len(places[row]) for row in called]
+                logits.append(self._logits(step, _at(tokens, found), caches, called, lengths))
                 order += found
             self._batches[name].advance()
         all_logits, at = logits[0] if len(logits) == 1 else mx.concatenate(logits), np.argsort(order)
@@ -499,11 +562,31 @@ class Runner:
         assert self.member_tokens is not None
         return grouping.plan(rows, groups, member_tokens=self.member_tokens, spare_tokens=spare_tokens)
 
-    def _logits(self, tokens: mx.array, caches: list[LayerCache], adapters: Sequence[int]) -> mx.array:
-        """`[num_tokens, vocab_size]`, of one row's tokens, or of tokens that each have an adapter."""
+    def _logits(
+        self,
+        step: DecodeStep,
+        tokens: mx.array,
+        caches: list[LayerCache],
+        rows: Sequence[DecodeRow],
+        lengths: Sequence[int],
+    ) -> mx.array:
+        """`[num_tokens, vocab_size]`, of one row's tokens over its own caches, or of tokens that are rows each."""
+        is_own = caches is rows[0].caches
+        inputs = tokens[None] if is_own else tokens[:, None]
+        counts = [1] if is_own else lengths
+        adapters = [row.adapter for row, count in zip(rows, counts, strict=True) for _ in range(count)]
         with selecting(self._adapters, *adapters), ragged_attention():
-            logits: mx.array = self._model(tokens[None] if len(adapters) == 1 else tokens[:, None], cache=caches)
-        return logits.flatten(0, 1)
+            if self._mtp is None:
+                return cast(mx.array, self._model(inputs, cache=caches)).flatten(0, 1)
+            before = [None if row.before is None else row.before[:1] for row in rows]
+            found = self._mtp.evaluate(inputs, caches, lengths, before)
+        step.entries += entries_of(caches[-1])
+        for row, length, stop in zip(rows, lengths, accumulate(lengths), strict=True):
+            if step.feeds is None:
+                row.before = found.behind[stop - 1 : stop]
+            else:
+                step.states[row] = found.states(stop - length, stop)
+        return found.logits
 
     @contextmanager
     def _forgetting_on_error(self, rows: Sequence[DecodeRow]) -> Iterator[None]:
@@ -524,6 +607,14 @@ class Runner:
 def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
     if [row for row in rows if row.is_lost]:
         raise RowLost("the state of a row was lost by an earlier error")
+
+
+def _can_draft_alone(row: DecodeRow) -> bool:
+    """Whether its caches hold its state, and no head's."""
+    has_entries = all(tail_of(leaf).keys is not None for leaf in leaves_of(row.caches[-1:]))
+    return (
+        has_entries and head_of(row.caches) is None and row.before is not None and len(row.before) == len(row.known)
+    )
 
 
 def _at(rows: mx.array, places: list[int]) -> mx.array:

@@ -35,10 +35,10 @@ from models.mtp import SIDECAR, MtpModule, language_model
 from scripts.demo.grading import PROBES, probe
 from scripts.demo.train import Example, Plan, batches, padded
 
-DEPTH = 3
+DEPTH = 2
 """Tokens ahead that are learned."""
 MAX_TOKENS = 1024
-NUM_POOLS = 1
+NUM_POOLS = 3
 MAX_ANSWER = 200
 STAGE = 1000
 """Of the model's training, whose dialogues are learned from."""
@@ -181,13 +181,13 @@ def evaluate(folder: Path, num_prompts: int) -> None:
 
 def _count(model: MtpModel, prompt: list[int], ends: frozenset[int]) -> NDArray[np.float64]:
     """How many tokens were tried and right at each place of the drafts of one answer, `[2, DEPTH]`."""
-    caches, output, drafts = model.make_caches(), list[int](), list[list[int]]()
-    found = model.evaluate(mx.array(prompt), caches, [len(prompt)], [None])
+    caches, output, drafts = model.make_cache(), list[int](), list[list[int]]()
+    found = model.evaluate(mx.array([prompt]), caches, [len(prompt)], [None])
     while len(output) < MAX_ANSWER and not ends & set(output):
         output += cast(list[int], mx.argmax(found.logits[-1:], axis=-1).tolist())
-        drafted = model.draft(caches[-1], output[-1:], found.behind[-1:], DEPTH)
+        drafted = model.draft(caches, output[-1:], found.behind[-1:], DEPTH)
         drafts.append(cast(list[int], drafted.tolist()))
-        found = model.evaluate(mx.array(output[-1:]), caches, [1], [found.behind[-1:]])
+        found = model.evaluate(mx.array([output[-1:]]), caches, [1], [found.behind[-1:]])
     counts = np.zeros((2, DEPTH))
     for stop, draft in enumerate(drafts, 1):
         for place, (token, said) in enumerate(zip(draft, output[stop:], strict=False)):
@@ -203,7 +203,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("models/demo"))
     parser.add_argument("--out", type=Path, default=Path(".cache") / SIDECAR)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--rate", type=float, default=0.015, help="of matrices, at first; falls to zero")
     parser.add_argument("--eval", action="store_true", help="tell how often drafts are right instead")

@@ -142,6 +142,7 @@ class SizedRunner:
     rows_form, drafts_form, overlaps, padding_bytes = "together", "off", False, 0
     max_feed_tokens, feeds_together = 1, False
     step_seconds: Mapping[int, float] = {}
+    draft_seconds: float | None = None
 
     def __init__(self, head_tokens: float | None) -> None:
         self.head_tokens = head_tokens
@@ -191,6 +192,10 @@ class SizedRunner:
     def sample(self, *arguments: Any) -> None:
         """Nothing is ever bound here."""
         raise AssertionError("no request is bound to a grammar")
+
+    def draft(self, *arguments: Any) -> list[list[int]]:
+        """There is no MTP module."""
+        raise AssertionError("nothing is drafted")
 
     def settle(self, *arguments: Any) -> list[int]:
         """No step takes several tokens."""

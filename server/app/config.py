@@ -132,8 +132,9 @@ class ServerConfig:
     )
     speculate: str = _setting(
         "auto",
-        "Guess the next tokens of an answer from earlier text, and evaluate several in one step: 'auto' wherever "
-        "that is faster, 'history' from earlier text and predictions only, 'off' never. The answer stays the same.",
+        "Guess the next tokens of an answer from earlier text or by the model's own MTP module, and evaluate several "
+        "in one step: 'auto' wherever that is faster, 'history' from earlier text and predictions only, 'off' never. "
+        "The answer stays the same.",
         choices=("auto", "off", "history"),
     )
     chunk_tokens: int = _setting(

@@ -21,6 +21,7 @@ from models.adapter import parse_adapter
 from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError
 from models.formats import EmbeddingFormat, read_embedding_format, read_rerank_format
 from models.inference.grammar import GrammarCompiler
+from models.inference.mtp import MtpModel
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release
@@ -128,7 +129,7 @@ def open_service(
     machine = read_machine(mx.device_info())
     _check_weights_fit(name, weights.total_bytes(path), memory_budget.largest_weights_bytes(machine))
     float32_bytes = find_float32_bytes(machine, others)
-    loaded = load(path, source.id, max_float32_bytes=float32_bytes, tell=tell)
+    loaded = load(path, source.id, max_float32_bytes=float32_bytes, with_mtp=config.speculate == "auto", tell=tell)
     loaded = _with_adapters(loaded, config, tell)
     plan = _plan(config, machine, loaded, others)
     _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
@@ -205,7 +206,8 @@ class ServiceOpener:
         float32_bytes = self.float32_bytes
         if float32_bytes is not None:
             float32_bytes = min(float32_bytes, self.memory.largest_weights_bytes(around.weights))
-        loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, tell=tell)
+        drafts = self.config.speculate == "auto"
+        loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, with_mtp=drafts, tell=tell)
         try:
             loaded = _with_adapters(loaded, self.config, tell)
             weights_bytes = _weights_bytes(loaded)
@@ -252,10 +254,11 @@ def _useful_bytes(loaded: LoadedModel, config: ServerConfig) -> int:
     """A full context in each slot."""
     if config.cache_memory_bytes is not None:
         return UNBOUNDED_BYTES
-    caches = make_prompt_cache(loaded.model)
+    model: Any = loaded.model if loaded.mtp is None else MtpModel(loaded.model, loaded.mtp)
+    caches = make_prompt_cache(model)
     sizes = SequenceSizes(Layout(caches), config.chunk_tokens)
     # Nothing is computed: the shapes of the state of a few tokens say enough.
-    loaded.model(mx.zeros((1, CALIBRATION_TOKENS), mx.int32), cache=caches)
+    model(mx.zeros((1, CALIBRATION_TOKENS), mx.int32), cache=caches)
     sizes.calibrate(caches)
     useful_bytes = config.slots * sizes.bytes_for(_context_tokens(loaded, config))
     return max(useful_bytes, memory_budget.SMALLEST_BUDGET_BYTES)
@@ -420,8 +423,8 @@ def _release(loaded: LoadedModel) -> None:
 
 
 def _weights_bytes(loaded: LoadedModel) -> int:
-    parameters = cast(list[tuple[str, mx.array]], tree_flatten(cast(Any, loaded.model).parameters()))
-    own_bytes = sum(array.nbytes for _, array in parameters)
+    modules = [cast(Any, module).parameters() for module in (loaded.model, loaded.mtp) if module is not None]
+    own_bytes = sum(array.nbytes for _, array in cast(list[tuple[str, mx.array]], tree_flatten(modules)))
     return own_bytes + (loaded.adapters.num_bytes if loaded.adapters is not None else 0)
 
 

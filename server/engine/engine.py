@@ -158,6 +158,7 @@ class Engine:
                 loaded.model,
                 vocab_size=loaded.vocab_size,
                 adapters=loaded.adapters,
+                mtp=loaded.mtp,
                 shares_heads=config.shares_heads,
                 drafts=config.speculates,
             )
@@ -420,6 +421,7 @@ def _speculation(runner: Runner, prefix_cache: PrefixCache) -> Speculation | Non
         feeds_together=runner.feeds_together,
         max_feed_tokens=runner.max_feed_tokens,
         feeds_again=prefix_cache.layout.has_recurrent,
+        draft_seconds=runner.draft_seconds,
     )
 
 

@@ -5,6 +5,7 @@ token of a draft stays if it is the sample before it, so drafts change no token.
 settled at once: between steps a sequence's log and its layer caches hold the same tokens, and none behind its end.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,8 @@ from server.engine.request import Event
 from server.engine.runner_port import RunnerPort, Step
 from server.engine.sequence import Sequence, SequenceTable
 from server.engine.speculation import Drafting, Speculation
+
+logger = logging.getLogger(__name__)
 
 MAX_KNOWN_TOKENS = 8
 """A row with more of them evaluates them first: each draft that is taken back may add to them."""
@@ -104,12 +107,26 @@ class FeedSteps:
         A sequence whose grammar fails ends.
         """
         limits = [self._limit(sequence) for sequence in sequences]
-        drafts = self._speculation.plan([_drafting(sequence) for sequence in sequences], limits)
+        drafting = [_drafting(sequence) for sequence in sequences]
+        drafts = self._speculation.plan(drafting, limits, partial(self._predict, sequences))
         if not any(drafts) and not any(len(sequence.decode.known) > 1 for sequence in sequences):
             return []
         pairs = zip(sequences, drafts, strict=True)
         feeds = [feed for one, draft in pairs if (feed := self._feed_of(one, draft)) is not None]
         return feeds if any(feed.num_tokens > 1 for feed in feeds) else []
+
+    def _predict(self, sequences: list[Sequence], wanted: list[int]) -> list[list[int]]:
+        """What the MTP module drafts. If it fails, the step shows whether the rows' state has survived."""
+        for sequence in sequences:
+            sequence.decode.row.known = [*sequence.decode.known]
+        begun = self._clock()
+        try:
+            drafts = self._runner.draft([sequence.decode.row for sequence in sequences], wanted)
+        except Exception as error:  # of the device
+            logger.warning("drafting failed: %s", error)
+            return [[] for _ in sequences]
+        self._speculation.observe_drafting(wanted, self._clock() - begun)
+        return drafts
 
     def _limit(self, sequence: Sequence) -> int:
         """The longest draft, in tokens: the sample behind the last one still fits."""

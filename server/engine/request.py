@@ -272,6 +272,8 @@ class DraftSource(StrEnum):
 
     HISTORY = "history"
     PREDICTION = "prediction"
+    MTP = "mtp"
+    """The model's MTP module."""
 
 
 @dataclass(frozen=True)

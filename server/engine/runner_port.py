@@ -34,6 +34,8 @@ class RunnerPort(SharedBuffers, Protocol):
     """The most tokens of one row that a step evaluates."""
     step_seconds: Mapping[int, float]
     """Seconds of a step, by the number of one row's tokens; empty where a row has only one."""
+    draft_seconds: float | None
+    """Seconds of a token that the model's MTP module drafts; None without one."""
     feeds_together: bool
     """Rows with several tokens each share a model call."""
 
@@ -81,6 +83,9 @@ class RunnerPort(SharedBuffers, Protocol):
 
     def start(self, step: Any) -> None:
         """Starts a prepared step, without waiting."""
+
+    def draft(self, rows: Sequence[Any], limits: Sequence[int]) -> list[list[int]]:
+        """What the model's MTP module expects each row to say behind its known tokens; waits for it."""
 
     def settle(self, step: Any, accepted: Sequence[int]) -> list[int]:
         """Ends a step that was read and fed a row several tokens: the first `accepted` tokens of each draft stay.

@@ -11,7 +11,7 @@ Knows neither model nor clock: seconds are handed in. Worker thread only.
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Protocol
@@ -30,6 +30,7 @@ NGRAM = 3
 """Tokens that must agree before a text is followed."""
 MAX_OWN_TOKENS = 8192
 """Of a prompt that must not join the history: it is followed by its own output only."""
+_RELAX = 0.01
 HOPE = 0.97
 """The odds of all tokens but the first of a draft, at best."""
 
@@ -42,8 +43,9 @@ _LONGEST = len(_CLASSES) - 1
 PRIOR_ODDS = {
     DraftSource.HISTORY: (0.45, 0.55, 0.65, 0.75, 0.85, 0.95),
     DraftSource.PREDICTION: (0.6, 0.65, 0.75, 0.85, 0.9, 0.95),
+    DraftSource.MTP: (0.8, 0.7, 0.65, 0.6),
 }
-"""By class of match length, before anything is known of a model and its users."""
+"""By class of match length, of the MTP module by place in a draft; before anything is known of a model."""
 
 
 # --------------------------------------------------------------------------------------------------- what is followed
@@ -152,6 +154,12 @@ class Odds:
         self._true[kind] = true = self._true[kind] * self._decay + came_true
         self.values[kind] = true / tried
 
+    def relax(self, values: Sequence[float], share: float) -> None:
+        """Moves by a part of the way to other odds."""
+        for kind, (tried, value) in enumerate(zip(self._tried, values, strict=True)):
+            self._true[kind] += share * (value * tried - self._true[kind])
+            self.values[kind] = self._true[kind] / tried
+
 
 class FollowedText:
     """A text that a row follows, and the odds that its next tokens are the row's."""
@@ -202,6 +210,46 @@ class FollowedText:
             if chance < MIN_CHANCE:
                 break
             chances.append(chance)
+        return chances
+
+
+class ExpectedText:
+    """What the model's MTP module expects a row to say. Its tokens are made once their number is chosen."""
+
+    source = DraftSource.MTP
+
+    def __init__(self, shared: Odds, token_cost: Callable[[], float]) -> None:
+        """`token_cost`: of drafting a token, in tokens that a plain step would give meanwhile."""
+        self._shared = shared
+        self._token_cost = token_cost
+        self._odds = Odds(shared.values, weight=4, decay=0.95)
+        self.promise = 0.0
+        """The odds of the next token, less its cost."""
+        self._look()
+
+    def push(self, token: int) -> None:
+        """Takes the row's next token. Odds that forbid drafts return slowly to those of all rows."""
+        self._odds.relax(self._shared.values, _RELAX)
+        self._look()
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """Takes how many tokens of a draft came true."""
+        for place in range(min(num_drafted, num_accepted + 1)):
+            kind = min(place, len(self._odds.values) - 1)
+            self._odds.learn(kind, place < num_accepted)
+            self._shared.learn(kind, place < num_accepted)
+
+    def _look(self) -> None:
+        self.promise = max(self._odds.values[0] - self._token_cost(), 0.0)
+
+    def chances(self, limit: int, ahead: int = 0) -> list[float]:
+        """As of a followed text, each less the token's cost."""
+        chances, chance, odds, cost = list[float](), 1.0, self._odds.values, self._token_cost()
+        for place in range(limit):
+            chance *= odds[min(place, len(odds) - 1)]
+            if chance - cost < MIN_CHANCE:
+                break
+            chances.append(chance - cost)
         return chances
 
 
@@ -497,7 +545,7 @@ class Drafting:
 
     def __init__(
         self,
-        texts: Sequence[FollowedText],
+        texts: Sequence[FollowedText | ExpectedText],
         own: LiveText,
         prediction: PredictionFollower | None,
         *,
@@ -507,7 +555,7 @@ class Drafting:
         self._own = own
         self._prediction = prediction
         self._is_kept = is_kept
-        self._chosen: FollowedText | None = None
+        self._chosen: FollowedText | ExpectedText | None = None
         self.promise = 0.0
         """The odds of the next token; 0 if nothing is followed."""
         self.source = DraftSource.HISTORY
@@ -539,12 +587,23 @@ class Drafting:
         """See `FollowedText.chances`; of up to `limit` tokens of the text that is followed."""
         return self._chosen.chances(limit, ahead) if self._chosen is not None and limit > 0 else []
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether the MTP module is to draft."""
+        return isinstance(self._chosen, ExpectedText)
+
     def draft(self, num_tokens: int) -> list[int]:
-        """The next tokens of the text that is followed."""
+        """The next tokens of the text that is followed; none where the MTP module is to draft them."""
         if self._chosen is None or not num_tokens:
             return []
         self.source = self._chosen.source
-        return self._chosen.draft(num_tokens)
+        return self._chosen.draft(num_tokens) if isinstance(self._chosen, FollowedText) else []
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """Takes what became of the last draft."""
+        for text in self._texts:
+            if isinstance(text, ExpectedText) and self.source is DraftSource.MTP:
+                text.learn(num_drafted, num_accepted)
 
     def _choose(self) -> None:
         self._chosen, self.promise = None, 0.0
@@ -564,9 +623,14 @@ class Speculation:
         feeds_together: bool,
         max_feed_tokens: int,
         feeds_again: bool = False,
+        draft_seconds: float | None = None,
     ) -> None:
-        """`step_seconds`: of a model call, by its tokens. `feeds_again`: see `StepCost`."""
+        """`step_seconds`: of a model call, by its tokens. `feeds_again`: see `StepCost`.
+
+        `draft_seconds`: of a token that the model's MTP module drafts, if it has one.
+        """
         self._history = history
+        self._draft_seconds = draft_seconds
         self._together = feeds_together
         self._limit = max_feed_tokens - 1
         self._cost = StepCost(step_seconds, feeds_together=feeds_together, feeds_again=feeds_again)
@@ -601,11 +665,14 @@ class Speculation:
         for text in (*hidden, request.tokens[-NGRAM if is_kept else -MAX_OWN_TOKENS :]):
             for token in text.tolist():
                 own.push(token)
-        texts = [FollowedText(DraftSource.HISTORY, self._history.follow(own), self._odds[DraftSource.HISTORY])]
+        texts: list[FollowedText | ExpectedText] = []
+        texts.append(FollowedText(DraftSource.HISTORY, history.follow(own), self._odds[DraftSource.HISTORY]))
         prediction = None
         if request.prediction is not None:
             prediction = PredictionFollower(request.prediction)
             texts.append(FollowedText(DraftSource.PREDICTION, prediction, self._odds[DraftSource.PREDICTION]))
+        if self._draft_seconds is not None:
+            texts.append(ExpectedText(self._odds[DraftSource.MTP], self._token_cost))
         return Drafting(texts, own, prediction, is_kept=is_kept)
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
@@ -623,13 +690,36 @@ class Speculation:
         chance, plain = sum(drafted) / len(drafted), self._cost.plain(len(rows))
         return chance * found.gain(plain) > (1 - chance) * self._cost.overlap / plain
 
-    def plan(self, rows: Sequence[Drafting], limits: Sequence[int]) -> list[list[int]]:
-        """A draft for each row, of `limits` tokens at most; all are empty unless they pay together."""
+    def _token_cost(self) -> float:
+        return (self._draft_seconds or 0.0) / self._cost.plain(1)
+
+    def plan(
+        self,
+        rows: Sequence[Drafting],
+        limits: Sequence[int],
+        predict: Callable[[list[int]], list[list[int]]] = lambda wanted: [[] for _ in wanted],
+    ) -> list[list[int]]:
+        """A draft for each row, of `limits` tokens at most; all are empty unless they pay together.
+
+        `predict` has the MTP module draft so many tokens of each row.
+        """
         found = self._choose([row.chances(min(limit, self._limit)) for row, limit in zip(rows, limits, strict=True)])
         if found is None:
             return [[] for _ in rows]
         self._expected = found
-        return [row.draft(num_tokens) for row, num_tokens in zip(rows, found.tokens_of, strict=True)]
+        drafts = [row.draft(num_tokens) for row, num_tokens in zip(rows, found.tokens_of, strict=True)]
+        wanted = [length if row.is_expected else 0 for row, length in zip(rows, found.tokens_of, strict=True)]
+        if not any(wanted):
+            return drafts
+        return [draft or guess for draft, guess in zip(drafts, predict(wanted), strict=True)]
+
+    def observe_drafting(self, wanted: Sequence[int], seconds: float) -> None:
+        """Takes how long the MTP module took to draft so many tokens of each row."""
+        assert self._draft_seconds is not None
+        num_rows = sum(number > 0 for number in wanted)
+        found = seconds / max(wanted) * self._cost.plain(1) / self._cost.plain(num_rows)
+        error = _bounded(found - self._draft_seconds, self._draft_seconds)
+        self._draft_seconds += _DRAFT_SHARE * error
 
     def learn(
         self, rows: Sequence[Drafting], drafted: Sequence[int], accepted: Sequence[int], seconds: float
@@ -639,13 +729,16 @@ class Speculation:
         for row, num_drafted, num_accepted in zip(rows, drafted, accepted, strict=True):
             self._drafted[row.source] += num_drafted
             self._accepted[row.source] += num_accepted
+            row.learn(num_drafted, num_accepted)
         if self._expected is not None:
             num_rows, plain = len(rows), self._cost.plain(len(rows))
             shared_seconds = plain - self._cost.plain(num_rows - 1)
             for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
                 if num_accepted < num_drafted:
                     bounded_seconds += self._cost.again(num_accepted, shared_seconds)
-            gained = (num_rows + sum(accepted)) / num_rows - bounded_seconds / plain
+            expected = [num for row, num in zip(rows, drafted, strict=True) if row.source is DraftSource.MTP]
+            gained = num_rows + sum(accepted) - self._token_cost() * sum(expected)
+            gained = gained / num_rows - bounded_seconds / plain
             self._trust_of(num_rows).learn(self._expected.gain(plain), gained)
             self._expected = None
         self._num_steps += 1
@@ -655,6 +748,7 @@ class Speculation:
         """Takes a step without drafts and without a prompt's tokens."""
         self._cost.observe(num_rows, seconds)
         self._trust_of(num_rows).regain()
+        self._odds[DraftSource.MTP].relax(PRIOR_ODDS[DraftSource.MTP], _FORGET)
 
     def _choose(self, chances: Sequence[Sequence[float]]) -> Lengths | None:
         if not any(chances):

@@ -144,14 +144,15 @@ def says_one_sentence(result: Result, *words: str, status: int = 1) -> None:
 
 
 def test_pull_fetches_what_mlx_needs_and_nothing_else(hub: FakeHub, person: Person) -> None:
+    hub.repositories["org/model"]["mtp.safetensors"] = b"a module that drafts"
     result = person.types("pull", "org/model", fresh=True)
     assert (result.status, result.errors) == (0, "")
     assert "mlx-serve run org/model" in result.output
     snapshot = person.snapshot("org/model")
-    assert {file.name for file in snapshot.iterdir()} == NEEDED
+    assert {file.name for file in snapshot.iterdir()} == NEEDED | {"mtp.safetensors"}
     assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
     fetched = {path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path}
-    assert {path.rsplit("/", 1)[1] for path in fetched} == NEEDED
+    assert {path.rsplit("/", 1)[1] for path in fetched} == NEEDED | {"mtp.safetensors"}
     assert person.parts() == []
 
 

@@ -127,6 +127,7 @@ class SharesNothing:
     max_feed_tokens = 1
     step_seconds: Mapping[int, float] = {}
     feeds_together = False
+    draft_seconds: float | None = None
     head_tokens: float | None = None
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
@@ -141,6 +142,10 @@ class SharesNothing:
 
     def separate_all(self) -> None:
         """Nothing is shared."""
+
+    def draft(self, rows: Sequence[Any], limits: Sequence[int]) -> list[list[int]]:
+        """There is no MTP module."""
+        raise AssertionError("a model without an MTP module drafts nothing")
 
     def settle(self, step: Any, accepted: Sequence[int]) -> list[int]:
         """No step takes several tokens."""

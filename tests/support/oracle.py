@@ -70,7 +70,7 @@ class Oracle:
         """Always, but for idle steps."""
         return bool(rows) and self._rng.random() >= self.idles
 
-    def plan(self, rows: Sequence[OracleDrafting], limits: Sequence[int]) -> list[list[int]]:
+    def plan(self, rows: Sequence[OracleDrafting], limits: Sequence[int], predict: object) -> list[list[int]]:
         """Drafts within the limits."""
         self.asked += 1
         assert not any(row.has_ended for row in rows)

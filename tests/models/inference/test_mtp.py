@@ -1,104 +1,41 @@
 """A model's MTP module drafts what comes next; with it the model says what it says without."""
 
-import functools
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.nn.layers.quantized import QuantizedLinear, quantize
-from mlx.nn.losses import cross_entropy
-from mlx.nn.utils import value_and_grad
-from mlx.utils import tree_flatten, tree_map_with_path
 
+from cache.layers.headed import split_at_head
 from cache.types import LayerCache
 from models.errors import ModelBroken
 from models.inference.mtp import MtpModel
 from models.inference.ragged import RaggedBatch, ragged_attention
+from models.inference.runner import DecodeRow, Runner
+from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_state import Draft
 from models.loader import load
-from models.mlx_lm_import import ArraysCache, make_prompt_cache
+from models.mlx_lm_import import ArraysCache
 from models.mtp import SIDECAR, MtpModule, language_model, load_mtp
-from scripts.architectures.configs import config
 from tests.support import tiny_models
-
-_DENSE = tiny_models.CONFIGS["qwen3_5"]
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3": tiny_models.CONFIGS["qwen3"],
-    "qwen3_next": tiny_models.CONFIGS["qwen3_next"],
-    "qwen3_5": _DENSE,
-    "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe",
-        "text_config": {**_DENSE["text_config"], **_EXPERTS, "moe_intermediate_size": 64},
-    },
-    "deepseek_v3": tiny_models.EXTRA_CONFIGS["deepseek_v3"],
-    "deepseek_v32": tiny_models.CONFIGS["deepseek_v32"],
-    "glm4_moe": config("glm4_moe"),
-    "mimo": config("mimo"),
-}
-_QWEN = {
-    "embedding_norm": "mtp.pre_fc_norm_embedding",
-    "hidden_norm": "mtp.pre_fc_norm_hidden",
-    "projection": "mtp.fc",
-    "layer": "mtp.layers.0",
-    "norm": "mtp.norm",
-}
-
-
-def _named_for(num_layers: int) -> dict[str, str]:
-    prefix = f"model.layers.{num_layers}"
-    named = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
-    return {ours: f"{prefix}.{theirs}" for ours, theirs in named.items()} | {"layer": prefix}
-
-
-CHECKPOINT_NAMES = {
-    "deepseek_v3": _named_for(3),
-    "deepseek_v32": _named_for(3),
-    "glm4_moe": _named_for(4),
-    "mimo": {
-        "embedding_norm": "model.mtp_layers.0.token_layernorm",
-        "hidden_norm": "model.mtp_layers.0.hidden_layernorm",
-        "projection": "model.mtp_layers.0.input_proj",
-        "layer": "model.mtp_layers.0",
-        "norm": "model.mtp_layers.0.final_layernorm",
-    },
-}
-
-
-@functools.cache
-def model_of(name: str) -> Any:
-    return tiny_models.make(CONFIGS[name])
-
-
-@functools.cache
-def module_of(name: str) -> MtpModule:
-    """With random weights, evaluated."""
-    module = MtpModule(language_model(model_of(name)))
-    generator = np.random.default_rng(3)
-
-    def weight(path: str, array: mx.array) -> mx.array:
-        scale, shift = (0.1, 1.0) if "norm" in path else (array.shape[-1] ** -0.5, 0.0)
-        return mx.array(generator.normal(shift, scale, array.shape), mx.float32)
-
-    module.update(tree_map_with_path(weight, parameters_of(module)))
-    mx.eval(parameters_of(module))
-    return module
-
-
-def parameters_of(module: Any) -> Any:
-    return module.parameters()
-
-
-def tensors_of(module: MtpModule, name: str) -> dict[str, mx.array]:
-    """Under the names of the family's checkpoints."""
-    names, found = CHECKPOINT_NAMES.get(name, _QWEN), dict[str, mx.array]()
-    for path, array in cast(list[tuple[str, mx.array]], tree_flatten(parameters_of(module))):
-        part, _, rest = path.partition(".")
-        found[f"{names[part]}.{rest}"] = array
-    return found
+from tests.support.tiny_mtp import (
+    CHECKPOINT_NAMES,
+    CONFIGS,
+    best,
+    learned_texts,
+    model_of,
+    module_of,
+    parameters_of,
+    plain,
+    prompt,
+    tensors_of,
+    trained_module_of,
+    weights_of,
+)
 
 
 @pytest.fixture
@@ -113,10 +50,6 @@ def loaded(folder: Path, name: str, tensors: dict[str, mx.array]) -> MtpModule:
     module = load_mtp(folder, "tiny", model_of(name))
     assert module is not None
     return module
-
-
-def weights_of(module: MtpModule) -> dict[str, mx.array]:
-    return dict(cast(list[tuple[str, mx.array]], tree_flatten(parameters_of(module))))
 
 
 def assert_same_weights(one: MtpModule, other: MtpModule) -> None:
@@ -173,6 +106,18 @@ def test_an_original_checkpoint_has_separate_experts_and_norms_as_differences(na
         joined = mx.concatenate([parts["gate"], parts["up"]], axis=-2)
         found["mtp.layers.0.mlp.experts.gate_up_proj"] = joined
         found["mtp.layers.0.mlp.experts.down_proj"] = parts["down"]
+    assert_same_weights(loaded(folder, name, found), module_of(name))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+def test_an_original_checkpoint_has_keys_and_values_in_one_matrix(name: str, folder: Path) -> None:
+    found, layer = tensors_of(module_of(name), name), CHECKPOINT_NAMES[name]["layer"]
+    keys = found.pop(f"{layer}.self_attn.embed_q.weight").swapaxes(-1, -2)
+    values = found.pop(f"{layer}.self_attn.unembed_out.weight")
+    found[f"{layer}.self_attn.kv_b_proj.weight"] = mx.concatenate([keys, values], axis=1).flatten(0, 1)
+    for part in ("gate", "up", "down"):
+        for expert, array in enumerate(found.pop(f"{layer}.mlp.switch_mlp.{part}_proj.weight")):
+            found[f"{layer}.mlp.experts.{expert}.{part}_proj.weight"] = array
     assert_same_weights(loaded(folder, name, found), module_of(name))
 
 
@@ -236,23 +181,6 @@ def test_a_model_is_loaded_without_a_module_that_does_not_fit(
 # ----------------------------------------------------------------------------------------------------------- decoding
 
 
-def prompt(length: int, seed: int = 5) -> list[int]:
-    return cast(list[int], np.random.default_rng(seed).integers(1, tiny_models.VOCAB, length).tolist())
-
-
-def best(logits: mx.array) -> list[int]:
-    """Of logits `[num_tokens, vocab_size]`."""
-    return cast(list[int], mx.argmax(logits, axis=-1).tolist())
-
-
-def plain(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
-    caches, output, fed = make_prompt_cache(model), list[int](), tokens
-    while len(output) < num_tokens:
-        fed = best(model(mx.array([fed]), cache=caches)[0, -1:])
-        output += fed
-    return output
-
-
 class Row:
     """One row decoded with drafts, greedily."""
 
@@ -260,18 +188,18 @@ class Row:
         """`caches` hold what comes before `tokens`."""
         self.model, self.caches = model, caches
         self.num_steps, self.output = 0, list[int]()
-        found = model.evaluate(mx.array(tokens), caches, [len(tokens)], [None])
+        found = model.evaluate(mx.array([tokens]), caches, [len(tokens)], [None])
         self.known, self.before = best(found.logits[-1:]), found.behind[-1:]
 
     def draft(self, limit: int) -> list[int]:
         if limit == 0:
             return []
-        return cast(list[int], self.model.draft(self.caches[-1], self.known, self.before, limit).tolist())
+        return cast(list[int], self.model.draft(self.caches, self.known, self.before, limit).tolist())
 
     def step(self, limit: int) -> None:
         draft, known = self.draft(limit), self.known
         feed, recurrent = [*known, *draft], [list(cache.cache) for cache in self._recurrent()]
-        found = self.model.evaluate(mx.array(feed), self.caches, [len(feed)], [self.before[:1]])
+        found = self.model.evaluate(mx.array([feed]), self.caches, [len(feed)], [self.before[:1]])
         sampled = best(found.logits[len(known) - 1 :])
         num_accepted = next((i for i, token in enumerate(draft) if token != sampled[i]), len(draft))
         num_kept = len(known) + num_accepted
@@ -300,10 +228,10 @@ class Row:
 def begin(name: str, module: MtpModule, tokens: list[int], num_restored: int = 0) -> Row:
     """The first `num_restored` tokens come from another row's caches."""
     model = MtpModel(model_of(name), module)
-    caches = model.make_caches()
+    caches = model.make_cache()
     if num_restored:
         other = Row(model, caches, tokens[:num_restored])
-        caches = model.make_caches()
+        caches = model.make_cache()
         for cache, restored in zip(caches, other.caches, strict=True):
             cache.state = restored.state
     return Row(model, caches, tokens[num_restored:])
@@ -337,34 +265,6 @@ def test_a_row_goes_on_from_a_restored_prefix(name: str) -> None:
     assert_says_the_same(name, module_of(name), prompt(20), limit=2, num_restored=12)
 
 
-@functools.cache
-def learned_texts(name: str) -> list[list[int]]:
-    """What the model says behind random prompts of 8 tokens, and these."""
-    prompts = [prompt(8, seed) for seed in range(16)]
-    return [[*given, *plain(model_of(name), given, 40)] for given in prompts]
-
-
-@functools.cache
-def trained_module_of(name: str) -> MtpModule:
-    """Knows what the model says in `learned_texts`."""
-    model, texts = model_of(name), mx.array(learned_texts(name))
-    text, module = language_model(model), MtpModule(language_model(model_of(name)))
-    module.update(parameters_of(module_of(name)))
-    hidden, embedded = text.model(texts), text.model.embed_tokens(texts[:, 1:])
-    wanted = mx.argmax(text.lm_head(hidden), axis=-1)[:, 1:]
-
-    def loss(module: MtpModule) -> mx.array:
-        states = module(embedded, hidden[:, :-1])
-        return cross_entropy(text.lm_head(states), wanted, reduction="mean")
-
-    optimizer, gradients = optim.Adam(3e-3), value_and_grad(module, loss)
-    for _ in range(150):
-        _, found = gradients(module)
-        optimizer.update(module, found)
-        mx.eval(parameters_of(module), optimizer.state)
-    return module
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_v3"])
 def test_a_module_that_has_learned_a_text_gives_two_tokens_a_step(name: str) -> None:
     for text in learned_texts(name)[:2]:
@@ -375,23 +275,12 @@ def test_a_module_that_has_learned_a_text_gives_two_tokens_a_step(name: str) -> 
         assert len(row.output) / row.num_steps > 1.9
 
 
-def test_rows_draft_together_what_each_drafts_alone() -> None:
-    texts = [text[: 9 + 5 * index] for index, text in enumerate(learned_texts("qwen3")[:3])]
-    rows = [begin("qwen3", trained_module_of("qwen3"), text) for text in texts]
-    alone = [row.draft(3) for row in rows]
-    layer = RaggedBatch([row.caches[-1:] for row in rows]).layers[0]
-    before = mx.concatenate([row.before for row in rows])
-    found = rows[0].model.draft_together(layer, [row.known[0] for row in rows], before, 3, lambda: None)
-    assert found.tolist() == alone
-    assert [list(lengths(row.caches[-1:])) for row in rows] == [[len(text) + 3] for text in texts]
-
-
 def test_rows_in_one_line_are_evaluated_as_each_alone() -> None:
     texts = [text[: 9 + 5 * index] for index, text in enumerate(learned_texts("qwen3")[:3])]
     rows, alone = ([begin("qwen3", trained_module_of("qwen3"), text) for text in texts] for _ in range(2))
     batch = RaggedBatch([row.caches for row in rows])
     for _ in range(3):
-        tokens = mx.array([row.known[0] for row in rows])
+        tokens = mx.array([row.known[:1] for row in rows])
         with ragged_attention():
             found = rows[0].model.evaluate(tokens, batch.layers, [1, 1, 1], [row.before for row in rows])
         for place, row in enumerate(rows):
@@ -400,3 +289,145 @@ def test_rows_in_one_line_are_evaluated_as_each_alone() -> None:
             row.step(limit=0)
         assert [row.known for row in rows] == [row.known for row in alone]
         assert [row.draft(3) for row in rows] == [row.draft(3) for row in alone]
+
+
+# --------------------------------------------------------------------------------------------------------- the runner
+
+
+class Decoding:
+    """Rows of a runner that drafts with its module, greedily."""
+
+    def __init__(self, name: str, texts: Sequence[list[int]]) -> None:
+        self.runner = Runner(model_of(name), vocab_size=tiny_models.VOCAB, mtp=trained_module_of(name))
+        self.rows, self.outputs, self.num_steps = list[DecodeRow](), [list[int]() for _ in texts], 0
+        for text in texts:
+            caches = self.runner.make_caches()
+            self.runner.prefill(caches, np.array(text[:-3], np.int32))
+            self.runner.prefill(caches, np.array(text[-3:-1], np.int32))
+            self.rows.append(self.runner.make_row(caches, SamplingParams(temperature=0), text[-1]))
+        self.known = [[text[-1]] for text in texts]
+
+    def plain_steps(self, count: int) -> None:
+        """Double-buffered, as without drafts."""
+        while any(len(known) > 1 for known in self.known):
+            self.step([0] * len(self.rows))
+        for row, known in zip(self.rows, self.known, strict=True):
+            row.known = list(known)
+        step = None
+        for _ in range(count):
+            following = self.runner.prepare(self.rows, step)
+            self.runner.start(following)
+            self._take(following.tokens())
+            step = following
+
+    def step(self, limits: list[int]) -> list[list[int]]:
+        for row, known in zip(self.rows, self.known, strict=True):
+            row.known = list(known)
+        drafts = self.runner.draft(self.rows, limits)
+        if not any(drafts) and all(len(known) == 1 for known in self.known):
+            step = self.runner.prepare(self.rows, None)
+            self.runner.start(step)
+            self._take(step.tokens())
+            return drafts
+        step = self.runner.prepare(self.rows, None, drafts=[Draft(draft, (), ()) for draft in drafts])
+        self.runner.start(step)
+        samples = step.tokens()
+        accepted = [
+            sum(accumulate((a == b for a, b in zip(draft, found, strict=False)), min))
+            for draft, found in zip(drafts, samples, strict=True)
+        ]
+        held = self.runner.settle(step, accepted)
+        for place, (found, count, num_held) in enumerate(zip(samples, accepted, held, strict=True)):
+            fed = [] if num_held else [*self.known[place], *found[:count]]
+            self.outputs[place] += found[: count + 1]
+            self.known[place] = [*fed, found[count]]
+        self.num_steps += 1
+        return drafts
+
+    def _take(self, samples: list[list[int]]) -> None:
+        for place, (token,) in enumerate(samples):
+            self.outputs[place].append(token)
+            self.known[place] = [token]
+        self.num_steps += 1
+
+    def assert_as_without(self, name: str, texts: Sequence[list[int]]) -> None:
+        for text, output, known, row in zip(texts, self.outputs, self.known, self.rows, strict=True):
+            assert output == plain(model_of(name), text, len(output))
+            self.runner.detach(row)
+            assert set(lengths(row.caches)) == {len(text) + len(output) - len(known)}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_v3"])
+def test_a_row_of_a_runner_says_the_same_in_half_the_steps(name: str) -> None:
+    texts = [learned_texts(name)[0][:12]]
+    decoding = Decoding(name, texts)
+    while len(decoding.outputs[0]) < 24:
+        decoding.step([1])
+    assert decoding.num_steps <= 14
+    decoding.assert_as_without(name, texts)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_rows_of_a_runner_are_drafted_for_together_as_each_alone(name: str) -> None:
+    texts = [text[: 9 + 4 * index] for index, text in enumerate(learned_texts(name)[:3])]
+    together, alone = Decoding(name, texts), [Decoding(name, [text]) for text in texts]
+    for limits in ([3, 3, 3], [1, 0, 2], [0, 0, 0], [2, 2, 2], [4, 1, 4], [3, 3, 3]):
+        drafts = together.step(limits)
+        assert drafts == [one.step([limit])[0] for one, limit in zip(alone, limits, strict=True)]
+        assert list(map(len, drafts)) == limits
+    together.assert_as_without(name, texts)
+    assert max(map(len, together.outputs)) > 9
+
+
+def test_drafts_find_room_where_a_shared_buffer_is_full() -> None:
+    decoding = Decoding("qwen3", [prompt(length, seed=length) for length in (250, 252, 253)])
+    decoding.step([0] * 3)
+    (batch,) = decoding.runner._batches.values()
+    (group,) = batch._groups
+    while max(group.clock.offsets) < group.capacity:
+        decoding.step([0] * 3)
+    offsets = list(group.clock.offsets)
+    with batch.trial() as count:
+        for _ in range(3):
+            assert max(group.clock.offsets) < group.capacity
+            count()
+    assert group.clock.offsets == offsets
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_rows_of_a_runner_say_the_same_with_steps_of_both_kinds(name: str) -> None:
+    texts = [learned_texts(name)[0][:12], prompt(30, seed=77), learned_texts(name)[1][:20]]
+    decoding = Decoding(name, texts)
+    for _ in range(3):
+        decoding.plain_steps(2)
+        for limits in ([2, 0, 1], [1, 3, 0], [0, 0, 0], [4, 4, 4]):
+            decoding.step(limits)
+    decoding.assert_as_without(name, texts)
+
+
+def test_rows_on_a_head_are_drafted_for_and_say_the_same() -> None:
+    texts = [[*learned_texts("qwen3")[0][:24], *prompt(3 + 4 * index, seed=index)] for index in range(3)]
+    texts.append(learned_texts("qwen3")[0][:30])
+    decoding = Decoding("qwen3", texts)
+    for rows in (decoding.rows[:3], decoding.rows[3:]):
+        head = decoding.runner.make_caches()
+        for row in rows:
+            split_at_head(row.caches, head, 20)
+    decoding.step([0] * 4)
+    for limits in ([2] * 4, [1, 0, 3, 2], [0, 0, 0, 4], [3] * 4):
+        assert list(map(len, decoding.step(limits))) == limits
+    assert len(decoding.outputs[3]) > 9, "what was learned is still expected"
+    decoding.assert_as_without("qwen3", texts)
+
+
+def test_a_row_that_goes_on_from_stored_state_drafts_after_its_first_step() -> None:
+    text = learned_texts("qwen3")[0]
+    decoding = Decoding("qwen3", [text[:12]])
+    (row,) = decoding.rows
+    caches = decoding.runner.make_caches()
+    for cache, restored in zip(caches, row.caches, strict=True):
+        cache.state = restored.state
+    decoding.rows = [decoding.runner.make_row(caches, SamplingParams(temperature=0), text[11])]
+    assert decoding.step([2]) == [[]]
+    assert decoding.step([1]) == [text[13:14]]
+    decoding.assert_as_without("qwen3", [text[:12]])

@@ -99,7 +99,7 @@ class FaultyLayer:
 
     def __init__(self, layer: RaggedLayer) -> None:
         self._layer = layer
-        self._caches, self._cuts = layer._members, layer._cuts
+        self._caches, self._cuts = layer.members, layer._cuts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)

@@ -5,7 +5,7 @@ import random
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pydoc_data.topics import topics
 from zlib import crc32
 
@@ -82,9 +82,15 @@ class Simulation:
         lost_seconds: float = 0.0,
         together: bool = True,
         again: bool = False,
+        draft_seconds: float | None = None,
+        accuracy: float = 0.0,
     ) -> None:
-        """`measured`: what is found at load. `lost_seconds`: of a step that overlaps with none."""
+        """`measured`: what is found at load. `lost_seconds`: of a step that overlaps with none.
+
+        `draft_seconds` and `accuracy` are those of an MTP module, by token.
+        """
         self.curve, self.lost_seconds, self.together = curve, lost_seconds, together
+        self.draft_seconds, self.accuracy = draft_seconds, accuracy
         self._chance = random.Random(0)
         self.speculation = Speculation(
             History(),
@@ -92,8 +98,10 @@ class Simulation:
             feeds_together=together,
             max_feed_tokens=MAX_FEED_TOKENS,
             feeds_again=again,
+            draft_seconds=draft_seconds,
         )
         self._again = again
+        self._drafting_seconds = 0.0
 
     def _noisy(self, seconds: float, noise: float = 0.1) -> float:
         return seconds * self._chance.lognormvariate(-(noise**2) / 2, noise)
@@ -111,7 +119,8 @@ class Simulation:
             if waits:
                 seconds += self.lost_seconds
                 limits = [len(text) - place - 1 for text, place in zip(texts, at, strict=True)]
-                drafts = self.speculation.plan(drafting, limits)
+                rest = [text[place:] for text, place in zip(texts, at, strict=True)]
+                drafts = self.speculation.plan(drafting, limits, partial(self._predict, rest))
             took = self._noisy(self._step([len(draft) + num for draft, num in zip(drafts, known, strict=True)]))
             seconds += took
             accepted = []
@@ -129,7 +138,17 @@ class Simulation:
                 self.speculation.observe(len(rows), took)
         for row in drafting:
             row.end()
-        return sum(at) / len(rows) * self.curve(len(rows)) / seconds
+        return sum(at) / len(rows) * self.curve(len(rows)) / (seconds + self._drafting_seconds)
+
+    def _predict(self, following: Sequence[Sequence[int]], wanted: list[int]) -> list[list[int]]:
+        assert self.draft_seconds is not None
+        seconds = self._noisy(max(wanted) * self.draft_seconds)
+        self._drafting_seconds += seconds
+        self.speculation.observe_drafting(wanted, seconds)
+        rows = zip(following, wanted, strict=True)
+        return [
+            [token if self._chance.random() < self.accuracy else -9 for token in text[:num]] for text, num in rows
+        ]
 
     def _step(self, feeds: list[int]) -> float:
         if self.together:
@@ -206,6 +225,43 @@ def test_copying_is_faster_where_further_tokens_cost_less(curve: Curve, num_rows
     stats = simulation.speculation.stats
     assert stats.accepted[DraftSource.HISTORY] > 0.5 * stats.drafted[DraftSource.HISTORY]
     assert stats.accepted[DraftSource.PREDICTION] == 0
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "num_rows", "least"), [(0.95, 1, 2.3), (0.8, 1, 1.5), (0.6, 1, 1.15), (0.8, 4, 1.2), (0.9, 8, 1.2)]
+)
+def test_an_mtp_module_makes_prose_faster(accuracy: float, num_rows: int, least: float) -> None:
+    simulation = Simulation(memory_bound, lost_seconds=0.0005, draft_seconds=0.001, accuracy=accuracy)
+    assert simulation.run(prose_rows(simulation, num_rows)) >= least
+    stats = simulation.speculation.stats
+    assert stats.accepted[DraftSource.MTP] > 0.35 * stats.drafted[DraftSource.MTP]
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize(
+    ("curve", "draft_seconds", "accuracy"),
+    [(memory_bound, 0.001, 0.1), (memory_bound, 0.01, 0.9), (linear, 0.001, 0.9)],
+)
+def test_an_mtp_module_that_does_not_pay_costs_nothing(
+    curve: Curve, draft_seconds: float, accuracy: float, num_rows: int
+) -> None:
+    simulation = Simulation(curve, lost_seconds=0.0005, draft_seconds=draft_seconds, accuracy=accuracy)
+    assert simulation.run(prose_rows(simulation, num_rows)) >= 0.985
+
+
+def test_a_text_that_is_copied_is_followed_rather_than_an_mtp_module() -> None:
+    simulation = Simulation(memory_bound, draft_seconds=0.002, accuracy=0.6)
+    assert simulation.run(copied_rows(simulation, 1, 0.02)) >= 3.5
+
+
+def test_an_mtp_module_is_tried_again_once_it_may_pay() -> None:
+    simulation = Simulation(memory_bound, draft_seconds=0.001, accuracy=0.05)
+    simulation.run(prose_rows(simulation, 1))
+    simulation.accuracy = 0.9
+    for _ in range(4):
+        simulation.run(prose_rows(simulation, 1))
+    drafted = simulation.speculation.stats.drafted[DraftSource.MTP]
+    assert simulation.run(prose_rows(simulation, 1)) > 1.3, drafted
 
 
 def test_rows_whose_drafts_are_evaluated_apart_are_faster_where_one_copies() -> None:
