@@ -49,6 +49,7 @@ from server.api.sessions import (
     SESSION_METADATA,
 )
 from server.engine.diagnosis import MissReason
+from server.engine.request import DraftSource
 from tests.support.docs import Page
 
 ROOT = Path(__file__).parents[3]
@@ -104,6 +105,12 @@ def test_every_field_of_a_body_is_documented_and_exists() -> None:
     assert set(rows(message_fields)) == set(ChatMessage.model_fields)
     assert set(rows(TEXT)) == set(CompletionBody.model_fields) - set(GenerationBody.model_fields)
     assert all(f"`{name}`" in BOTH for name in StreamOptions.model_fields)
+
+
+@pytest.mark.parametrize("page", ["events.md", "metrics.md"])
+def test_every_source_of_drafts_is_documented(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert ", ".join(f"`{source}`" for source in DraftSource) in text
 
 
 def test_every_refused_field_is_documented_and_refused() -> None:
