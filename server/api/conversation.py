@@ -124,7 +124,7 @@ class Conversation:
         return replace(self._render(self.messages, continues=self.continues), quotable=self._quotable())
 
     def _quotable(self) -> tuple[str, ...]:
-        """New tool results as calls' arguments quote them, where JSON changes them."""
+        """New tool results as calls' arguments quote them, where JSON changes them; the newest comes last."""
         found, left = list[str](), MAX_QUOTABLE_CHARACTERS
         for message in reversed(self.messages):
             if message["role"] not in _ROLES_ANSWERED or not left:
@@ -134,7 +134,7 @@ class Conversation:
                 quoted = json.dumps(text, ensure_ascii=False)[1:-1][:left]
                 left -= len(quoted)
                 found += [quoted] if quoted != text else []
-        return tuple(found)
+        return tuple(reversed(found))
 
     @property
     def asked(self) -> Sequence[Message]:

@@ -48,4 +48,4 @@ def test_nothing_is_quoted_of_a_request_that_leaves_nothing(fields: dict[str, An
 def test_what_is_quoted_is_bounded_the_newest_results_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversation, "MAX_QUOTABLE_CHARACTERS", 11)
     told = [ASK, CALLS, result('"1"'), result('"2"2"'), result("\n" * 3)]
-    assert quoted(told) == [r"\n\n\n", r"\"2\""]
+    assert quoted(told) == [r"\"2\"", r"\n\n\n"]
