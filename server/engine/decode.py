@@ -79,11 +79,17 @@ class DecodePipeline:
                 self._feeds.observe(num_rows, begun)
         else:
             self.read()
-            feeds = self._feeds.plan(self.next_sequences())
+            feeds = self._feeds.plan(self._with_room())
             if feeds:
                 self._step_feeds(self._feeds, feeds)
             else:
-                self._step_plain(self.next_sequences())
+                self._step_plain(self._with_room())
+
+    def _with_room(self) -> list[Sequence]:
+        """The next sequences for which memory is reserved: what has only just ended waits for a step."""
+        return [
+            one for one in self.next_sequences() if one.lease is not None and one.lease.spare_tokens >= one.needed
+        ]
 
     def _step_feeds(self, steps: FeedSteps, feeds: list[Feed]) -> None:
         self._in_flight = None

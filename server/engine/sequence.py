@@ -128,6 +128,11 @@ class Sequence:
         return self.output.reason is None and self.decode.num_launched < self.request.max_tokens
 
     @property
+    def needed(self) -> int:
+        """Tokens that the next step evaluates at least."""
+        return max(1, len(self.decode.known))
+
+    @property
     def has_lost_state(self) -> bool:
         return self.lease is not None and self.lease.is_lost
 

@@ -190,11 +190,10 @@ class Worker:
     def _reserve_next_step(self) -> None:
         """Where memory is short, the youngest waits."""
         for sequence in self._decode.next_sequences():
-            needed = max(1, len(sequence.decode.known))
-            if sequence.lease is not None and sequence.lease.spare_tokens < needed:
+            if sequence.lease is not None and sequence.lease.spare_tokens < sequence.needed:
                 # Recover from a fault of the running step first; a sequence that will wait must have its tokens.
                 self._decode.read()
-                self._grow(sequence, needed)
+                self._grow(sequence, sequence.needed)
 
     def _grow(self, sequence: Sequence, needed: int) -> None:
         while sequence.lease is not None and sequence.lease.is_open:

@@ -17,6 +17,9 @@ from server.engine.worker import Worker
 from tests.support.fake_embedder import FakeEmbedder
 from tests.support.fake_runner import EOS, FakeRunner
 
+EXPECTED_TOKENS = 16
+"""Of output that live buffers are sized for."""
+
 
 class NumberDecoder:
     """Decodes every token to its number and a space, so that texts can be read back into tokens."""
@@ -84,7 +87,7 @@ def make_worker(
         NumberDecoder,
         eos_token_ids=frozenset({EOS}),
         chunk_tokens=chunk_tokens,
-        expected_tokens=16,
+        expected_tokens=EXPECTED_TOKENS,
         clock=clock,
         embedder=embedder or FakeEmbedder(),
         speculation=speculation,

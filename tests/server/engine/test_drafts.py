@@ -15,10 +15,11 @@ from models.output.reasoning import ReasoningFormat, Thinking
 from models.output.tool_calls import CallMarkers
 from server.engine.feeds import MAX_KNOWN_TOKENS
 from server.engine.request import Event, Failed, Finished, FinishReason, StepFailed
+from server.engine.sequence import Sequence as EngineSequence
 from tests.server.engine.test_grammar import BOUND, bound_reference, sampled
 from tests.server.engine.test_preemption import Tight
 from tests.support import fake_model
-from tests.support.engine_driver import Collected, Harness
+from tests.support.engine_driver import EXPECTED_TOKENS, Collected, Harness
 from tests.support.fake_grammar import Circle, allowed_after
 from tests.support.fake_runner import EOS, FakeRunner, next_token, reference
 from tests.support.oracle import Oracle
@@ -287,6 +288,33 @@ def test_whoever_waits_for_memory_goes_on_with_drafts(layout: str, monkeypatch: 
         )
     assert len(oracle.begun) == len(sinks), "a drafter did not survive a replay"
     assert harness.excess_bytes <= harness.snapshot_bytes
+
+
+def test_a_last_token_beside_drafts_is_evaluated_once_memory_is_reserved_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first answer ends as the first drafts come, and has used up all that was reserved for it."""
+    monkeypatch.setattr(layout_module, "GROWTH_TOKENS", 4)
+    oracle, record, spare_tokens = Oracle(length=3, idles=1.0), EngineSequence.record, list[int]()
+
+    def recorded(sequence: EngineSequence) -> None:
+        record(sequence)
+        spare_tokens.append(sequence.lease.spare_tokens if sequence.lease is not None else 0)
+
+    monkeypatch.setattr(EngineSequence, "record", recorded)
+    harness, prompts = Drafted(oracle=oracle), [prompt_of(seed, 20) for seed in (1, 2)]
+    lengths = EXPECTED_TOKENS + 1, 60
+    asked = zip(prompts, lengths, strict=True)
+    sinks = [harness.submit(prompt, max_tokens=length, ignore_eos=True) for prompt, length in asked]
+    while len(sinks[0].tokens) < EXPECTED_TOKENS:
+        harness.step()
+    oracle.idles = 0.0
+    harness.run()
+    assert [len(sink.tokens) for sink in sinks] == [*lengths]
+    following = harness.submit([*prompts[0], *sinks[0].tokens, 48], max_tokens=1)
+    harness.run()
+    assert following.started.hit_tokens == 20 + lengths[0], "the last token was not kept"
+    assert oracle.num_accepted > 0 and min(spare_tokens) >= 0, "a token was evaluated without memory for it"
 
 
 PARTS = ("prepare", "start", "read", "settle")
