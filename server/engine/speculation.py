@@ -347,8 +347,11 @@ class StepCost:
         return calls
 
     def again(self, num_accepted: int, shared_seconds: float) -> float:
-        """Seconds that a rejection behind `num_accepted` tokens costs the next step; see `row_calls`."""
-        return self.feed(2 + num_accepted) + self.overlap - shared_seconds if self._again else 0.0
+        """Seconds that a rejection behind `num_accepted` tokens costs the next step; see `row_calls`.
+
+        A row's part of the call of all may count for more, after a stall: no cost is negative.
+        """
+        return max(0.0, self.feed(2 + num_accepted) + self.overlap - shared_seconds) if self._again else 0.0
 
     def step(self, feeds: Sequence[int]) -> float:
         """Seconds of a step with drafts that feeds each row so many tokens."""

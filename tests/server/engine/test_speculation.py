@@ -322,6 +322,19 @@ def _speed(chances: list[list[float]], lengths: tuple[int, ...], cost: StepCost)
     return tokens / cost.step([1 + length for length in lengths])
 
 
+@pytest.mark.parametrize("stall", [0.2, 5.0, 500.0])
+def test_after_a_stall_no_call_is_expected_to_take_less_than_no_time(stall: float) -> None:
+    """The first step of two rows waited for something else, so one row less seems to save more than its own call."""
+    cost = StepCost({1: 0.010, 2: 0.011, 4: 0.012, 8: 0.2, 16: 0.3}, feeds_together=False, feeds_again=True)
+    cost.observe(1, 0.010)
+    cost.observe(2, stall)
+    chances = [[0.9, 0.81, 0.729, 0.6561], [0.5, 0.25, 0.125, 0.0625, 0.0312]]
+    shared_seconds = cost.plain(2) - cost.plain(1)
+    assert all(seconds > 0 for row in chances for _, seconds in cost.row_calls(row, shared_seconds))
+    found = choose_apart(chances, cost)
+    assert found is not None and found.seconds > 0
+
+
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 60), st.booleans())
 def test_no_draft_is_longer_than_its_limit(limits: list[int], num_agreed: int, together: bool) -> None:
     simulation = Simulation(flat, together=together)
