@@ -395,6 +395,10 @@ def _count_patch(change: int) -> None:
         setattr(mx.fast, _ATTENTION, _attend if _patch_depth else _mlx_attention)
 
 
+_Attending: TypeAlias = tuple[mx.array, Any, Any, Any, Folding | None]
+"""A member's queries, keys, values, mask and folding."""
+
+
 def _attend(queries: mx.array, keys: Any, values: Any, *, scale: float, **options: Any) -> mx.array:
     if not isinstance(keys, Parts):
         return _mlx_attention(queries, keys, values, scale=scale, **options)
@@ -402,12 +406,12 @@ def _attend(queries: mx.array, keys: Any, values: Any, *, scale: float, **option
     masks = _masks(options.pop("mask", None), foldings)
     members = list(zip(_split(queries, keys.cuts), keys.items, values.items, masks, foldings, strict=True))
     if not keys.has_heads:
-        return _joined([_attend_member(*member, scale, options) for member in members])
+        return _joined([_attend_member(member, scale, options) for member in members])
     found = list[mx.array]()
     for (head_keys, places), (head_values, _) in zip(keys.runs, values.runs, strict=True):
         run = members[places.start : places.stop]
         if head_keys is None or head_values is None:
-            found += [_attend_member(*member, scale, options) for member in run]
+            found += [_attend_member(member, scale, options) for member in run]
         else:
             found.append(_attend_from_head(run, head_keys, head_values, scale, **options))
     return _joined(found)
@@ -432,17 +436,11 @@ def _unasked_mask(folding: Folding) -> str | None:
     return "causal" if folding.longest > 1 else None
 
 
-def _attend_member(
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    mask: mx.array | str | None,
-    folding: Folding | None,
-    scale: float,
-    options: dict[str, Any],
-) -> mx.array:
+def _attend_member(member: _Attending, scale: float, options: dict[str, Any]) -> mx.array:
+    queries, keys, values, mask, folding = member
     if folding is not None:
-        return folding.unfold(_attend_member(folding.fold(queries), keys, values, mask, None, scale, options))
+        folded = folding.fold(queries), keys, values, mask, None
+        return folding.unfold(_attend_member(folded, scale, options))
     if not isinstance(keys, QuantizedRow):
         return _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
     if options.get("sinks") is not None:
@@ -452,9 +450,6 @@ def _attend_member(
 
 
 # ----------------------------------------------------------------------------------------------- attention with heads
-
-_Attending: TypeAlias = tuple[mx.array, mx.array, mx.array, mx.array | None, Folding | None]
-"""A member's queries, keys, values, mask and folding."""
 
 _Elementwise = TypeVar("_Elementwise", bound=Callable[..., mx.array])
 
