@@ -180,10 +180,10 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
             continue
         word, _, rest = line.partition(" ") if " " in line else line.partition("\t")
         rest = rest.strip()
-        head, quote, begun = rest.partition(_LONG_QUOTE)
+        head, quote, _ = rest.partition(_LONG_QUOTE)
         # A role may precede the text of a message.
         if quote and (not head or word.lower() == "message"):
-            gathered = [begun]
+            gathered = [lines[first - 1].partition(_LONG_QUOTE)[2]]  # with the white space at the line's end
             while _LONG_QUOTE not in gathered[-1]:
                 if number == len(lines):
                     raise ModelfileError(f'line {first}: the text that begins with """ does not end')

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from models.errors import ModelfileError
@@ -118,6 +118,7 @@ TEXTS = st.text(
 )
 
 
+@example(system="a  \nb", stop=[], temperature=0, said="0\x0c\n0")
 @given(
     system=TEXTS,
     stop=st.lists(st.text(min_size=1, max_size=9).filter(lambda text: text.isprintable()), max_size=4),
