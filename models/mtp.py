@@ -143,16 +143,18 @@ def load_mtp(folder: Path, name: str, model: Module) -> MtpModule | None:
     layout = _LAYOUTS.get(_family(text))
     if layout is None:
         return None
-    found = _read_tensors(folder, layout.prefix.format(n=text.args.num_hidden_layers))
-    if not found:
-        return None
-    if layout.stores_difference:
-        found = _with_whole_norms(found, layout)
     try:
+        found = _read_tensors(folder, layout.prefix.format(n=text.args.num_hidden_layers))
+        if not found:
+            return None
+        if layout.stores_difference:
+            found = _with_whole_norms(found, layout)
         found = {layout.own_name(tensor): array for tensor, array in _sanitized(found, layout, model).items()}
         module = MtpModule(text)
         quantize(module, class_predicate=partial(_packing, found))
-    except (KeyError, ValueError, TypeError) as error:  # of mlx-lm's code for the family
+    except ModelBroken:
+        raise
+    except Exception as error:  # MLX does not read all types; mlx-lm's code for the family raises anything
         raise ModelBroken(f"{name}: the tensors of its MTP module do not belong together: {error}") from error
     _check(found, dict(tree_flatten(module.parameters())), name)  # type: ignore[no-untyped-call]
     module.load_weights(list(found.items()))
@@ -215,8 +217,16 @@ def _packing(found: dict[str, mx.array], path: str, module: Module) -> dict[str,
 
 def _check(found: dict[str, mx.array], expected: dict[str, mx.array], name: str) -> None:
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    shapes = [one for one in sorted(expected.keys() & found.keys()) if found[one].shape != expected[one].shape]
-    for fault, names in (("lacks", missing), ("has too much:", extra), ("has in another shape", shapes)):
+    both = sorted(expected.keys() & found.keys())
+    shapes = [one for one in both if found[one].shape != expected[one].shape]
+    types = [one for one in both if _kind(found[one]) != _kind(expected[one])]
+    faults = {"lacks": missing, "has too much:": extra, "has in another shape": shapes, "has in another type": types}
+    for fault, names in faults.items():
         if names:
             more = f" and {len(names) - 1} more" if names[1:] else ""
             raise ModelBroken(f"{name}: its MTP module {fault} {names[0]}{more}")
+
+
+def _kind(array: mx.array) -> mx.Dtype | mx.DtypeCategory:
+    """Only floating-point numbers may differ in precision."""
+    return mx.floating if mx.issubdtype(array.dtype, mx.floating) else array.dtype

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.nn.layers.quantized import QuantizedLinear, quantize
+from safetensors.numpy import save_file
 
 from cache.layers.headed import split_at_head
 from cache.types import LayerCache
@@ -137,6 +138,14 @@ def test_a_module_that_does_not_fit_is_refused_by_name(folder: Path) -> None:
         loaded(folder, "qwen3_5", tensors | {"mtp.layers.1.mlp.up_proj.weight": mx.ones((2, 2))})
     with pytest.raises(ModelBroken, match=r"has in another shape projection\.weight$"):
         loaded(folder, "qwen3_5", tensors | {"mtp.fc.weight": mx.ones((64, 64))})
+    integers = tensors["mtp.fc.weight"].astype(mx.uint8)
+    with pytest.raises(ModelBroken, match=r"has in another type projection\.weight$"):
+        loaded(folder, "qwen3_5", tensors | {"mtp.fc.weight": integers})
+    with pytest.raises(ModelBroken, match="do not belong together"):
+        loaded(folder, "qwen3_5", tensors | {"mtp.fc.scales": mx.zeros((64, 0))})
+    save_file({"mtp.fc.weight": np.zeros((64, 128))}, folder / SIDECAR)
+    with pytest.raises(ModelBroken, match=r"unsupported dtype F64"):
+        load_mtp(folder, "tiny", model_of("qwen3_5"))
     (folder / SIDECAR).write_bytes(b"\0" * 64)
     with pytest.raises(ModelBroken, match="damaged"):
         load_mtp(folder, "tiny", model_of("qwen3_5"))
