@@ -23,7 +23,7 @@ import mlx.core as mx
 from cache.layers.headed import head_length, split_at_head, tail_of
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
-from models.inference.feeds import forget_last
+from models.inference.feeds import forget_last, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Row, Wanted, capacity_for
 from models.inference.groups import (
     Group,
@@ -166,17 +166,15 @@ class DecodeBatch:
             self.advance()
             self._grow()
 
+        grouped = {id(caches) for group in self._groups for caches in group.rows}
+        own = [row.caches[-1] for row in self.rows if row is not None and id(row.caches) not in grouped]
         self._grow()
         try:
-            yield count
+            with unchanged(leaves_of(own)):
+                yield count
         finally:
-            grouped = {id(caches) for group in self._groups for caches in group.rows}
             for group in self._groups:
                 group.clock.rewind([num_tokens] * len(group.rows))
-            for row in self.rows:
-                if row is not None and id(row.caches) not in grouped:
-                    for leaf in leaves_of(row.caches[-1:]):
-                        tail_of(leaf).trim(num_tokens)
 
     def advance(self) -> None:
         """After a model call."""

@@ -10,7 +10,8 @@ replaces: MLX would copy a buffer that grows in place. Worker thread only.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any, TypeVar
@@ -161,6 +162,17 @@ def forget_last(cache: LayerCache, num_tokens: int) -> None:
         num_rows = cache.keys.shape[2] - num_tokens
         cache.keys, cache.values = cache.keys[:, :, :num_rows], cache.values[:, :, :num_rows]
         cache.offset, cache._idx = cache.offset - num_tokens, num_rows
+
+
+@contextmanager
+def unchanged(leaves: Sequence[LayerCache]) -> Iterator[None]:
+    """Tokens that join span layers in the block are taken out at its end, whatever happens in it."""
+    offsets = [int(leaf.offset) for leaf in leaves]
+    try:
+        yield
+    finally:
+        for leaf, offset in zip(leaves, offsets, strict=True):
+            tail_of(leaf).trim(int(leaf.offset) - offset)
 
 
 # --------------------------------------------------------------------------------------------- cost of a step

@@ -19,6 +19,7 @@ from cache.layers.headed import tail_of
 from cache.layers.layout import leaves_of
 from cache.layers.state import owned
 from cache.types import LayerCache
+from models.inference.feeds import unchanged
 from models.inference.ragged import RaggedLayer, ragged_attention
 from models.mlx_lm_import import ArraysCache, make_prompt_cache
 from models.mtp import MtpModule, language_model
@@ -104,9 +105,8 @@ class MtpModel:
 
         `before` holds the hidden states before each of `known`, `[num_known, width]`. The caches stay as they are.
         """
-        drafted = self._chain(caches[-1], mx.array([[*known]]), before[None], num_tokens)
-        _forget(caches[-1], len(known) + num_tokens - 1)
-        return drafted[0]
+        with unchanged(leaves_of(caches[-1:])):
+            return self._chain(caches[-1], mx.array([[*known]]), before[None], num_tokens)[0]
 
     def draft_together(
         self, layer: LayerCache, known: Sequence[int], before: mx.array, num_tokens: int, count: Callable[[], None]
@@ -166,8 +166,3 @@ def entries_of(layer: LayerCache) -> list[mx.array]:
 
 def _offset(cache: LayerCache) -> int:
     return int(leaves_of([cache])[0].offset)
-
-
-def _forget(cache: LayerCache, num_tokens: int) -> None:
-    for leaf in leaves_of([cache]):
-        tail_of(leaf).trim(num_tokens)

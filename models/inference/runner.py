@@ -16,8 +16,8 @@ Invariants:
   leave (`batch.py`); `detach` writes all of it back.
 - Nothing here keeps a slice of a growing cache: MLX would copy the whole cache at its next update.
 
-When `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost, for the
-caller to rebuild; other rows are unharmed, or raise `RowLost` in their next step. Knows no requests, no text, no
+When `draft`, `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost, for
+the caller to rebuild; other rows are unharmed, or raise `RowLost` in their next step. Knows no requests, no text, no
 stored state.
 """
 
@@ -418,13 +418,14 @@ class Runner:
         """
         assert self._mtp is not None, "a model without an MTP module drafts nothing"
         wanted, found = dict(zip(rows, limits, strict=True)), dict[DecodeRow, mx.array]()
-        for batch in self._batches.values():
-            found |= self._draft_together(self._mtp, batch, wanted)
-        for row, limit in wanted.items():
-            if limit and row not in found and row.before is not None and _can_draft_alone(row):
-                with selecting(self._adapters, row.adapter):
-                    found[row] = self._mtp.draft(row.caches, row.known, row.before, limit)
-        mx.eval(list(found.values()))
+        with self._forgetting_on_error(rows):
+            for batch in self._batches.values():
+                found |= self._draft_together(self._mtp, batch, wanted)
+            for row, limit in wanted.items():
+                if limit and row not in found and row.before is not None and _can_draft_alone(row):
+                    with selecting(self._adapters, row.adapter):
+                        found[row] = self._mtp.draft(row.caches, row.known, row.before, limit)
+            mx.eval(list(found.values()))
         return [cast(list[int], found[row].tolist())[:limit] if row in found else [] for row, limit in wanted.items()]
 
     def _draft_together(

@@ -116,7 +116,7 @@ class FeedSteps:
         return feeds if any(feed.num_tokens > 1 for feed in feeds) else []
 
     def _predict(self, sequences: list[Sequence], wanted: list[int]) -> list[list[int]]:
-        """What the MTP module drafts. If it fails, the step shows whether the rows' state has survived."""
+        """What the MTP module drafts. If it fails, the step shows whose state has survived, and nobody has drafts."""
         for sequence in sequences:
             sequence.decode.row.known = [*sequence.decode.known]
         begun = self._clock()
@@ -124,6 +124,8 @@ class FeedSteps:
             drafts = self._runner.draft([sequence.decode.row for sequence in sequences], wanted)
         except Exception as error:  # of the device
             logger.warning("drafting failed: %s", error)
+            for sequence in sequences:
+                sequence.may_draft = False
             return [[] for _ in sequences]
         self._speculation.observe_drafting(wanted, self._clock() - begun)
         return drafts

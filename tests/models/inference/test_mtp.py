@@ -440,3 +440,28 @@ def test_a_row_that_goes_on_from_stored_state_drafts_after_its_first_step() -> N
     assert decoding.step([2]) == [[]]
     assert decoding.step([1]) == [text[13:14]]
     decoding.assert_as_without("qwen3", [text[:12]])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_draft_that_fails_leaves_no_token_behind(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [text[: 9 + 4 * index] for index, text in enumerate(learned_texts("qwen3")[:num_rows])]
+    decoding, num_calls, call = Decoding("qwen3", texts), 0, MtpModule.__call__
+
+    def fail_at_the_third(*arguments: Any) -> mx.array:
+        nonlocal num_calls
+        num_calls += 1
+        found = call(*arguments)
+        if num_calls == 3:
+            raise RuntimeError("out of memory")
+        return found
+
+    decoding.step([0] * num_rows)
+    with monkeypatch.context() as patch:
+        patch.setattr(MtpModule, "__call__", fail_at_the_third)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            decoding.step([4] * num_rows)
+    for text, row in zip(texts, decoding.rows, strict=True):
+        assert row.is_lost or set(lengths(row.caches)) == {len(text)}
+    if num_rows == 1:
+        decoding.step([2])
+        decoding.assert_as_without("qwen3", texts)

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from models.inference.mtp import MtpModel
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.mtp import SIDECAR
@@ -113,6 +114,20 @@ def test_an_answer_that_a_module_expects_takes_half_the_steps(name: str) -> None
     assert sink.tokens == text[12:36]
     assert speculation.num_accepted >= 10
     assert speculation.num_steps <= 13
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_a_module_that_fails_costs_each_answer_a_replay_at_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, harness, num_asked = answers(harness_for(name, None)), harness_for(name, Predicting(2)), 0
+
+    def fail(*_: object) -> list[list[int]]:
+        nonlocal num_asked
+        num_asked += 1
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(MtpModel, "_chain", fail)
+    assert answers(harness) == plain
+    assert 0 < num_asked <= len(plain)
 
 
 @pytest.mark.parametrize(("speculate", "has_module"), [("auto", True), ("history", False), ("off", False)])
