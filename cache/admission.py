@@ -67,6 +67,7 @@ class Admission:
         slot = self._choose_slot(request, found)
         if slot is None:
             return None
+        found = self._leave_end(request, found)
         slot.turn.is_background = request.is_background
         capacity = self._capacity(request)
         left = self._free_memory(request, slot, self._share_head(request, slot, found, capacity), capacity)
@@ -86,6 +87,18 @@ class Admission:
         if request.reuse:
             return self.disk_moves.promote(request.lookup, is_background=request.is_background)
         return self.disk_moves.result_of(Match([], 0)), False
+
+    def _leave_end(self, request: CacheRequest, found: LookupResult) -> LookupResult:
+        """Has the session end where the prompt leaves it: the rest is evicted first. Returns `found` anew."""
+        end = self.memory.order.end_of(request.namespace, request.session_id)
+        if end is None or not found.stored or (end in found.path and end.stop <= found.match.length):
+            return found
+        trie = self.pager.trie(request.namespace)
+        tip = self.pager.land(trie, found.path, found.stored)
+        tip.session_id = request.session_id
+        self.memory.order.used(trie.namespace, tip, self.clock.now)
+        self.memory.order.ended(trie.namespace, tip)
+        return self._look_again(request, found)
 
     def _choose_slot(self, request: CacheRequest, found: LookupResult) -> Slot | None:
         views = [

@@ -22,6 +22,9 @@ from cache.snapshots import RestorePoint, RestorePointKind, chunk_end, is_restor
 from cache.trie import Node, NodeMatch, PrefixTrie
 from cache.types import LayerCache, TokenArray
 
+MAX_PIECES = 16
+"""Of an edge, or one more: restoring copies each, for each layer."""
+
 
 class Tier(StrEnum):
     """Where restored state came from."""
@@ -242,6 +245,7 @@ class Recorder:
         self.clock.end()
         self._release(slot)
         _join_edges(self.pager.trie(slot.namespace), reversed(slot.tip.path()))
+        self._cut_edges(slot)
         self._mark_superseded(slot)
         self.pins.follow(slot.namespace, slot.turn.session_id, slot.tip)
         if not slot.turn.is_background:
@@ -251,19 +255,21 @@ class Recorder:
         self.memory.refresh_if_many_changed()
 
     def suspend(self, slot: Slot) -> None:
-        """Ends a lease that continues once there is memory.
-
-        Splits the last edge, if state is sliceable there: eviction takes no more than needed.
-        """
+        """Ends a lease that continues once there is memory."""
         self._release(slot)
-        trie, piece = self.pager.trie(slot.namespace), slot.tip
-        if piece.parent is None:
-            return
-        piece.is_on_probation = False  # the suspended sequence will restore it
-        self.memory.order.changed(trie.namespace, piece)
-        if not self.layout.needs_snapshots:
-            for offset in range(piece.stop - layout.GROWTH_TOKENS, piece.start, -layout.GROWTH_TOKENS):
-                piece = trie.split(piece, offset)
+        if slot.tip.parent is not None:
+            slot.tip.is_on_probation = False  # the suspended sequence will restore it
+            self.memory.order.changed(slot.namespace, slot.tip)
+            self._cut_edges(slot)
+
+    def _cut_edges(self, slot: Slot) -> None:
+        """Cuts live edges into pieces, if state is sliceable there: eviction takes little more than needed."""
+        trie = self.pager.trie(slot.namespace)
+        live = [] if self.layout.needs_snapshots else [node for node in slot.tip.path() if node.home is slot]
+        for node in live:
+            length = max(layout.GROWTH_TOKENS, (node.stop - node.start) // MAX_PIECES)
+            for offset in range(node.start + length, node.stop, length):
+                trie.split(node, offset)
 
     def _release(self, slot: Slot) -> None:
         try:

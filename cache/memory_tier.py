@@ -5,7 +5,7 @@ node only the snapshot, a node that lives in a slot never.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from cache.budget import Ledger
@@ -81,6 +81,8 @@ class MemoryTier:
         self.num_evictions = 0
         self.evictions = Counter[str]()
         self.before_eviction: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
+        self.find_awaited: Callable[[], Set[Node]] = frozenset
+        """Nodes that waiting requests will restore: they are evicted last."""
         self._layout = layout
         self._namespaces: dict[str, _Namespace] = {}
         """In order of last use."""
@@ -198,23 +200,23 @@ class MemoryTier:
     def evict(self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False) -> None:
         """Evicts in order until `target_bytes` are charged, or only `kept` nodes are left.
 
-        With `guards_sessions`, session ends and explicit restore points go last.
+        What waiting requests will restore goes last; before it, with `guards_sessions`, session ends and explicit
+        restore points.
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
-        popped, guarded = list[Candidate](), list[Candidate]()
-        try:
-            for victim in self._in_order(target_bytes, now, popped):
-                if guards_sessions and (victim.is_session_end or victim.is_explicit):
-                    guarded.append(victim)
-                else:
-                    self._evict_one(victim, kept)
-            for victim in sorted(guarded, key=lambda victim: victim.rank(now)):
-                if self.ledger.charged_bytes > target_bytes:
-                    self._evict_one(victim, kept)
-        finally:
-            for victim in popped:
-                self.order.put_back(victim)
+        for spares_sessions, spared in _rounds(guards_sessions, self.find_awaited()):
+            popped = list[Candidate]()
+            try:
+                for victim in self._in_order(target_bytes, now, popped):
+                    is_guarded = spares_sessions and (victim.is_session_end or victim.is_explicit)
+                    if not is_guarded and victim.key[1] not in spared:
+                        self._evict_one(victim, kept)
+            finally:
+                for victim in popped:
+                    self.order.put_back(victim)
+            if self.ledger.charged_bytes <= target_bytes:
+                return
 
     def _in_order(self, target_bytes: int, now: int, popped: list[Candidate]) -> Iterator[Candidate]:
         """Yields candidates, superseded or unusable ones beyond `target_bytes` too; `popped` gets all."""
@@ -242,7 +244,7 @@ class MemoryTier:
         parent = leaf.parent
         trie.remove(leaf)
         parent = self._drop_empty(trie, parent, kept)
-        if parent is not None and parent.last_used < leaf.last_used:
+        if parent is not None and parent.last_used <= leaf.last_used and not parent.children:
             # The conversation now ends at the parent, and its age stays the same.
             parent.session_id, parent.is_background = leaf.session_id, leaf.is_background
             self.order.used(trie.namespace, parent, leaf.last_used)
@@ -295,6 +297,15 @@ class MemoryTier:
             held[trie.namespace] += node.num_bytes
         assert +held == Counter(self._shares.held), f"{held} stored by namespace, {self._shares.held} counted"
         assert self._shares.over() == over_share(held, self.ledger.budget_bytes), "a share was not kept up"
+
+
+def _rounds(guards_sessions: bool, awaited: Set[Node]) -> Iterator[tuple[bool, Set[Node]]]:
+    """Whether a round of eviction spares session ends, and the nodes that it spares; the last one spares nothing."""
+    if guards_sessions:
+        yield True, awaited
+    if awaited:
+        yield False, awaited
+    yield False, frozenset()
 
 
 def _reason_of(victim: Candidate) -> EvictionReason:

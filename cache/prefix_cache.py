@@ -98,6 +98,12 @@ class PrefixCache:
         """How many tokens of a prompt are restorable now. Changes nothing."""
         return self._disk_moves.find_restorable(lookup or Lookup(tokens, namespace=namespace))
 
+    def use_awaited(self, find_awaited: Callable[[], Iterable[Lookup]]) -> None:
+        """Has what the prompts that `find_awaited` returns can restore evicted last."""
+        self.memory.find_awaited = lambda: {
+            node for lookup in find_awaited() for node in self._disk_moves.find_in_memory(lookup).path
+        }
+
     def prefetch(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> Prefetch | None:
         """Begins to read from disk what `begin` would wait for."""
         return self._disk_moves.prefetch(lookup or Lookup(tokens, namespace=namespace))
@@ -189,6 +195,7 @@ class PrefixCache:
         self.pager.take_back_padding()
         self.pager.use_caches_of(_no_caches)
         self.pager.shared = None
+        self.use_awaited(tuple)
 
     def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
         """Continues after `park`, on the worker thread of the reloaded model."""

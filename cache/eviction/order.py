@@ -203,6 +203,10 @@ class EvictionOrder:
         for left in self._valuation.record_session_end(namespace, node):
             self.changed(namespace, left)
 
+    def end_of(self, namespace: str, session_id: str | None) -> Node | None:
+        """Where a session ended last, if that is still held."""
+        return self._valuation.end_of(namespace, session_id)
+
     def refresh_if_many_changed(self) -> None:
         """Values changed nodes if many."""
         if len(self._changed) > MANY_CHANGED:

@@ -43,7 +43,7 @@ class Chance(float, Enum):
     LANDING = 1 / 20
     """Where the newest turn continued from."""
     PROMPT = 1 / 60
-    LEFT = 1 / 100
+    LEFT = 1 / 1000
     """The session continued elsewhere."""
     SUPERSEDED = 1e-6
     """Superseded by newer restore points."""
@@ -236,6 +236,11 @@ class Valuation:
             return []
         self._ends[session] = node
         return [end for end in self._current.pop(session, {}) if end is not node]
+
+    def end_of(self, namespace: str, session_id: str | None) -> Node | None:
+        """Where a session ended last, if that is still held."""
+        end = self._ends.get((namespace, session_id)) if session_id is not None else None
+        return end if end is not None and end.parent is not None else None
 
     def forget_sessions(self, max_sessions: int) -> None:
         """Forgets sessions with evicted ends beyond `max_sessions`."""

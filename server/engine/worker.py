@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 
+from cache.lookup import Lookup
 from cache.prefix_cache import PrefixCache
 from cache.reclaim import SetAside
 from server.engine.decode import DecodePipeline
@@ -17,7 +18,7 @@ from server.engine.output import MakeDecoder
 from server.engine.prefill import ALONE_CHUNKS, Prefill
 from server.engine.request import EngineStats, EngineStopped, FinishReason, GenerationRequest, RequestCounts
 from server.engine.runner_port import RunnerPort
-from server.engine.scheduler import Phase, Scheduler, choose_to_wait
+from server.engine.scheduler import LOOKAHEAD, Phase, Scheduler, choose_to_wait
 from server.engine.sequence import EngineSessions, Sequence, SequenceTable, Sink
 from server.engine.speculation import Speculation
 
@@ -65,6 +66,7 @@ class Worker:
             expected_tokens=expected_tokens,
             speculation=speculation,
         )
+        prefix_cache.use_awaited(self._find_awaited)
         self._embeddings = Embeddings(embedder, SetAside(prefix_cache.reclaimer), chunk_tokens)
         self._make_decoder = make_decoder
         self._eos = eos_token_ids
@@ -179,6 +181,11 @@ class Worker:
         for sequence in self._table:
             sequence.ticket.is_unread = sequence.sink.is_behind
             sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
+
+    def _find_awaited(self) -> list[Lookup]:
+        waiting = self._scheduler.in_phase(Phase.WAITING)[:LOOKAHEAD]
+        sequences = [self._table.find(ticket.request_id) for ticket in waiting if ticket.shares]
+        return [sequence.lookup for sequence in sequences if sequence is not None]
 
     def _finish_decode_step(self) -> None:
         self._decode.read()

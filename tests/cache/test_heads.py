@@ -142,7 +142,7 @@ def test_what_must_wait_evicts_nothing() -> None:
     assert not SetAside(cache.reclaimer).try_take(len(HEAD))
     assert cache.memory.num_evictions == 0 and cache.peek(np.array([9, *HEAD[:50], 1], np.int32)) == 50
     assert cache.begin(np.array([8, *HEAD[:40]], np.int32)) is not None
-    assert cache.memory.num_evictions == 1
+    assert 0 < cache.peek(np.array([9, *HEAD[:50], 1], np.int32)) < 50
 
 
 def test_the_greatest_saving_is_chosen_and_short_heads_are_none() -> None:

@@ -6,8 +6,10 @@ import pytest
 from cache import snapshots
 from cache.eviction import order, value
 from cache.eviction.value import Candidate, Chance, Valuation
+from cache.layers import layout
 from cache.layers.state import RecurrentState
 from cache.lease import Lease
+from cache.lookup import Lookup
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePointKind, Snapshot
 from cache.trie import Node, PrefixTrie
@@ -118,10 +120,44 @@ def test_once_a_conversation_has_begun_the_longest_of_the_silent_goes_first(
         cache_driver.run(prefix_cache, stories[session_id], session_id=session_id)
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     drop_one(prefix_cache)
-    lost = [
-        name for name in ("known", "short", "long") if not prefix_cache.peek(np.array([*stories[name], 1], np.int32))
-    ]
-    assert lost == [gone]
+    held = {name: prefix_cache.peek(np.array([*stories[name], 1], np.int32)) for name in ("known", "short", "long")}
+    assert [name for name, num_tokens in held.items() if num_tokens < len(stories[name])] == [gone]
+
+
+def test_of_a_long_conversation_only_the_end_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "GROWTH_TOKENS", 16)
+    prefix_cache = cache_of(10_000)
+    for number in (1, 2):
+        cache_driver.run(prefix_cache, [*story(number), *story(50 + number)], session_id=f"{number}")
+    end = prefix_cache.slots[0].tip
+    assert len(end.path()) > 2, "the last one is in pieces"
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
+    drop_one(prefix_cache)
+    left = prefix_cache.peek(np.array([*story(1), *story(51), 1], np.int32))
+    assert 100 - 2 * 16 <= left <= 100
+    assert prefix_cache.peek(np.array([*story(2), *story(52), 1], np.int32)) == 200
+    assert [node.session_id for node in prefix_cache.pager.trie("").nodes() if not node.children] == ["2", "1"]
+
+
+def test_what_a_prompt_leaves_of_its_session_is_evicted_for_it() -> None:
+    prefix_cache = cache_of(300)
+    cache_driver.run(prefix_cache, story(2), session_id="other")
+    cache_driver.run(prefix_cache, [*story(1), *story(3)], session_id="chat")
+    cache_driver.run(prefix_cache, [*story(1), *story(4)], session_id="chat")
+    assert known(prefix_cache, 2) == 100
+    assert prefix_cache.peek(np.array([*story(1), *story(3), 1], np.int32)) == 100
+
+
+def test_what_waiting_requests_will_restore_is_evicted_last() -> None:
+    for is_background in (False, True):
+        prefix_cache = cache_of(10_000)
+        for number in (1, 2, 3):
+            cache_driver.run(prefix_cache, story(number), session_id=f"{number}")
+        prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
+        prefix_cache.use_awaited(lambda: [Lookup(np.array([*story(1), 1], np.int32))])
+        for expected in ([100, 0, 100], [100, 0, 0], [0, 0, 0]):
+            drop_one(prefix_cache, is_background=is_background)
+            assert [known(prefix_cache, number) for number in (1, 2, 3)] == expected
 
 
 def talk(prefix_cache: PrefixCache, num_turns: int, session_id: str) -> list[int]:
@@ -418,8 +454,8 @@ def test_much_that_has_changed_is_looked_at_before_something_must_go() -> None:
     assert len(prefix_cache.memory.order._latest) > 50
 
 
-def drop_one(prefix_cache: PrefixCache, *kept: Node) -> None:
+def drop_one(prefix_cache: PrefixCache, *kept: Node, is_background: bool = False) -> None:
     """Gives up the bytes of a story, of none that is `kept`."""
     target = prefix_cache.ledger.charged_bytes - 100 * BYTES_PER_TOKEN
-    prefix_cache.memory.evict(target, kept, prefix_cache.clock.now)
+    prefix_cache.memory.evict(target, kept, prefix_cache.clock.now, guards_sessions=is_background)
     prefix_cache.check()
