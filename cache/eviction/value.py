@@ -43,8 +43,10 @@ class Chance(float, Enum):
     LANDING = 1 / 20
     """Where the newest turn continued from."""
     PROMPT = 1 / 60
-    LEFT = 1 / 1000
+    LEFT = 1 / 100
     """The session continued elsewhere."""
+    LEFT_ROWS = 1 / 1000
+    """As `LEFT`, where all that is before can be restored without it."""
     SUPERSEDED = 1e-6
     """Superseded by newer restore points."""
     UNUSABLE = 0.0
@@ -303,7 +305,8 @@ class Valuation:
         base, chance = self._base(node), self._chance_at_end(namespace, node)
         if chance is Chance.CURRENT and not base and node.kind in _HEADS:
             chance = Chance.REST
-        is_session = node.session_id is not None and not node.is_background and chance is not Chance.LEFT
+        is_left = chance in (Chance.LEFT, Chance.LEFT_ROWS)
+        is_session = node.session_id is not None and not node.is_background and not is_left
         return Candidate(
             (namespace, node),
             self._tail_bytes(node),
@@ -324,7 +327,7 @@ class Valuation:
         session = namespace, node.session_id
         end = self._ends.get(session, node)
         if end is not node and end.parent is not None:
-            return Chance.LEFT
+            return Chance.LEFT if self._needs_snapshots else Chance.LEFT_ROWS
         self._current.setdefault(session, {})[node] = None
         return Chance.CURRENT
 
