@@ -23,7 +23,7 @@ from cache.trie import Node, NodeMatch, PrefixTrie
 from cache.types import LayerCache, TokenArray
 
 MAX_PIECES = 16
-"""Of an edge, or one more: restoring copies each, for each layer."""
+"""Of a sequence, beside borders for other reasons: restoring copies each, for each layer."""
 
 
 class Tier(StrEnum):
@@ -212,7 +212,7 @@ class Recorder:
                     trie.make_live(node, slot)
             self.pager.move_tip(slot, tip)
             self._record_end(slot, trie)
-            _join_edges(trie, [tip])
+            self._join_edges(slot, [tip])
         self.measure(slot)
 
     def _record_end(self, slot: Slot, trie: PrefixTrie) -> None:
@@ -244,7 +244,6 @@ class Recorder:
         """Ends a lease; the sequence stays live, idle."""
         self.clock.end()
         self._release(slot)
-        _join_edges(self.pager.trie(slot.namespace), reversed(slot.tip.path()))
         self._cut_edges(slot)
         self._mark_superseded(slot)
         self.pins.follow(slot.namespace, slot.turn.session_id, slot.tip)
@@ -262,14 +261,29 @@ class Recorder:
             self.memory.order.changed(slot.namespace, slot.tip)
             self._cut_edges(slot)
 
+    def _join_edges(self, slot: Slot, nodes: Iterable[Node]) -> None:
+        """Joins edges where nothing needs the border. Copies no state."""
+        trie, length = self.pager.trie(slot.namespace), self._piece_tokens(slot)
+        for node in nodes:
+            while node.home is not None and node.start % length and trie.can_absorb_parent(node):
+                trie.absorb_parent(node)
+
     def _cut_edges(self, slot: Slot) -> None:
-        """Cuts live edges into pieces, if state is sliceable there: eviction takes little more than needed."""
-        trie = self.pager.trie(slot.namespace)
-        live = [] if self.layout.needs_snapshots else [node for node in slot.tip.path() if node.home is slot]
-        for node in live:
-            length = max(layout.GROWTH_TOKENS, (node.stop - node.start) // MAX_PIECES)
-            for offset in range(node.start + length, node.stop, length):
+        """Has live edges end at multiples of a piece's length: eviction takes little more than needed.
+
+        As the sequence grows, borders stay, until every other one goes.
+        """
+        self._join_edges(slot, reversed(slot.tip.path()))
+        trie, length = self.pager.trie(slot.namespace), self._piece_tokens(slot)
+        for node in [node for node in slot.tip.path() if node.home is slot]:
+            for offset in range(node.start - node.start % length + length, node.stop, length):
                 trie.split(node, offset)
+
+    def _piece_tokens(self, slot: Slot) -> int:
+        """A power of two; more than the sequence has if state is not sliceable anywhere."""
+        num_tokens = slot.tip.stop
+        least = num_tokens if self.layout.needs_snapshots else num_tokens // MAX_PIECES
+        return max(layout.GROWTH_TOKENS, 1 << least.bit_length())
 
     def _release(self, slot: Slot) -> None:
         try:
@@ -288,10 +302,3 @@ class Recorder:
             node = nodes[offset]
             if node.last_used and not node.is_explicit:
                 self.memory.supersede(self.pager.trie(slot.namespace), node)
-
-
-def _join_edges(trie: PrefixTrie, nodes: Iterable[Node]) -> None:
-    """Joins edges where nothing needs the border. Copies no state."""
-    for node in nodes:
-        while node.home is not None and trie.can_absorb_parent(node):
-            trie.absorb_parent(node)

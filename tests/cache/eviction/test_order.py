@@ -139,6 +139,18 @@ def test_of_a_long_conversation_only_the_end_is_evicted(monkeypatch: pytest.Monk
     assert [node.session_id for node in prefix_cache.pager.trie("").nodes() if not node.children] == ["2", "1"]
 
 
+def test_pieces_of_a_conversation_keep_their_borders_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "GROWTH_TOKENS", 16)
+    prefix_cache, tokens, before = cache_of(10_000), story(1), set[int]()
+    for number in range(2, 9):
+        cache_driver.run(prefix_cache, tokens, session_id="chat")
+        *pieces, _ = prefix_cache.slots[0].tip.path()
+        borders, length = {piece.stop for piece in pieces}, pieces[0].stop
+        assert {border for border in before if border % length == 0} <= borders and len(borders) <= 16
+        assert all(border % length == 0 for border in borders) and length in (16, 32, 64)
+        before, tokens = borders, [*tokens, *story(number)]
+
+
 def test_what_a_prompt_leaves_of_its_session_is_evicted_for_it() -> None:
     prefix_cache = cache_of(300)
     cache_driver.run(prefix_cache, story(2), session_id="other")
