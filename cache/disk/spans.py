@@ -7,7 +7,6 @@ have gaps, ranges without a file.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
 from cache.budget import DiskFault
@@ -140,7 +139,8 @@ class FileSpan:
         """Reads the rows, evaluated. Raises DiskFault; the file is then GONE."""
         if not self.is_written:
             raise DiskFault(f"the state of tokens {self.start} to {self.stop} is not on disk")
-        return reduce(lambda before, after: before.join(after), (part.load() for part in self.parts))
+        first, *later = [part.load() for part in self.parts]
+        return first.join(*later) if later else first
 
     def clipped(self, start: int, stop: int) -> "FileSpan":
         """The part in `[start, stop)`."""

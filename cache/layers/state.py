@@ -6,6 +6,7 @@ may bound live buffers. A slice keeps a whole buffer alive, uncounted, so a slic
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,13 +136,16 @@ class Segment:
             Segment(offset, self.stop, [_sliced(pack, cut, self.stop - self.start) for pack in self._packs]),
         )
 
-    def join(self, later: "Segment") -> "Segment":
-        """Joins `later`, which must start where this segment stops."""
-        if later.start != self.stop:
-            raise ValueError(f"segments [{self.start}, {self.stop}) and [{later.start}, {later.stop}) do not meet")
+    def join(self, *later: "Segment") -> "Segment":
+        """Joins `later`, each of which must start where the one before stops. Copies all rows once."""
+        parts = [self, *later]
+        for before, after in itertools.pairwise(parts):
+            if after.start != before.stop:
+                meeting = f"[{before.start}, {before.stop}) and [{after.start}, {after.stop})"
+                raise ValueError(f"segments {meeting} do not meet")
         indices = sorted(self._where)
-        rows = [mx.concatenate([self.component(i), later.component(i)], axis=2) for i in indices]
-        return Segment(self.start, later.stop, [packed(*group) for group in groups(indices, rows)])
+        rows = (mx.concatenate([part.component(i) for part in parts], axis=2) for i in indices)
+        return Segment(self.start, parts[-1].stop, [packed(*group) for group in groups(indices, rows)])
 
     def tail(self, start: int) -> "Segment":
         """The rows from `start` on."""
@@ -161,7 +165,7 @@ def _sliced(pack: Pack, start: int, stop: int) -> Pack:
     return Pack(pack.indices, owned(pack.rows[:, :, start:stop]), len(pack.indices))
 
 
-def groups(indices: Sequence[int], rows: Sequence[mx.array]) -> Iterable[tuple[list[int], list[mx.array]]]:
+def groups(indices: Sequence[int], rows: Iterable[mx.array]) -> Iterable[tuple[list[int], list[mx.array]]]:
     """Runs of equally shaped components whose rows fit one pack."""
     group: list[int] = []
     held: list[mx.array] = []

@@ -48,10 +48,13 @@ class SizedSegment:
             SizedSegment(offset, self.stop, self.bytes_per_token),
         )
 
-    def join(self, later: "SizedSegment") -> "SizedSegment":
+    def join(self, *later: "SizedSegment") -> "SizedSegment":
         """Returns one segment of this one and `later`."""
-        assert self.stop == later.start, f"[…, {self.stop}) joined with [{later.start}, …)"
-        return SizedSegment(self.start, later.stop, self.bytes_per_token)
+        stop = self.stop
+        for part in later:
+            assert stop == part.start, f"[…, {stop}) joined with [{part.start}, …)"
+            stop = part.stop
+        return SizedSegment(self.start, stop, self.bytes_per_token)
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,17 @@ def test_segments_split_and_join_at_every_offset(name: str) -> None:
             )
 
 
+def test_many_segments_join_at_once() -> None:
+    layout, original = Layout([KVCache()]), [KVCache()]
+    evaluate(original, 0, 9)
+    whole, *parts = layout.cut_spans(original, [(0, 9), (0, 3), (3, 4), (4, 9)])
+    joined = parts[0].join(*parts[1:])
+    assert (joined.start, joined.stop) == (0, 9)
+    assert all(mx.array_equal(joined.component(index), whole.component(index)) for index in whole._where)
+    with pytest.raises(ValueError, match="do not meet"):
+        parts[0].join(parts[2], parts[1])
+
+
 def test_only_adjoining_segments_join() -> None:
     layout, original = Layout([KVCache()]), [KVCache()]
     evaluate(original, 0, 9)
