@@ -25,8 +25,6 @@ from models import weights
 from models.errors import ModelBroken
 from models.mlx_lm_import import CacheList, create_attention_mask, infer_quant_config
 
-SIDECAR: Final = "mtp.safetensors"
-"""Beside the model's own files; its names may lack the prefix."""
 _MAX_RAW_NORM: Final = 0.8
 """Mean of a layer's norms: of differences from one .4 to .6, of whole ones 1.3, or 1 where untrained."""
 
@@ -164,7 +162,7 @@ def load_mtp(folder: Path, name: str, model: Module) -> MtpModule | None:
 
 def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
     """Lazy, by their names behind `prefix`: those of the file beside the model's, else of its own files."""
-    sidecar = folder / SIDECAR
+    sidecar = folder / weights.MTP_FILE
     if sidecar.is_file():
         weights.read_header(sidecar)
         return {name.rpartition(prefix)[2]: array for name, array in _load(sidecar).items()}

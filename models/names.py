@@ -18,7 +18,7 @@ from models.errors import ModelBroken, ModelError, ModelNotFound, reason
 from models.short_names import FAMILIES, SHORT_NAMES, ShortName, find_family, find_short_name, largest, like
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel, WeightsPlace
-from models.weights import ADVICE, other_formats, read_json
+from models.weights import ADVICE, MTP_FILE, other_formats, read_json
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
@@ -26,7 +26,7 @@ BUILT_IN = {DEMO: DEMO_FOLDER, "demo-hybrid": DEMO_FOLDER.with_name("demo_hybrid
 
 FILE_PATTERNS = ["*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt", "model*.safetensors"]
 """Never `*.py`: a repository's code is not run."""
-PULLED_PATTERNS = [*FILE_PATTERNS, "mtp.safetensors"]
+PULLED_PATTERNS = [*FILE_PATTERNS, MTP_FILE]
 """With files that a model is complete without."""
 
 IGNORED_PATTERNS = ["*/*"]

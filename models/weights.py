@@ -20,6 +20,8 @@ _OTHER_FORMATS = {
     "weights of another framework are": (".h5", ".msgpack", ".onnx"),
 }
 ADVICE = "pull MLX weights of the model, or make some from its safetensors: mlx-serve convert org/name --quantize 4"
+MTP_FILE = "mtp.safetensors"
+"""An MTP module beside the model's own files; its names may lack the prefix."""
 _SAMPLE_BYTES = 1024
 _IDENTITY_FILES = (
     *("config.json", "hf_quant_config.json", "tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab*"),
@@ -43,8 +45,9 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 
 def total_bytes(folder: Path) -> int:
-    """Memory of the weights in stored types; raises like `find_weight_files`."""
-    return sum(file.stat().st_size for file in find_weight_files(folder))
+    """Memory of the weights in stored types, with an MTP module's; raises like `find_weight_files`."""
+    files = [*find_weight_files(folder), folder / MTP_FILE]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _files_of_index(folder: Path) -> set[str]:

@@ -31,7 +31,8 @@ from tokenizers import Tokenizer
 from models.inference.mtp import MtpModel
 from models.loader import load
 from models.mlx_lm_import import load_model
-from models.mtp import SIDECAR, MtpModule, language_model
+from models.mtp import MtpModule, language_model
+from models.weights import MTP_FILE
 from scripts.demo.grading import PROBES, probe
 from scripts.demo.train import Example, Plan, batches, padded
 
@@ -201,7 +202,7 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("models/demo"))
-    parser.add_argument("--out", type=Path, default=Path(".cache") / SIDECAR)
+    parser.add_argument("--out", type=Path, default=Path(".cache") / MTP_FILE)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-tokens", type=int, default=4096)

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.nn.layers.quantized import QuantizedLinear, quantize
+from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
 from cache.layers.headed import split_at_head
@@ -21,7 +22,8 @@ from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft
 from models.loader import load
 from models.mlx_lm_import import ArraysCache
-from models.mtp import SIDECAR, MtpModule, language_model, load_mtp
+from models.mtp import MtpModule, language_model, load_mtp
+from models.weights import MTP_FILE, total_bytes
 from tests.support import tiny_models
 from tests.support.tiny_mtp import (
     CHECKPOINT_NAMES,
@@ -47,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path, name: str, tensors: dict[str, mx.array]) -> MtpModule:
-    mx.save_safetensors(str(folder / SIDECAR), tensors)
+    mx.save_safetensors(str(folder / MTP_FILE), tensors)
     module = load_mtp(folder, "tiny", model_of(name))
     assert module is not None
     return module
@@ -90,7 +92,7 @@ def test_a_sidecars_names_may_lack_the_prefix(folder: Path) -> None:
 def test_there_is_no_module_without_tensors_or_for_another_family(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), {"model.norm.weight": mx.ones(64)})
     assert load_mtp(folder, "tiny", model_of("qwen3_5")) is None
-    mx.save_safetensors(str(folder / SIDECAR), tensors_of(module_of("qwen3_5"), "qwen3_5"))
+    mx.save_safetensors(str(folder / MTP_FILE), tensors_of(module_of("qwen3_5"), "qwen3_5"))
     assert load_mtp(folder, "tiny", tiny_models.build("llama")) is None
 
 
@@ -143,10 +145,10 @@ def test_a_module_that_does_not_fit_is_refused_by_name(folder: Path) -> None:
         loaded(folder, "qwen3_5", tensors | {"mtp.fc.weight": integers})
     with pytest.raises(ModelBroken, match="do not belong together"):
         loaded(folder, "qwen3_5", tensors | {"mtp.fc.scales": mx.zeros((64, 0))})
-    save_file({"mtp.fc.weight": np.zeros((64, 128))}, folder / SIDECAR)
+    save_file({"mtp.fc.weight": np.zeros((64, 128))}, folder / MTP_FILE)
     with pytest.raises(ModelBroken, match=r"unsupported dtype F64"):
         load_mtp(folder, "tiny", model_of("qwen3_5"))
-    (folder / SIDECAR).write_bytes(b"\0" * 64)
+    (folder / MTP_FILE).write_bytes(b"\0" * 64)
     with pytest.raises(ModelBroken, match="damaged"):
         load_mtp(folder, "tiny", model_of("qwen3_5"))
 
@@ -164,7 +166,7 @@ def test_a_quantized_module_is_read_whatever_the_model_has(folder: Path) -> None
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tiny_models.write("qwen3_5", tmp_path_factory.mktemp("models") / "qwen3_5")
-    mx.save_safetensors(str(path / SIDECAR), tensors_of(module_of("qwen3_5"), "qwen3_5"))
+    mx.save_safetensors(str(path / MTP_FILE), tensors_of(module_of("qwen3_5"), "qwen3_5"))
     return path
 
 
@@ -173,16 +175,22 @@ def test_stored_state_with_and_without_a_module_does_not_mix(written: Path) -> N
     assert without.mtp is None
     assert with_module.mtp is not None
     other = {name: 2 * array for name, array in tensors_of(module_of("qwen3_5"), "qwen3_5").items()}
-    mx.save_safetensors(str(written / SIDECAR), other)
+    mx.save_safetensors(str(written / MTP_FILE), other)
     with_other = load(written, "tiny", with_mtp=True)
     assert len({one.state_fingerprint for one in (without, with_module, with_other)}) == 3
     assert without.state_fingerprint in with_module.state_fingerprint
 
 
+def test_the_file_of_a_module_is_counted_before_a_model_is_loaded(written: Path) -> None:
+    model = load(written, "tiny", with_mtp=True)
+    held = {**dict(tree_flatten(parameters_of(model.model))), **weights_of(cast(MtpModule, model.mtp))}
+    assert total_bytes(written) >= sum(array.nbytes for array in held.values())
+
+
 def test_a_model_is_loaded_without_a_module_that_does_not_fit(
     written: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mx.save_safetensors(str(written / SIDECAR), {"mtp.fc.weight": mx.ones((64, 128))})
+    mx.save_safetensors(str(written / MTP_FILE), {"mtp.fc.weight": mx.ones((64, 128))})
     assert load(written, "tiny", with_mtp=True).mtp is None
     assert "lacks" in caplog.text
 

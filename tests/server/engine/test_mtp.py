@@ -12,7 +12,7 @@ import pytest
 from models.inference.mtp import MtpModel
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
-from models.mtp import SIDECAR
+from models.weights import MTP_FILE
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from tests.support import fake_runner, tiny_models
@@ -133,7 +133,7 @@ def test_a_module_that_fails_costs_each_answer_a_replay_at_most(name: str, monke
 @pytest.mark.parametrize(("speculate", "has_module"), [("auto", True), ("history", False), ("off", False)])
 def test_a_service_reads_the_module_of_a_folder(speculate: str, has_module: bool, tmp_path: Path) -> None:
     folder = tiny_models.write_model(model_of("qwen3_5"), CONFIGS["qwen3_5"], tmp_path / "model")
-    mx.save_safetensors(str(folder / SIDECAR), tensors_of(module_of("qwen3_5"), "qwen3_5"))
+    mx.save_safetensors(str(folder / MTP_FILE), tensors_of(module_of("qwen3_5"), "qwen3_5"))
     service = open_service(ServerConfig(models=(str(folder),), speculate=speculate, slots=1, context_tokens=512))
     service.start()
     try:
