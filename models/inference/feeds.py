@@ -166,13 +166,20 @@ def forget_last(cache: LayerCache, num_tokens: int) -> None:
 
 @contextmanager
 def unchanged(leaves: Sequence[LayerCache]) -> Iterator[None]:
-    """Tokens that join span layers in the block are taken out at its end, whatever happens in it."""
-    offsets = [int(leaf.offset) for leaf in leaves]
+    """Tokens that join span layers in the block leave at its end, whatever happens; buffers keep their size."""
+    tails = [tail_of(leaf) for leaf in leaves]
+    before = [(int(tail.offset), _num_places(tail)) for tail in tails]
     try:
         yield
     finally:
-        for leaf, offset in zip(leaves, offsets, strict=True):
-            tail_of(leaf).trim(int(leaf.offset) - offset)
+        for tail, (offset, num_places) in zip(tails, before, strict=True):
+            tail.trim(int(tail.offset) - offset)
+            if _num_places(tail) > num_places:
+                tail.keys, tail.values = (mx.contiguous(rows[:, :, :num_places]) for rows in (tail.keys, tail.values))
+
+
+def _num_places(cache: LayerCache) -> int:
+    return 0 if cache.keys is None else int(cache.keys.shape[2])
 
 
 # --------------------------------------------------------------------------------------------- cost of a step

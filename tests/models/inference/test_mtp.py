@@ -450,6 +450,14 @@ def test_a_row_that_goes_on_from_stored_state_drafts_after_its_first_step() -> N
     decoding.assert_as_without("qwen3", [text[:12]])
 
 
+def test_a_buffer_is_as_large_as_before_a_draft_that_had_no_room() -> None:
+    row = begin("qwen3", trained_module_of("qwen3"), prompt(256))
+    assert len(row.draft(3)) == 3
+    assert row.caches[-1].keys.shape[2] == 256
+    row.step(limit=2)
+    assert row.output[0] == plain(model_of("qwen3"), prompt(256), 2)[1]
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_draft_that_fails_leaves_no_token_behind(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text[: 9 + 4 * index] for index, text in enumerate(learned_texts("qwen3")[:num_rows])]
