@@ -127,7 +127,7 @@ class Admission:
         return max(num_tokens, self.sizes.tokens_without(excess, wanted))
 
     def _share_head(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> LookupResult:
-        """Has running sequences share a head with the request, where that pays; returns what memory then holds."""
+        """Shares a head with running sequences, where that pays; returns what memory then holds."""
         is_short = self.reclaimer.shortage(slot, found.path, found.restorable_in(slot), capacity) > 0
         return self._look_again(request, found) if self.heads.invite(slot, found, is_short=is_short) else found
 

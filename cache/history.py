@@ -1,12 +1,12 @@
 """What was said before, searched for what a running output may say next. Worker thread only. Pure.
 
-A place holds one token of a text. Hash chains, as LZ77 compressors have them, lead from the last three tokens of an
-output to the places where these three stood before, the newest first; a place counts only where the tokens agree.
-All namespaces share one ring of places, so that the oldest text of all makes way for a new one. Invariants:
-* a text is found only from an output of its namespace: the owner of each place is looked up, the hash only helps;
+A place holds one token of a text. Hash chains, as LZ77 compressors have them, lead from an output's last three tokens
+to where these stood before, the newest first; a place counts only where the tokens agree. All namespaces share one
+ring of places, so that the oldest text of all makes way for a new one. Invariants:
+* a text is found only from an output of its namespace: the owner of each place is looked up;
 * the first place of a text, and places outside of texts, hold `SEPARATOR`; one follows each text;
-* an output that grows has places of its own. Two at once are each in one piece, and what is not to be kept, or is
-  forgotten meanwhile, was never where others look.
+* an output that grows has places of its own: what is not kept, or is forgotten meanwhile, was never where others
+  look.
 """
 
 import sys
@@ -39,7 +39,7 @@ _CHAIN_LENGTH = 4
 """Places per chain, on average, from which the table of chains is doubled."""
 
 _TEXT_PLACES = 64
-"""Each text takes as many places at least, so that what is kept of it besides takes few bytes a place."""
+"""The fewest places of a text, which bound its other bytes per place."""
 _TEXT_BYTES = 192
 PLACE_BYTES = 4 + 4 + 4 * 2 // _CHAIN_LENGTH + _TEXT_BYTES // _TEXT_PLACES + 1
 """Token, place before it in the chain, share of the table and of the texts, what arrays have in reserve."""
@@ -102,9 +102,9 @@ class _Chains:
     def find(
         self, place: int, own: "LiveText", longest: int, accepts: Callable[[int], bool]
     ) -> tuple[int, int] | None:
-        """The place in the chain from `place` on that agrees with the end of `own` the longest, the newest such one.
+        """The newest place from `place` on that agrees longest with the end of `own`.
 
-        With the length of the agreement, which is more than `longest`. A token follows the place.
+        Also the length that agrees, which is more than `longest`. A token follows the place.
         """
         tokens, own_tokens = self.tokens, own.tokens
         limit = min(LONGEST_COMPARED, own.stop - 1)
@@ -122,7 +122,7 @@ class _Chains:
         return found
 
     def _split_chains(self) -> None:
-        """Doubles the table. Both halves of a chain go on as the whole: nothing is hashed again."""
+        """Doubles the table; both halves of a chain go on as the whole."""
         self.newest = array("i", np.repeat(np.frombuffer(self.newest, np.int32), 2).tobytes())
         self.shift -= 1
 
@@ -194,9 +194,9 @@ class StoredTexts(Protocol):
 
 
 class History:
-    """Finished texts of all namespaces, in at most `max_bytes`. The oldest make way for new ones.
+    """Finished texts of all namespaces, in at most `max_bytes`; the oldest make way.
 
-    What of a namespace is `stored` is read once its first text comes.
+    A namespace's `stored` texts are read once its first text comes.
     """
 
     def __init__(self, max_bytes: int = 32 << 20, stored: StoredTexts | None = None) -> None:
@@ -241,7 +241,7 @@ class History:
         return HistoryFollower(self, own)
 
     def forget(self, namespace: str, session_id: str | None = None) -> None:
-        """Drops a namespace's texts, or those that may be of one session. Such outputs that grow will not join."""
+        """Drops a namespace's texts, or those that may be of one session; growing ones will not join."""
 
         def is_meant(text: FinishedText | LiveText) -> bool:
             return text.namespace == namespace and (session_id is None or text.session_id in (session_id, None))
@@ -339,12 +339,12 @@ class HistoryFollower:
         self._text: FinishedText | LiveText = own
         self._tokens = own.tokens
         self._next = own.stop
-        """The place in `_text` of the token that is expected next."""
+        """The place in `_text` of the next token."""
         self._length = 0
 
     @property
     def match_length(self) -> int:
-        """On how many last tokens output and text agree: three or more, or 0 if nothing is followed."""
+        """Last tokens on which output and text agree: three or more, or 0."""
         return self._length if self._next < self._text.stop else 0
 
     def push(self, token: int) -> None:
@@ -357,7 +357,7 @@ class HistoryFollower:
         self._look_up()
 
     def next_tokens(self, limit: int) -> list[int]:
-        """What followed before, `limit` tokens at most. An output that repeats itself is expected to go on so."""
+        """What followed before, `limit` tokens at most; a repetition is expected to go on."""
         if not self.match_length:
             return []
         tokens = self._tokens[self._next : min(self._next + limit, self._text.stop)].tolist()

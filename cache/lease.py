@@ -271,7 +271,7 @@ class Recorder:
     def _cut_edges(self, slot: Slot) -> None:
         """Has live edges end at multiples of a piece's length: eviction takes little more than needed.
 
-        As the sequence grows, borders stay, until every other one goes.
+        Borders stay as the sequence grows, until every other one goes.
         """
         self._join_edges(slot, reversed(slot.tip.path()))
         trie, length = self.pager.trie(slot.namespace), self._piece_tokens(slot)

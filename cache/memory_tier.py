@@ -62,7 +62,7 @@ def _holding_of(node: Node) -> Holding:
 MAX_NAMESPACES = 1024
 """The most namespaces, since eviction visits all."""
 FORGOTTEN_PART = 64
-"""At the limit, one in so many is forgotten at once, not one for every new namespace."""
+"""At the limit, one in so many is forgotten at once."""
 MAX_EXTRA = 32
 """Superseded or unusable candidates evicted beyond a round's target."""
 
@@ -92,7 +92,7 @@ class MemoryTier:
         """Must be told how nodes are used."""
 
     def trie(self, namespace: str, in_use: Iterable[str]) -> PrefixTrie:
-        """Returns a namespace's trie; makes a missing one, and then forgets empty ones not `in_use`.
+        """Returns a namespace's trie; makes a missing one, and forgets empty ones not `in_use`.
 
         Beyond `MAX_NAMESPACES`, the least recently used lose all unpinned state.
         """
@@ -300,7 +300,7 @@ class MemoryTier:
 
 
 def _rounds(guards_sessions: bool, awaited: Set[Node]) -> Iterator[tuple[bool, Set[Node]]]:
-    """Whether a round of eviction spares session ends, and the nodes that it spares; the last one spares nothing."""
+    """For each round, whether session ends are spared, and which nodes; the last spares nothing."""
     if guards_sessions:
         yield True, awaited
     if awaited:

@@ -2,8 +2,8 @@
 
 mlx-lm drops its weights, so the module is built here: two norms and a projection join a token's embedding and the
 hidden state before the token; one decoder layer of the model's own class and a norm follow; embedding and output
-matrix are the model's (DeepSeek-V3 Technical Report, 2024, section 2.2). Whether a folder has one is told by its
-tensors: conversions drop them and keep what the configuration says of them. Only the module's tensors are read.
+matrix are the model's (DeepSeek-V3 Technical Report, 2024, section 2.2). A folder's tensors tell whether it has one:
+conversions drop them but keep the configuration. Only the module's tensors are read.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class _Layout:
     """Original checkpoints hold norms as their difference from one."""
 
     def own_name(self, name: str) -> str:
-        """The name in `MtpModule` of a tensor, whose prefix is cut off."""
+        """A tensor's name in `MtpModule`."""
         for theirs, ours in (
             (self.embedding_norm, "embedding_norm"),
             (self.hidden_norm, "hidden_norm"),
@@ -92,7 +92,7 @@ class MtpModule(Module):
     """Predicts hidden states one token ahead of the model."""
 
     def __init__(self, text: Module) -> None:
-        """`text` is a language model of a family in `_LAYOUTS`, whose sizes and kind of layer are taken."""
+        """`text` is a language model of a family in `_LAYOUTS`."""
         super().__init__()  # type: ignore[no-untyped-call]
         layout, width, eps = _LAYOUTS[_family(text)], text.args.hidden_size, text.args.rms_norm_eps
         self.embedding_norm = RMSNorm(width, eps)
@@ -124,7 +124,7 @@ def _family(text: Any) -> str:
 
 
 def _make_layer(text: Any) -> Module:
-    """A layer with attention, and with experts where the model's last ones have them."""
+    """A layer with attention, and with experts where the model's last have them."""
     args, kind = text.args, type(text.model.layers[-1])
     if hasattr(args, "full_attention_interval"):
         args = replace(args, full_attention_interval=1)
@@ -133,7 +133,7 @@ def _make_layer(text: Any) -> Module:
 
 
 def load_mtp(folder: Path, name: str, model: Module) -> MtpModule | None:
-    """The module in a loaded model's folder, not evaluated; None without one, or for a family that is not known.
+    """The module in a loaded model's folder, not evaluated; None without one, or for an unknown family.
 
     Raises ModelBroken for tensors that do not fit the model.
     """

@@ -1,8 +1,8 @@
 """The order in which stored state is evicted, fair among namespaces, updated as nodes change. Pure.
 
-A node is valued again only when a change may have lowered its value: there are too many to value all. A risen value
-is noticed before eviction, and the node put back. Invariant: no value in the order is too high. A namespace's share
-is the budget divided by the number of namespaces that hold anything; those over it lose state first.
+A node is valued again only when a change may have lowered its value. A risen value is noticed before eviction, and
+the node put back. Invariant: no value in the order is too high. A namespace's share is the budget divided by the
+number of namespaces that hold anything; those over it lose state first.
 """
 
 import heapq
@@ -67,7 +67,7 @@ class FairQueue:
         return self._num_candidates
 
     def push(self, namespace: str, candidate: Candidate) -> None:
-        """Adds a candidate, unless evicting it frees nothing."""
+        """See `Queue.push`."""
         if candidate.num_bytes <= 0:
             return
         if namespace not in self._queues:
@@ -204,7 +204,7 @@ class EvictionOrder:
             self.changed(namespace, left)
 
     def end_of(self, namespace: str, session_id: str | None) -> Node | None:
-        """Where a session ended last, if that is still held."""
+        """See `Valuation.end_of`."""
         return self._valuation.end_of(namespace, session_id)
 
     def refresh_if_many_changed(self) -> None:
@@ -234,7 +234,7 @@ class EvictionOrder:
             self.changed(namespace, node)
 
     def push(self, candidate: Candidate) -> None:
-        """Adds a candidate, unless evicting it frees nothing."""
+        """See `Queue.push`."""
         namespace, node = candidate.key
         if candidate.num_bytes > 0:
             self._latest[node] = candidate

@@ -6,7 +6,7 @@ Invariants:
   the latest step. Recurrent state is merged until the set of rows changes.
 - An error while state moves loses the rows that were in groups or whose recurrent state was merged: they are marked,
   and a step with one of them raises `RowLost`. Others are unharmed.
-- A row may feed several tokens in a step. They all join its state, until `settle` takes the last ones back.
+- All tokens of a feed join the row's state, until `settle` takes the last back.
 - Groups take memory beyond what their rows reserved only where the caller has some to spare.
 
 Which rows to put together is decided by `grouping.py`. Worker thread only.
@@ -72,7 +72,7 @@ class DecodeBatch:
     _has_fresh: bool = False
     """Some rows had no token yet, and could not be in a group."""
     _fed: list[int] | None = None
-    """Tokens that each row feeds in a step, from `arrange` until `settle`; None where that is one of each."""
+    """Tokens that each row feeds, from `arrange` until `settle`; None for one of each."""
 
     # -- steps
 
@@ -81,9 +81,8 @@ class DecodeBatch:
     ) -> list[LayerCache]:
         """Layer caches for a model call with `self.rows`, which are `rows` in an order that suits groups.
 
-        Each row feeds one token, or as many as `lengths` tells in the order of `rows`: each token is then a batch
-        row, one row's feed after another. Groups may take `spare_bytes` more than their rows reserved.
-        Raises `NotRagged`.
+        Each row feeds one token, or `lengths` in the order of `rows`, each a batch row, one feed after another.
+        Groups may take `spare_bytes` more than their rows reserved. Raises `NotRagged`.
         """
         layers = self._arrange(rows, spare_bytes)
         if lengths is None or max(lengths) == 1:
@@ -154,7 +153,7 @@ class DecodeBatch:
 
     @contextmanager
     def trial(self) -> Iterator[Callable[[], None]]:
-        """In the block, tokens beyond those of the rows may join `last_layer`; it gets what counts one of each row.
+        """In the block, more tokens may join `last_layer`; it yields what counts one of each row.
 
         Then they are forgotten.
         """
@@ -189,7 +188,7 @@ class DecodeBatch:
     # -- rows that leave
 
     def take_out(self, caches: Sequence[LayerCache]) -> None:
-        """Gives a row all of its state back: recurrent state as lazy slices, other state evaluated."""
+        """Gives a row its state back: recurrent state as lazy slices, the rest evaluated."""
         for index, row in enumerate(self.rows):
             if row is not None and row.caches is caches:
                 self._extract(index)
@@ -223,7 +222,7 @@ class DecodeBatch:
             self.dissolve()
 
     def forget(self) -> None:
-        """Drops what is shared, which may be damaged: rows in groups are lost, and those with merged state."""
+        """Drops what is shared, which may be damaged: rows in groups or with merged state are lost."""
         shared = [caches for group in self._groups for caches in group.rows]
         is_merged = self._joined is not None and self._joined.has_recurrent
         for row in self.rows:
@@ -285,7 +284,7 @@ class DecodeBatch:
         return [self._filled(groups, [rows[place] for place in one.rows], one) for one in wanted]
 
     def _slack_tokens(self, rows: Sequence[BatchRow], groups: Sequence[Group]) -> int:
-        """Tokens that the slack of all rings may take, in every layer as if all were rings."""
+        """Tokens that the slack of all rings may take, as if every layer were a ring."""
         if not any(isinstance(cache, RotatingKVCache) for cache in leaves_of(rows[0].caches)):
             return 0
         # New groups have room for fewer than twice their rows.
@@ -321,7 +320,7 @@ class DecodeBatch:
         return merged + sum(group.num_bytes for group in self._groups)
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Bytes that what a row shares would have, were it its own; else 0."""
+        """Bytes of what a row shares, were it its own; else 0."""
         if not any(row is not None and row.caches is caches for row in self.rows):
             return 0
         merged = self._joined.recurrent_bytes // len(self.rows) if self._joined is not None else 0
@@ -345,14 +344,13 @@ _MIN_TRIALS, _MAX_TRIALS, _TRIAL_SECONDS = 5, 20, 0.15
 _SHORT_TOKENS, _LONG_TOKENS = 512, 2048
 _TAIL_TOKENS = 64
 _QUERIES_PER_KEY = 4
-"""Heads of queries for each head of keys: common in models of today."""
+"""Query heads for each key head, as in models of today."""
 
 
 def measure_member_tokens(caches: Sequence[LayerCache]) -> float:
     """Cost of one more member of a batch in a step, in tokens read: see `grouping.py`.
 
-    Attention alone is timed, in layers like those of `caches`, a row with a few tokens: rows each by itself, the same
-    rows in a group, and longer rows.
+    Times attention in layers like those of `caches`: rows by themselves, in a group, and longer ones.
     """
     like, num_rows = _layer_of(caches), _NUM_ROWS
     alone, grouped, longer = _best_seconds(
@@ -366,9 +364,9 @@ def measure_member_tokens(caches: Sequence[LayerCache]) -> float:
 
 
 def measure_head_tokens(caches: Sequence[LayerCache]) -> float:
-    """Tokens from which two rows on one head are faster than the same rows with a copy each; maybe infinite.
+    """Tokens from which two rows on one head are faster than with a copy each; maybe infinite.
 
-    Timed at two lengths, as `measure_member_tokens`; the gain counts as linear between and beyond.
+    Timed at two lengths; the gain counts as linear between and beyond.
     """
     like, lengths = _layer_of(caches), (_SHORT_TOKENS, _LONG_TOKENS)
     copied = [_rows_like(like, 2, num_tokens + _TAIL_TOKENS) for num_tokens in lengths]

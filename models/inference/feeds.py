@@ -35,7 +35,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(eq=False)
 class Feeds:
-    """Of a step that feeds some row several tokens. All rows' tokens are in one line, and so are all samples."""
+    """Of a step that feeds some row several tokens. Tokens of all rows are in one line, as are samples."""
 
     known: Sequence[Sequence[int]]
     """Of each row, one at least."""
@@ -125,7 +125,7 @@ class Rewind:
         self._keeps_none = any(isinstance(cache, ArraysCache) for cache in self._leaves)
 
     def keep(self, num_kept: int, num_fed: int) -> int:
-        """Leaves the first `num_kept` of `num_fed` tokens in the caches, or none; returns how many."""
+        """Leaves the first `num_kept` of `num_fed` tokens, or none; returns how many."""
         if num_kept == num_fed:
             return num_kept
         if self._keeps_none:
@@ -145,7 +145,7 @@ class Rewind:
 
 
 def _replaced(cache: LayerCache) -> dict[str, Any]:
-    """What a call of several tokens replaces instead of changing it; nothing for a buffer that grows in place."""
+    """What a call replaces; nothing for a buffer that grows in place."""
     if isinstance(cache, ArraysCache):
         return {"cache": list(cache.cache)}
     if isinstance(cache, RotatingKVCache):
@@ -154,7 +154,7 @@ def _replaced(cache: LayerCache) -> dict[str, Any]:
 
 
 def forget_last(cache: LayerCache, num_tokens: int) -> None:
-    """Takes the last tokens, of several in one call, out of a span or window layer."""
+    """Takes the last tokens of a call out of a span or window layer."""
     if not isinstance(cache, RotatingKVCache):
         cache.trim(num_tokens)
     elif cache.keys is not None:
@@ -166,7 +166,7 @@ def forget_last(cache: LayerCache, num_tokens: int) -> None:
 
 @contextmanager
 def unchanged(leaves: Sequence[LayerCache]) -> Iterator[None]:
-    """Tokens that join span layers in the block leave at its end, whatever happens; buffers keep their size."""
+    """Tokens that join span layers in the block leave at its end; buffers keep their size."""
     tails = [tail_of(leaf) for leaf in leaves]
     before = [(int(tail.offset), _num_places(tail)) for tail in tails]
     try:
@@ -191,7 +191,7 @@ _MIN_TRIALS, _MAX_TRIALS, _TRIAL_SECONDS = 2, 5, 0.25
 def measure_step_seconds(
     model: Any, caches: Sequence[LayerCache], vocab_size: int, max_seconds: float
 ) -> dict[int, float]:
-    """Seconds of a call with each of `WIDTHS` tokens of one row, which has a few in `caches`: the best of some.
+    """Best seconds of a call with each of `WIDTHS` tokens of one row, which has a few in `caches`.
 
     Tokens are distinct, as experts are chosen by token. Widths that exceed the time count as proportional.
     """

@@ -1,16 +1,16 @@
 """Rows that share padded buffers while they decode: one write and one attention per layer for all of them.
 
 A group has a buffer `[room, num_heads, capacity, head_dim]` for the keys and one for the values of each span and
-window layer. Its rows fill the buffer from the beginning, each left-aligned at its own length. A window layer is a
-ring: token `p` is at `p % places`. A row joins at the end; where one leaves, the last takes its place.
+window layer. Rows are left-aligned. A window layer is a ring: token `p` is at `p % places`. A row joins at the end;
+where one leaves, the last takes its place.
 
-A row may feed several tokens in a step, of which the last may be taken back: only lengths change. A ring has *slack*
-for that, places beyond its window, so that no token taken back was written over one that the window still covers.
+Taking back a row's last tokens changes only lengths. A ring has *slack* for that, places beyond its window, so that
+no such token was written over one that the window still covers.
 
 Rows on one head (`cache/layers/headed.py`) share a buffer of their tails: places in span layers count from its end.
 
 While a row is in a group, its own layer caches hold no arrays; `step` of a span cache says how many tokens the row's
-own buffers are to have, so that whoever resizes them needs not know of groups. Worker thread only.
+own buffers are to have. Worker thread only.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ def reserved_tokens_of(caches: Sequence[LayerCache]) -> int:
 
 
 def is_fresh(caches: Sequence[LayerCache]) -> bool:
-    """Whether a row has no token yet, and may be in a group once it has one."""
+    """Whether a row may be in a group once it has a token."""
     sharing = [cache for cache in leaves_of(caches) if _can_share(cache)]
     return bool(sharing) and all(cache.offset == 0 for cache in sharing)
 
@@ -172,7 +172,7 @@ class Clock:
 
 
 class GroupLayer:
-    """One span or window layer of a group's rows; stands in for a layer cache where a model expects one."""
+    """One span or window layer of a group's rows, in place of a layer cache."""
 
     def __init__(self, like: LayerCache, clock: Clock, buffer: Buffer, head_tokens: int, slack: int) -> None:
         self._clock = clock
@@ -211,7 +211,7 @@ class GroupLayer:
         return min(offset, self.window) if self.window else max(offset, own.step)
 
     def extend_own(self, index: int, cache: LayerCache) -> None:
-        """A row that has used up its own buffers gets larger ones, as a layer cache grows by itself."""
+        """A row that has used up its own buffers gets larger ones, as layer caches do."""
         own, last = tail_of(cache), self._clock.lasts[index] - self._start
         if not self.window and last >= own.step:
             own.step = last + GROWTH_TOKENS
@@ -345,7 +345,7 @@ def _empty(like: mx.array, num_rows: int, num_tokens: int) -> mx.array:
 
 
 def _copied(rows: mx.array, index: int, num_tokens: int) -> mx.array:
-    """Row `index` in a buffer of its own for `num_tokens`: a slice would keep all rows in memory."""
+    """Row `index` in a buffer for `num_tokens`: a slice would keep all rows in memory."""
     if num_tokens == rows.shape[2]:
         return mx.take(rows, mx.array([index]), axis=0)
     row = rows[index : index + 1, :, :num_tokens]
@@ -355,10 +355,10 @@ def _copied(rows: mx.array, index: int, num_tokens: int) -> mx.array:
 
 
 class Group:
-    """Rows that decode as one member of a batch, each named by its layer caches."""
+    """Rows that decode as one member, each named by its layer caches."""
 
     def __init__(self, like: Sequence[LayerCache], buffer: Buffer, slack: int = 0) -> None:
-        """Empty; its layers are like those of a row. Rows may feed `slack + 1` tokens in a step."""
+        """Empty. Rows may feed `slack + 1` tokens in a step."""
         used, all_leaves = used_leaves(like), leaves_of(like)
         assert used is not None, "a row that must stay alone was put into a group"
         self.used, self.head, self._start = used, head_of(like), head_length(all_leaves)
@@ -370,7 +370,7 @@ class Group:
         }
 
     def layer(self, leaf: int) -> GroupLayer | None:
-        """The group's layer for a leaf of the rows' caches; None if the model leaves that leaf unused."""
+        """The group's layer for a leaf; None if the model leaves it unused."""
         return self._layers.get(leaf)
 
     @property
@@ -428,7 +428,7 @@ class Group:
         self.clock.set(offsets[:-1])
 
     def dissolve(self) -> None:
-        """Gives all rows their state back, one layer after another, and frees each layer's buffers."""
+        """Gives all rows their state back and frees the buffers, layer by layer."""
         for leaf in list(self._layers):
             layer = self._layers.pop(leaf)
             for index, row in enumerate(self.rows):

@@ -1,9 +1,8 @@
 """A model together with its MTP module, which drafts what the model may say next. Worker thread only.
 
-The module is one layer more, whose cache is the last of a row's. Its entry for a token is made of the token and of
-the model's hidden state before it: each evaluated token has one, and the cache is restored, stored, shared and
-rewound as the others are. Hidden states are nowhere stored: the first entry behind a restored prefix takes zeros.
-What is drafted changes speed, never output.
+The module is one layer more, whose cache is the last of a row's and is treated like the others. It has an entry for
+each evaluated token, made of the token and the model's hidden state before it. Hidden states are not stored: the
+first entry behind a restored prefix takes zeros.
 """
 
 import itertools
@@ -44,7 +43,7 @@ class Evaluated(NamedTuple):
 
 
 class Behind:
-    """The hidden state behind what rows have evaluated of their prompts; kept by the module's cache of each row."""
+    """The hidden state behind rows' evaluated prompts; kept by the module's cache of each row."""
 
     def __init__(self) -> None:
         self._found = WeakKeyDictionary[LayerCache, tuple[int, mx.array]]()
@@ -68,7 +67,7 @@ class MtpModel:
         self._model, self._text, self._module = model, language_model(model), module
 
     def make_cache(self) -> list[LayerCache]:
-        """Empty layer caches for one row, as models make them; the module's is like the last with attention."""
+        """Empty layer caches for one row; the module's is like the last with attention."""
         last = [cache for cache in make_prompt_cache(self._model) if not isinstance(cache, ArraysCache)][-1]
         return [*make_prompt_cache(self._model), last]
 
@@ -135,7 +134,7 @@ class MtpModel:
         num_tokens: int,
         count: Callable[[], None] = lambda: None,
     ) -> mx.array:
-        """Each token is drafted from the state that the module gave for the one before it."""
+        """Each token is drafted from the module's state for the one before."""
         found = list[mx.array]()
         for _ in range(num_tokens):
             hidden = self._module(self._text.model.embed_tokens(tokens), hidden, layer)[:, -1:]
@@ -156,7 +155,7 @@ def _shifted(behind: mx.array, lengths: Sequence[int], before: Sequence[mx.array
 
 
 def entries_of(layer: LayerCache) -> list[mx.array]:
-    """The arrays that hold the module's entries, to be evaluated now and then: no logits depend on them."""
+    """The arrays of the module's entries, to be evaluated now and then: no logits depend on them."""
     found = list[mx.array]()
     for leaf in leaves_of([layer]):
         for member in leaf.members if isinstance(leaf, RaggedLayer) else [leaf]:

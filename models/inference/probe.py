@@ -1,16 +1,16 @@
 """Tests whether a model decodes ragged batches correctly. Worker thread only.
 
 Rows of different lengths are decoded together, and each is compared with the same row alone: logits, and what every
-layer writes into its caches. Rows lie before, at and beyond every length where the model may change: bounds of layer
-caches, windows that it asks masks for, numbers of its configuration named like a bound of attention. Long rows are
-synthetic, drawn from a few real tokens, with large values at borders: a mask wrong by one token then shows.
+layer writes into its caches. Rows lie before, at and beyond every length where attention may change (`find_borders`).
+Long rows are synthetic, drawn from a few real tokens, with large values at borders: a mask wrong by one token then
+shows.
 
 The *spread* between a row alone as one chunk and token by token tells the size of rounding. Rounding may change a
 discrete choice, such as of an expert; only a fault comes back with new random tokens at the same row, step and layer.
 A model not proven correct in bounded time decodes its rows one after another.
 
-In the same way feeds of several tokens, some of which are taken back, are compared with the same tokens one by one:
-of one row, and of several rows in one call.
+Feeds of several tokens, some taken back, are compared with the same tokens one by one: of one row, and of several in
+one call.
 """
 
 import logging
@@ -218,7 +218,7 @@ _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
 """By which mlx-lm's caches grow."""
 _STEPS = ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))
-"""Rows of each step; at last one has left and the order has changed."""
+"""Rows of each step; the last lacks one row and has another order."""
 
 
 class NotProven(Exception):
@@ -241,7 +241,7 @@ class Form(Enum):
     """How several rows are evaluated, in the words of the start report; the best first."""
 
     HEADS = "together, in groups, common beginnings held once"
-    """As `GROUPS`, rows with the same first tokens on one head where the cache says so."""
+    """As `GROUPS`, and rows that begin alike on one head."""
     GROUPS = "together, in groups"
     """In one model call, rows of like lengths in shared buffers."""
     ROWS = "together"
@@ -280,7 +280,7 @@ _TRIALS: dict[Form, Sequence[_Trial]] = {
     Form.GROUPS: [_Trial([[0, 1, 2]]), _Trial([[0, 1]])],
     Form.HEADS: [_Trial([[1, 2]], (1, 2)), _Trial((), (1, 2)), _Trial((), (1, 2), in_chunks=True)],
 }
-"""For each comparison. With one group a model may make masks itself; with more members only their caches can."""
+"""With one group a model may make masks itself; with more members only their caches can."""
 
 
 def find_form(
@@ -292,7 +292,7 @@ def find_form(
     max_seconds: float = MAX_SECONDS,
     seed: int = 0,
 ) -> FoundForm:
-    """The best form in which rows of different lengths are proven to give the same as alone, within `max_seconds`."""
+    """The best form proven to give rows of different lengths the same as alone, within `max_seconds`."""
     unwanted = {} if shares_heads else {Form.HEADS: "they are turned off"}
     try:
         faults = _find_faults(_Evaluator(model, clock, max_seconds), vocab_size, seed, unwanted)
@@ -431,7 +431,6 @@ class _Rows:
         return trace
 
     def together(self, trial: _Trial) -> _Trace:
-        """With some rows in groups as long as they decode, some on a head."""
         rows = [_TrialRow(self.make(row)) for row in range(3)]
         head = self._evaluate.make_caches()
         for row in trial.on_head:
@@ -487,7 +486,7 @@ _NUM_STEPS = sum(len(members) for members in _STEPS)
 
 
 def _tokens_per_trial(forms: Iterable[Form]) -> int:
-    """Evaluated to make up rows, and by each of them alone, in chunks and together."""
+    """Tokens to make up rows and to evaluate each alone, in chunks and together."""
     return 2 * _SHORT_TOKENS + (2 + sum(len(_TRIALS[form]) for form in forms)) * _NUM_STEPS
 
 
@@ -515,7 +514,7 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 
 
 def _find_faults(evaluate: _Evaluator, vocab_size: int, seed: int, unwanted: dict[Form, str]) -> dict[Form, str]:
-    """Why a form is refused, for each that is; where time is short, groups are refused untried."""
+    """Why forms are refused; where time is short, groups are refused untried."""
     RaggedBatch([evaluate.make_caches()] * 2)  # raises for a class without ragged form, before anything is evaluated
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
     faults = unwanted.copy()
@@ -592,7 +591,7 @@ def _difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> fl
 # ------------------------------------------------------------------------------------------------ feeds
 
 _FEEDS = {1: ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))}
-"""By row, as in `_Rows`: of each step, the tokens that it feeds, and how many of them stay."""
+"""By row, as in `_Rows`: the tokens that each step feeds, and how many stay."""
 _FLAT_FEEDS = {
     0: ((3, 2), (1, 1), (2, 1), (1, 1), (1, 1)),
     1: ((1, 1), (5, 3), (2, 1), (3, 1), (1, 1)),
@@ -615,7 +614,7 @@ def find_feed_fault(
     max_seconds: float = MAX_SECONDS,
     seed: int = 0,
 ) -> str | None:
-    """Why no step may feed a row several tokens; None where they give the same as one by one, proven in time."""
+    """Why no step may feed a row several tokens; None where proven the same as one by one."""
 
     def find(evaluate: _Evaluator) -> str | None:
         if (fixed := find_fixed(evaluate.make_caches())) is not None:
@@ -637,10 +636,7 @@ def find_flat_fault(
     max_seconds: float = MAX_SECONDS,
     seed: int = 0,
 ) -> str | None:
-    """Why rows that feed several tokens cannot share a call; None where that gives the same as one by one.
-
-    They are tried in all ways in which `form` lets rows decode together.
-    """
+    """Why rows that feed several tokens cannot share a call; None where proven the same in all ways of `form`."""
     forms = list(_FLAT_TRIALS)
     trials = [trial for one in forms[: forms.index(form) + 1] for trial in _FLAT_TRIALS[one]]
 
@@ -672,7 +668,7 @@ _Feeds: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 def _first_feed_fault(
     evaluate: _Evaluator, vocab_size: int, seed: int, feeds: _Feeds, ways: "Sequence[Callable[[_FedRows], _Trace]]"
 ) -> str | None:
-    """Of the first border at which one of the `ways` to feed several tokens differs from one by one."""
+    """Names the first border at which one of the `ways` differs from one by one."""
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
     num_fed, num_kept = (sum(step[part] for steps in feeds.values() for step in steps) for part in (0, 1))
     # Recurrent layers evaluate some tokens again, at most all.

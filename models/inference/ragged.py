@@ -8,8 +8,8 @@ A model sees a batch of rows with one token each, so its linear layers run once.
   within `ragged_attention()` attention runs once per part. Where all rows are one group, its layer stands in.
 - *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
-Where rows feed several tokens, each is a batch row of its own: linear layers run once, without padding. A `FlatLayer`
-then folds each member's tokens for attention (`groups.Folding`).
+Where rows feed several tokens, each is a batch row of its own, without padding. A `FlatLayer` then folds each
+member's tokens for attention (`groups.Folding`).
 
 Members on one *head* (`cache/layers/headed.py`) are neighbours. All their rows attend to the head at once, and each
 member to its tails; the scores' peaks and sums merge both results, as in FlashAttention (arXiv:2205.14135).
@@ -54,7 +54,7 @@ class Parts(mx.array):
 
     items: list[Any]
     cuts: Sequence[int]
-    """Where a batch is split into members: the first row of each but the first."""
+    """The first row of each member but the first."""
     heads: list[mx.array | None]
     """What a member's rows have before its item: the same array for neighbours on one head."""
     foldings: Sequence[Folding] | None
@@ -98,7 +98,7 @@ class Parts(mx.array):
         return Parts(items, self.cuts, [heads[id(head)] for head in self.heads], self.foldings)
 
     def __rmatmul__(self, batch: mx.array) -> "Parts":
-        """Multi-head latent attention multiplies queries with cached positions outside of attention."""
+        """Multi-head latent attention multiplies queries outside of attention."""
         if self.has_heads or self.foldings is not None:
             raise NotRagged("latent attention has no form for heads, nor for several tokens of a row")
         parts = zip(_split(batch, self.cuts), self.items, strict=True)
@@ -161,7 +161,7 @@ class RaggedLayer:
         )
 
     def flat(self, step: "FlatStep") -> "FlatLayer":
-        """Stands in for the same members in a step in which rows feed several tokens."""
+        """The same layer for a step in which rows feed several tokens."""
         return FlatLayer(self.members, step)
 
 
@@ -191,7 +191,7 @@ class FlatStep:
 
 
 class FlatLayer(RaggedLayer):
-    """Stands in for one layer of all members in a step in which rows feed several tokens.
+    """A `RaggedLayer` for a step in which rows feed several tokens.
 
     The model sees a batch row per token, of one row's feed after another: `[num_tokens, num_heads, 1, head_dim]`.
     """
@@ -230,7 +230,7 @@ def _append_feed(
 
 
 def _mask_of(member: LayerCache | GroupLayer, num_tokens: int, options: dict[str, Any]) -> mx.array | str | None:
-    """For `num_tokens` of a row alone; a group knows how many its rows feed."""
+    """A group knows how many tokens its rows feed."""
     if isinstance(member, GroupLayer):
         return member.make_mask(1, **options)
     if isinstance(member, HeadedKVCache):
@@ -245,7 +245,7 @@ def _num_rows(member: LayerCache | GroupLayer) -> int:
 
 
 class OffsetArrays:
-    """Makes one array of row offsets for all layers with the same ones."""
+    """One array of row offsets for all layers with the same ones."""
 
     def __init__(self) -> None:
         self._offsets: tuple[int, ...] = ()
@@ -268,8 +268,7 @@ def _offsets_of(members: Sequence[LayerCache | GroupLayer]) -> list[int]:
 class RaggedBatch:
     """The layer caches of several rows, alone or in groups, borrowed and joined into a batch's cache.
 
-    From `take_over` until `extract` rows have no recurrent state of their own; other state of rows in no group is
-    theirs.
+    From `take_over` until `extract` rows have no recurrent state of their own.
     """
 
     layers: list[LayerCache]
@@ -289,7 +288,7 @@ class RaggedBatch:
         return [_flat(layer, step) for layer in self.layers]
 
     def take_over(self) -> None:
-        """Frees the rows' own recurrent state, which is merged now: as slices it would hold an earlier batch's."""
+        """Frees the rows' own recurrent state, merged now: its slices would hold an earlier batch's."""
         for _, own in itertools.chain.from_iterable(_recurrent_layers(self.layers, row) for row in self.rows):
             own.cache = [None] * len(own.cache)
 
@@ -347,7 +346,7 @@ def _layers_of(members: Sequence[_Member], column: Sequence[LayerCache], leaf: i
 
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
-    """Evaluates recurrent state and copies slices, which would keep a whole batch in memory."""
+    """Evaluates recurrent state and copies slices, which would keep a batch in memory."""
     layers = [own for own, _ in _recurrent_layers(caches, caches)]
     mx.eval([layer.cache for layer in layers])
     for layer in layers:
@@ -477,7 +476,7 @@ def _attend_from_head(
 
 
 _BLOCK_TOKENS = 8192
-"""Of a head in half precision at a time: keys in float32 take memory in proportion."""
+"""Of a head at a time: its keys take memory in float32."""
 
 
 class _Partial(NamedTuple):
@@ -521,7 +520,7 @@ def _over_tails(
 
 
 def _partial(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None) -> _Partial:
-    """Scores in float32: rounded to half precision they would be wrong by more than fused attention's."""
+    """Scores in float32: half precision would err by more than fused attention."""
     scores = (queries.astype(mx.float32) * scale) @ keys.astype(mx.float32).swapaxes(-1, -2)
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
@@ -532,7 +531,7 @@ def _partial(queries: mx.array, keys: mx.array, values: mx.array, scale: float, 
 
 
 _MAX_TOTAL = 16.0
-"""Of weights in float16: a sum of more values may overflow, smaller weights of long heads would lose bits."""
+"""Of weights in float16: larger sums may overflow, smaller weights lose bits."""
 
 
 def _weighted(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:

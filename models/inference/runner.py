@@ -7,18 +7,15 @@ The engine's loop is double-buffered, so that the device never waits for Python:
     tokens = current.tokens()                   # blocks until `current` is done
 
 Where `current`'s tokens decide what `following` may sample, `following` is prepared without sampling and started;
-with the tokens read, `sample` takes the masks, and a second `start` computes the rest. A step may evaluate several
-tokens of a row (`feeds.py`): it is prepared once all tokens before it are read, and settled before the next.
-Invariants:
+`sample` then takes the masks, and a second `start` computes the rest. A step with several tokens of a row
+(`feeds.py`) is prepared once all tokens before it are read, and settled before the next. Invariants:
 
 - `prepare` adds the tokens that it feeds to the rows' caches, which lack the token that the latest step samples.
-- Rows join and leave at any step. State of rows that decode together may be in buffers that they share, until they
-  leave (`batch.py`); `detach` writes all of it back.
+- Rows join and leave at any step. Their state may be in shared buffers (`batch.py`); `detach` writes it back.
 - Nothing here keeps a slice of a growing cache: MLX would copy the whole cache at its next update.
 
-When `draft`, `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost, for
-the caller to rebuild; other rows are unharmed, or raise `RowLost` in their next step. Knows no requests, no text, no
-stored state.
+When `draft`, `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost;
+other rows are unharmed, or raise `RowLost` in their next step. Knows no requests, no text, no stored state.
 """
 
 import logging
@@ -123,9 +120,9 @@ class DecodeRow:
     """Chosen tokens that the next step feeds; without one it feeds the previous step's sample."""
     adapter: int = NO_ADAPTER
     is_lost: bool = False
-    """An error has taken its state with that of others."""
+    """An error has lost its state."""
     before: mx.array | None = None
-    """Where the model has an MTP module: its hidden states before each known token, `[num_known, width]`."""
+    """With an MTP module: hidden states before each known token, `[num_known, width]`."""
 
 
 @dataclass(eq=False)
@@ -139,14 +136,14 @@ class DecodeStep:
     logprobs: StepLogprobs | None = None
     on_error: Callable[[], None] = lambda: None
     feeds: Feeds | None = None
-    """Where some row is fed several tokens; else each row is fed one, and has one sample."""
+    """None where each row is fed one token, and has one sample."""
     states: dict[DecodeRow, mx.array] = field(default_factory=dict)
-    """With feeds and an MTP module: hidden states before each token that a row is fed, and behind the last."""
+    """With feeds and an MTP module: hidden states before each fed token, and behind the last."""
     entries: list[mx.array] = field(default_factory=list)
     """Of the MTP module, until the step is started."""
 
     def tokens(self) -> list[list[int]]:
-        """Blocks until the step is done; returns each row's samples, behind its last known token and its draft's."""
+        """Blocks until the step is done; returns each row's samples."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
         try:
             found = cast(list[int], self.sampled.tolist())
@@ -169,7 +166,7 @@ class Runner:
     form: Form
     """How several rows are evaluated."""
     rows_form: str
-    """The same for a person, with the reason where it is not the best."""
+    """How several rows decode, for a person, and why not better."""
     member_tokens: float | None
     """Cost of a member of a batch, in tokens read; None without groups. See `grouping.py`."""
     head_tokens: float | None
@@ -179,13 +176,13 @@ class Runner:
     max_feed_tokens: int
     """Of one row in a step; 1 where more are not proven."""
     step_seconds: Mapping[int, float]
-    """Of a model call, by the number of one row's tokens; empty where there may not be several."""
+    """Of a model call, by one row's tokens; empty where there may not be several."""
     feeds_together: bool
-    """Rows with several tokens share a model call, instead of one for each."""
+    """Rows with several tokens share a model call."""
     draft_seconds: float | None
-    """Of one token that the MTP module drafts for a row; None without a module."""
+    """Of a token that the MTP module drafts; None without a module."""
     drafts_form: str
-    """What answers are drafted from, or why not, for a person."""
+    """What answers are drafted from, or why not."""
     overlaps: bool
     """`start` returns with most of the step to be computed, as on a GPU. Else read tokens before `start`."""
 
@@ -228,7 +225,7 @@ class Runner:
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def _find_feeds(self, end: float) -> None:
-        """Whether a step may feed several tokens of a row, and what they cost; until about `end` on the clock."""
+        """Finds `max_feed_tokens` and what feeds cost, until about `end`."""
         model, vocab_size = self._model, self._vocab_size
         fault = probe.find_feed_fault(model, vocab_size, max_seconds=end - time.monotonic())
         if fault is not None:
@@ -257,10 +254,7 @@ class Runner:
         return list(make_prompt_cache(self._whole))
 
     def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32], adapter: int = NO_ADAPTER) -> None:
-        """Evaluates `[num_tokens]` tokens of one sequence; blocks until all state in `caches` is evaluated.
-
-        Nothing evaluates the logits.
-        """
+        """Evaluates `[num_tokens]` tokens of one sequence, without logits; blocks until `caches` are evaluated."""
         with selecting(self._adapters, adapter):
             self._evaluate_prompt(caches, mx.array(tokens))
         self._finish_prefill(caches, len(tokens))
@@ -275,7 +269,7 @@ class Runner:
     ) -> list[TokenLogprob]:
         """Evaluates tokens like `prefill`; returns each of `following`'s log-probability after its token.
 
-        Negative tokens stand for none. Computes all logits.
+        Negative tokens stand for none.
         """
         with selecting(self._adapters, adapter):
             logits = self._evaluate_prompt(caches, mx.array(tokens))
@@ -339,9 +333,9 @@ class Runner:
     ) -> DecodeStep:
         """Returns a step that evaluates each row's feed and samples behind it; computes nothing yet.
 
-        A row is fed its known tokens, once, else `previous`'s sample, then its draft; several tokens of any row only
-        where all rows have known ones. Without `samples` it waits for `sample`. Rows may share buffers that take
-        `spare_bytes` more than their own would.
+        A row is fed its known tokens, else `previous`'s sample, then its draft; several tokens only where all rows
+        have known ones. Without `samples` it waits for `sample`. Shared buffers may take `spare_bytes` more than the
+        rows' own would.
         """
         _assert_have_state(rows)
         with_several = [row for row in rows if row.known[1:]]
@@ -390,10 +384,9 @@ class Runner:
             mx.clear_cache()
 
     def settle(self, step: DecodeStep, accepted: Sequence[int]) -> list[int]:
-        """Ends a step that fed several tokens, once it was read: of each row's draft the first `accepted` stay.
+        """Ends a step of several tokens, once it is read: the first `accepted` tokens of each row's draft stay.
 
-        Returns how many tokens of each row's feed its caches now hold: those that stay, or 0 where they can only go
-        back to before the step, and must be fed again. Rows sample on as after the one sample more.
+        Returns how many tokens of each feed the caches now hold: those that stay, or 0 where all must be fed again.
         """
         feeds, sampled = step.feeds, step.tokens()
         assert feeds is not None, "a step of one token per row is settled by itself"
@@ -412,9 +405,9 @@ class Runner:
         return kept
 
     def draft(self, rows: Sequence[DecodeRow], limits: Sequence[int]) -> list[list[int]]:
-        """Waits for what the MTP module expects each row to say behind its known tokens, up to `limits` tokens.
+        """What the MTP module expects each row to say behind its known tokens, up to `limits` tokens; blocks.
 
-        Nothing for a row whose hidden states are not known, or that has left others in shared buffers.
+        Nothing for a row whose hidden states are unknown, or that has left others in shared buffers.
         """
         assert self._mtp is not None, "a model without an MTP module drafts nothing"
         wanted, found = dict(zip(rows, limits, strict=True)), dict[DecodeRow, mx.array]()
@@ -443,7 +436,7 @@ class Runner:
         return dict(zip(rows, drafted, strict=True))
 
     def drain(self) -> None:
-        """Waits for all that was started, and takes its errors: MLX raises one that nobody read at the next use."""
+        """Waits for all that was started, and takes its errors: MLX raises an unread one at the next use."""
         for _ in range(MAX_UNREAD_ERRORS):
             with suppress(Exception):
                 mx.synchronize()
@@ -460,7 +453,7 @@ class Runner:
     # -- buffers that rows share: see `cache.types.SharedBuffers`
 
     def separate(self, caches: Sequence[LayerCache]) -> None:
-        """Gives the row with these caches its state back. An error loses the rows that share buffers with it."""
+        """Gives the row with these caches its state back; an error loses rows that share its buffers."""
         for batch in self._batches.values():
             try:
                 batch.take_out(caches)
@@ -469,7 +462,7 @@ class Runner:
                 raise
 
     def drop(self, caches: Sequence[LayerCache]) -> None:
-        """Forgets the row with these caches; after an error the rows that share buffers with it are lost too."""
+        """Forgets the row with these caches; an error loses rows that share its buffers."""
         for batch in self._batches.values():
             try:
                 batch.drop(caches)
@@ -490,7 +483,7 @@ class Runner:
         self._has_forgotten = True
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Bytes that buffers of a row's own would have in place of shared ones; 0 where nothing is shared."""
+        """Bytes that a row's own buffers would have; 0 where nothing is shared."""
         return sum(batch.own_bytes(caches) for batch in self._batches.values())
 
     @property
@@ -538,7 +531,7 @@ class Runner:
     def _calls(
         self, name: int, rows: Sequence[DecodeRow], places: Mapping[DecodeRow, Sequence[int]], spare_bytes: float
     ) -> list[tuple[list[LayerCache], Sequence[DecodeRow]]]:
-        """Layer caches and rows of each model call: a row's own caches for all its tokens in one, others for each."""
+        """Layer caches and rows of each model call."""
         batch = self._batch(name)
         with_several = [row for row in rows if places[row][1:]]
         apart = [] if self.feeds_together else with_several

@@ -86,7 +86,7 @@ class DecodePipeline:
                 self._step_plain(self._with_room())
 
     def _with_room(self) -> list[Sequence]:
-        """The next sequences for which memory is reserved: what has only just ended waits for a step."""
+        """The next sequences for which memory is reserved: what has just ended waits for a step."""
         return [
             one for one in self.next_sequences() if one.lease is not None and one.lease.spare_tokens >= one.needed
         ]

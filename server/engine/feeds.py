@@ -1,8 +1,7 @@
 """Decode steps with drafts: a row's *feed*, its known tokens and then its draft, is evaluated in one step.
 
-A step samples behind the last known token and behind each token of the draft, as one step for each would have. A
-token of a draft stays if it is the sample before it, so drafts change no token. Such a step is prepared, read and
-settled at once: between steps a sequence's log and its layer caches hold the same tokens, and none behind its end.
+How drafts are checked: `models/inference/feeds.py`. A step with drafts is prepared, read and settled at once: between
+steps a sequence's log and its layer caches hold the same tokens, and none behind its end.
 """
 
 import logging
@@ -23,12 +22,12 @@ from server.engine.speculation import Drafting, Speculation
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN_TOKENS = 8
-"""A row with more of them evaluates them first: each draft that is taken back may add to them."""
+"""A row with more evaluates them first: a rejected draft may add to them."""
 
 
 @dataclass(eq=False)
 class Feed:
-    """What one row evaluates in a step, and what comes of it."""
+    """What one row evaluates in a step, and the outcome."""
 
     sequence: Sequence
     draft: list[int]
@@ -102,7 +101,7 @@ class FeedSteps:
     # -- before a step
 
     def plan(self, sequences: list[Sequence]) -> list[Feed]:
-        """The feeds of the next step, whose earlier tokens are all known; none if each would be of one token.
+        """The feeds of the next step, all earlier tokens known; none if each has one token.
 
         A sequence whose grammar fails ends.
         """
@@ -116,7 +115,7 @@ class FeedSteps:
         return feeds if any(feed.num_tokens > 1 for feed in feeds) else []
 
     def _predict(self, sequences: list[Sequence], wanted: list[int]) -> list[list[int]]:
-        """What the MTP module drafts. If it fails, the step shows whose state has survived, and nobody has drafts."""
+        """What the MTP module drafts; nothing if it fails: the step then shows whose state has survived."""
         for sequence in sequences:
             sequence.decode.row.known = [*sequence.decode.known]
         begun = self._clock()
@@ -150,7 +149,7 @@ class FeedSteps:
     # -- a step
 
     def evaluate(self, feeds: list[Feed]) -> Exception | None:
-        """Evaluates a step and settles it. Returns an error of the model: the live state of all rows is then lost."""
+        """Evaluates and settles a step. Returns an error of the model: the live state of all rows is then lost."""
         begun = self._clock()
         try:
             step = self._prepared(feeds)

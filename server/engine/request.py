@@ -166,7 +166,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a request that ended well, a cancel included."""
+    """The last event of a request that ended well or was cancelled."""
 
     reason: FinishReason
     prompt_tokens: int
@@ -190,7 +190,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of a request that could not be served, with an error of this module."""
+    """The last event of a request that failed, with an error of this module."""
 
     error: Exception
 
@@ -245,7 +245,7 @@ class DeviceLost(EngineError):
 
 
 def check_device(error: Exception) -> None:
-    """Raises DeviceLost for what macOS makes of a process whose work has failed too often: nothing mends it."""
+    """Raises DeviceLost where macOS refuses a process whose work failed too often: nothing mends it."""
     if "submissionsignored" in str(error).lower():
         raise DeviceLost from error
 
@@ -303,4 +303,4 @@ class EngineStats:
     drafts_form: str = ""
     """Whether answers are drafted, and why not, for a person."""
     num_open: int = 0
-    """Requests that have not ended, those that the worker has not seen included."""
+    """Requests that have not ended, also those unseen by the worker."""

@@ -67,7 +67,7 @@ class DecodeState:
 
     row: Any = None
     known: list[int] = field(default_factory=list)
-    """Known tokens, not evaluated yet, hence not in the lease's log: several where a draft was taken back."""
+    """Known tokens, not in the lease's log yet: several where a draft was taken back."""
     num_launched: int = 0
     """Tokens sampled in all steps, running steps included."""
     is_suspect: bool = False
@@ -113,7 +113,6 @@ class Sequence:
         self._last_token: float | None = None
         self._reported_tokens = 0
         self.drafting: Drafting | None = None
-        """What is drafted for the sequence, from its admission on; it survives replays."""
         self.may_draft = request.speculates
         self.drafted_tokens = 0
         self.accepted_tokens = 0
@@ -166,7 +165,7 @@ class Sequence:
             self.decode.known = []
 
     def progress(self) -> list[Event]:
-        """Tells of newly evaluated prompt tokens, not of tokens evaluated again."""
+        """Tells of newly evaluated prompt tokens, not of replayed ones."""
         num_prompt = len(self.request.tokens)
         evaluated = min(self.ticket.offset, num_prompt)
         if self.output.tokens or evaluated <= self._reported_tokens:
@@ -246,7 +245,7 @@ _TURN_BYTES = 512
 
 
 class SessionHistory:
-    """The last turn of each session, bounded in number and bytes; the least recently used are dropped."""
+    """The last turn of each session, bounded in number and bytes; the least recently used go."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
@@ -440,7 +439,7 @@ class SequenceTable:
         self._requeue(sequence, is_suspect=False)
 
     def defer_youngest(self, sequences: list[Sequence]) -> None:
-        """Makes the youngest replayed sequence wait for the end of another: together they might fail again."""
+        """Makes the youngest replayed sequence wait for another's end: together they might fail again."""
         waits = choose_to_wait(sequence.ticket for sequence in sequences if sequence in self)
         if waits is not None:
             self._defer(waits)

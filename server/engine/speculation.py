@@ -1,10 +1,9 @@
-"""Which tokens a decode step takes on trial: drafts from texts that rows follow, as long as they pay. Pure.
+"""Drafts from texts that rows follow, as long as drafts pay. Pure.
 
-A row *follows* a text while its output agrees with it: a text of the history, or what the client predicted. The
-text's next tokens are the row's draft. The lengths of all drafts of a step are chosen together, for the most tokens
-per second: expected tokens, by how often each kind of match came true, and seconds, by how many tokens the step
-evaluates. Both are learned while serving. Odds are learned from every token, drafted or not: a text that only looks
-alike soon costs nothing, and no draft need be tried to see that drafts would pay again.
+A row *follows* a text while its output agrees with it: a text of the history, or the client's prediction. The text's
+next tokens are the row's draft. A step's draft lengths are chosen together, for the most tokens per second. The odds
+of a token, by kind of match, and the seconds of a step, by its tokens, are learned while serving; odds from every
+token, drafted or not, so that no draft need be tried to see whether drafts pay.
 
 Knows neither model nor clock: seconds are handed in. Worker thread only.
 """
@@ -29,10 +28,10 @@ MIN_CHANCE = 0.02
 NGRAM = 3
 """Tokens that must agree before a text is followed."""
 MAX_OWN_TOKENS = 8192
-"""Of a prompt that must not join the history: it is followed by its own output only."""
+"""Of a prompt that must not join the history."""
 _RELAX = 0.01
 HOPE = 0.97
-"""The odds of all tokens but the first of a draft, at best."""
+"""The best odds of a draft's tokens after the first."""
 
 _EDGES = (3, 4, 8, 16, 32)
 """The last match length of each class of odds but the last."""
@@ -66,15 +65,15 @@ class Follower(Protocol):
 
 
 class PredictionFollower:
-    """Follows a client's prediction from its first token, and again after a divergence.
+    """Follows a client's prediction.
 
-    There the row's last `NGRAM` tokens are looked up: their next place in the prediction counts, else the first.
+    After a divergence the row's last `NGRAM` tokens are looked up: their next place counts, else the first.
     """
 
     def __init__(self, prediction: TokenArray) -> None:
         self._tokens = array("i", prediction.tobytes())
         self._at = 0
-        """The place of the next token; where the row has left the prediction, that of the last one that agreed."""
+        """Place of the next token; after a divergence, of the last one that agreed."""
         self.match_length = 1
         """Before the first token nothing disagrees."""
         self._last: tuple[int, ...] = ()
@@ -88,12 +87,10 @@ class PredictionFollower:
 
     @property
     def num_confirmed(self) -> int:
-        """Tokens of the prediction that the output has."""
         return self._is_said.count(1)
 
     @property
     def num_missed(self) -> int:
-        """Tokens of the prediction that the output does not have."""
         return self._is_said.count(0)
 
     def push(self, token: int) -> None:
@@ -108,7 +105,7 @@ class PredictionFollower:
             self._find()
 
     def next_tokens(self, limit: int) -> list[int]:
-        """Up to `limit` tokens of the prediction from here on."""
+        """Up to `limit` tokens of the prediction."""
         return self._tokens[self._at : self._at + limit].tolist() if self.match_length else []
 
     def _find(self) -> None:
@@ -123,14 +120,13 @@ class PredictionFollower:
             self._confirm()
 
     def _confirm(self) -> None:
-        """A token of the row says one of the prediction at most."""
         num_tokens = min(self._num_apart, NGRAM)
         self._is_said[self._at - num_tokens : self._at] = bytes([1]) * num_tokens
         self._num_apart = 0
 
 
 def _codes(tokens: TokenArray) -> NDArray[np.int64]:
-    """A number for each `NGRAM` tokens in a row, of 21 bits each: no vocabulary is larger."""
+    """A number for each `NGRAM` tokens in a row, 21 bits a token."""
     wide = tokens.astype(np.int64)
     return wide[:-2] << 42 | wide[1:-1] << 21 | wide[2:]
 
@@ -155,14 +151,14 @@ class Odds:
         self.values[kind] = true / tried
 
     def relax(self, values: Sequence[float], share: float) -> None:
-        """Moves by a part of the way to other odds."""
+        """Moves by `share` of the way to other odds."""
         for kind, (tried, value) in enumerate(zip(self._tried, values, strict=True)):
             self._true[kind] += share * (value * tried - self._true[kind])
             self.values[kind] = self._true[kind] / tried
 
 
 class FollowedText:
-    """A text that a row follows, and the odds that its next tokens are the row's."""
+    """A followed text, and the odds of its next tokens."""
 
     def __init__(self, source: DraftSource, follower: Follower, shared: Odds) -> None:
         self.source = source
@@ -199,9 +195,9 @@ class FollowedText:
         return self._follower.next_tokens(limit)
 
     def chances(self, limit: int, ahead: int = 0) -> list[float]:
-        """For each token of a draft, the chance that it is accepted with all before it; without hopeless tokens.
+        """For each token of a draft, the chance that it and all before it are accepted; without hopeless tokens.
 
-        The row is taken to have agreed on `ahead` tokens more.
+        Assumes that `ahead` more tokens agree.
         """
         chances, chance, odds = [], 1.0, self._odds.values
         num_tokens, agreed = len(self._follower.next_tokens(limit + ahead)), self._follower.match_length
@@ -214,7 +210,7 @@ class FollowedText:
 
 
 class ExpectedText:
-    """What the model's MTP module expects a row to say. Its tokens are made once their number is chosen."""
+    """What the model's MTP module expects a row to say, drafted once its length is chosen."""
 
     source = DraftSource.MTP
 
@@ -228,12 +224,12 @@ class ExpectedText:
         self._look()
 
     def push(self, token: int) -> None:
-        """Takes the row's next token. Odds that forbid drafts return slowly to those of all rows."""
+        """Odds that forbid drafts return slowly to those of all rows."""
         self._odds.relax(self._shared.values, _RELAX)
         self._look()
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Takes how many tokens of a draft came true."""
+        """Takes how many drafted tokens came true."""
         for place in range(min(num_drafted, num_accepted + 1)):
             kind = min(place, len(self._odds.values) - 1)
             self._odds.learn(kind, place < num_accepted)
@@ -256,16 +252,16 @@ class ExpectedText:
 # ------------------------------------------------------------------------------------------------------------- cost
 
 _TRIED_SHARE = 0.75
-"""Of the longest call allowed; one longer doubles what is allowed."""
+"""Of the longest call allowed; a longer one doubles that."""
 _PLAIN_SHARE = 0.1
 _DRAFT_SHARE = 0.2
 """By which part of its error an estimate is corrected."""
 _MAX_ERROR = 0.25
 """Of the estimate: a longer step waited for something else."""
 _FORGET = 0.001
-"""By which part what was learned returns, with each step, to what was measured at load: an outlier heals."""
+"""Part by which each step returns what was learned to what was measured at load: outliers heal."""
 _TRUST_DECAY = 0.1
-"""By which part what was expected and gained earlier counts less, with each step with drafts."""
+"""Part by which each step with drafts discounts earlier expectations and gains."""
 _NUM_FIRST = 4
 """Plain steps of so many rows that are believed without bounds."""
 _FLOOR_STEPS = 16
@@ -273,10 +269,9 @@ _FLOOR_STEPS = 16
 
 
 class StepCost:
-    """Seconds of a decode step: of plain ones by rows, of those with drafts also by the tokens they evaluate.
+    """Seconds of a decode step, by rows and by the tokens evaluated.
 
-    A step with drafts takes what a plain one takes, its further tokens' seconds on a piecewise linear curve, and
-    what is lost as it does not overlap with others.
+    Drafts add their tokens' seconds, on a piecewise linear curve, and the overlap with other steps that is lost.
     """
 
     def __init__(self, step_seconds: Mapping[int, float], *, feeds_together: bool, feeds_again: bool) -> None:
@@ -294,7 +289,7 @@ class StepCost:
         self._num_steps = 0
 
     def _extend(self) -> None:
-        """Adds a knot. A token costs what the last ones did, and half the mean at least."""
+        """Adds a knot: a token costs what the last ones did, at least half the mean."""
         last, seconds = self._knots[-1], self._curve[-1]
         slope = (seconds - self._curve[-2]) / (last - self._knots[-2]) if len(self._knots) > 1 else 0.0
         self._knots.append(2 * last)
@@ -309,7 +304,7 @@ class StepCost:
         return seconds + (curve[right] - seconds) * (num_tokens - low) / (knots[right] - low)
 
     def longer(self, num_tokens: int) -> Iterator[float]:
-        """Seconds of calls of one token more, two more, and so on, up to twice what was tried; more is guessed."""
+        """Seconds of calls of one token more, two more, and so on, up to twice what was tried."""
         seconds = self.tokens(num_tokens)
         for right in range(bisect_right(self._knots, num_tokens), len(self._knots)):
             low, high = self._knots[right - 1], self._knots[right]
@@ -332,9 +327,9 @@ class StepCost:
         return self.plain(1) + self.tokens(num_tokens) - self.tokens(1)
 
     def row_calls(self, chances: Sequence[float], shared_seconds: float) -> list[tuple[float, float]]:
-        """For each length of a row's draft, the tokens accepted and the seconds of its own call that are expected.
+        """For each length of a row's draft, the expected accepted tokens and seconds of its own call.
 
-        Without a call of its own the row takes `shared_seconds` of that of all.
+        Without a call of its own a row takes `shared_seconds`.
         """
         calls, tokens, again, reached = [], 0.0, 0.0, 1.0
         base = self.plain(1) - self.tokens(1)
@@ -347,14 +342,11 @@ class StepCost:
         return calls
 
     def again(self, num_accepted: int, shared_seconds: float) -> float:
-        """Seconds that a rejection behind `num_accepted` tokens costs the next step; see `row_calls`.
-
-        A row's part of the call of all may count for more, after a stall: no cost is negative.
-        """
+        """Seconds that a rejection behind `num_accepted` tokens costs the next step; never negative."""
         return max(0.0, self.feed(2 + num_accepted) + self.overlap - shared_seconds) if self._again else 0.0
 
     def step(self, feeds: Sequence[int]) -> float:
-        """Seconds of a step with drafts that feeds each row so many tokens."""
+        """Seconds of a step with drafts that feeds rows so many tokens."""
         num_rows = len(feeds)
         if self._together:
             return self.plain(num_rows) + self.tokens(sum(feeds)) - self.tokens(num_rows) + self.overlap
@@ -374,10 +366,7 @@ class StepCost:
             self._forget(_FORGET * _FLOOR_STEPS)
 
     def learn(self, feeds: Sequence[int], seconds: float) -> float:
-        """Takes a step with drafts: its error goes to the lost overlap and to the curve where it was used.
-
-        Returns its seconds, without most of those in which it waited for something else.
-        """
+        """Corrects lost overlap and curve by a step's error; returns the step's seconds without most of a stall."""
         calls = [sum(feeds)] if self._together else [num_tokens for num_tokens in feeds if num_tokens > 1]
         while max(calls) > _TRIED_SHARE * self._knots[-1]:
             self._extend()
@@ -414,7 +403,7 @@ class StepCost:
         ]
 
     def floor(self, num_rows: int, num_following: int) -> float:
-        """The least odds of the next token with which so many rows' drafts could pay, all else going well."""
+        """The least odds of the next token with which so many rows' drafts could pay."""
         found = self._floors.get((num_rows, num_following))
         if found is None:
             found = self._floors[num_rows, num_following] = self._floor(num_rows, num_following)
@@ -439,7 +428,7 @@ def _bounded(error: float, expected: float) -> float:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A draft length for each row, and what a step with these drafts is expected to give and to take."""
+    """A draft length for each row, and the tokens and seconds expected of the step."""
 
     tokens_of: list[int]
     tokens: float
@@ -452,9 +441,9 @@ class Lengths:
 
 
 def choose_together(chances: Sequence[Sequence[float]], cost: StepCost) -> Lengths | None:
-    """The draft lengths with the most tokens per second where one call evaluates all feeds; None if none is faster.
+    """The fastest draft lengths where one call evaluates all feeds; None if no drafts are faster.
 
-    A token more costs the same in each row, so the likeliest tokens of all rows are taken, as long as they pay.
+    A token costs the same in each row: the likeliest of all rows are taken, as long as they pay.
     """
     num_rows = len(chances)
     likeliest = [(chance, row) for row, ahead in enumerate(chances) for chance in ahead]
@@ -496,7 +485,7 @@ def choose_apart(chances: Sequence[Sequence[float]], cost: StepCost) -> Lengths 
 def _at_price(
     price: float, calls: Sequence[Sequence[tuple[float, float]]], plain: Sequence[float], overlap: float
 ) -> Lengths | None:
-    """The lengths with the most tokens beyond what their seconds cost; None if every row is without a draft."""
+    """The lengths with the most tokens beyond the price of their seconds; None without drafts."""
     num_rows, options = len(calls), []
     for row, ahead in enumerate(calls):
         values = [tokens - price * seconds for tokens, seconds in ahead]
@@ -523,7 +512,7 @@ def _at_price(
 
 
 class Trust:
-    """How much of the gain that was expected of drafts has come true, in all and lately."""
+    """How much of drafts' expected gain has come true, in all and lately."""
 
     def __init__(self) -> None:
         self._expected = self._gained = 1.0
@@ -560,19 +549,16 @@ class Drafting:
         self._is_kept = is_kept
         self._chosen: FollowedText | ExpectedText | None = None
         self.promise = 0.0
-        """The odds of the next token; 0 if nothing is followed."""
         self.source = DraftSource.HISTORY
         """Of the last draft."""
         self._choose()
 
     @property
     def accepted_prediction(self) -> int:
-        """Tokens of the prediction that the output has."""
         return self._prediction.num_confirmed if self._prediction is not None else 0
 
     @property
     def rejected_prediction(self) -> int:
-        """Tokens of the prediction that the output does not have."""
         return self._prediction.num_missed if self._prediction is not None else 0
 
     def push(self, token: int) -> None:
@@ -583,11 +569,11 @@ class Drafting:
         self._choose()
 
     def end(self) -> None:
-        """The output is over. It joins the history, where it may."""
+        """Ends the output, which joins the history where it may."""
         self._own.end(self._is_kept)
 
     def chances(self, limit: int, ahead: int = 0) -> list[float]:
-        """See `FollowedText.chances`; of up to `limit` tokens of the text that is followed."""
+        """See `FollowedText.chances`."""
         return self._chosen.chances(limit, ahead) if self._chosen is not None and limit > 0 else []
 
     @property
@@ -596,7 +582,7 @@ class Drafting:
         return isinstance(self._chosen, ExpectedText)
 
     def draft(self, num_tokens: int) -> list[int]:
-        """The next tokens of the text that is followed; none where the MTP module is to draft them."""
+        """Next tokens of the followed text; none where the MTP module drafts."""
         if self._chosen is None or not num_tokens:
             return []
         self.source = self._chosen.source
@@ -652,7 +638,7 @@ class Speculation:
         return DraftStats(dict(self._drafted), dict(self._accepted), self._num_steps, self._num_tokens)
 
     def begin(self, request: GenerationRequest, num_matched: int) -> Drafting:
-        """At admission. The prompt behind its first `num_matched` tokens and what it has to quote join the history.
+        """Adds the prompt behind its first `num_matched` tokens, and texts to quote, to the history.
 
         Of a request that keeps nothing they are found from its own output only.
         """
@@ -679,10 +665,7 @@ class Speculation:
         return Drafting(texts, own, prediction, is_kept=is_kept)
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
-        """Whether drafts are likely to pay once the step under way is read, which must then be read first.
-
-        Its tokens are taken for those that the rows follow.
-        """
+        """Whether drafts are likely to pay after the step under way, its tokens taken for the followed ones."""
         following = [row for row in rows if row.promise]
         if not following or max(row.promise for row in following) < self._cost.floor(len(rows), len(following)):
             return False
@@ -717,7 +700,7 @@ class Speculation:
         return [draft or guess for draft, guess in zip(drafts, predict(wanted), strict=True)]
 
     def observe_drafting(self, wanted: Sequence[int], seconds: float) -> None:
-        """Takes how long the MTP module took to draft so many tokens of each row."""
+        """Takes the MTP module's seconds for `wanted` tokens of each row."""
         assert self._draft_seconds is not None
         num_rows = sum(number > 0 for number in wanted)
         found = seconds / max(wanted) * self._cost.plain(1) / self._cost.plain(num_rows)
@@ -727,7 +710,7 @@ class Speculation:
     def learn(
         self, rows: Sequence[Drafting], drafted: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
-        """Takes a step with drafts, and how many tokens of each draft were accepted."""
+        """Takes a step with drafts, and how many tokens of each were accepted."""
         bounded_seconds = self._cost.learn([1 + num_tokens for num_tokens in drafted], seconds)
         for row, num_drafted, num_accepted in zip(rows, drafted, accepted, strict=True):
             self._drafted[row.source] += num_drafted
