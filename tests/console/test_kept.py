@@ -124,10 +124,13 @@ def test_a_tab_that_crashes(context: BrowserContext, page: Page, address: str, e
     ask(page, "A question")
     wait_for_words(page)
     field_of(page).press_sequentially("half a thou", delay=30)
-    page.wait_for_timeout(300)
+    page.wait_for_function(KEEPS_DRAFT, arg="half a thou")
     with contextlib.suppress(Error):
         page.goto("chrome://crash")
-    other = opened(context, f"{address}/#/chat")
+    other = context.new_page()
+    other.goto(f"{address}/health")
+    other.wait_for_function("async () => (await navigator.locks.query()).held.length === 0")  # the tab is gone
+    other.goto(f"{address}/#/chat")
     expect(field_of(other)).to_have_value("half a thou")
     is_whole(other)
     assert len(engine.requests) == 1 and not engine.cancelled
@@ -186,6 +189,15 @@ def test_two_tabs_that_hear_nothing_of_each_other(context: BrowserContext, addre
     (kept,) = page.evaluate(READ_ALL)
     said = sorted(node["content"] for node in kept["nodes"].values() if node["role"] == "user")
     assert said == ["Of both", "Of the first", "Of the second"]
+
+
+KEEPS_DRAFT = """(text) => new Promise((done) => {
+    const asked = indexedDB.open("mlx-serve", 1);
+    asked.onsuccess = () => {
+        const all = asked.result.transaction("conversations").objectStore("conversations").getAll();
+        all.onsuccess = () => { asked.result.close(); done(all.result.some((one) => one.text === text)); };
+    };
+})"""
 
 
 READ_ALL = """() => new Promise((done) => {
