@@ -1,9 +1,9 @@
 """Feeds: the tokens that one step evaluates of each row, and how layer caches forget the last of them.
 
-A *feed* is a row's *known* tokens, chosen but not in its caches, then its *draft*, a guess at those that follow. The
-step samples behind the last known token and behind each one of the draft, all as steps of one token would. A drafted
-token is *accepted* while it equals the sample before it. Then the step is *settled*: the rest of the draft leaves the
-caches, or the whole feed where state cannot go back token by token.
+A row's *feed* is its *known* tokens, chosen but not yet in its caches, and its *draft*, a guess at the tokens after
+them. The step samples behind the last known token and behind each one of the draft, all as steps of one token would.
+A drafted token is *accepted* while it equals the sample before it. Then the step is *settled*: the rest of the draft
+leaves the caches, or the whole feed where state cannot go back token by token.
 
 References to earlier state are held from a step's preparation until it is settled, and only of arrays that a call
 replaces: MLX would copy a buffer that grows in place. Worker thread only.

@@ -1,8 +1,8 @@
 """A model together with its MTP module, which drafts what the model may say next. Worker thread only.
 
-The module is one layer more, whose cache is the last of a row's and is treated like the others. It has an entry for
-each evaluated token, made of the token and the model's hidden state before it. Hidden states are not stored: the
-first entry behind a restored prefix takes zeros.
+The module is one layer more, whose cache is the last of a row's and is treated like the others. The cache has an
+entry for each evaluated token, made of the token and the model's hidden state before it. Hidden states are not
+stored: the first entry behind a restored prefix takes zeros.
 """
 
 import itertools
