@@ -41,7 +41,7 @@ from models.names import (
     suggest,
     suggest_smaller,
 )
-from models.short_names import size_text
+from models.texts import size_text
 from models.weights import other_formats
 
 

@@ -1,4 +1,4 @@
-"""Text that can be encoded, and the comparison of long texts. Pure.
+"""Text that can be encoded, the comparison of long texts, and numbers for people. Pure.
 
 A lone surrogate, which JSON and a model's output can spell and UTF-8 cannot, becomes U+FFFD.
 """
@@ -71,3 +71,16 @@ def opened(enclosed: str) -> str | None:
         return base64.b64decode(enclosed.removeprefix(_MARK), validate=True).decode()
     except (binascii.Error, ValueError):
         return None
+
+
+def grouped(number: int) -> str:
+    """A number such as `12 340`."""
+    return f"{number:,}".replace(",", " ")
+
+
+def size_text(num_bytes: int) -> str:
+    """A size for people, such as `3.4 GB`; a GB is 10^9 bytes."""
+    for unit, bytes_per_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= bytes_per_unit:
+            return f"{num_bytes / bytes_per_unit:.1f} {unit}"
+    return f"{num_bytes} bytes"

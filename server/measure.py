@@ -33,7 +33,7 @@ from cache.types import LayerCache
 from models.errors import brief
 from models.inference.runner import DecodeRow, DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
-from models.short_names import size_text
+from models.texts import size_text
 
 WARM_UP_STEPS = 3
 BLOCK_STEPS = 4

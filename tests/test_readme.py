@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models.short_names import SHORT_NAMES
+from models.names import SHORT_NAMES
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.service import open_service

@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from models.errors import ModelBroken, ModelfileError, StoreError, reason
-from models.names import BUILT_IN, find_stored, missing_files, parse_repository
-from models.short_names import find_family
+from models.names import BUILT_IN, find_family, find_stored, missing_files, parse_repository
 from models.store.manifest import user_manifest
 from models.store.modelfile import Modelfile, with_parameters
 from models.store.stored_model import LATEST, ModelDefaults, StoredModel, WeightsPlace, parse_full_name

@@ -17,7 +17,7 @@ from models.adapter import client_namespace
 from server.api.record import Moment, OpenRequest, RequestRecord, Told, miss_of
 from server.api.wire import json_text
 from server.engine.request import Delta, Progress, Started, Timings
-from server.pool.errors import ModelChange
+from server.pool.names import ModelChange
 from server.pool.served import EnginePort
 
 CAPACITY = 1024

@@ -15,8 +15,7 @@ from starlette.responses import Response
 from server.api.admin import cache, sessions, state
 from server.api.anthropic.api import ANTHROPIC
 from server.api.console import PAGE_ROUTES, needs_no_key
-from server.api.context import ApiContext
-from server.api.dialect import Api, Endpoint, Operation, find_dialect, routes_of, with_and_without_v1
+from server.api.dialect import Api, ApiContext, Endpoint, Operation, find_dialect, routes_of, with_and_without_v1
 from server.api.guard import Check, ErrorBoundary, WebAccess, check_key, cross_origin_layer, raise_http_error
 from server.api.llama_cpp.api import LLAMA_CPP
 from server.api.observe import Tracing

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from server.api.context import context_of
+from server.api.dialect import context_of
 from server.api.errors import ApiError, Code
 from server.api.guard import is_from_this_machine
 

@@ -13,7 +13,7 @@ from models.prompt.chat_template import ChatTemplateError
 from server.api.rate_limits import OverLimit
 from server.api.sessions import SessionIdError
 from server.engine.request import AnswerUnbound, EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
-from server.pool.errors import ModelInUse, ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
+from server.pool.names import ModelInUse, ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api import PRODUCT
-from server.api.context import context_of
-from server.api.dialect import Body, Dialect, Rules, dialect_of, namespace_of, parse_body
+from server.api.dialect import Body, Dialect, Rules, context_of, dialect_of, namespace_of, parse_body
 from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Origin, Refusal, ascii_text

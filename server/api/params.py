@@ -23,9 +23,8 @@ from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGramma
 from models.output.tool_calls import CallMarkers, ToolFormat
 from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
-from server.api.context import context_of
 from server.api.conversation import Conversation
-from server.api.dialect import BodyModel, Rules, Whole, dialect_of, no_effect, read_by
+from server.api.dialect import BodyModel, Rules, Whole, context_of, dialect_of, no_effect, read_by
 from server.api.errors import Code, context_exceeded, wrong
 from server.engine.request import GenerationRequest, Priority, TokenArray
 from server.pool.served import ServedModel

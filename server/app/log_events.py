@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rich.cells import cell_len, set_cell_size
 
-from models.short_names import grouped
+from models.texts import grouped
 
 SHORT_ID_LENGTH = 6
 MAX_SESSION_LENGTH = 24

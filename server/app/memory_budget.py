@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.budget import UNBOUNDED_BYTES
-from models.short_names import size_text
+from models.texts import size_text
 from server.pool.memory import Pressure
 
 logger = logging.getLogger(__name__)

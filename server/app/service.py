@@ -30,17 +30,16 @@ from models.names import find_stored, model_id, resolve, suggest_smaller
 from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
-from models.short_names import size_text
+from models.texts import size_text
 from server.app import memory_budget
 from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, MemoryPlan, read_machine
 from server.engine.engine import CALIBRATION_TOKENS, Engine, EngineConfig, KeptState
 from server.pool.catalog import stored_source
-from server.pool.errors import ModelTooLarge
 from server.pool.loader import Around
 from server.pool.members import OpenedModel
 from server.pool.memory import PoolMemory
-from server.pool.names import ModelSource
+from server.pool.names import ModelSource, ModelTooLarge
 from server.pool.served import ListedModel, ModelFacts, ServedModel, architecture_facts
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from models.errors import brief
-from models.short_names import size_text
+from models.texts import size_text
 from server.pool.memory import Pressure
 from server.pool.pool import ModelPool
 

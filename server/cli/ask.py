@@ -17,7 +17,7 @@ from urllib.parse import urlencode, urlsplit
 import typer
 
 from models.names import parse_repository
-from models.short_names import grouped, size_text
+from models.texts import grouped, size_text
 from server.app.config import DEFAULT_URL, ConfigError, StartError
 from server.app.memory_budget import running, runtime_folder
 from server.cli.models import plain_table

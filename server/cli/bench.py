@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from models.names import settle
-from models.short_names import grouped, size_text
+from models.texts import grouped, size_text
 from server.app.config import ConfigError, ServerConfig, StartError
 from server.app.memory_budget import Claim, read_machine, running, runtime_folder
 from server.cli.config import load_model_config

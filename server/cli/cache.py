@@ -14,7 +14,7 @@ from rich.text import Text
 
 from cache.budget import DiskInUse, FolderUnusable
 from cache.disk.model_folders import ModelFolder, find_all, remove
-from models.short_names import grouped, size_text
+from models.texts import grouped, size_text
 from server.app.config import ConfigError, StartError
 from server.cli.ask import AskedServer, usual_url
 from server.cli.config import load_config

@@ -10,7 +10,7 @@ import typer
 from rich.cells import cell_len
 
 from models.names import InstalledModel, installed
-from models.short_names import size_text
+from models.texts import size_text
 from server.cli.options import Json, command_group
 
 app = command_group()

@@ -20,12 +20,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from models.errors import ModelNotFound, StoreError, reason
 from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, pull
-from models.names import find_stored, parse_repository, resolve, shorten
-from models.short_names import ShortName, find_family, find_short_name, largest, size_text
+from models.names import (
+    ShortName,
+    find_family,
+    find_short_name,
+    find_stored,
+    largest,
+    parse_repository,
+    resolve,
+    shorten,
+)
 from models.store.library import create, parse_free_name
 from models.store.manifest import data_folder
 from models.store.modelfile import Modelfile
 from models.store.stored_model import WeightsPlace
+from models.texts import size_text
 from models.weights import find_weight_files, read_header, read_json, total_bytes
 from server.app.config import ConfigError, StartError
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.short_names import grouped
+from models.texts import grouped
 from server.app.log_events import percent_text, seconds_text
 
 NO_KEY = "none"

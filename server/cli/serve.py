@@ -38,7 +38,7 @@ from models import weights
 from models.fast_blas import ADVICE
 from models.names import model_id, resolve
 from models.precision import Precision
-from models.short_names import grouped, size_text
+from models.texts import grouped, size_text
 from server.api.app import create_pool_app, replace_keys, start_draining
 from server.api.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
 from server.api.observe import check_otlp

@@ -13,11 +13,11 @@ import typer
 from models import names
 from models.errors import ModelfileError, ModelNotFound, StoreError, reason
 from models.names import InstalledModel
-from models.short_names import grouped, size_text
 from models.store import library
 from models.store.library import FileFault, verify
 from models.store.modelfile import WITHOUT_EFFECT, Modelfile, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import StoredModel, WeightsPlace
+from models.texts import grouped, size_text
 from server.app.config import StartError
 from server.cli.options import AnyModel, Force, Json, OwnName, command_group
 

@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from models.short_names import grouped, size_text
+from models.texts import grouped, size_text
 from server.app.config import StartError
 from server.app.log_events import one_line, percent_text, seconds_text
 from server.cli.ask import AskedServer, usual_url

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from models.short_names import size_text
+from models.texts import size_text
 from server.engine.diagnosis import Cause
 
 TOOLS = "tools"

@@ -16,8 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from models.short_names import grouped, size_text
-from models.texts import shared_length
+from models.texts import grouped, shared_length, size_text
 from server.app.config import DEFAULT_URL, DoctorError
 from server.app.log_events import percent_text, printable, seconds_text
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of

@@ -16,22 +16,24 @@ from typing import Any, Protocol, TypeVar
 
 from cache.budget import FolderError
 from models.errors import ModelError
-from models.short_names import size_text
+from models.texts import size_text
 from server.engine.engine import KeptState
 from server.engine.request import EngineStopped
-from server.pool.errors import (
+from server.pool.members import Budgets, Member, ModelHold, OpenedModel, UnloadedModel
+from server.pool.memory import SMALLEST_PART_BYTES, ModelUse, PoolSettings, choose_to_unload
+from server.pool.names import (
+    FOREVER,
+    WHEN_SHORT_SECONDS,
     ChangeKind,
     LoadFailed,
     ModelChange,
     ModelInUse,
+    ModelSource,
     ModelUnknown,
     PoolBusy,
     PoolError,
     TellChange,
 )
-from server.pool.members import Budgets, Member, ModelHold, OpenedModel, UnloadedModel
-from server.pool.memory import SMALLEST_PART_BYTES, ModelUse, PoolSettings, choose_to_unload
-from server.pool.names import FOREVER, WHEN_SHORT_SECONDS, ModelSource
 from server.pool.served import ListedModel
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from cache.budget import UNBOUNDED_BYTES
-from models.short_names import size_text
-from server.pool.errors import ModelTooLarge
-from server.pool.names import Alias
+from models.texts import size_text
+from server.pool.names import Alias, ModelTooLarge
 
 SMALLEST_PART_BYTES = 64 << 20
 """A smaller budget holds no useful conversation."""

@@ -1,12 +1,17 @@
-"""What models are called, and how long idle ones stay loaded. Pure."""
+"""What models are called, how long idle ones stay loaded, and what the pool reports: errors and changes. Pure.
+
+No error ends the pool.
+"""
 
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeAlias
 
 from models.store.stored_model import ModelDefaults
 
@@ -109,3 +114,70 @@ def _parse_text(text: str) -> float:
 
 def _advice(value: object) -> str:
     return f"{str(value)[:60]!r} is no duration; write it like 30m, 1h30m, 90 (seconds), or -1 for ever"
+
+
+# ---------------------------------------------------------------------------------------- what the pool reports
+
+
+class PoolError(Exception):
+    """The message is one sentence for a person."""
+
+
+class ModelNameNeeded(PoolError):
+    """A request names no model, and there is no default."""
+
+
+class ModelUnknown(PoolError):
+    """No such model may be served here."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(f"there is no model {name[:MAX_NAME_LENGTH]!r}: {instead}")
+        self.instead = instead
+
+
+class ModelNotLoaded(PoolError):
+    """Ask the pool to load the model."""
+
+    def __init__(self, source: ModelSource) -> None:
+        super().__init__(f"the model {source.id} is not loaded")
+        self.source = source
+
+
+class LoadFailed(PoolError):
+    """A model's files are gone, damaged or of an unknown kind."""
+
+
+class ModelTooLarge(PoolError):
+    """The machine cannot hold the model, whatever is unloaded."""
+
+
+class PoolBusy(PoolError):
+    """Others hold the memory, and did not finish in time."""
+
+    retry_after_seconds = 10
+
+
+class ModelInUse(PoolError):
+    """A model that answers requests is not unloaded."""
+
+
+class ChangeKind(StrEnum):
+    """What happened to a model."""
+
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADED = "unloaded"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """A change of one model."""
+
+    kind: ChangeKind
+    model_id: str
+    seconds: float | None = None
+    message: str | None = None
+
+
+TellChange: TypeAlias = Callable[[ModelChange], None]

@@ -12,11 +12,18 @@ from pathlib import Path
 
 from models.errors import ModelBroken
 from server.pool.catalog import Catalog
-from server.pool.errors import LoadFailed, ModelNameNeeded, ModelNotLoaded, ModelUnknown
 from server.pool.loader import Loader, Opener
 from server.pool.members import Member, ModelHold, OpenedModel
 from server.pool.memory import PoolSettings
-from server.pool.names import ModelSource, served_instead, spellings
+from server.pool.names import (
+    LoadFailed,
+    ModelNameNeeded,
+    ModelNotLoaded,
+    ModelSource,
+    ModelUnknown,
+    served_instead,
+    spellings,
+)
 from server.pool.served import EnginePort, ListedModel, ModelFacts, Occupancy, ServedModel
 
 LOADED: ContextVar[Member | None] = ContextVar("LOADED", default=None)

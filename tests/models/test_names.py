@@ -10,6 +10,7 @@ from huggingface_hub import constants
 from models import names
 from models.errors import ModelBroken, ModelNotFound
 from models.names import (
+    SHORT_NAMES,
     RepositoryName,
     files_of,
     find_installed,
@@ -21,7 +22,6 @@ from models.names import (
     shorten,
     used_last,
 )
-from models.short_names import SHORT_NAMES
 from models.store.stored_model import WeightsPlace
 
 COMMIT = "a" * 40

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from models.names import RepositoryName, parse_repository
-from models.short_names import SHORT_NAMES, find_family, find_short_name, largest, like
+from models.names import SHORT_NAMES, RepositoryName, find_family, find_short_name, largest, like, parse_repository
 
 GB = 10**9
 

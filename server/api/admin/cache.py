@@ -21,9 +21,8 @@ from cache.views import CacheView, EdgeDetail, EdgeView, NamespaceView
 from models.adapter import client_namespace
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate
-from server.api.context import ApiContext, context_of
 from server.api.conversation import cut_at_last_point
-from server.api.dialect import Endpoint, Operation, Payload, namespace_of, parse_body
+from server.api.dialect import ApiContext, Endpoint, Operation, Payload, context_of, namespace_of, parse_body
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import is_owner, visible_namespace
 from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
@@ -41,8 +40,7 @@ from server.engine.commands import (
     PinSession,
     UnpinSession,
 )
-from server.pool.errors import ModelNotLoaded
-from server.pool.names import ModelSource
+from server.pool.names import ModelNotLoaded, ModelSource
 from server.pool.served import EnginePort, ServedModel
 
 MAX_NODES = 256

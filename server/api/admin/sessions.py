@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from server.api.context import context_of
-from server.api.dialect import Endpoint, Operation
+from server.api.dialect import Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code
 from server.api.guard import listed_namespace, visible_namespace
 from server.api.record import MissBody, miss_body, miss_of

@@ -19,8 +19,7 @@ from typing_extensions import TypedDict
 
 from server.api.activity import EventLog, Listener, LiveEvent, Lost, Sums, frame_of
 from server.api.call import AnswerStream
-from server.api.context import ApiContext, context_of
-from server.api.dialect import BodyModel, Endpoint, Operation
+from server.api.dialect import ApiContext, BodyModel, Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code, stopped
 from server.api.guard import is_authorised, is_owner, listed_namespace, read_owners_body
 from server.api.record import OpenRequest

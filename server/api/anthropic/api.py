@@ -29,14 +29,15 @@ from server.api.anthropic.conversation import (
 from server.api.anthropic.tool_search import SearchFailed, find_tools
 from server.api.anthropic.types import IN_COUNT, IN_MESSAGES, InputMessage, MessagesBody, PromptBody
 from server.api.call import generate, inspect
-from server.api.context import ApiContext, context_of
 from server.api.dialect import (
     Api,
+    ApiContext,
     Dialect,
     Endpoint,
     HeaderRoute,
     Operation,
     Payload,
+    context_of,
     namespace_of,
     parse_body,
     with_and_without_v1,

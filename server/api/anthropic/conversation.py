@@ -22,8 +22,8 @@ from server.api.anthropic.types import (
     ToolSearchResultBlock,
     ToolUseBlock,
 )
-from server.api.context import ApiContext
 from server.api.conversation import Conversation, check_continuable
+from server.api.dialect import ApiContext
 from server.api.errors import ApiError, Code, wrong
 from server.api.params import (
     AnswerGrammar,
@@ -35,7 +35,7 @@ from server.api.params import (
     json_grammar,
 )
 from server.app.config import ServerConfig
-from server.pool.errors import ModelUnknown
+from server.pool.names import ModelUnknown
 from server.pool.served import ServedModel
 
 _ERROR_PREFIX = "Error: "

@@ -20,15 +20,16 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
-from server.api.context import ApiContext, context_of
 from server.api.dialect import (
     Api,
+    ApiContext,
     BodyModel,
     Dialect,
     Endpoint,
     Operation,
     Payload,
     Rules,
+    context_of,
     honoured,
     namespace_of,
     no_effect,

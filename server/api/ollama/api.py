@@ -21,16 +21,35 @@ from typing_extensions import TypedDict
 
 from models.errors import ModelError, ModelfileError, ModelNotFound, RepositoryNotFound, StoreError
 from models.hub import PullChecking, PullEvent, PullProgress, pull
-from models.names import BUILT_IN, find_stored, folder_of, installed_place, parse_repository, shorten, suggest
-from models.short_names import find_family, largest
+from models.names import (
+    BUILT_IN,
+    find_family,
+    find_stored,
+    folder_of,
+    installed_place,
+    largest,
+    parse_repository,
+    shorten,
+    suggest,
+)
 from models.store import library
 from models.store.library import parse_free_name
 from models.store.modelfile import Modelfile, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import ExampleMessage, WeightsPlace
 from server.api import PRODUCT
 from server.api.call import AnswerStream, inspect
-from server.api.context import ApiContext, context_of
-from server.api.dialect import Api, BodyModel, Endpoint, Operation, Payload, no_effect, parse_body, refused
+from server.api.dialect import (
+    Api,
+    ApiContext,
+    BodyModel,
+    Endpoint,
+    Operation,
+    Payload,
+    context_of,
+    no_effect,
+    parse_body,
+    refused,
+)
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import read_owners_body
 from server.api.ollama import generate
@@ -41,8 +60,7 @@ from server.api.wire import JsonBody
 from server.app.config import ServerConfig
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
 from server.app.pulls import Pulls
-from server.pool.errors import ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolError
-from server.pool.names import LATEST, ModelSource
+from server.pool.names import LATEST, ModelNameNeeded, ModelNotLoaded, ModelSource, ModelUnknown, PoolError
 from server.pool.served import ListedModel, Occupancy, ServedModel
 
 OLLAMA_VERSION: Final = "0.12.6"

@@ -19,9 +19,8 @@ from models.inference.sampling_params import check
 from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
-from server.api.context import ApiContext
 from server.api.conversation import Conversation, ThinkingWish
-from server.api.dialect import BodyModel, Dialect, Rules, honoured, no_effect, read_by, refused
+from server.api.dialect import ApiContext, BodyModel, Dialect, Rules, honoured, no_effect, read_by, refused
 from server.api.errors import ApiError, Code, wrong
 from server.api.params import (
     ANY_OBJECT,
@@ -33,8 +32,7 @@ from server.api.params import (
     options_sampling,
 )
 from server.api.wire import json_text
-from server.pool.errors import ModelUnknown
-from server.pool.names import parse_keep_alive
+from server.pool.names import ModelUnknown, parse_keep_alive
 from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from models.prompt.shapes import Message
 from models.texts import well_formed_json
 from server.api.answer import Answer, Exchange, OutputEvent, Question
 from server.api.call import compute, generate
-from server.api.context import ApiContext
 from server.api.conversation import Conversation, can_continue
 from server.api.dialect import (
+    ApiContext,
     BodyModel,
     Endpoint,
     ModelReady,
@@ -52,7 +52,7 @@ from server.api.ollama.dialect import (
 from server.api.params import AnswerGrammar, Incoming, answer_or_calls, build_request
 from server.api.record import CacheBody, cache_of
 from server.engine.request import Finished
-from server.pool.errors import ModelNotLoaded
+from server.pool.names import ModelNotLoaded
 from server.pool.served import ServedModel
 
 

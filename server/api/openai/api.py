@@ -8,8 +8,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from server.api import PRODUCT
-from server.api.context import context_of
-from server.api.dialect import Api, Endpoint, Operation, with_and_without_v1
+from server.api.dialect import Api, Endpoint, Operation, context_of, with_and_without_v1
 from server.api.openai.dialect import ErrorBody, OpenAiDialect
 from server.api.openai.generate import (
     ChatChunk,

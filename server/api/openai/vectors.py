@@ -14,8 +14,18 @@ from typing_extensions import TypedDict
 
 from models.formats import Vector, judged_text
 from server.api.call import compute
-from server.api.context import ApiContext
-from server.api.dialect import BodyModel, Endpoint, Operation, Rules, Whole, no_effect, parse_body, read_by, refused
+from server.api.dialect import (
+    ApiContext,
+    BodyModel,
+    Endpoint,
+    Operation,
+    Rules,
+    Whole,
+    no_effect,
+    parse_body,
+    read_by,
+    refused,
+)
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import wrong
 from server.api.params import Incoming

@@ -15,8 +15,17 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from server.api.call import AnswerStream, inspect
-from server.api.context import ApiContext, context_of
-from server.api.dialect import Api, BodyModel, Endpoint, Operation, Payload, dialect_of, with_and_without_v1
+from server.api.dialect import (
+    Api,
+    ApiContext,
+    BodyModel,
+    Endpoint,
+    Operation,
+    Payload,
+    context_of,
+    dialect_of,
+    with_and_without_v1,
+)
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
 from server.api.openai.dialect import ErrorBody, OpenAiDialect, error_body

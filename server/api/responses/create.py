@@ -20,9 +20,8 @@ from typing_extensions import TypedDict
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
-from server.api.context import ApiContext
 from server.api.conversation import Conversation, can_continue
-from server.api.dialect import Body, Payload, Rules, namespace_of, parse_body, validated
+from server.api.dialect import ApiContext, Body, Payload, Rules, namespace_of, parse_body, validated
 from server.api.errors import ApiError, Code, explain, wrong
 from server.api.openai.params import read_params
 from server.api.openai.types import GenerationBody

@@ -12,7 +12,7 @@ import pytest
 from server.api.answer import Run, TurnAccount
 from server.api.app import create_pool_app
 from server.api.call import Call
-from server.api.context import ApiContext
+from server.api.dialect import ApiContext
 from server.api.openai.generate import ChatExchange
 from server.api.planning import Planning
 from server.api.wire import JsonBody

@@ -29,9 +29,8 @@ from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.app import APIS, create_app
 from server.api.call import generate
-from server.api.context import ApiContext
 from server.api.conversation import Conversation
-from server.api.dialect import Api, Dialect, HeaderRoute, Payload, namespace_of
+from server.api.dialect import Api, ApiContext, Dialect, HeaderRoute, Payload, namespace_of
 from server.api.errors import ApiError, Code
 from server.api.params import GenerationParams, Incoming, build_request
 from server.api.wire import JsonBody, json_text, sse_comment, sse_event

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from models import names
-from models.short_names import FAMILIES, SHORT_NAMES
+from models.names import FAMILIES, SHORT_NAMES
 from server.app.config import ConfigError, ServerConfig, parse_size, parse_size_per_day
 from server.cli.config import load_config
 from server.cli.main import COMMANDS, execute

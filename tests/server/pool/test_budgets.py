@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from cache.journal import CacheStats
 from server.engine.request import EngineStats
-from server.pool.errors import PoolBusy
 from server.pool.loader import Around
 from server.pool.members import OpenedModel
 from server.pool.memory import IDLE_SECONDS, PoolMemory, PoolSettings
-from server.pool.names import ModelSource
+from server.pool.names import ModelSource, PoolBusy
 from server.pool.pool import ModelPool
 from server.pool.served import ServedModel
 from tests.server.pool.test_pool import raised, run, until

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.pool.errors import ModelTooLarge
 from server.pool.memory import (
     FLOOR_PART,
     QUIET_SECONDS,
@@ -19,6 +18,7 @@ from server.pool.memory import (
     divide,
     due_bytes,
 )
+from server.pool.names import ModelTooLarge
 
 MIB = 1 << 20
 AMPLE = PoolMemory(1000 * MIB)

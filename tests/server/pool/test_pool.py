@@ -9,10 +9,18 @@ import pytest
 
 from server.engine.request import EngineStopped
 from server.pool import loader
-from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelTooLarge, ModelUnknown, PoolBusy
 from server.pool.members import ModelHold
 from server.pool.memory import PoolMemory, PoolSettings
-from server.pool.names import FOREVER, Alias
+from server.pool.names import (
+    FOREVER,
+    Alias,
+    LoadFailed,
+    ModelInUse,
+    ModelNotLoaded,
+    ModelTooLarge,
+    ModelUnknown,
+    PoolBusy,
+)
 from server.pool.pool import ModelPool
 from tests.support.fake_opener import FakeOpener, catalog
 

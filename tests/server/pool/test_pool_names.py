@@ -2,8 +2,7 @@
 
 import pytest
 
-from server.pool.errors import ModelUnknown
-from server.pool.names import Alias, parse_alias, served_instead, spellings
+from server.pool.names import Alias, ModelUnknown, parse_alias, served_instead, spellings
 
 ALIASES = (Alias("gpt-*", "qwen3:8b"), Alias("gpt-4o", "demo"))
 
