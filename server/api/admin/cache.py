@@ -27,8 +27,7 @@ from server.api.errors import ApiError, Code, wrong
 from server.api.guard import is_owner, visible_namespace
 from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
 from server.api.openai.generate import CompletionBody, read_conversation, text_prompt
-from server.api.openai.params import read_params
-from server.api.openai.types import ChatBody
+from server.api.openai.types import ChatBody, read_params
 from server.api.params import Incoming, build_request
 from server.api.wire import JsonBody, body_of, number_asked
 from server.engine.commands import (

@@ -40,8 +40,7 @@ from server.api.dialect import (
 from server.api.errors import ApiError, Code, retry_later
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import read_conversation, text_prompt
-from server.api.openai.params import read_params
-from server.api.openai.types import ChatBody, GenerationBody, as_limit
+from server.api.openai.types import ChatBody, GenerationBody, as_limit, read_params
 from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CacheBody, TimingsBody, costs_of
 from server.api.wire import JsonBody, body_of, sse_event

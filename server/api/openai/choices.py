@@ -14,8 +14,7 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.dialect import Payload
 from server.api.errors import explain, wrong
 from server.api.openai.dialect import DONE, ErrorObject, error_body
-from server.api.openai.params import BACKGROUND_TIER, DEFAULT_TIER
-from server.api.openai.types import GenerationBody, StreamOptions
+from server.api.openai.types import BACKGROUND_TIER, DEFAULT_TIER, GenerationBody, StreamOptions
 from server.api.record import costs_of
 from server.api.wire import body_of, sse_event
 from server.app.config import ServerConfig

@@ -44,8 +44,16 @@ from server.api.openai.choices import (
     request_of_choice,
 )
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE, IN_TEXT
-from server.api.openai.params import read_params, refuse_going_on, refuse_lone_stream_options
-from server.api.openai.types import ChatBody, ChatMessage, GenerationBody, as_limit, template_message
+from server.api.openai.types import (
+    ChatBody,
+    ChatMessage,
+    GenerationBody,
+    as_limit,
+    read_params,
+    refuse_going_on,
+    refuse_lone_stream_options,
+    template_message,
+)
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, check_token_ids, shows_tools
 from server.api.record import CacheBody, TimingsBody
 from server.app.config import ServerConfig

@@ -23,8 +23,7 @@ from server.api.call import generate, inspect
 from server.api.conversation import Conversation, can_continue
 from server.api.dialect import ApiContext, Body, Payload, Rules, namespace_of, parse_body, validated
 from server.api.errors import ApiError, Code, explain, wrong
-from server.api.openai.params import read_params
-from server.api.openai.types import GenerationBody
+from server.api.openai.types import GenerationBody, read_params
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, shows_tools
 from server.api.record import CacheBody, TimingsBody, costs_of
 from server.api.responses.background import BackgroundRun, BackgroundRuns
