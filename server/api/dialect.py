@@ -1,9 +1,9 @@
 """The seam between the server and its dialects.
 
 A dialect is a folder of `server/api/`, handed to the application as one `Api`. A dialect's endpoints get the
-`ApiContext`, and make an `Exchange` of each checked body; `call.py` does the rest. A field is honoured; has no effect,
-since it could not change the answer; or is refused with a reason, except for values that ask for nothing. Unknown
-fields are ignored.
+`ApiContext`, and make an `Exchange` of each checked body; `call.py` does the rest. A field is honoured; has no
+effect, since it could not change the answer; or is refused with a reason, except for values that ask for nothing.
+Unknown fields are ignored.
 """
 
 import asyncio
