@@ -187,6 +187,11 @@ class LlguidanceMatcher:
         """All tokens except the ends of turn."""
         return self._grammar.free
 
+    def forced(self) -> list[int]:
+        """The next tokens, as far as each mask will allow one alone."""
+        tokens: list[int] = self._matcher.compute_ff_tokens()  # its masks forbid any other tokenization
+        return tokens
+
     def copy(self) -> "LlguidanceMatcher":
         """Another matcher at the same place, with the same lexer."""
         copied = copy.copy(self)

@@ -59,6 +59,10 @@ class TokenMatcher(Protocol):
         """All tokens except the ends of turn."""
         ...
 
+    def forced(self) -> list[int]:
+        """The next tokens, as far as each mask will allow one alone."""
+        ...
+
     def copy(self) -> "TokenMatcher":
         """Another matcher at the same place, to look ahead."""
         ...

@@ -177,7 +177,7 @@ class ReasoningWatch:
 
     def accept(self, token: int, text: str) -> None:
         """Takes the next token and its text."""
-        if self.forced() is not None:
+        if self.forced():
             self._num_forced += 1
             if self._num_forced == len(self._closing_ids):
                 self._phase = _Phase.ANSWER
@@ -186,12 +186,12 @@ class ReasoningWatch:
         elif self._phase is _Phase.BEFORE:
             self._look_for_start(text)
 
-    def forced(self) -> int | None:
-        """The token that must come next, if any."""
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must come next."""
         limit = self._thinking.max_tokens
-        if limit is None or not self._closing_ids or self._phase is not _Phase.REASONING:
-            return None
-        return self._closing_ids[self._num_forced] if self.num_tokens + self._num_held >= limit else None
+        if limit is None or self._phase is not _Phase.REASONING or self.num_tokens + self._num_held < limit:
+            return ()
+        return self._closing_ids[self._num_forced :]
 
     def finish(self) -> None:
         """Counts the tokens held back."""

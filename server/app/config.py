@@ -132,8 +132,8 @@ class ServerConfig:
     )
     speculate: str = _setting(
         "auto",
-        "Guess the next tokens of an answer from earlier text or by the model's own MTP module, and evaluate several "
-        "in one step: 'auto' wherever that is faster, 'history' from earlier text and predictions only, 'off' never. "
+        "Guess the next tokens of an answer from earlier text, a grammar or the model's own MTP module, and evaluate "
+        "several in one step: 'auto' wherever that is faster, 'history' without that module, 'off' never. "
         "The answer stays the same.",
         choices=("auto", "off", "history"),
     )

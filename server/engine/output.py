@@ -69,6 +69,10 @@ class GrammarConstraint:
             words[word] |= 1 << bit if bit < 31 else -(1 << 31)
         return words
 
+    def forced(self) -> Sequence[int]:
+        """As of a matcher."""
+        return () if self.is_thinking or self._reasoning_start is not None else self._matcher.forced()
+
     def masks_along(self, draft: Sequence[int]) -> list[MaskWords]:
         """Which tokens may come next, and behind each of `draft` up to one that may not come or ends the answer.
 
@@ -152,8 +156,18 @@ class Output:
         return self._grammar is not None and not self._grammar.is_thinking
 
     def forced_token(self) -> int | None:
-        """The only token that may come next, if there is one."""
-        return self._reasoning.forced() if self._reasoning is not None and self.reason is None else None
+        """The token that replaces the next sample, if there is one."""
+        closing = self._closing()
+        return closing[0] if closing else None
+
+    def forced(self) -> Sequence[int]:
+        """The next tokens, as far as there is no choice."""
+        if self._grammar is None or self.reason is not None:
+            return self._closing()
+        return self._closing() or self._grammar.forced()
+
+    def _closing(self) -> Sequence[int]:
+        return self._reasoning.forced() if self._reasoning is not None and self.reason is None else ()
 
     def accept(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
         """Returns the text that the next token completes; sets `reason` at the last one."""

@@ -160,7 +160,9 @@ class Prefill:
         if sequence.started is None:
             self._post_started(sequence, lease, begun)
             if self._speculation is not None:
-                sequence.drafting = self._speculation.begin(sequence.request, lease.match_tokens)
+                sequence.drafting = self._speculation.begin(
+                    sequence.request, lease.match_tokens, sequence.output.forced
+                )
         self.share_prefixes(sequence)
         return True
 

@@ -179,9 +179,10 @@ class Sequence:
         self._last_token = now
         if logprob is not None and self.request.prompt_logprobs is not None:
             self._output_logprobs.append(logprob)
+        events: list[Event] = [*self.output.accept(token, logprob)]
         if self.drafting is not None:
             self.drafting.push(token)
-        return [*self.output.accept(token, logprob)]
+        return events
 
     def end(self, reason: FinishReason, now: float) -> list[Event]:
         """The text held back and Finished."""

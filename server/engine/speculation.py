@@ -43,6 +43,7 @@ PRIOR_ODDS = {
     DraftSource.HISTORY: (0.45, 0.55, 0.65, 0.75, 0.85, 0.95),
     DraftSource.PREDICTION: (0.6, 0.65, 0.75, 0.85, 0.9, 0.95),
     DraftSource.MTP: (0.8, 0.7, 0.65, 0.6),
+    DraftSource.GRAMMAR: (0.99,) * 6,
 }
 """By class of match length, of the MTP module by place in a draft; before anything is known of a model."""
 
@@ -123,6 +124,29 @@ class PredictionFollower:
         num_tokens = min(self._num_apart, NGRAM)
         self._is_said[self._at - num_tokens : self._at] = bytes([1]) * num_tokens
         self._num_apart = 0
+
+
+class ForcedText:
+    """Follows what an output must say next."""
+
+    def __init__(self, forced: Callable[[], Sequence[int]]) -> None:
+        """`forced` returns all of it that is known."""
+        self._forced = forced
+        self._tokens = [*forced()]
+
+    @property
+    def match_length(self) -> int:
+        """All forced tokens have the same odds."""
+        return _LONGEST if self._tokens else 0
+
+    def push(self, token: int) -> None:
+        """Takes the row's next token."""
+        self._tokens = self._tokens[1:] if self._tokens[:1] == [token] else []
+        self._tokens = self._tokens or [*self._forced()]
+
+    def next_tokens(self, limit: int) -> list[int]:
+        """As of any followed text."""
+        return self._tokens[:limit]
 
 
 def _codes(tokens: TokenArray) -> NDArray[np.int64]:
@@ -637,10 +661,12 @@ class Speculation:
         """Counts since the engine began."""
         return DraftStats(dict(self._drafted), dict(self._accepted), self._num_steps, self._num_tokens)
 
-    def begin(self, request: GenerationRequest, num_matched: int) -> Drafting:
+    def begin(
+        self, request: GenerationRequest, num_matched: int, forced: Callable[[], Sequence[int]] = tuple
+    ) -> Drafting:
         """Adds the prompt behind its first `num_matched` tokens, and texts to quote, to the history.
 
-        Of a request that keeps nothing they are found from its own output only.
+        Of a request that keeps nothing they are found from its own output only. `forced`: see `ForcedText`.
         """
         namespace, session_id, history = request.state_namespace, request.session_id, self._history
         is_kept = request.cache_prompt and not request.is_volatile and not request.is_idle_work
@@ -660,6 +686,8 @@ class Speculation:
         if request.prediction is not None:
             prediction = PredictionFollower(request.prediction)
             texts.append(FollowedText(DraftSource.PREDICTION, prediction, self._odds[DraftSource.PREDICTION]))
+        if request.grammar is not None or request.thinking is not None:
+            texts.append(FollowedText(DraftSource.GRAMMAR, ForcedText(forced), self._odds[DraftSource.GRAMMAR]))
         if self._draft_seconds is not None:
             texts.append(ExpectedText(self._odds[DraftSource.MTP], self._token_cost))
         return Drafting(texts, own, prediction, is_kept=is_kept)

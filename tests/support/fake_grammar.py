@@ -51,6 +51,9 @@ class CircleMatcher:
     def mask_without_end(self) -> MaskWords:
         return words_of([token for token in range(VOCABULARY) if token != EOS])
 
+    def forced(self) -> list[int]:
+        return []
+
     def copy(self) -> "CircleMatcher":
         return replace(self, output=[*self.output])
 

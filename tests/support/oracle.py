@@ -60,7 +60,7 @@ class Oracle:
         """How often drafts were planned."""
         self._rng = random.Random(seed)
 
-    def begin(self, request: GenerationRequest, num_matched: int) -> OracleDrafting:
+    def begin(self, request: GenerationRequest, num_matched: int, forced: object) -> OracleDrafting:
         """Takes an admitted request."""
         assert 0 <= num_matched <= len(request.tokens)
         self.begun.append(OracleDrafting(request))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -266,3 +267,32 @@ def test_a_copy_looks_ahead_and_changes_nothing() -> None:
         assert token in allowed(matcher.mask())
         matcher.accept(token)
     assert matcher.is_complete
+
+
+@pytest.mark.parametrize("shape", [*tiny_tokenizers.SHAPES])
+def test_forced_tokens_are_those_that_masks_allow_alone_and_asking_for_them_changes_nothing(shape: str) -> None:
+    built = tiny_tokenizers.tokenizer(shape, {"<eos>": tiny_tokenizers.Flags(special=True)})
+    spaces: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    built.decoder = decoders.ByteLevel() if shape in ("bytes", "composed") else decoders.Sequence(spaces)
+    compiled = GrammarCompiler(built.to_str, [built.get_vocab()["<eos>"]]).compile(
+        Grammar(GrammarKind.REGEX, r"(ab+|xa) ab ab xa ss\|\[\]=aba?b*")
+    )
+    num_forced = 0
+    for seed in range(20):
+        asked, silent, chance = compiled.begin(), compiled.begin(), random.Random(seed)
+        for _ in range(20):
+            forced, ahead = asked.forced(), asked.copy()
+            for token in forced:
+                assert allowed(ahead.mask()) == [token]
+                ahead.accept(token)
+            num_forced += len(forced)
+            may_follow = allowed(silent.mask())
+            assert allowed(asked.mask()) == may_follow
+            token = chance.choice(may_follow)
+            asked.accept(token)
+            silent.accept(token)
+            assert asked.is_complete == silent.is_complete
+            if silent.is_complete:
+                assert not asked.forced()
+                break
+    assert num_forced > 100

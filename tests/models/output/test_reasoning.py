@@ -115,10 +115,9 @@ def watch(
     """The tokens counted, and those that were forced; each token is its text."""
     watched, forced = ReasoningWatch(Thinking(thought, is_open, limit)), list[int]()
     for text in tokens:
-        token = watched.forced()
-        if token is not None:
-            forced.append(token)
-        watched.accept(token or 1, text)
+        closing = watched.forced()[:1]
+        forced += closing
+        watched.accept(closing[0] if closing else 1, text)
     watched.finish()
     return watched.num_tokens, forced
 

@@ -1,0 +1,188 @@
+"""Drafts of what a grammar, or a limit on reasoning, forces: fewer steps, the same tokens."""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache.history import History
+from models.inference.grammar import GrammarCompiler, LlguidanceMatcher
+from models.inference.runner import Runner
+from models.inference.sampling_params import SamplingParams
+from models.loader import load
+from models.output.grammar import Grammar, GrammarKind, OutputGrammar
+from models.output.reasoning import ReasoningFormat, Thinking
+from server.engine.request import DraftSource, Finished
+from server.engine.speculation import Drafting, ForcedText, Speculation
+from tests.server.engine.test_drafts import CLOSED
+from tests.support import fake_runner, tiny_models
+from tests.support.engine_driver import Harness
+
+pytestmark = pytest.mark.usefixtures("overlaps")
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+START = 11
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, seed=11, top_p=0.95),
+    SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.3, presence_penalty=0.5, top_logprobs=2),
+    SamplingParams(temperature=1.0, seed=7, logit_bias=((START, 50.0),)),
+)
+
+
+def object_of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+SCHEMA = object_of(
+    is_ready_for_delivery={"type": "boolean"},
+    temperature_of_the_room={"enum": ["comfortably warm", "cold"]},
+    place=object_of(number_of_the_house={"enum": [1, 20]}),
+)
+CALL = rf"""start: OPEN "\n{{\"name\": \"" ("get_weather" | "get_place") "\", \"arguments\": " city "}}\n" CLOSE
+city: %json {json.dumps(object_of(city={"enum": ["Rome", "Reims"]}))}"""
+GRAMMARS = {
+    "schema": Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    "call": Grammar(GrammarKind.LARK, CALL),
+    "regex": Grammar(GrammarKind.REGEX, r"(no answer|yes, of course), [0-9]{2} of a hundred"),
+    "choice": Grammar(GrammarKind.CHOICE, json.dumps(["accepted as it is", "accepted with changes", "rejected"])),
+}
+CASES = [*((name, kind) for name in ("llama", "demo") for kind in GRAMMARS), ("qwen3_5", "schema")]
+THOUGHTS = (CLOSED, Thinking(ReasoningFormat(f"{START} ", "12 ", (14, 12, 13)), max_tokens=4))
+
+
+class Priced(Speculation):
+    """Drafts where a step lasts 1 s and a hundredth for each token."""
+
+    def __init__(self) -> None:
+        seconds = {knot: 1 + knot / 100 for knot in (1, 2, 64)}
+        super().__init__(History(), seconds, feeds_together=True, max_feed_tokens=64)
+
+    def learn(
+        self, rows: Sequence[Drafting], drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """Takes no time of the clock."""
+        super().learn(rows, drafted, accepted, 1 + (len(rows) + sum(drafted)) / 100)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Takes no time of the clock."""
+        super().observe(num_rows, 1 + num_rows / 100)
+
+    @property
+    def forced(self) -> tuple[int, int]:
+        """Forced tokens that were drafted, and those of them that were accepted."""
+        return self.stats.drafted[DraftSource.GRAMMAR], self.stats.accepted[DraftSource.GRAMMAR]
+
+
+@dataclass
+class Bindable:
+    """A model, and what compiles grammars for its tokens."""
+
+    runner: Runner
+    compiler: GrammarCompiler
+    tokenizer: Any
+
+    def grammar(self, kind: str) -> OutputGrammar:
+        text = GRAMMARS[kind].text
+        for name, marker in (("OPEN", "<tool_call>"), ("CLOSE", "</tool_call>")):
+            text = text.replace(name, f"<[{self.tokenizer.convert_tokens_to_ids(marker)}]>")
+        return OutputGrammar(self.compiler.compile(Grammar(GRAMMARS[kind].kind, text)))
+
+
+@functools.cache
+def bindable(name: str) -> Bindable:
+    """One for all tests: a new runner would probe its model again."""
+    loaded: Any = load(DEMO, name) if name == "demo" else None
+    tokenizer: Any = loaded.tokenizer if loaded else tiny_models.tokenizer()
+    model, vocab_size = (loaded.model, loaded.vocab_size) if loaded else (tiny_models.build(name), tiny_models.VOCAB)
+    compiler = GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
+    return Bindable(Runner(model, vocab_size=vocab_size, max_probe_seconds=float("inf")), compiler, tokenizer)
+
+
+def answers(name: str, speculation: Speculation | None, num_rows: int, **fields: Any) -> tuple[list[list[int]], int]:
+    """What rows say, and the number of steps until all have ended."""
+    runner, num_steps = bindable(name).runner, 0
+    runner.overlaps = fake_runner.OVERLAPS
+    harness = Harness(runner=runner, speculation=speculation)
+    wanted = [{"max_tokens": 90, "sampling": sampling, **fields} for sampling in SAMPLINGS[:num_rows]]
+    sinks = [harness.submit([5, 6, 7 + row], **each) for row, each in enumerate(wanted)]
+    while harness.worker.has_work:
+        harness.step()
+        num_steps += 1
+    assert all(isinstance(sink.last, Finished) for sink in sinks)
+    return [sink.tokens for sink in sinks], num_steps
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_what_a_grammar_forces_takes_fewer_steps_and_changes_no_token(name: str, kind: str) -> None:
+    grammar = bindable(name).grammar(kind)
+    for num_rows in (1, 4):
+        speculation = Priced()
+        plain, num_plain = answers(name, None, num_rows, grammar=grammar)
+        found, num_steps = answers(name, speculation, num_rows, grammar=grammar)
+        assert found == plain
+        assert speculation.forced[0] == speculation.forced[1] > 0
+        assert num_steps < (0.5 if kind == "schema" else 0.8) * num_plain
+
+
+@pytest.mark.parametrize("name", ["llama", "demo"])
+@pytest.mark.parametrize("thinking", THOUGHTS)
+def test_thoughts_at_their_limit_are_closed_in_fewer_steps_and_change_no_token(name: str, thinking: Thinking) -> None:
+    bound = replace(bindable(name).grammar("schema"), reasoning_start=None if thinking.is_open else START)
+    for num_rows in (1, 4):
+        speculation = Priced()
+        plain, num_plain = answers(name, None, num_rows, thinking=thinking, grammar=bound)
+        found, num_steps = answers(name, speculation, num_rows, thinking=thinking, grammar=bound)
+        assert found == plain
+        assert speculation.forced[1] >= 0.9 * speculation.forced[0] > 0
+        assert any(START in output[:1] for output in plain) or thinking.is_open or num_rows == 1
+        assert num_steps < 0.8 * num_plain
+
+
+def test_tokens_that_close_a_thought_share_a_step_where_no_grammar_binds_the_answer() -> None:
+    speculation = Priced()
+    plain, num_plain = answers("llama", None, 1, thinking=CLOSED, max_tokens=9)
+    found, num_steps = answers("llama", speculation, 1, thinking=CLOSED, max_tokens=9)
+    assert found == plain and num_steps < num_plain
+    assert plain[0][5:8] == [*CLOSED.reasoning_format.closing_ids]
+    assert speculation.forced[0] == speculation.forced[1] > 0
+
+
+def test_wrong_forced_tokens_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar, right, speculation = bindable("llama").grammar("schema"), LlguidanceMatcher.forced, Priced()
+    plain, _ = answers("llama", None, 4, grammar=grammar)
+
+    def wrong(matcher: LlguidanceMatcher) -> list[int]:
+        """The forced tokens, one of several that are allowed, and one that may not be."""
+        forced, ahead = right(matcher), matcher.copy()
+        for token in forced:
+            ahead.accept(token)
+        allowed = np.flatnonzero(np.unpackbits(ahead.mask().view(np.uint8), bitorder="little"))
+        return [*forced, int(allowed[-1]), 40]
+
+    monkeypatch.setattr(LlguidanceMatcher, "forced", wrong)
+    assert answers("llama", speculation, 4, grammar=grammar)[0] == plain
+    assert speculation.forced[0] > speculation.forced[1] > 0
+
+
+def test_nothing_is_drafted_for_a_request_without_drafts() -> None:
+    speculation, grammar = Priced(), bindable("llama").grammar("schema")
+    answers("llama", speculation, 1, grammar=grammar, thinking=CLOSED, speculates=False)
+    assert not any(speculation.stats.drafted.values())
+
+
+def test_behind_a_token_that_was_not_forced_the_output_is_asked_again() -> None:
+    asked = iter([[1, 2, 3], [7, 8], []])
+    text = ForcedText(lambda: next(asked))
+    text.push(1)
+    assert text.next_tokens(9) == [2, 3] and text.next_tokens(1) == [2]
+    text.push(5)
+    assert text.next_tokens(9) == [7, 8] and text.match_length
+    text.push(7)
+    text.push(8)
+    assert not text.next_tokens(9) and not text.match_length
