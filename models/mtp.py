@@ -7,6 +7,7 @@ conversions drop them but keep the configuration. Only the module's tensors are 
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ class _Layout:
     hidden_norm: str
     projection: str
     norm: str
+    """Empty where it is the model's."""
     layer: str = ""
     """Before the names of the decoder layer."""
     hidden_first: bool = False
@@ -49,18 +51,24 @@ class _Layout:
     """Of the model's own tensors."""
     stores_difference: bool = False
     """Original checkpoints hold norms as their difference from one."""
+    output: str = ""
+    """Its own output matrix. Such a module takes states from before the last norm."""
+    layer_arguments: tuple[bool, ...] = ()
+    """In place of the layer's number."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Of the parts of an `MtpModule` beside its layer."""
+        return {
+            part: getattr(self, part) for part in ("embedding_norm", "hidden_norm", "projection", "norm", "output")
+        }
 
     def own_name(self, name: str) -> str:
         """A tensor's name in `MtpModule`."""
-        for theirs, ours in (
-            (self.embedding_norm, "embedding_norm"),
-            (self.hidden_norm, "hidden_norm"),
-            (self.projection, "projection"),
-            (self.norm, "norm"),
-        ):
+        for ours, theirs in self.names.items():
             if name.startswith(f"{theirs}."):
                 return ours + name.removeprefix(theirs)
-        return f"layer.{name.removeprefix(self.layer)}"
+        return "layer." + name.removeprefix(self.layer).replace("pre_mlp_layernorm", "post_attention_layernorm")
 
 
 _QWEN = _Layout(
@@ -71,19 +79,37 @@ _GLM = _Layout(
     *("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     copies=("embed_tokens.", "shared_head.head."),
 )
+_LATENT = replace(_GLM, array_mask=True)
 _MIMO = _Layout(
     "model.mtp_layers.0.",
     *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     hidden_first=True,
 )
+_MIMO_V2 = _Layout(
+    "model.mtp.layers.0.",
+    *("enorm", "hnorm", "eh_proj", "final_layernorm"),
+    layer_arguments=(False, True),  # no experts, but a window
+)
+_STEP = _Layout(
+    "model.layers.{n}.",
+    *("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
+    stores_difference=True,
+    output="transformer.shared_head.output",
+)
+_ERNIE = _Layout("model.mtp_", "emb_norm.0", "hidden_norm.0", "linear_proj.0", norm="", layer="block.0.")
 _LAYOUTS: Final = {
     "qwen3": replace(_QWEN, stores_difference=False),
     "qwen3_next": _QWEN,
     "qwen3_5": _QWEN,
-    "deepseek_v3": replace(_GLM, array_mask=True),
-    "deepseek_v32": replace(_GLM, array_mask=True),
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT,
+    "ernie4_5_moe": _ERNIE,
     "glm4_moe": _GLM,
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _LATENT,
     "mimo": _MIMO,
+    "mimo_v2_flash": _MIMO_V2,
+    "step3p5": _STEP,
 }
 """By mlx-lm's module of the language model."""
 
@@ -94,24 +120,37 @@ class MtpModule(Module):
     def __init__(self, text: Module) -> None:
         """`text` is a language model of a family in `_LAYOUTS`."""
         super().__init__()  # type: ignore[no-untyped-call]
-        layout, width, eps = _LAYOUTS[_family(text)], text.args.hidden_size, text.args.rms_norm_eps
+        layout, width, eps = _LAYOUTS[_family(text)], text.args.hidden_size, text.model.norm.eps
         self.embedding_norm = RMSNorm(width, eps)
         self.hidden_norm = RMSNorm(width, eps)
         self.projection = Linear(2 * width, width, bias=False)
-        self.layer = _make_layer(text)
+        self.layer = _make_layer(text, layout)
         self.norm = RMSNorm(width, eps)
-        self._layout = layout
+        if layout.output:
+            self.output = Linear(width, text.args.vocab_size, bias=False)
+        self._layout, self._last_norm = layout, text.model.norm
+        self.slides = any(getattr(self.layer, name, False) for name in ("is_sliding", "is_sliding_window"))
 
     def __call__(self, embedded: mx.array, hidden: mx.array, cache: LayerCache | None = None) -> mx.array:
-        """The states that the output matrix scores, of tokens and the model's hidden states before them.
+        """States like the model's, a token ahead, of tokens and the model's hidden states before them.
 
         All `[num_rows, num_tokens, width]`.
         """
         first = cache[0] if isinstance(cache, CacheList) else cache
         mask = create_attention_mask(embedded, first, return_array=self._layout.array_mask)
-        parts = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
+        parts = [self.embedding_norm(embedded), self.hidden_norm(self._taken(hidden))]
         joined = self.projection(mx.concatenate(parts[::-1] if self._layout.hidden_first else parts, axis=-1))
-        return cast(mx.array, self.norm(self.layer(joined, mask, cache)))
+        norm = self._last_norm if self._layout.output else self.norm
+        return cast(mx.array, norm(self.layer(joined, mask, cache)))
+
+    def score(self, states: mx.array, output: Callable[[mx.array], mx.array]) -> mx.array:
+        """Logits of the module's states; `output` is the model's matrix."""
+        return self.output(self.norm(self._taken(states))) if self._layout.output else output(states)
+
+    def _taken(self, states: mx.array) -> mx.array:
+        # Norms ignore a state's length, which alone the last norm has lost.
+        weight = self._last_norm.weight
+        return states / mx.where(weight == 0, 1, weight) if self._layout.output else states
 
 
 def language_model(model: Module) -> Any:
@@ -123,13 +162,13 @@ def _family(text: Any) -> str:
     return type(text).__module__.rpartition(".")[2]
 
 
-def _make_layer(text: Any) -> Module:
+def _make_layer(text: Any, layout: _Layout) -> Module:
     """A layer with attention, and with experts where the model's last have them."""
     args, kind = text.args, type(text.model.layers[-1])
     if hasattr(args, "full_attention_interval"):
         args = replace(args, full_attention_interval=1)
-    takes_index = len(inspect.signature(kind).parameters) > 1
-    return cast(Module, kind(args, args.num_hidden_layers) if takes_index else kind(args))
+    further = layout.layer_arguments or (args.num_hidden_layers,)
+    return cast(Module, kind(args, *further[: len(inspect.signature(kind).parameters) - 1]))
 
 
 def load_mtp(folder: Path, name: str, model: Module) -> MtpModule | None:
@@ -148,6 +187,8 @@ def load_mtp(folder: Path, name: str, model: Module) -> MtpModule | None:
         if layout.stores_difference:
             found = _with_whole_norms(found, layout)
         found = {layout.own_name(tensor): array for tensor, array in _sanitized(found, layout, model).items()}
+        if not layout.norm:
+            found["norm.weight"] = text.model.norm.weight
         module = MtpModule(text)
         quantize(module, class_predicate=partial(_packing, found))
     except ModelBroken:
@@ -162,13 +203,10 @@ def load_mtp(folder: Path, name: str, model: Module) -> MtpModule | None:
 
 def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
     """Lazy, by their names behind `prefix`: those of the file beside the model's, else of its own files."""
-    sidecar = folder / weights.MTP_FILE
-    if sidecar.is_file():
-        weights.read_header(sidecar)
-        return {name.rpartition(prefix)[2]: array for name, array in _load(sidecar).items()}
-    found = dict[str, mx.array]()
-    for file in weights.find_weight_files(folder):
-        names = [name for name in weights.read_header(file) if _is_in(name, prefix)]
+    sidecar, found = folder / weights.MTP_FILE, dict[str, mx.array]()
+    for file in [sidecar] if sidecar.is_file() else weights.find_weight_files(folder):
+        everything = list(weights.read_header(file))
+        names = [name for name in everything if _is_in(name, prefix)] or (everything if file == sidecar else [])
         tensors = _load(file) if names else {}
         found |= {name.rpartition(prefix)[2]: tensors[name] for name in names}
     return found
@@ -185,7 +223,7 @@ def _load(file: Path) -> dict[str, mx.array]:
 def _with_whole_norms(found: dict[str, mx.array], layout: _Layout) -> dict[str, mx.array]:
     """All norms are stored in one way, which only those of the layer tell."""
     norms = [name for name, array in found.items() if array.ndim == 1 and "norm" in name]
-    telling = [found[name].astype(mx.float32).mean() for name in norms if name.startswith(layout.layer)]
+    telling = [found[name].astype(mx.float32).mean() for name in norms if layout.own_name(name).startswith("layer.")]
     if not telling or cast(float, mx.stack(telling).mean().item()) > _MAX_RAW_NORM:
         return found
     return found | {name: found[name] + 1.0 for name in norms}

@@ -12,6 +12,7 @@ replaces: MLX would copy a buffer that grows in place. Worker thread only.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any, TypeVar
@@ -149,7 +150,8 @@ def _replaced(cache: LayerCache) -> dict[str, Any]:
     if isinstance(cache, ArraysCache):
         return {"cache": list(cache.cache)}
     if isinstance(cache, RotatingKVCache):
-        return {name: getattr(cache, name) for name in ("keys", "values", "offset", "_idx")}
+        # One token is written into the buffer itself.
+        return {name: copy(getattr(cache, name)) for name in ("keys", "values", "offset", "_idx")}
     return {}
 
 
@@ -166,13 +168,14 @@ def forget_last(cache: LayerCache, num_tokens: int) -> None:
 
 @contextmanager
 def unchanged(leaves: Sequence[LayerCache]) -> Iterator[None]:
-    """Tokens that join span layers in the block leave at its end; buffers keep their size."""
+    """Tokens that join span and window layers in the block leave at its end; buffers keep their size."""
     tails = [tail_of(leaf) for leaf in leaves]
-    before = [(int(tail.offset), _num_places(tail)) for tail in tails]
+    before = [(int(tail.offset), _num_places(tail), _replaced(tail)) for tail in tails]
     try:
         yield
     finally:
-        for tail, (offset, num_places) in zip(tails, before, strict=True):
+        for tail, (offset, num_places, replaced) in zip(tails, before, strict=True):
+            vars(tail).update(replaced)
             tail.trim(int(tail.offset) - offset)
             if _num_places(tail) > num_places:
                 tail.keys, tail.values = (mx.contiguous(rows[:, :, :num_places]) for rows in (tail.keys, tail.values))

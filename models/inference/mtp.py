@@ -20,7 +20,7 @@ from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.feeds import unchanged
 from models.inference.ragged import RaggedLayer, ragged_attention
-from models.mlx_lm_import import ArraysCache, make_prompt_cache
+from models.mlx_lm_import import ArraysCache, RotatingKVCache, make_prompt_cache
 from models.mtp import MtpModule, language_model
 
 _TRIALS = 4
@@ -67,9 +67,10 @@ class MtpModel:
         self._model, self._text, self._module = model, language_model(model), module
 
     def make_cache(self) -> list[LayerCache]:
-        """Empty layer caches for one row; the module's is like the last with attention."""
-        last = [cache for cache in make_prompt_cache(self._model) if not isinstance(cache, ArraysCache)][-1]
-        return [*make_prompt_cache(self._model), last]
+        """Empty layer caches for one row; the module's is like the last with such attention."""
+        others = [cache for cache in make_prompt_cache(self._model) if not isinstance(cache, ArraysCache)]
+        alike = [cache for cache in others if isinstance(cache, RotatingKVCache) == self._module.slides]
+        return [*make_prompt_cache(self._model), alike[-1]]
 
     def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
         """Logits `[1, num_tokens, vocab_size]` of one row, as a model gives them."""
@@ -139,7 +140,7 @@ class MtpModel:
         for _ in range(num_tokens):
             hidden = self._module(self._text.model.embed_tokens(tokens), hidden, layer)[:, -1:]
             count()
-            tokens = mx.argmax(self._logits(hidden), axis=-1)
+            tokens = mx.argmax(self._module.score(hidden, self._logits), axis=-1)
             found.append(tokens)
         return mx.concatenate(found, axis=1)
 

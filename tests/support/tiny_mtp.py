@@ -27,8 +27,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": tiny_models.EXTRA_CONFIGS["deepseek_v3"],
     "deepseek_v32": tiny_models.CONFIGS["deepseek_v32"],
-    "glm4_moe": config("glm4_moe"),
-    "mimo": config("mimo"),
+    **{name: config(name) for name in ("ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "mimo")},
+    "mimo_v2_flash": config("mimo_v2_flash"),
+    "step3p5": {
+        **config("step3p5"),
+        "layer_types": [*["full_attention", "sliding_attention"] * 2, "sliding_attention"],
+    },
 }
 _QWEN = {
     "embedding_norm": "mtp.pre_fc_norm_embedding",
@@ -39,9 +43,10 @@ _QWEN = {
 }
 
 
-def _named_for(num_layers: int) -> dict[str, str]:
+def _named_for(num_layers: int, head: str = "shared_head") -> dict[str, str]:
     prefix = f"model.layers.{num_layers}"
-    named = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
+    named = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": f"{head}.norm"}
+    named["output"] = f"{head}.output"
     return {ours: f"{prefix}.{theirs}" for ours, theirs in named.items()} | {"layer": prefix}
 
 
@@ -49,6 +54,22 @@ CHECKPOINT_NAMES = {
     "deepseek_v3": _named_for(3),
     "deepseek_v32": _named_for(3),
     "glm4_moe": _named_for(4),
+    "glm4_moe_lite": _named_for(4),
+    "glm_moe_dsa": _named_for(4),
+    "step3p5": _named_for(4, head="transformer.shared_head"),
+    "ernie4_5_moe": {
+        "embedding_norm": "model.mtp_emb_norm.0",
+        "hidden_norm": "model.mtp_hidden_norm.0",
+        "projection": "model.mtp_linear_proj.0",
+        "layer": "model.mtp_block.0",
+    },
+    "mimo_v2_flash": {
+        "embedding_norm": "model.mtp.layers.0.enorm",
+        "hidden_norm": "model.mtp.layers.0.hnorm",
+        "projection": "model.mtp.layers.0.eh_proj",
+        "layer": "model.mtp.layers.0",
+        "norm": "model.mtp.layers.0.final_layernorm",
+    },
     "mimo": {
         "embedding_norm": "model.mtp_layers.0.token_layernorm",
         "hidden_norm": "model.mtp_layers.0.hidden_layernorm",
@@ -62,7 +83,11 @@ CHECKPOINT_NAMES = {
 @functools.cache
 def model_of(name: str) -> Any:
     """Returns the tiny model `name` of `CONFIGS`, evaluated."""
-    return tiny_models.make(CONFIGS[name])
+    model: Any = tiny_models.make(CONFIGS[name])
+    if name in ("ernie4_5_moe", "mimo_v2_flash", "step3p5"):  # so that states before and behind the norm differ
+        norm = np.random.default_rng(4).normal(1.0, 0.5, model.args.hidden_size)
+        model.model.norm.weight = mx.array(norm, mx.float32)
+    return model
 
 
 @functools.cache
@@ -76,6 +101,8 @@ def module_of(name: str) -> MtpModule:
         return mx.array(generator.normal(shift, scale, array.shape), mx.float32)
 
     module.update(tree_map_with_path(weight, parameters_of(module)))
+    if name == "ernie4_5_moe":
+        module.norm.weight = model_of(name).model.norm.weight
     mx.eval(parameters_of(module))
     return module
 
@@ -89,7 +116,10 @@ def tensors_of(module: MtpModule, name: str) -> dict[str, mx.array]:
     names, found = CHECKPOINT_NAMES.get(name, _QWEN), dict[str, mx.array]()
     for path, array in cast(list[tuple[str, mx.array]], tree_flatten(parameters_of(module))):
         part, _, rest = path.partition(".")
-        found[f"{names[part]}.{rest}"] = array
+        if name == "mimo_v2_flash":
+            rest = rest.replace("post_attention_layernorm", "pre_mlp_layernorm")
+        if part in names:
+            found[f"{names[part]}.{rest}"] = array
     return found
 
 
@@ -128,7 +158,7 @@ def trained_module_of(name: str) -> MtpModule:
 
     def loss(module: MtpModule) -> mx.array:
         states = module(embedded, hidden[:, :-1])
-        return cross_entropy(text.lm_head(states), wanted, reduction="mean")
+        return cross_entropy(module.score(states, text.lm_head), wanted, reduction="mean")
 
     optimizer, gradients = optim.Adam(3e-3), value_and_grad(module, loss)
     for _ in range(150):

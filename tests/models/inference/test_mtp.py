@@ -1,6 +1,6 @@
 """A model's MTP module drafts what comes next; with it the model says what it says without."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx.nn.layers.quantized import QuantizedLinear, quantize
 from mlx.utils import tree_flatten
+from mlx_lm.models import ernie4_5_moe, mimo_v2_flash, step3p5
 from safetensors.numpy import save_file
 
 from cache.layers.headed import split_at_head
@@ -89,6 +90,24 @@ def test_a_sidecars_names_may_lack_the_prefix(folder: Path) -> None:
     assert_same_weights(loaded(folder, "qwen3_5", bare), module_of("qwen3_5"))
 
 
+@pytest.mark.parametrize("file", [MTP_FILE, "model_mtp.safetensors"])
+def test_the_first_module_of_several_is_read(file: str, folder: Path) -> None:
+    first = tensors_of(module_of("mimo_v2_flash"), "mimo_v2_flash")
+    others = {path.replace(".mtp.layers.0.", ".mtp.layers.1."): 2 * array for path, array in first.items()}
+    mx.save_safetensors(str(folder / file), first | others)
+    module = load_mtp(folder, "tiny", model_of("mimo_v2_flash"))
+    assert module is not None
+    assert_same_weights(module, module_of("mimo_v2_flash"))
+
+
+def test_norms_as_differences_are_told_by_those_of_the_layer(folder: Path) -> None:
+    found = tensors_of(module_of("step3p5"), "step3p5")
+    found = {path: array - 1.0 if "norm" in path else array for path, array in found.items()}
+    path = CHECKPOINT_NAMES["step3p5"]["embedding_norm"] + ".weight"
+    found[path] = found[path] + 9.0
+    assert mx.allclose(loaded(folder, "step3p5", found).embedding_norm.weight, found[path] + 1.0)
+
+
 def test_there_is_no_module_without_tensors_or_for_another_family(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), {"model.norm.weight": mx.ones(64)})
     assert load_mtp(folder, "tiny", model_of("qwen3_5")) is None
@@ -112,7 +131,7 @@ def test_an_original_checkpoint_has_separate_experts_and_norms_as_differences(na
     assert_same_weights(loaded(folder, name, found), module_of(name))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"])
 def test_an_original_checkpoint_has_keys_and_values_in_one_matrix(name: str, folder: Path) -> None:
     found, layer = tensors_of(module_of(name), name), CHECKPOINT_NAMES[name]["layer"]
     keys = found.pop(f"{layer}.self_attn.embed_q.weight").swapaxes(-1, -2)
@@ -198,6 +217,78 @@ def test_a_model_is_loaded_without_a_module_that_does_not_fit(
 # ----------------------------------------------------------------------------------------------------------- decoding
 
 
+LAYERS: dict[str, Callable[[Any], Any]] = {
+    "step3p5": lambda args: step3p5.Step3p5DecoderLayer(args, 4),
+    "mimo_v2_flash": lambda args: mimo_v2_flash.DecoderLayer(args, is_moe=False, is_sliding_window=True),
+    "ernie4_5_moe": lambda args: ernie4_5_moe.Ernie4_5_DecoderLayer(args, 4),
+}
+"""Of the module, as published."""
+
+
+class Published:
+    """What a published module drafts: without caches, from its tensors as the checkpoint names them."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.name = model_of(name), name
+        self.tensors, self.names = tensors_of(module_of(name), name), CHECKPOINT_NAMES[name]
+        prefix, self.layer = self.names["layer"] + ".", LAYERS[name](self.model.args)
+        own = {path.removeprefix(prefix) for path in self.tensors if path.startswith(prefix)}
+        named = {path.replace("pre_mlp_layernorm", "post_attention_layernorm"): path for path in own}
+        weights = [(ours, self.tensors[prefix + path]) for ours, path in named.items()]
+        self.layer.load_weights([one for one in weights if one[0] in weights_of(self.layer)])
+
+    def norm(self, part: str, states: mx.array) -> mx.array:
+        return mx.fast.rms_norm(states, self.tensors[f"{self.names[part]}.weight"], self.model.model.norm.eps)
+
+    def hidden(self, tokens: list[int]) -> mx.array:
+        """Before the last norm for Step, behind it for the others."""
+        states = self.model.model.embed_tokens(mx.array(tokens))[None]
+        for layer in self.model.model.layers:
+            slides = getattr(layer, "is_sliding", False) or getattr(layer, "is_sliding_window", False)
+            states = layer(states, self.mask(len(tokens), slides), None)
+        return cast(mx.array, states if self.name == "step3p5" else self.model.model.norm(states))[0]
+
+    def mask(self, length: int, slides: bool) -> mx.array:
+        ages = mx.arange(length)[:, None] - mx.arange(length)
+        return (ages >= 0) & (ages < (tiny_models.WINDOW if slides else length))
+
+    def draft(self, tokens: list[int], count: int) -> list[int]:
+        """Behind all but the last of `tokens`, which the model says there."""
+        before = self.hidden(tokens[:-1])
+        before, drafted = mx.concatenate([mx.zeros_like(before[:1]), before]), list[int]()
+        for _ in range(count):
+            embedded = self.model.model.embed_tokens(mx.array(tokens + drafted))
+            parts = [self.norm("embedding_norm", embedded), self.norm("hidden_norm", before)]
+            joined = mx.concatenate(parts, axis=-1) @ self.tensors[f"{self.names['projection']}.weight"].T
+            states = self.layer(joined[None], self.mask(len(joined), self.name != "ernie4_5_moe"), None)[0]
+            last = self.model.model.norm(states) if self.name == "ernie4_5_moe" else self.norm("norm", states)
+            matrix = self.model.lm_head.weight
+            if self.name == "step3p5":
+                matrix = self.tensors[f"{self.names['output']}.weight"]
+            drafted += best(last[-1:] @ matrix.T)
+            before = mx.concatenate([before, (states if self.name == "step3p5" else last)[-1:]])
+        return drafted
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_module_drafts_what_the_published_one_does(name: str) -> None:
+    published = Published(name)
+    for seed in range(4):
+        row = begin(name, module_of(name), prompt(50, seed))
+        tokens = [*prompt(50, seed), *row.known]
+        for _ in range(3):
+            assert row.draft(4) == published.draft([*tokens, *row.output], 4)
+            row.step(limit=0)
+
+
+def test_a_channel_that_the_last_norm_clears_is_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = model_of("step3p5").model.norm
+    monkeypatch.setitem(norm, "weight", mx.where(mx.arange(64) == 7, 0, norm.weight))
+    row = begin("step3p5", module_of("step3p5"), prompt(20))
+    states = module_of("step3p5")(mx.ones((1, 1, 64)), row.before[None])
+    assert mx.isfinite(module_of("step3p5").score(states, model_of("step3p5").lm_head)).all()
+
+
 class Row:
     """One row decoded with drafts, greedily."""
 
@@ -277,12 +368,12 @@ def test_a_model_says_the_same_with_drafts_of_any_length(name: str, limit: int) 
     assert_says_the_same(name, module_of(name), prompt(20), limit)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "step3p5"])
 def test_a_row_goes_on_from_a_restored_prefix(name: str) -> None:
     assert_says_the_same(name, module_of(name), prompt(20), limit=2, num_restored=12)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_v3", "step3p5"])
 def test_a_module_that_has_learned_a_text_gives_two_tokens_a_step(name: str) -> None:
     for text in learned_texts(name)[:2]:
         row = begin(name, trained_module_of(name), text[:12])
@@ -374,7 +465,7 @@ class Decoding:
             assert set(lengths(row.caches)) == {len(text) + len(output) - len(known)}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_v3", "step3p5"])
 def test_a_row_of_a_runner_says_the_same_in_half_the_steps(name: str) -> None:
     texts = [learned_texts(name)[0][:12]]
     decoding = Decoding(name, texts)
@@ -384,7 +475,7 @@ def test_a_row_of_a_runner_says_the_same_in_half_the_steps(name: str) -> None:
     decoding.assert_as_without(name, texts)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "step3p5"])
 def test_rows_of_a_runner_are_drafted_for_together_as_each_alone(name: str) -> None:
     texts = [text[: 9 + 4 * index] for index, text in enumerate(learned_texts(name)[:3])]
     together, alone = Decoding(name, texts), [Decoding(name, [text]) for text in texts]
@@ -411,7 +502,7 @@ def test_drafts_find_room_where_a_shared_buffer_is_full() -> None:
     assert group.clock.offsets == offsets
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "step3p5"])
 def test_rows_of_a_runner_say_the_same_with_steps_of_both_kinds(name: str) -> None:
     texts = [learned_texts(name)[0][:12], prompt(30, seed=77), learned_texts(name)[1][:20]]
     decoding = Decoding(name, texts)
