@@ -1,5 +1,6 @@
 """What holds for every test: no network, no deadlines that depend on how busy the machine is."""
 
+import gc
 import ipaddress
 import os
 import signal
@@ -7,7 +8,7 @@ import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """
     is_part = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.getoption("keyword")
     return 0 if is_part else (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spares garbage collections what collecting tests makes, all of which lasts to the end."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

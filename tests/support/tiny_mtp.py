@@ -51,8 +51,8 @@ def _named_for(num_layers: int, head: str = "shared_head") -> dict[str, str]:
 
 
 CHECKPOINT_NAMES = {
-    "deepseek_v3": _named_for(3),
-    "deepseek_v32": _named_for(3),
+    "deepseek_v3": _named_for(2),
+    "deepseek_v32": _named_for(2),
     "glm4_moe": _named_for(4),
     "glm4_moe_lite": _named_for(4),
     "glm_moe_dsa": _named_for(4),
@@ -143,7 +143,7 @@ def plain(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
 @functools.cache
 def learned_texts(name: str) -> list[list[int]]:
     """What the model says behind random prompts of 8 tokens, and these."""
-    prompts = [prompt(8, seed) for seed in range(16)]
+    prompts = [prompt(8, seed) for seed in range(4)]
     return [[*given, *plain(model_of(name), given, 40)] for given in prompts]
 
 

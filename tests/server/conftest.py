@@ -1,0 +1,49 @@
+"""Tests of the server open many servers of a few models: each kind of model is probed once in a process.
+
+What is found hangs on shapes and classes, not on weights; that it is right, tests of `models/` prove.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import pytest
+from mlx.utils import tree_flatten
+
+from models.inference import probe
+from models.inference.runner import Runner
+
+_FOUND: dict[Hashable, Any] = {}
+
+
+def _kind_of(model: Any) -> Hashable:
+    leaves: Any = tree_flatten(model.parameters())
+    return type(model), repr(model.args), tuple((path, leaf.shape, leaf.dtype) for path, leaf in leaves)
+
+
+def _once(find: Callable[..., Any]) -> Callable[..., Any]:
+    def found(model: Any, *words: Hashable, max_seconds: float, **options: Hashable) -> Any:
+        key = (find.__name__, _kind_of(model), words, *options.items())
+        if key not in _FOUND:
+            _FOUND[key] = find(model, *words, max_seconds=max_seconds, **options)
+        return _FOUND[key]
+
+    return found
+
+
+def _measured_once(measured: Callable[..., Any]) -> Callable[..., Any]:
+    def found(runner: Any, measure: Any) -> Any:
+        key = (measure.__qualname__, _kind_of(runner._model), runner._mtp is None)
+        if key not in _FOUND:
+            _FOUND[key] = measured(runner, measure)
+        return _FOUND[key]
+
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _probes_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for find in (probe.find_form, probe.find_feed_fault, probe.find_flat_fault):
+            patch.setattr(probe, find.__name__, _once(find))
+        patch.setattr(Runner, "_measure", _measured_once(Runner._measure))
+        yield
