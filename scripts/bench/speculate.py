@@ -362,7 +362,7 @@ def main() -> None:
     """Prints the table; writes it as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--seconds", type=float, default=12, help="decoding time of a line (default: 12)")
+    parser.add_argument("--seconds", type=float, default=30, help="decoding time of a line (default: 30)")
     parser.add_argument(
         "--cpu", action="store_true", help="count seconds of this process on the CPU, not on the clock"
     )

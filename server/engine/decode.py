@@ -67,23 +67,33 @@ class DecodePipeline:
 
     def step(self) -> None:
         """Launches the next step and reads the one before; a step with drafts is read too."""
+        begun = self._clock()
         sequences = self.next_sequences()
         if self._feeds is None:
             self._step_plain(sequences)
-        elif not self._feeds.may_pay(sequences):
-            # Where a prefill has read the step before, its seconds would count.
-            num_rows = len(self._in_flight.sequences) if self._in_flight and not self._in_flight.is_read else 0
-            begun = self._clock()
-            self._step_plain(sequences)
-            if num_rows:
-                self._feeds.observe(num_rows, begun)
-        else:
+        elif not self._is_under_way:
+            self._step_known(self._feeds, begun)
+        elif self._feeds.may_pay(sequences):
             self.read()
-            feeds = self._feeds.plan(self._with_room())
-            if feeds:
-                self._step_feeds(self._feeds, feeds)
-            else:
-                self._step_plain(self._with_room())
+            self._step_known(self._feeds, self._feeds.has_left(begun))
+        else:
+            looked = self._clock()
+            self._step_plain(sequences)
+            self._feeds.observe(len(sequences), begun, looked)
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._in_flight is not None and not self._in_flight.is_read
+
+    def _step_known(self, steps: FeedSteps, begun: float) -> None:
+        """A step before which all tokens are known."""
+        sequences = self._with_room()
+        feeds = steps.plan(sequences) if sequences else []
+        if feeds:
+            self._step_feeds(steps, feeds, begun)
+        else:
+            self._step_plain(self._with_room())
+            steps.observe_restart(len(sequences), begun)
 
     def _with_room(self) -> list[Sequence]:
         """The next sequences for which memory is reserved: what has just ended waits for a step."""
@@ -91,10 +101,11 @@ class DecodePipeline:
             one for one in self.next_sequences() if one.lease is not None and one.lease.spare_tokens >= one.needed
         ]
 
-    def _step_feeds(self, steps: FeedSteps, feeds: list[Feed]) -> None:
+    def _step_feeds(self, steps: FeedSteps, feeds: list[Feed], begun: float) -> None:
         self._in_flight = None
         error = steps.evaluate(feeds)
         if error is None:
+            steps.learn(feeds, begun)
             return
         sequences = [feed.sequence for feed in feeds]
         for sequence in sequences:

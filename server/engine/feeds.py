@@ -33,6 +33,8 @@ class Feed:
     draft: list[int]
     masks: list[MaskWords | None]
     """Of each sample; all None for a row without a grammar."""
+    num_fed: int
+    """Tokens, known and drafted."""
     has_ended: bool
     """The output had ended before: its last token is evaluated."""
     num_accepted: int = 0
@@ -42,10 +44,6 @@ class Feed:
     is_forced: bool = False
     """`rest` was not sampled."""
     events: list[Event] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.sequence.decode.known) + len(self.draft)
 
     def for_runner(self) -> Draft:
         """The draft, with what comes before it."""
@@ -85,6 +83,8 @@ class FeedSteps:
         self._table = table
         self._speculation = speculation
         self._clock = clock
+        self._left_seconds: float | None = None
+        """Of the last plain step's end, if a step with drafts was to follow it at once."""
 
     def may_pay(self, sequences: list[Sequence]) -> bool:
         """Whether the next step may have drafts, or must evaluate several known tokens of a row."""
@@ -94,9 +94,30 @@ class FeedSteps:
             return False
         return self._speculation.may_draft([_drafting(sequence) for sequence in sequences])
 
-    def observe(self, num_rows: int, begun: float) -> None:
-        """Notes a step without drafts that began at `begun`."""
-        self._speculation.observe(num_rows, self._clock() - begun)
+    # -- time: every step is a plain one, the end or the beginning of several, or one with feeds
+
+    def observe(self, num_rows: int, begun: float, looked: float) -> None:
+        """Notes a plain step for which `may_pay` looked from `begun` until `looked`."""
+        if num_rows:
+            self._speculation.observe(num_rows, self._clock() - looked, looked - begun)
+
+    def has_left(self, begun: float) -> float:
+        """Notes that the last plain step is read; returns the time."""
+        now = self._clock()
+        self._left_seconds = now - begun
+        return now
+
+    def observe_restart(self, num_rows: int, begun: float) -> None:
+        """Notes that plain steps begin again; where drafts ended them, both halves take the time of one and more."""
+        if self._left_seconds is not None and num_rows:
+            self._speculation.observe_restart(num_rows, self._left_seconds + self._clock() - begun)
+        self._left_seconds = None
+
+    def learn(self, feeds: list[Feed], begun: float) -> None:
+        """Notes a step with feeds that is over."""
+        rows, fed = [_drafting(feed.sequence) for feed in feeds], [feed.num_fed for feed in feeds]
+        drafted, accepted = [len(feed.draft) for feed in feeds], [feed.num_accepted for feed in feeds]
+        self._speculation.learn(rows, fed, drafted, accepted, self._clock() - begun)
 
     # -- before a step
 
@@ -106,13 +127,15 @@ class FeedSteps:
         A sequence whose grammar fails ends.
         """
         limits = [self._limit(sequence) for sequence in sequences]
-        drafting = [_drafting(sequence) for sequence in sequences]
-        drafts = self._speculation.plan(drafting, limits, partial(self._predict, sequences))
+        drafts: list[list[int]] = [[] for _ in sequences]
+        if any(limits):
+            drafting = [_drafting(sequence) for sequence in sequences]
+            drafts = self._speculation.plan(drafting, limits, partial(self._predict, sequences))
         if not any(drafts) and not any(len(sequence.decode.known) > 1 for sequence in sequences):
             return []
         pairs = zip(sequences, drafts, strict=True)
         feeds = [feed for one, draft in pairs if (feed := self._feed_of(one, draft)) is not None]
-        return feeds if any(feed.num_tokens > 1 for feed in feeds) else []
+        return feeds if any(feed.num_fed > 1 for feed in feeds) else []
 
     def _predict(self, sequences: list[Sequence], wanted: list[int]) -> list[list[int]]:
         """What the MTP module drafts; nothing if it fails: the step then shows whose state has survived."""
@@ -144,13 +167,14 @@ class FeedSteps:
         except Exception as error:  # an error of the grammar concerns this row only
             self._table.fail_bound(sequence, error)
             return None
-        return Feed(sequence, draft[: len(masks) - 1], masks, sequence.output.reason is not None)
+        draft = draft[: len(masks) - 1]
+        num_fed = len(sequence.decode.known) + len(draft)
+        return Feed(sequence, draft, masks, num_fed, sequence.output.reason is not None)
 
     # -- a step
 
     def evaluate(self, feeds: list[Feed]) -> Exception | None:
         """Evaluates and settles a step. Returns an error of the model: the live state of all rows is then lost."""
-        begun = self._clock()
         try:
             step = self._prepared(feeds)
             self._runner.start(step)
@@ -162,7 +186,7 @@ class FeedSteps:
             if not feed.has_ended:
                 feed.accept(found, now, partial(step.logprob, index))
         fault = self._settling_fault(step, feeds)
-        self._tell(feeds, now, now - begun)
+        self._tell(feeds, now)
         if fault is None:
             for feed in feeds:
                 self._close_if_ended(feed.sequence)
@@ -213,11 +237,7 @@ class FeedSteps:
                     generated=sequence.output.tokens,
                 )
 
-    def _tell(self, feeds: list[Feed], now: float, seconds: float) -> None:
-        if any(feed.draft for feed in feeds):
-            rows = [_drafting(feed.sequence) for feed in feeds]
-            drafted, accepted = [len(feed.draft) for feed in feeds], [feed.num_accepted for feed in feeds]
-            self._speculation.learn(rows, drafted, accepted, seconds)
+    def _tell(self, feeds: list[Feed], now: float) -> None:
         for feed in feeds:
             feed.sequence.drafted_tokens += len(feed.draft)
             feed.sequence.accepted_tokens += feed.num_accepted

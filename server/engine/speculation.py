@@ -9,11 +9,11 @@ Knows neither model nor clock: seconds are handed in. Worker thread only.
 """
 
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from cache.history import History, LiveText
 from server.engine.request import DraftSource, DraftStats, GenerationRequest, TokenArray
 
 MIN_GAIN = 0.03
-"""Part of the tokens per second that drafts must add, for each plain step that a step with them lasts."""
+"""Part of the tokens per second that drafts must add."""
 MIN_CHANCE = 0.02
 """A draft ends before a token that is less likely to be reached and accepted."""
 NGRAM = 3
@@ -30,8 +30,7 @@ NGRAM = 3
 MAX_OWN_TOKENS = 8192
 """Of a prompt that must not join the history."""
 _RELAX = 0.01
-HOPE = 0.97
-"""The best odds of a draft's tokens after the first."""
+"""Part by which odds return to others, each token."""
 
 _EDGES = (3, 4, 8, 16, 32)
 """The last match length of each class of odds but the last."""
@@ -218,7 +217,7 @@ class FollowedText:
         """The text's next tokens."""
         return self._follower.next_tokens(limit)
 
-    def chances(self, limit: int, ahead: int = 0) -> list[float]:
+    def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
         """For each token of a draft, the chance that it and all before it are accepted; without hopeless tokens.
 
         Assumes that `ahead` more tokens agree.
@@ -227,7 +226,7 @@ class FollowedText:
         num_tokens, agreed = len(self._follower.next_tokens(limit + ahead)), self._follower.match_length
         for length in range(agreed + ahead, agreed + num_tokens):
             chance *= odds[_CLASSES[length if length < _LONGEST else _LONGEST]]
-            if chance < MIN_CHANCE:
+            if chance < least:
                 break
             chances.append(chance)
         return chances
@@ -262,12 +261,12 @@ class ExpectedText:
     def _look(self) -> None:
         self.promise = max(self._odds.values[0] - self._token_cost(), 0.0)
 
-    def chances(self, limit: int, ahead: int = 0) -> list[float]:
+    def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
         """As of a followed text, each less the token's cost."""
         chances, chance, odds, cost = list[float](), 1.0, self._odds.values, self._token_cost()
         for place in range(limit):
             chance *= odds[min(place, len(odds) - 1)]
-            if chance - cost < MIN_CHANCE:
+            if chance - cost < least:
                 break
             chances.append(chance - cost)
         return chances
@@ -275,285 +274,191 @@ class ExpectedText:
 
 # ------------------------------------------------------------------------------------------------------------- cost
 
-_TRIED_SHARE = 0.75
-"""Of the longest call allowed; a longer one doubles that."""
-_PLAIN_SHARE = 0.1
-_DRAFT_SHARE = 0.2
+MAX_STEP_TOKENS = 4096
+"""Of all rows; more cost as much."""
+_LEAST_SLOPE = 0.005
+"""What a token adds at least to a call, in calls of one token."""
+_NUM_PLAIN = 3
+"""Plain steps from which others are told: the quickest of the first ones counts."""
+_STALL = 1.5
+"""A step that took so many times what was expected waited for something else, unless the one before did as well."""
+_PLAIN_SHARE = 0.15
+_OTHER_SHARE = 0.2
 """By which part of its error an estimate is corrected."""
-_MAX_ERROR = 0.25
-"""Of the estimate: a longer step waited for something else."""
-_FORGET = 0.001
-"""Part by which each step returns what was learned to what was measured at load: outliers heal."""
-_TRUST_DECAY = 0.1
-"""Part by which each step with drafts discounts earlier expectations and gains."""
-_NUM_FIRST = 4
-"""Plain steps of so many rows that are believed without bounds."""
-_FLOOR_STEPS = 16
-"""Steps after which `StepCost.floor` is computed again."""
+_DECAY = 0.9
+_PLAIN_DECAY = 0.99
+"""What a step with drafts, and one without, leave of the weight of earlier ones."""
+_CALL_PRIOR = 0.3
+_SCALE_PRIOR = 0.003
+"""Weights of the belief that a call costs what was measured at load."""
+_FIRST_ALLOWANCE = 3.0
+_MAX_ALLOWANCE = 16.0
+_INCOME = 0.0075
+"""In plain steps; the last is the part of all time that drafts may lose."""
+_MAX_UNMEASURED = 64
+"""Steps with drafts after which `_NUM_PLAIN` plain ones are measured again."""
+
+
+class Overrun:
+    """Tells a stall from a step that costs more than was expected: only the latter comes twice."""
+
+    def __init__(self) -> None:
+        self._last = 1.0
+
+    def bounded(self, seconds: float, expected: float) -> float:
+        """Takes a step; returns its seconds, fewer after a stall."""
+        limit, self._last = max(self._last, _STALL), seconds / expected
+        return min(self._last, limit) * expected
 
 
 class StepCost:
-    """Seconds of a decode step, by rows and by the tokens evaluated.
+    """Seconds of model calls, by tokens, as measured at load, and of plain steps, by rows, as seen while serving."""
 
-    Drafts add their tokens' seconds, on a piecewise linear curve, and the overlap with other steps that is lost.
-    """
-
-    def __init__(self, step_seconds: Mapping[int, float], *, feeds_together: bool, feeds_again: bool) -> None:
-        """`feeds_again`: after a rejection the accepted tokens are evaluated again with the next step."""
-        self._together = feeds_together
-        self._again = feeds_again
-        self._knots = sorted(step_seconds)
-        self._curve = [max(step_seconds[knot] for knot in self._knots[: i + 1]) for i in range(len(self._knots))]
-        self._measured = list(self._curve)
-        self._extend()
-        self.overlap = 0.0
-        self._plain: dict[int, float] = {}
-        self._num_plain: dict[int, int] = {}
-        self._floors: dict[tuple[int, int], float] = {}
-        self._num_steps = 0
-
-    def _extend(self) -> None:
-        """Adds a knot: a token costs what the last ones did, at least half the mean."""
-        last, seconds = self._knots[-1], self._curve[-1]
-        slope = (seconds - self._curve[-2]) / (last - self._knots[-2]) if len(self._knots) > 1 else 0.0
-        self._knots.append(2 * last)
-        self._curve.append(seconds + max(slope, seconds / last / 2) * last)
-        self._measured.append(self._curve[-1])
-
-    def tokens(self, num_tokens: int) -> float:
-        """Seconds of a model call, on the curve."""
-        knots, curve = self._knots, self._curve
-        right = max(min(bisect_left(knots, num_tokens), len(knots) - 1), 1)
-        low, seconds = knots[right - 1], curve[right - 1]
-        return seconds + (curve[right] - seconds) * (num_tokens - low) / (knots[right] - low)
-
-    def longer(self, num_tokens: int) -> Iterator[float]:
-        """Seconds of calls of one token more, two more, and so on, up to twice what was tried."""
-        seconds = self.tokens(num_tokens)
-        for right in range(bisect_right(self._knots, num_tokens), len(self._knots)):
-            low, high = self._knots[right - 1], self._knots[right]
-            slope = (self._curve[right] - self._curve[right - 1]) / (high - low)
-            for _ in range(max(low, num_tokens), high):
-                seconds += slope
-                yield seconds
+    def __init__(self, call_seconds: Mapping[int, float]) -> None:
+        widths = sorted(call_seconds)
+        seconds = np.maximum.accumulate([call_seconds[width] for width in widths])
+        # Where calls of any length seem to take as long, a token still costs something.
+        seconds += seconds[0] * _LEAST_SLOPE * (np.array(widths) - 1)
+        slope = max((seconds[-1] - seconds[-2]) / (widths[-1] - widths[-2]), seconds[-1] / widths[-1] / 2)
+        widths.append(MAX_STEP_TOKENS)
+        seconds = np.append(seconds, seconds[-1] + slope * (MAX_STEP_TOKENS - widths[-2]))
+        self.calls: list[float] = np.interp(range(MAX_STEP_TOKENS + 1), widths, seconds).tolist()
+        """By tokens."""
+        self.token = float(np.diff(self.calls[1:]).min())
+        """The least that a token adds."""
+        self._plain: dict[int, tuple[float, int, Overrun]] = {}
 
     def plain(self, num_rows: int) -> float:
         """Seconds of a step without drafts; 0 for no rows."""
         if num_rows in self._plain or not num_rows:
-            return self._plain.get(num_rows, 0.0)
+            return self._plain[num_rows][0] if num_rows else 0.0
         if not self._plain:
-            return self.tokens(num_rows)
-        known = min(self._plain, key=lambda other: abs(other - num_rows))
-        return self._plain[known] * self.tokens(num_rows) / self.tokens(known)
-
-    def feed(self, num_tokens: int) -> float:
-        """Seconds of one row's call of its own."""
-        return self.plain(1) + self.tokens(num_tokens) - self.tokens(1)
-
-    def row_calls(self, chances: Sequence[float], shared_seconds: float) -> list[tuple[float, float]]:
-        """For each length of a row's draft, the expected accepted tokens and seconds of its own call.
-
-        Without a call of its own a row takes `shared_seconds`.
-        """
-        calls, tokens, again, reached = [], 0.0, 0.0, 1.0
-        base = self.plain(1) - self.tokens(1)
-        for number, (chance, seconds) in enumerate(zip(chances, self.longer(1), strict=False)):
-            tokens += chance
-            if self._again:
-                again += (reached - chance) * self.again(number, shared_seconds)
-                reached = chance
-            calls.append((tokens, base + seconds + again))
-        return calls
-
-    def again(self, num_accepted: int, shared_seconds: float) -> float:
-        """Seconds that a rejection behind `num_accepted` tokens costs the next step; never negative."""
-        return max(0.0, self.feed(2 + num_accepted) + self.overlap - shared_seconds) if self._again else 0.0
-
-    def step(self, feeds: Sequence[int]) -> float:
-        """Seconds of a step with drafts that feeds rows so many tokens."""
-        num_rows = len(feeds)
-        if self._together:
-            return self.plain(num_rows) + self.tokens(sum(feeds)) - self.tokens(num_rows) + self.overlap
-        longer = [num_tokens for num_tokens in feeds if num_tokens > 1]
-        return self.plain(num_rows - len(longer)) + sum(map(self.feed, longer)) + self.overlap
+            return self.calls[num_rows]
+        near = min(self._plain, key=lambda other: abs(other - num_rows))
+        return self._plain[near][0] * self.calls[num_rows] / self.calls[near]
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Takes a plain step."""
-        expected, number = self.plain(num_rows), self._num_plain.get(num_rows, 0)
-        error = seconds - expected
-        if number >= _NUM_FIRST:
-            error = _bounded(error, expected)
-        self._plain[num_rows] = expected + error * max(_PLAIN_SHARE, 1 / (number + 2))
-        self._num_plain[num_rows] = number + 1
-        self._num_steps += 1
-        if self._num_steps % _FLOOR_STEPS == 0:
-            self._forget(_FORGET * _FLOOR_STEPS)
-
-    def learn(self, feeds: Sequence[int], seconds: float) -> float:
-        """Corrects lost overlap and curve by a step's error; returns the step's seconds without most of a stall."""
-        calls = [sum(feeds)] if self._together else [num_tokens for num_tokens in feeds if num_tokens > 1]
-        while max(calls) > _TRIED_SHARE * self._knots[-1]:
-            self._extend()
-        expected = self.step(feeds)
-        bounded = _bounded(seconds - expected, expected)
-        error = _DRAFT_SHARE * bounded
-        weights = self._weights(calls)
-        norm = 1 + sum(weight * weight for weight in weights.values())
-        self.overlap = max(self.overlap + error / norm, 0.0)
-        for place, weight in weights.items():
-            self._curve[place] = max(self._curve[place] + error * weight / norm, self._curve[0])
-        self._num_steps += 1
-        if self._num_steps % _FLOOR_STEPS == 0:
-            self._floors.clear()
-        return expected + bounded
-
-    def _weights(self, calls: Sequence[int]) -> dict[int, float]:
-        """How much each knot counts in calls of so many tokens."""
-        weights: dict[int, float] = {}
-        for num_tokens in calls:
-            right = bisect_left(self._knots, num_tokens)
-            low, high = self._knots[right - 1], self._knots[right]
-            share = (num_tokens - low) / (high - low)
-            weights[right] = weights.get(right, 0.0) + share
-            if right > 1:  # the first knot is the plain step of one row
-                weights[right - 1] = weights.get(right - 1, 0.0) + 1 - share
-        return weights
-
-    def _forget(self, share: float) -> None:
-        self._floors.clear()
-        self.overlap *= 1 - share
-        self._curve = [
-            value + share * (measured - value) for value, measured in zip(self._curve, self._measured, strict=True)
-        ]
-
-    def floor(self, num_rows: int, num_following: int) -> float:
-        """The least odds of the next token with which so many rows' drafts could pay."""
-        found = self._floors.get((num_rows, num_following))
-        if found is None:
-            found = self._floors[num_rows, num_following] = self._floor(num_rows, num_following)
-        return found
-
-    def _floor(self, num_rows: int, num_following: int) -> float:
-        least, plain = float("inf"), self.plain(num_rows)
-        for num_tokens in (1, 2, 4, 8, 16, 32):
-            hoped = (1 - HOPE**num_tokens) / (1 - HOPE)
-            feeds = [1 + num_tokens] * num_following + [1] * (num_rows - num_following)
-            steps = self.step(feeds) / plain
-            least = min(least, num_rows * (steps * (1 + MIN_GAIN * steps) - 1) / (num_following * hoped))
-        return least
+        value, number, overrun = self._plain.get(num_rows, (seconds, 0, Overrun()))
+        found = overrun.bounded(seconds, value)
+        value = min(value, found) if number < _NUM_PLAIN else value + _PLAIN_SHARE * (found - value)
+        self._plain[num_rows] = value, number + 1, overrun
 
 
-def _bounded(error: float, expected: float) -> float:
-    return max(-_MAX_ERROR * expected, min(error, _MAX_ERROR * expected))
+class Excess:
+    """What drafts add to steps of about so many rows, and what they may lose. All in plain steps.
+
+    A call with drafts takes `call` longer than was measured at load, a drafted token `scale` times as long: a
+    regression over the last steps, in which the measurement counts little. Whatever is expected, drafts are paid
+    out of an allowance: a step that loses takes from it, a step that gains adds to it, and so does each plain step.
+    """
+
+    def __init__(self) -> None:
+        self.call, self.scale = 0.0, 1.0
+        self.restart = 0.0
+        """Of the overlap that is lost where plain steps begin again."""
+        self.allowance = _FIRST_ALLOWANCE
+        self._num_unmeasured = _MAX_UNMEASURED
+        """Steps with drafts since enough plain ones came in a row."""
+        self._num_plain = 0
+        self._overrun = Overrun()
+        self._sums = [0.0] * 5
+
+    @property
+    def may_lose(self) -> float:
+        """What the next step may take longer than a plain one."""
+        return self.allowance if self._num_unmeasured < _MAX_UNMEASURED else 0.0
+
+    def observe(self, lost: float) -> None:
+        """Takes a plain step, beside which `lost` was spent on looking for drafts."""
+        self._num_plain += 1
+        if self._num_plain >= _NUM_PLAIN:
+            self._num_unmeasured = 0
+        self.allowance = min(self.allowance + _INCOME, max(self.allowance, _FIRST_ALLOWANCE)) - lost
+        self._decay(_PLAIN_DECAY)
+
+    def observe_restart(self, lost: float) -> None:
+        """Takes the first plain step behind one with drafts."""
+        self.allowance -= min(lost, 1.0)
+        self.restart = max(0.0, self.restart + _OTHER_SHARE * (min(lost, 1.0) - self.restart))
+
+    def learn(self, num_calls: int, added: float, base: float, took: float, gained: float) -> None:
+        """Takes a step that `took` so long, of which load-time costs explain `base` and `added` for drafted tokens.
+
+        `gained`: the tokens of the step.
+        """
+        self._num_plain, self._num_unmeasured = 0, self._num_unmeasured + 1
+        took = self._overrun.bounded(took, base + self.call * num_calls + self.scale * added)
+        self.allowance = min(self.allowance + gained - took, _MAX_ALLOWANCE)
+        self._decay(_DECAY)
+        weight, over = 1 / took**2, took - base
+        parts = (num_calls * num_calls, num_calls * added, added * added, num_calls * over, added * over)
+        self._sums = [old + weight * new for old, new in zip(self._sums, parts, strict=True)]
+        self._fit()
+
+    def _decay(self, share: float) -> None:
+        self._sums = [share * value for value in self._sums]
+
+    def _fit(self) -> None:
+        calls, both, added, over_calls, over_added = self._sums
+        calls, added, over_added = calls + _CALL_PRIOR, added + _SCALE_PRIOR, over_added + _SCALE_PRIOR
+        self.call = max(0.0, (over_calls * added - over_added * both) / (calls * added - both * both))
+        self.scale = max(0.0, (over_added - self.call * both) / added)
+        if not self.scale:
+            self.call = max(0.0, over_calls / calls)
 
 
 # ---------------------------------------------------------------------------------------------- lengths of the drafts
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """A draft length for each row, and the tokens and seconds expected of the step."""
+class Choice(NamedTuple):
+    """How many tokens each call drafts, and what is expected of the step."""
 
-    tokens_of: list[int]
+    lengths: list[int]
     tokens: float
-    """That all rows put out."""
-    seconds: float
-
-    def gain(self, plain_seconds: float) -> float:
-        """Plain steps that are saved."""
-        return self.tokens / len(self.tokens_of) - self.seconds / plain_seconds
+    """Of all rows."""
+    took: float
+    """In plain steps."""
 
 
-def choose_together(chances: Sequence[Sequence[float]], cost: StepCost) -> Lengths | None:
-    """The fastest draft lengths where one call evaluates all feeds; None if no drafts are faster.
+def choose(options: Sequence[Sequence[tuple[float, float]]], rest: Sequence[float], num_rows: int) -> Choice | None:
+    """The lengths with the most tokens per second; None if no drafts are faster.
 
-    A token costs the same in each row: the likeliest of all rows are taken, as long as they pay.
+    `options` holds for each call, by length, the tokens accepted and what it takes; `rest`, by number, what those
+    without drafts take together. At a given price of a plain step, in tokens, calls are independent but for that
+    number. The price rises to the best speed that it allows (Dinkelbach 1967).
     """
-    num_rows = len(chances)
-    likeliest = [(chance, row) for row, ahead in enumerate(chances) for chance in ahead]
-    likeliest.sort(key=itemgetter(0), reverse=True)
-    plain = cost.plain(num_rows)
-    base = plain + cost.overlap - cost.tokens(num_rows)
-    best, best_tokens, best_seconds = 0, float(num_rows), plain
-    tokens = float(num_rows)
-    for number, ((chance, _), call_seconds) in enumerate(zip(likeliest, cost.longer(num_rows), strict=False), 1):
-        tokens += chance
-        seconds = base + call_seconds
-        if tokens * best_seconds > best_tokens * seconds:
-            best, best_tokens, best_seconds = number, tokens, seconds
-    if not best:
-        return None
-    tokens_of = [0] * num_rows
-    for _, row in likeliest[:best]:
-        tokens_of[row] += 1
-    return Lengths(tokens_of, best_tokens, best_seconds)
-
-
-def choose_apart(chances: Sequence[Sequence[float]], cost: StepCost) -> Lengths | None:
-    """As `choose_together`, where a row with a draft has a call of its own.
-
-    At a given price of a second, in tokens, rows are independent but for the call of those without a draft, which
-    only their number decides. The price rises to the best speed that it allows (Dinkelbach 1967).
-    """
-    num_rows, best = len(chances), None
-    plain = [cost.plain(number) for number in range(num_rows + 1)]
-    calls = [cost.row_calls(ahead, plain[num_rows] - plain[num_rows - 1]) for ahead in chances]
-    price = num_rows / plain[num_rows]
+    best, price = None, num_rows / rest[-1]
     while True:
-        found = _at_price(price, calls, plain, cost.overlap)
-        if found is None or found.tokens <= price * found.seconds * (1 + 1e-9):
+        found = _at_price(price, options, rest, num_rows)
+        if found is None or found.tokens <= price * found.took * (1 + 1e-9):
             return best
-        best, price = found, found.tokens / found.seconds
+        best, price = found, found.tokens / found.took
 
 
 def _at_price(
-    price: float, calls: Sequence[Sequence[tuple[float, float]]], plain: Sequence[float], overlap: float
-) -> Lengths | None:
-    """The lengths with the most tokens beyond the price of their seconds; None without drafts."""
-    num_rows, options = len(calls), []
-    for row, ahead in enumerate(calls):
-        values = [tokens - price * seconds for tokens, seconds in ahead]
-        if values:
-            value = max(values)
-            options.append((value, row, values.index(value)))
-    options.sort(reverse=True)
-    total, best, best_value = 0.0, 0, -price * plain[num_rows]
-    for number, (value, _, _) in enumerate(options, 1):
+    price: float, options: Sequence[Sequence[tuple[float, float]]], rest: Sequence[float], num_rows: int
+) -> Choice | None:
+    """The lengths with the most tokens beyond the price of their time; None without drafts."""
+    values = [[tokens - price * took for tokens, took in call] for call in options]
+    ranked = sorted(((max(call), place) for place, call in enumerate(values) if call), reverse=True)
+    total, best, best_value = 0.0, 0, -price * rest[-1]
+    for number, (value, _) in enumerate(ranked, 1):
         total += value
-        if total - price * (overlap + plain[num_rows - number]) > best_value:
-            best, best_value = number, total - price * (overlap + plain[num_rows - number])
+        if total - price * rest[-1 - number] > best_value:
+            best, best_value = number, total - price * rest[-1 - number]
     if not best:
         return None
-    tokens_of, tokens, seconds = [0] * num_rows, float(num_rows), overlap + plain[num_rows - best]
-    for _, row, place in options[:best]:
-        tokens_of[row] = place + 1
-        tokens += calls[row][place][0]
-        seconds += calls[row][place][1]
-    return Lengths(tokens_of, tokens, seconds)
+    lengths, tokens, took = [0] * len(options), float(num_rows), rest[-1 - best]
+    for value, place in ranked[:best]:
+        index = values[place].index(value)
+        lengths[place] = index + 1
+        tokens += options[place][index][0]
+        took += options[place][index][1]
+    return Choice(lengths, tokens, took)
 
 
 # ------------------------------------------------------------------------------------------------------- the planner
-
-
-class Trust:
-    """How much of drafts' expected gain has come true, in all and lately."""
-
-    def __init__(self) -> None:
-        self._expected = self._gained = 1.0
-
-    @property
-    def value(self) -> float:
-        """At most 1; negative where drafts cost more than they brought."""
-        return min(self._gained / self._expected, 1.0)
-
-    def learn(self, expected: float, gained: float) -> None:
-        """Takes a step with drafts, in plain steps saved."""
-        self._expected += expected - self._expected * _TRUST_DECAY
-        self._gained += gained - self._gained * _TRUST_DECAY
-
-    def regain(self) -> None:
-        """After a plain step: some day drafts are tried again."""
-        self._gained += (self._expected - self._gained) * _FORGET
 
 
 class Drafting:
@@ -596,9 +501,9 @@ class Drafting:
         """Ends the output, which joins the history where it may."""
         self._own.end(self._is_kept)
 
-    def chances(self, limit: int, ahead: int = 0) -> list[float]:
+    def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
         """See `FollowedText.chances`."""
-        return self._chosen.chances(limit, ahead) if self._chosen is not None and limit > 0 else []
+        return self._chosen.chances(limit, least, ahead) if self._chosen is not None and limit > 0 else []
 
     @property
     def is_expected(self) -> bool:
@@ -638,23 +543,27 @@ class Speculation:
         feeds_again: bool = False,
         draft_seconds: float | None = None,
     ) -> None:
-        """`step_seconds`: of a model call, by its tokens. `feeds_again`: see `StepCost`.
+        """`step_seconds`: of a model call, by its tokens.
+
+        `feeds_again`: after a rejection the accepted tokens are evaluated again with the next step.
 
         `draft_seconds`: of a token that the model's MTP module drafts, if it has one.
         """
         self._history = history
-        self._draft_seconds = draft_seconds
-        self._together = feeds_together
+        self._together, self._again = feeds_together, feeds_again
         self._limit = max_feed_tokens - 1
-        self._cost = StepCost(step_seconds, feeds_together=feeds_together, feeds_again=feeds_again)
+        self._cost = StepCost(step_seconds)
+        self._drafts_itself = draft_seconds is not None
+        self._token_cost = (draft_seconds or 0.0) / self._cost.calls[1]
+        """Of a token that the MTP module drafts, in plain steps."""
+        self._drafting_seconds = 0.0
+        """Of the module, in the step under way."""
         self._odds = {source: Odds(prior, weight=16, decay=0.998) for source, prior in PRIOR_ODDS.items()}
         self._drafted = dict.fromkeys(DraftSource, 0)
         self._accepted = dict.fromkeys(DraftSource, 0)
         self._num_steps = self._num_tokens = 0
-        self._trust: dict[int, Trust] = {}
+        self._excess: dict[int, Excess] = {}
         """By the number of rows, roughly."""
-        self._expected: Lengths | None = None
-        """Of the last plan."""
 
     @property
     def stats(self) -> DraftStats:
@@ -688,24 +597,21 @@ class Speculation:
             texts.append(FollowedText(DraftSource.PREDICTION, prediction, self._odds[DraftSource.PREDICTION]))
         if request.grammar is not None or request.thinking is not None:
             texts.append(FollowedText(DraftSource.GRAMMAR, ForcedText(forced), self._odds[DraftSource.GRAMMAR]))
-        if self._draft_seconds is not None:
-            texts.append(ExpectedText(self._odds[DraftSource.MTP], self._token_cost))
+        if self._drafts_itself:
+            texts.append(ExpectedText(self._odds[DraftSource.MTP], lambda: self._token_cost))
         return Drafting(texts, own, prediction, is_kept=is_kept)
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
         """Whether drafts are likely to pay after the step under way, its tokens taken for the followed ones."""
-        following = [row for row in rows if row.promise]
-        if not following or max(row.promise for row in following) < self._cost.floor(len(rows), len(following)):
+        least = self._least_chance(len(rows))
+        if self._excess_of(len(rows)).may_lose <= 0 or all(row.promise <= least for row in rows):
             return False
-        found = self._choose([row.chances(self._limit, 1) for row in rows])
+        found = self._choose([row.chances(self._limit, least, 1) for row in rows])
         if found is None:
             return False
-        drafted = [row.promise for row, num_tokens in zip(rows, found.tokens_of, strict=True) if num_tokens]
-        chance, plain = sum(drafted) / len(drafted), self._cost.plain(len(rows))
-        return chance * found.gain(plain) > (1 - chance) * self._cost.overlap / plain
-
-    def _token_cost(self) -> float:
-        return (self._draft_seconds or 0.0) / self._cost.plain(1)
+        drafted = [row.promise for row, num_tokens in zip(rows, found.lengths, strict=True) if num_tokens]
+        gain = found.tokens / len(rows) - found.took
+        return gain * sum(drafted) / len(drafted) > self._excess_of(len(rows)).restart
 
     def plan(
         self,
@@ -717,63 +623,109 @@ class Speculation:
 
         `predict` has the MTP module draft so many tokens of each row.
         """
-        found = self._choose([row.chances(min(limit, self._limit)) for row, limit in zip(rows, limits, strict=True)])
+        least = self._least_chance(len(rows))
+        pairs = zip(rows, limits, strict=True)
+        found = self._choose([row.chances(min(limit, self._limit), least) for row, limit in pairs])
         if found is None:
             return [[] for _ in rows]
-        self._expected = found
-        drafts = [row.draft(num_tokens) for row, num_tokens in zip(rows, found.tokens_of, strict=True)]
-        wanted = [length if row.is_expected else 0 for row, length in zip(rows, found.tokens_of, strict=True)]
+        drafts = [row.draft(length) for row, length in zip(rows, found.lengths, strict=True)]
+        wanted = [length if row.is_expected else 0 for row, length in zip(rows, found.lengths, strict=True)]
         if not any(wanted):
             return drafts
         return [draft or guess for draft, guess in zip(drafts, predict(wanted), strict=True)]
 
     def observe_drafting(self, wanted: Sequence[int], seconds: float) -> None:
         """Takes the MTP module's seconds for `wanted` tokens of each row."""
-        assert self._draft_seconds is not None
-        num_rows = sum(number > 0 for number in wanted)
-        found = seconds / max(wanted) * self._cost.plain(1) / self._cost.plain(num_rows)
-        error = _bounded(found - self._draft_seconds, self._draft_seconds)
-        self._draft_seconds += _DRAFT_SHARE * error
+        self._drafting_seconds = seconds
+        cost = seconds / max(wanted) / self._cost.plain(sum(number > 0 for number in wanted))
+        self._token_cost += _OTHER_SHARE * (min(cost, _STALL * self._token_cost) - self._token_cost)
 
     def learn(
-        self, rows: Sequence[Drafting], drafted: Sequence[int], accepted: Sequence[int], seconds: float
+        self,
+        rows: Sequence[Drafting],
+        fed: Sequence[int],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        seconds: float,
     ) -> None:
-        """Takes a step with drafts, and how many tokens of each were accepted."""
-        bounded_seconds = self._cost.learn([1 + num_tokens for num_tokens in drafted], seconds)
+        """Takes a step that fed each row so many tokens, `drafted` the last of them, with all that went with it."""
+        num_rows, plain = len(rows), self._cost.plain(len(rows))
+        drafting, self._drafting_seconds = self._drafting_seconds / plain, 0.0
+        gained = 1 + sum(accepted) / num_rows - drafting
+        self._excess_of(num_rows).learn(*self._known_cost(fed), seconds / plain - drafting, gained)
+        if not any(drafted):
+            return
         for row, num_drafted, num_accepted in zip(rows, drafted, accepted, strict=True):
             self._drafted[row.source] += num_drafted
             self._accepted[row.source] += num_accepted
             row.learn(num_drafted, num_accepted)
-        if self._expected is not None:
-            num_rows, plain = len(rows), self._cost.plain(len(rows))
-            shared_seconds = plain - self._cost.plain(num_rows - 1)
-            for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
-                if num_accepted < num_drafted:
-                    bounded_seconds += self._cost.again(num_accepted, shared_seconds)
-            expected = [num for row, num in zip(rows, drafted, strict=True) if row.source is DraftSource.MTP]
-            gained = num_rows + sum(accepted) - self._token_cost() * sum(expected)
-            gained = gained / num_rows - bounded_seconds / plain
-            self._trust_of(num_rows).learn(self._expected.gain(plain), gained)
-            self._expected = None
         self._num_steps += 1
-        self._num_tokens += len(rows) + sum(accepted)
+        self._num_tokens += num_rows + sum(accepted)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Takes a step without drafts and without a prompt's tokens."""
+    def observe(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
+        """Takes a plain step of which the one before was plain too, and what looking for drafts took before it."""
         self._cost.observe(num_rows, seconds)
-        self._trust_of(num_rows).regain()
-        self._odds[DraftSource.MTP].relax(PRIOR_ODDS[DraftSource.MTP], _FORGET)
+        self._excess_of(num_rows).observe(looking_seconds / self._cost.plain(num_rows))
+        self._odds[DraftSource.MTP].relax(PRIOR_ODDS[DraftSource.MTP], _RELAX / 10)
 
-    def _choose(self, chances: Sequence[Sequence[float]]) -> Lengths | None:
-        if not any(chances):
-            return None
-        found = choose_together(chances, self._cost) if self._together else choose_apart(chances, self._cost)
-        if found is None:
-            return None
-        num_rows, plain = len(chances), self._cost.plain(len(chances))
-        # The longer a step, the more a wrong estimate costs.
-        least = MIN_GAIN * (found.seconds / plain) ** 2
-        return found if found.gain(plain) * self._trust_of(num_rows).value >= least else None
+    def observe_restart(self, num_rows: int, seconds: float) -> None:
+        """Takes what reading a plain step that nothing overlapped took, and starting another one later."""
+        self._excess_of(num_rows).observe_restart(seconds / self._cost.plain(num_rows) - 1)
 
-    def _trust_of(self, num_rows: int) -> Trust:
-        return self._trust.setdefault(num_rows.bit_length(), Trust())
+    def _known_cost(self, fed: Sequence[int]) -> tuple[int, float, float]:
+        """Calls with several tokens of a row; what their further tokens take, as at load; what all else takes."""
+        num_rows, plain, calls = len(fed), self._cost.plain(len(fed)), self._cost.calls
+        if self._together:
+            return 1, (calls[min(sum(fed), MAX_STEP_TOKENS)] - calls[num_rows]) / plain, 1.0
+        longer = [number for number in fed if number > 1]
+        added = sum(calls[number] - calls[1] for number in longer) / plain
+        base = self._cost.plain(num_rows - len(longer)) + len(longer) * self._cost.plain(1)
+        return len(longer), added, base / plain
+
+    def _choose(self, chances: Sequence[Sequence[float]]) -> Choice | None:
+        """The best draft length for each row; None if no drafts pay."""
+        num_rows, excess = len(chances), self._excess_of(len(chances))
+        if not any(chances) or excess.may_lose <= 0:
+            return None
+        tokens = [[(chance, row) for chance in ahead] for row, ahead in enumerate(chances)]
+        if self._together:
+            # A token costs the same in each row: the likeliest of all come first.
+            tokens = [sorted(chain.from_iterable(tokens), key=itemgetter(0), reverse=True)]
+        found = choose([self._options(call, num_rows) for call in tokens], self._rest(num_rows), num_rows)
+        if found is None or found.tokens / num_rows < found.took * (1 + MIN_GAIN):
+            return None
+        lengths = [0] * num_rows
+        for call, length in zip(tokens, found.lengths, strict=True):
+            for _, row in call[:length]:
+                lengths[row] += 1
+        return Choice(lengths, found.tokens, found.took)
+
+    def _rest(self, num_rows: int) -> list[float]:
+        """What calls without drafts take together, by their number, in plain steps."""
+        if self._together:
+            return [0.0, 1.0]
+        plain = self._cost.plain(num_rows)
+        return [self._cost.plain(number) / plain for number in range(num_rows + 1)]
+
+    def _options(self, call: Sequence[tuple[float, int]], num_rows: int) -> list[tuple[float, float]]:
+        """For each length of a call's draft, the tokens expected and what it takes, as far as that may be lost."""
+        excess, calls, plain = self._excess_of(num_rows), self._cost.calls, self._cost.plain(num_rows)
+        rest, num_known = self._rest(num_rows), num_rows if self._together else 1
+        alone, saved = self._cost.plain(num_known) / plain + excess.call, rest[-1] - rest[-2]
+        scale, tokens, options = excess.scale / plain, 0.0, list[tuple[float, float]]()
+        again = max(0.0, alone + scale * (calls[num_known + 1] - calls[num_known]) - saved) if self._again else 0.0
+        for (chance, _), seconds in zip(call, calls[num_known + 1 :], strict=False):
+            tokens += chance
+            took = alone + scale * (seconds - calls[num_known]) + again * (1 - chance)
+            if took - saved > excess.may_lose:
+                break
+            options.append((tokens, took))
+        return options
+
+    def _least_chance(self, num_rows: int) -> float:
+        """With which a drafted token can pay."""
+        excess, plain = self._excess_of(num_rows), self._cost.plain(num_rows)
+        return max(MIN_CHANCE, excess.scale * self._cost.token * num_rows / plain)
+
+    def _excess_of(self, num_rows: int) -> Excess:
+        return self._excess.setdefault(num_rows.bit_length(), Excess())

@@ -71,25 +71,39 @@ class Oracle:
         return bool(rows) and self._rng.random() >= self.idles
 
     def plan(self, rows: Sequence[OracleDrafting], limits: Sequence[int], predict: object) -> list[list[int]]:
-        """Drafts within the limits."""
+        """Drafts within the limits, but for idle steps."""
+        if not self.may_draft(rows):
+            return [[] for _ in rows]
         self.asked += 1
         assert not any(row.has_ended for row in rows)
         return [self._draft(row, limit) for row, limit in zip(rows, limits, strict=True)]
 
     def learn(
-        self, rows: Sequence[OracleDrafting], drafted: Sequence[int], accepted: Sequence[int], seconds: float
+        self,
+        rows: Sequence[OracleDrafting],
+        fed: Sequence[int],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        seconds: float,
     ) -> None:
         """Notes what came of a step."""
-        assert len(rows) == len(drafted) == len(accepted) and seconds >= 0
+        assert len(rows) == len(fed) == len(drafted) == len(accepted) and seconds >= 0
+        assert all(number > length for number, length in zip(fed, drafted, strict=True))
+        if not any(drafted):
+            return
         for row, num_drafted, num_accepted in zip(rows, drafted, accepted, strict=True):
             row.drafted += num_drafted
             row.accepted += num_accepted
         self.learned.append(([*drafted], [*accepted]))
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
         """Notes a step without drafts."""
-        assert seconds >= 0
+        assert seconds >= 0 and looking_seconds >= 0
         self.observed.append(num_rows)
+
+    def observe_restart(self, num_rows: int, seconds: float) -> None:
+        """Notes the first step without drafts behind one with some."""
+        assert num_rows and seconds >= 0
 
     def _draft(self, row: OracleDrafting, limit: int) -> list[int]:
         prompt, output, draft = row.request.tokens.tolist(), [*row.output], list[int]()

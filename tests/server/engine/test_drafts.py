@@ -131,9 +131,8 @@ def test_without_anything_to_draft_steps_are_those_without_speculation() -> None
         harness = Drafted(oracle=oracle)
         harness.run(*[harness.submit(prompt_of(seed, 20), max_tokens=9, ignore_eos=True) for seed in (1, 2)])
         logs.append(harness.runner.log)
-        assert harness.runner.feeds == []
+        assert harness.runner.feeds == [] and (oracle is None or oracle.asked == 0)
     assert logs[0] == logs[1]
-    assert oracle is not None and oracle.asked == 0
 
 
 def test_steps_without_drafts_and_without_prefill_are_observed() -> None:

@@ -55,12 +55,16 @@ class Predicting:
     ) -> list[list[int]]:
         return predict([min(limit, self._length) for limit in limits])
 
-    def learn(self, rows: Sequence[object], drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
-        self.num_steps += 1
+    def learn(
+        self, rows: object, fed: object, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        self.num_steps += any(drafted)
         self.num_accepted += sum(accepted)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe(self, *_: object) -> None:
         pass
+
+    observe_restart = observe
 
     def observe_drafting(self, wanted: list[int], seconds: float) -> None:
         pass

@@ -1,6 +1,7 @@
 """Drafts pay where text is copied, and cost nothing where it is not, in simulated time."""
 
 import itertools
+import math
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -20,9 +21,7 @@ from server.engine.speculation import (
     Drafting,
     PredictionFollower,
     Speculation,
-    StepCost,
-    choose_apart,
-    choose_together,
+    choose,
 )
 
 KNOTS = (1, 2, 4, 8, 16, 32)
@@ -79,82 +78,150 @@ class Simulation:
         curve: Curve,
         *,
         measured: Curve | None = None,
+        plain: Curve | None = None,
         lost_seconds: float = 0.0,
+        call_seconds: float = 0.0,
+        looking_seconds: float = 0.0,
         together: bool = True,
         again: bool = False,
         draft_seconds: float | None = None,
         accuracy: float = 0.0,
+        noise: float = 0.1,
+        pace: Callable[[float], float] = lambda now: 1.0,
     ) -> None:
-        """`measured`: what is found at load. `lost_seconds`: of a step that overlaps with none.
+        """`measured`: what is found at load. `plain`: what a step without drafts takes, by rows, if not `curve`.
 
-        `draft_seconds` and `accuracy` are those of an MTP module, by token.
+        `lost_seconds` are those of a plain step that overlaps with none, `call_seconds` what a call with drafts takes
+        beyond `curve`. `draft_seconds` and `accuracy` are those of an MTP module, by token. `pace` stretches what is
+        done at some time.
         """
-        self.curve, self.lost_seconds, self.together = curve, lost_seconds, together
+        self.curve, self.plain, self.together = curve, plain or curve, together
+        self.lost_seconds, self.call_seconds, self.looking_seconds = lost_seconds, call_seconds, looking_seconds
         self.draft_seconds, self.accuracy = draft_seconds, accuracy
-        self._chance = random.Random(0)
+        self.pace, self.now = pace, 0.0
+        self._chance, self._noise = random.Random(0), noise
         self.speculation = Speculation(
             History(),
-            {knot: self._noisy((measured or curve)(knot), 0.03) for knot in KNOTS},
+            {knot: (measured or curve)(knot) * self._chance.uniform(0.97, 1.03) for knot in KNOTS},
             feeds_together=together,
             max_feed_tokens=MAX_FEED_TOKENS,
             feeds_again=again,
             draft_seconds=draft_seconds,
         )
         self._again = again
-        self._drafting_seconds = 0.0
-
-    def _noisy(self, seconds: float, noise: float = 0.1) -> float:
-        return seconds * self._chance.lognormvariate(-(noise**2) / 2, noise)
 
     def begin(self, prompt: Sequence[int], prediction: Sequence[int] | None = None) -> Drafting:
         return self.speculation.begin(request_of(prompt, prediction), 0)
 
-    def run(self, rows: Sequence[tuple[Drafting, Sequence[int]]]) -> float:
-        """Has rows say their texts, together, until one has ended; returns the speed against that without drafts."""
-        drafting, texts = [row for row, _ in rows], [text for _, text in rows]
-        at, known, seconds = [0] * len(rows), [1] * len(rows), 0.0
-        while all(place < len(text) for place, text in zip(at, texts, strict=True)):
-            drafts = [list[int]() for _ in rows]
-            waits = max(known) > 1 or self.speculation.may_draft(drafting)
-            if waits:
-                seconds += self.lost_seconds
-                limits = [len(text) - place - 1 for text, place in zip(texts, at, strict=True)]
-                rest = [text[place:] for text, place in zip(texts, at, strict=True)]
-                drafts = self.speculation.plan(drafting, limits, partial(self._predict, rest))
-            took = self._noisy(self._step([len(draft) + num for draft, num in zip(drafts, known, strict=True)]))
-            seconds += took
-            accepted = []
-            for index, draft in enumerate(drafts):
-                following = texts[index][at[index] :]
-                agreed = [a == b for a, b in zip(draft, following, strict=False)]
-                accepted.append([*agreed, False].index(False))
-                for token in following[: accepted[-1] + 1]:
-                    drafting[index].push(token)
-                at[index] += accepted[-1] + 1
-                known[index] = 2 + accepted[-1] if self._again and accepted[-1] < len(draft) else 1
-            if any(drafts):
-                self.speculation.learn(drafting, list(map(len, drafts)), accepted, took + self.lost_seconds)
-            elif not waits:
-                self.speculation.observe(len(rows), took)
-        for row in drafting:
-            row.end()
-        return sum(at) / len(rows) * self.curve(len(rows)) / (seconds + self._drafting_seconds)
+    def run(self, rows: Sequence[tuple[Drafting, Sequence[int]]], max_tokens: int = 1 << 30) -> float:
+        """Has rows say their texts, together, until one has ended; returns the speed against that without drafts.
 
-    def _predict(self, following: Sequence[Sequence[int]], wanted: list[int]) -> list[list[int]]:
+        As the engine, it starts a plain step before the tokens of the one before are looked at.
+        """
+        said, begun = Said(rows), self.now
+        num_rows, is_under_way, left_seconds = len(rows), False, math.nan
+        while not said.is_over and said.num_tokens < max_tokens * num_rows:
+            if not is_under_way:
+                is_under_way = not self._step_with_drafts(said)
+                if is_under_way:
+                    took = self._pass(self.plain(num_rows) + self.lost_seconds)
+                    if not math.isnan(left_seconds):
+                        self.speculation.observe_restart(num_rows, left_seconds + took)
+                continue
+            left_seconds = self._pass(self.looking_seconds)
+            is_under_way = not self.speculation.may_draft(said.drafting)
+            said.accept([0] * num_rows)
+            if is_under_way:
+                self.speculation.observe(num_rows, self._pass(self.plain(num_rows)), left_seconds)
+        for row in said.drafting:
+            row.end()
+        return said.num_tokens / num_rows * self.plain(num_rows) / (self.now - begun)
+
+    def _step_with_drafts(self, said: "Said") -> bool:
+        """False where there is nothing to draft, and nothing to evaluate again."""
+        drafts = self.speculation.plan(said.drafting, said.limits, partial(self._predict, said))
+        fed = [len(draft) + number for draft, number in zip(drafts, said.known, strict=True)]
+        if max(fed) == 1:
+            return False
+        took = self._pass(self.looking_seconds + self._step_seconds(fed)) + self._drafting_seconds
+        self._drafting_seconds = 0.0
+        accepted = said.agreed(drafts)
+        said.accept(accepted)
+        drafted = [len(draft) for draft in drafts]
+        if self._again:
+            said.known = [2 + a if a < d else 1 for a, d in zip(accepted, drafted, strict=True)]
+        self.speculation.learn(said.drafting, fed, drafted, accepted, took)
+        return True
+
+    _drafting_seconds = 0.0
+
+    def _predict(self, said: "Said", wanted: list[int]) -> list[list[int]]:
         assert self.draft_seconds is not None
-        seconds = self._noisy(max(wanted) * self.draft_seconds)
-        self._drafting_seconds += seconds
-        self.speculation.observe_drafting(wanted, seconds)
-        rows = zip(following, wanted, strict=True)
+        self._drafting_seconds = self._pass(max(wanted) * self.draft_seconds)
+        self.speculation.observe_drafting(wanted, self._drafting_seconds)
+        following = zip(said.following(max(wanted)), wanted, strict=True)
         return [
-            [token if self._chance.random() < self.accuracy else -9 for token in text[:num]] for text, num in rows
+            [token if self._chance.random() < self.accuracy else -9 for token in text[:number]]
+            for text, number in following
         ]
 
-    def _step(self, feeds: list[int]) -> float:
+    def _step_seconds(self, fed: list[int]) -> float:
+        num_rows, longer = len(fed), [number for number in fed if number > 1]
         if self.together:
-            return self.curve(sum(feeds))
-        plain = sum(num == 1 for num in feeds)
-        return (self.curve(plain) if plain else 0.0) + sum(self.curve(num) for num in feeds if num > 1)
+            return self.plain(num_rows) + self.curve(sum(fed)) - self.curve(num_rows) + self.call_seconds
+        rest = self.plain(num_rows - len(longer)) if len(longer) < num_rows else 0.0
+        return rest + sum(self.curve(number) + self.call_seconds for number in longer)
+
+    def _pass(self, seconds: float) -> float:
+        """Lets time pass, with noise."""
+        seconds *= self._chance.lognormvariate(-(self._noise**2) / 2, self._noise)
+        took = seconds * self.pace(self.now)
+        self.now += took
+        return took
+
+
+class Said:
+    """What rows have said, and will."""
+
+    def __init__(self, rows: Sequence[tuple[Drafting, Sequence[int]]]) -> None:
+        self.drafting, self._texts = [row for row, _ in rows], [text for _, text in rows]
+        self._at = [0] * len(rows)
+        self.known = [1] * len(rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self._at)
+
+    @property
+    def limits(self) -> list[int]:
+        return [len(text) - place - 1 for text, place in zip(self._texts, self._at, strict=True)]
+
+    @property
+    def is_over(self) -> bool:
+        return min(self.limits) < 0
+
+    def following(self, num_tokens: int) -> list[list[int]]:
+        pairs = zip(self._texts, self._at, strict=True)
+        return [[*text[place : place + num_tokens]] for text, place in pairs]
+
+    def agreed(self, drafts: Sequence[Sequence[int]]) -> list[int]:
+        following = self.following(MAX_FEED_TOKENS)
+        pairs = zip(drafts, following, strict=True)
+        return [[*map(int.__eq__, draft, text), False].index(False) for draft, text in pairs]
+
+    def accept(self, accepted: Sequence[int]) -> None:
+        for index, (row, number) in enumerate(zip(self.drafting, accepted, strict=True)):
+            for token in self._texts[index][self._at[index] :][: number + 1]:
+                row.push(token)
+            self._at[index] += number + 1
+
+
+def seen_plain(together: bool = True) -> Simulation:
+    """Where steps without drafts are known, by rows, and further tokens cost nothing."""
+    simulation = Simulation(flat, together=together)
+    for num_rows in [1, 2, 3, 4, 5, 6, 7] * 3:
+        simulation.speculation.observe(num_rows, flat(num_rows), 0.0)
+    return simulation
 
 
 def prose_rows(simulation: Simulation, num_rows: int) -> list[tuple[Drafting, Sequence[int]]]:
@@ -278,66 +345,40 @@ def test_a_cost_that_was_measured_wrong_is_soon_known_better(measured: Curve, nu
     assert simulation.run(copied_rows(simulation, num_rows, 0.02)) >= 0.97
 
 
-def test_steps_that_waited_for_something_else_change_little() -> None:
-    cost = StepCost({1: 1.0, 2: 1.1, 4: 1.2}, feeds_together=True, feeds_again=False)
-    before = cost.step([3])
-    cost.learn([3], 50.0)
-    assert cost.step([3]) < 1.1 * before
-    for _ in range(200):
-        cost.learn([3], 1.15)
-    assert cost.step([3]) == pytest.approx(1.15, rel=0.02)
-
-
 # -- the best lengths
 
-chances_of_row = st.lists(st.floats(0.02, 0.999), max_size=3).map(
-    lambda odds: list(itertools.accumulate(odds, lambda all_before, next_one: all_before * next_one))
-)
-seconds = st.lists(st.floats(0.1, 3.0), min_size=6, max_size=6).map(
-    lambda more: dict(zip(KNOTS, itertools.accumulate(more), strict=True))
-)
+calls_of = st.lists(st.lists(st.tuples(st.floats(0.02, 1), st.floats(0.01, 2)), max_size=3), min_size=1, max_size=3)
 
 
-@given(st.lists(chances_of_row, min_size=1, max_size=3), seconds, st.floats(0, 1), st.booleans())
+@given(calls_of, st.lists(st.floats(0.01, 1), min_size=3, max_size=3), st.integers(1, 4))
 def test_no_other_lengths_are_expected_to_be_faster(
-    chances: list[list[float]], step_seconds: dict[int, float], overlap: float, together: bool
+    steps: list[list[tuple[float, float]]], more: list[float], num_rows: int
 ) -> None:
-    cost = StepCost(step_seconds, feeds_together=together, feeds_again=False)
-    cost.overlap = overlap
-    found = (choose_together if together else choose_apart)(chances, cost)
-    every = itertools.product(*(range(len(row) + 1) for row in chances))
-    speeds = {lengths: _speed(chances, lengths, cost) for lengths in every}
-    best = max(speeds.values())
+    options = [
+        list(itertools.accumulate(call, lambda one, other: (one[0] + other[0], one[1] + other[1]))) for call in steps
+    ]
+    rest = [0.0, *itertools.accumulate(more[: len(options)])]
+    every = itertools.product(*(range(len(call) + 1) for call in options))
+    best = max(_speed(options, lengths, rest, num_rows) for lengths in every)
+    found = choose(options, rest, num_rows)
     if found is None:
-        assert best == pytest.approx(speeds[(0,) * len(chances)])
+        assert best == pytest.approx(num_rows / rest[-1])
     else:
-        assert speeds[tuple(found.tokens_of)] == pytest.approx(best)
-        assert found.tokens / found.seconds == pytest.approx(best)
+        assert found.tokens / found.took == pytest.approx(best)
+        assert _speed(options, tuple(found.lengths), rest, num_rows) == pytest.approx(best)
 
 
-def _speed(chances: list[list[float]], lengths: tuple[int, ...], cost: StepCost) -> float:
-    tokens = len(lengths) + sum(sum(row[:length]) for row, length in zip(chances, lengths, strict=True))
-    if not any(lengths):
-        return tokens / cost.plain(len(lengths))
-    return tokens / cost.step([1 + length for length in lengths])
-
-
-@pytest.mark.parametrize("stall", [0.2, 5.0, 500.0])
-def test_after_a_stall_no_call_is_expected_to_take_less_than_no_time(stall: float) -> None:
-    """The first step of two rows waited for something else, so one row less seems to save more than its own call."""
-    cost = StepCost({1: 0.010, 2: 0.011, 4: 0.012, 8: 0.2, 16: 0.3}, feeds_together=False, feeds_again=True)
-    cost.observe(1, 0.010)
-    cost.observe(2, stall)
-    chances = [[0.9, 0.81, 0.729, 0.6561], [0.5, 0.25, 0.125, 0.0625, 0.0312]]
-    shared_seconds = cost.plain(2) - cost.plain(1)
-    assert all(seconds > 0 for row in chances for _, seconds in cost.row_calls(row, shared_seconds))
-    found = choose_apart(chances, cost)
-    assert found is not None and found.seconds > 0
+def _speed(
+    options: list[list[tuple[float, float]]], lengths: tuple[int, ...], rest: list[float], num_rows: int
+) -> float:
+    chosen = [call[length - 1] for call, length in zip(options, lengths, strict=True) if length]
+    took = rest[len(options) - len(chosen)] + sum(seconds for _, seconds in chosen)
+    return (num_rows + sum(tokens for tokens, _ in chosen)) / took
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 60), st.booleans())
 def test_no_draft_is_longer_than_its_limit(limits: list[int], num_agreed: int, together: bool) -> None:
-    simulation = Simulation(flat, together=together)
+    simulation = seen_plain(together)
     text = list(range(100))
     rows = [simulation.begin([*text, -1]) for _ in limits]
     for row in rows:
@@ -359,7 +400,7 @@ def next_draft(simulation: Simulation, row: Drafting) -> list[int]:
 
 
 def test_a_prediction_is_followed_from_the_first_token_and_again_behind_a_change() -> None:
-    simulation = Simulation(flat)
+    simulation = seen_plain()
     row = simulation.begin([1], prediction=[10, 11, 12, 13, 14, 15, 16, 17])
     assert simulation.speculation.may_draft([row])
     assert next_draft(simulation, row) == [10, 11, 12, 13, 14, 15, 16, 17]
@@ -370,7 +411,7 @@ def test_a_prediction_is_followed_from_the_first_token_and_again_behind_a_change
     assert next_draft(simulation, row) == [16, 17]
     row.push(16)
     assert (row.accepted_prediction, row.rejected_prediction) == (6, 2)
-    simulation.speculation.learn([row], [2], [1], 0.01)
+    simulation.speculation.learn([row], [3], [2], [1], 0.01)
     assert simulation.speculation.stats.drafted[DraftSource.PREDICTION] == 2
     assert simulation.speculation.stats.accepted[DraftSource.PREDICTION] == 1
 
@@ -431,7 +472,7 @@ def drafts_after(simulation: Simulation) -> list[int]:
 
 
 def test_prompts_and_outputs_are_followed_by_later_requests() -> None:
-    simulation = Simulation(flat)
+    simulation = seen_plain()
     first = simulation.begin([1, 2])
     for token in TEXT:
         first.push(token)
@@ -442,7 +483,7 @@ def test_prompts_and_outputs_are_followed_by_later_requests() -> None:
 
 @pytest.mark.parametrize("options", [{"is_volatile": True}, {"cache_prompt": False}])
 def test_what_is_not_kept_is_followed_by_its_own_request_only(options: dict[str, bool]) -> None:
-    simulation = Simulation(flat)
+    simulation = seen_plain()
     request = replace(request_of([*TEXT, -9]), **options)  # type: ignore[arg-type]
     row = simulation.speculation.begin(request, 0)
     for token in TEXT[:6]:
@@ -453,7 +494,7 @@ def test_what_is_not_kept_is_followed_by_its_own_request_only(options: dict[str,
 
 
 def test_a_request_that_wants_no_drafts_gets_none_and_is_followed_by_others() -> None:
-    simulation = Simulation(flat)
+    simulation = seen_plain()
     row = simulation.speculation.begin(replace(request_of([*TEXT, -9]), speculates=False), 0)
     for token in TEXT[:6]:
         row.push(token)
@@ -465,7 +506,7 @@ def test_a_request_that_wants_no_drafts_gets_none_and_is_followed_by_others() ->
 
 @pytest.mark.parametrize("is_volatile", [False, True])
 def test_a_tool_result_is_followed_as_calls_quote_it(is_volatile: bool) -> None:
-    simulation = Simulation(flat)
+    simulation = seen_plain()
     quotable = (np.array(TEXT, np.int32),)
     row = simulation.speculation.begin(replace(request_of([1, 2]), quotable=quotable, is_volatile=is_volatile), 0)
     for token in TEXT[:6]:
