@@ -8,11 +8,12 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -29,7 +30,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
 
-from models.errors import ModelNotFound, PullFailed, RepositoryNotFound
+from models.errors import ModelError, ModelNotFound, PullFailed, RepositoryNotFound
 from models.names import (
     BUILT_IN,
     IGNORED_PATTERNS,
@@ -42,12 +43,12 @@ from models.names import (
     suggest_smaller,
 )
 from models.texts import size_text
-from models.weights import other_formats
+from models.weights import MTP_FILE, find_weight_files, other_formats, read_header, read_json, total_bytes
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file of a model."""
+    """A model's file."""
 
     name: str
     num_bytes: int
@@ -65,7 +66,7 @@ class PullPlanned:
 
 @dataclass(frozen=True)
 class PullProgress:
-    """Progress of the download."""
+    """The download's."""
 
     file: PlannedFile | None
     """None for the small files together."""
@@ -100,10 +101,7 @@ class _Download:
     commit: str
     files: tuple[PlannedFile, ...]
     others: tuple[str, ...]
-
-    @property
-    def blobs(self) -> Path:
-        return cache_folder() / f"models--{self.repository.repository.replace('/', '--')}" / "blobs"
+    blobs: Path
 
     def part(self, file: PlannedFile) -> Path:
         return self.blobs / f"{file.digest}.part"
@@ -151,6 +149,67 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
         return Path(folder)
 
 
+def find_mtp(name: str, folder: Path) -> str | None:
+    """A repository with the MTP module that a downloaded model declares and lacks."""
+    # Qwen3.5-9B-MTP-4bit is for Qwen3.5-9B-4bit and Qwen3.5-9B-MLX-4bit.
+    repository = parse_repository(name)
+    parts = re.fullmatch(r"[^/]+/(.+?)(?:-MLX)?-(\d+bit|bf16)", repository.repository if repository else "")
+    if parts is None or not _lacks_mtp(folder):
+        return None
+    for bits in dict.fromkeys((parts[2], "4bit")):
+        with suppress(HfHubHTTPError, httpx2.HTTPError, OSError):
+            return HfApi().model_info(f"mlx-community/{parts[1]}-MTP-{bits}", timeout=_TIMEOUT_SECONDS).id
+    return None
+
+
+def _lacks_mtp(folder: Path) -> bool:
+    config, keys = read_json(folder / "config.json"), ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+    sections = [one for one in (config, config.get("text_config")) if isinstance(one, dict)]
+    declaring = [one for one in sections if any(one.get(key) for key in keys)]
+    if not declaring or (folder / MTP_FILE).is_file():
+        return False
+    own = re.compile(rf"\b(mtp|layers\.{declaring[0].get('num_hidden_layers')}\.)")
+    with suppress(ModelError):
+        return not any(own.search(tensor) for file in find_weight_files(folder) for tensor in read_header(file))
+    return False
+
+
+def pull_mtp(folder: Path, source: str, check: Callable[[Path], None], tell: TellPull) -> None:
+    """Fetches an MTP module of `source` for the model in `folder`, unless `check` raises ModelError for the file."""
+    repository = parse_repository(source)
+    if repository is None or folder.parent.name != "snapshots":
+        raise PullFailed(f"{source} does not go with {folder}; name a repository org/name, and a downloaded model")
+    with _explained(repository):
+        plan = _plan(repository)
+        file = _module_of(plan, total_bytes(folder))
+        download = replace(plan, files=(file,), blobs=folder.parent.parent / "blobs")
+        _require_space(download, source)
+        tell(PullPlanned(str(repository), download.files))
+        blob, is_new = download.blobs / file.digest, not download.is_here(file)
+        if is_new:
+            _fetch(download, file, _Progress(download, tell))
+        try:
+            check(blob)
+        except ModelError as error:
+            if is_new:
+                blob.unlink()
+            raise PullFailed(f"{repository} holds no MTP module for this model: {error}") from error
+        (folder / MTP_FILE).unlink(missing_ok=True)
+        (folder / MTP_FILE).symlink_to(os.path.relpath(blob, folder))
+
+
+def _module_of(plan: _Download, limit_bytes: int) -> PlannedFile:
+    weights = [file for file in plan.files if file.name.endswith(".safetensors")]
+    found = [file for file in weights if file.name == MTP_FILE] or weights
+    if len(found) != 1 or not found[0].digest:
+        holds, hint = f"{plan.repository} holds {len(found)} files of weights", other_formats(plan.others)
+        raise PullFailed(f"{holds}; an MTP module is a single one{hint}")
+    if found[0].num_bytes > limit_bytes:
+        size = size_text(found[0].num_bytes)
+        raise PullFailed(f"{plan.repository} is no MTP module: {size} is more than the model takes")
+    return found[0]
+
+
 def _plan(repository: RepositoryName) -> _Download:
     info = HfApi().model_info(repository.repository, revision=repository.revision, files_metadata=True)
     siblings = {file.rfilename: file for file in info.siblings or ()}
@@ -160,7 +219,8 @@ def _plan(repository: RepositoryName) -> _Download:
         if _is_wanted(name)
     )
     others = tuple(name for name in siblings if not _is_wanted(name))
-    return _Download(repository, info.sha or repository.revision, tuple(files), others)
+    blobs = cache_folder() / f"models--{repository.repository.replace('/', '--')}" / "blobs"
+    return _Download(repository, info.sha or repository.revision, tuple(files), others, blobs)
 
 
 def _is_wanted(name: str) -> bool:

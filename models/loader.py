@@ -236,6 +236,17 @@ def check(path: Path, name: str) -> None:
     _check_tokenizer_code(path, name)
 
 
+def check_mtp(path: Path, name: str, file: Path) -> None:
+    """Raises like `check` unless `file` holds an MTP module for the model."""
+    check(path, name)
+    try:
+        model, _ = load_model(path, lazy=True)
+    except (Exception, SystemExit) as error:  # as in _load_weights
+        raise _broken(f"{name}: cannot be loaded", error) from error
+    if load_mtp(path, name, model, file) is None:
+        raise ModelBroken(f"{name}: nothing is known of MTP modules of its family")
+
+
 def read_config(path: Path) -> tuple[dict[str, Any], int]:
     """A folder's configuration and context in tokens; raises like `check`."""
     config = _load_config(path, path.name)

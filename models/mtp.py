@@ -29,6 +29,8 @@ from models.mlx_lm_import import CacheList, create_attention_mask, infer_quant_c
 _MAX_RAW_NORM: Final = 0.8
 """Mean of a layer's norms: of differences from one .4 to .6, of whole ones 1.3, or 1 where untrained."""
 
+_PARTS: Final = ("embedding_norm", "hidden_norm", "projection", "norm", "output")
+
 
 @dataclass(frozen=True)
 class _Layout:
@@ -56,18 +58,11 @@ class _Layout:
     layer_arguments: tuple[bool, ...] = ()
     """In place of the layer's number."""
 
-    @property
-    def names(self) -> dict[str, str]:
-        """Of the parts of an `MtpModule` beside its layer."""
-        return {
-            part: getattr(self, part) for part in ("embedding_norm", "hidden_norm", "projection", "norm", "output")
-        }
-
     def own_name(self, name: str) -> str:
         """A tensor's name in `MtpModule`."""
-        for ours, theirs in self.names.items():
-            if name.startswith(f"{theirs}."):
-                return ours + name.removeprefix(theirs)
+        for part in _PARTS:
+            if name.startswith(f"{(theirs := getattr(self, part))}."):
+                return part + name.removeprefix(theirs)
         return "layer." + name.removeprefix(self.layer).replace("pre_mlp_layernorm", "post_attention_layernorm")
 
 
@@ -144,7 +139,7 @@ class MtpModule(Module):
         return cast(mx.array, norm(self.layer(joined, mask, cache)))
 
     def score(self, states: mx.array, output: Callable[[mx.array], mx.array]) -> mx.array:
-        """Logits of the module's states; `output` is the model's matrix."""
+        """`output` is the model's matrix."""
         return self.output(self.norm(self._taken(states))) if self._layout.output else output(states)
 
     def _taken(self, states: mx.array) -> mx.array:
@@ -171,8 +166,8 @@ def _make_layer(text: Any, layout: _Layout) -> Module:
     return cast(Module, kind(args, *further[: len(inspect.signature(kind).parameters) - 1]))
 
 
-def load_mtp(folder: Path, name: str, model: Module) -> MtpModule | None:
-    """The module in a loaded model's folder, not evaluated; None without one, or for an unknown family.
+def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -> MtpModule | None:
+    """The module in `file` or a loaded model's folder, not evaluated; None without one, or for an unknown family.
 
     Raises ModelBroken for tensors that do not fit the model.
     """
@@ -181,7 +176,8 @@ def load_mtp(folder: Path, name: str, model: Module) -> MtpModule | None:
     if layout is None:
         return None
     try:
-        found = _read_tensors(folder, layout.prefix.format(n=text.args.num_hidden_layers))
+        prefix = layout.prefix.format(n=text.args.num_hidden_layers)
+        found = _read_tensors(folder, prefix, file or folder / weights.MTP_FILE)
         if not found:
             return None
         if layout.stores_difference:
@@ -201,9 +197,9 @@ def load_mtp(folder: Path, name: str, model: Module) -> MtpModule | None:
     return module
 
 
-def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
+def _read_tensors(folder: Path, prefix: str, sidecar: Path) -> dict[str, mx.array]:
     """Lazy, by their names behind `prefix`: those of the file beside the model's, else of its own files."""
-    sidecar, found = folder / weights.MTP_FILE, dict[str, mx.array]()
+    found = dict[str, mx.array]()
     for file in [sidecar] if sidecar.is_file() else weights.find_weight_files(folder):
         everything = list(weights.read_header(file))
         names = [name for name in everything if _is_in(name, prefix)] or (everything if file == sidecar else [])
@@ -217,7 +213,7 @@ def _is_in(name: str, prefix: str) -> bool:
 
 
 def _load(file: Path) -> dict[str, mx.array]:
-    return cast(dict[str, mx.array], mx.load(str(file)))
+    return cast(dict[str, mx.array], mx.load(str(file), format="safetensors"))
 
 
 def _with_whole_norms(found: dict[str, mx.array], layout: _Layout) -> dict[str, mx.array]:
@@ -245,7 +241,6 @@ def _sanitized(found: dict[str, mx.array], layout: _Layout, model: Any) -> dict[
 
 
 def _packing(found: dict[str, mx.array], path: str, module: Module) -> dict[str, Any] | bool:
-    """How a module's weight is quantized."""
     if f"{path}.scales" not in found:
         return False
     return cast(dict[str, Any], infer_quant_config(path, module, found))

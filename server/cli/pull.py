@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from models.errors import ModelNotFound, StoreError, reason
-from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, pull
+from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, find_mtp, pull, pull_mtp
 from models.names import (
     ShortName,
     find_family,
@@ -62,6 +63,9 @@ def pull_for_person(
     is_forced: Annotated[
         bool, typer.Option("--force", help="Download even what this machine has no memory for.")
     ] = False,
+    mtp: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Also download this MTP module, with which the model drafts.")
+    ] = None,
 ) -> None:
     """Downloads a model. Raises ModelError. Ctrl-C ends the process and says how to go on."""
     console = Console(markup=False, highlight=False)
@@ -73,12 +77,21 @@ def pull_for_person(
     limit_bytes = None if is_forced else largest_weights_bytes(machine)
     # During retries the bar stands still; if all fail, the error has the sentence.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-    with handling(lambda *_: _stop_pull(name), signal.SIGINT), _reporting(console, name, as_json=as_json) as tell:
-        folder = pull(name, tell, max_weights_bytes=limit_bytes)
+    again = name if mtp is None else f"{name} --mtp {mtp}"
+    with handling(lambda *_: _stop_pull(again), signal.SIGINT):
+        with _reporting(console, name, as_json=as_json) as tell:
+            folder = pull(name, tell, max_weights_bytes=limit_bytes)
+        if mtp is not None:
+            with loading(str(folder)):
+                from models.loader import check_mtp
+            with _reporting(console, mtp, as_json=as_json) as tell:
+                pull_mtp(folder, mtp, partial(check_mtp, folder, name), tell)
     if as_json:
         console.out(json.dumps({"status": "success", "name": name, "path": str(folder)}, ensure_ascii=False))
         return
     console.print(f"{name} is here: {folder}", soft_wrap=True)
+    if mtp is None and (found := find_mtp(name, folder)) is not None:
+        console.print(f"Get its MTP module too, and it drafts: mlx-serve pull {name} --mtp {found}", soft_wrap=True)
     console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
 
 

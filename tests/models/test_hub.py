@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from huggingface_hub import close_session, constants
 
+from models import loader
 from server.cli.main import execute
+from tests.support import tiny_models, tiny_mtp
 from tests.support.fake_hub import COMMIT, FakeHub, running_hub
 from tests.support.forked import COMMANDS, MLX_SERVE, start
 
@@ -431,3 +434,144 @@ def test_weights_that_were_cut_off_are_fetched_again(hub: FakeHub, person: Perso
         blob.truncate(1000)
     assert person.is_told("pull", "org/model").status == 0
     assert weights.read_bytes() == WEIGHTS
+
+
+# -------------------------------------------------------------------------------------------------------- MTP modules
+
+DRAFTING, MODULE = "mlx-community/Tiny-MLX-4bit", "mlx-community/Tiny-MTP-4bit"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """A model that declares a module and has none, and the module's repository."""
+    folder = tmp_path_factory.mktemp("drafting")
+    model = files_of(tiny_models.write("qwen3_5", folder / "model"))
+    config = json.loads(model["config.json"])
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    tensors = tiny_mtp.tensors_of(tiny_mtp.module_of("qwen3_5"), "qwen3_5")
+    bare = {name.removeprefix("mtp."): array for name, array in tensors.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), bare)
+    module = {"config.json": b'{"model_type": "qwen3_5_mtp"}', **files_of(folder)}
+    return {DRAFTING: {**model, "config.json": json.dumps(config).encode()}, MODULE: module}
+
+
+@pytest.fixture
+def drafter(hub: FakeHub, drafting: dict[str, dict[str, bytes]]) -> FakeHub:
+    hub.repositories |= {name: dict(files) for name, files in drafting.items()}
+    return hub
+
+
+def saved(person: Person, tensors: dict[str, mx.array]) -> bytes:
+    file = person.home.with_suffix(".safetensors")
+    mx.save_safetensors(str(file), tensors)
+    return file.read_bytes()
+
+
+def blobs_of(person: Person) -> set[str]:
+    return {file.name for file in (person.snapshot(DRAFTING).parent.parent / "blobs").iterdir()}
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_module_is_offered_pulled_counted_and_removed(bits: str, drafter: FakeHub, person: Person) -> None:
+    name = DRAFTING.replace("4bit", bits)
+    drafter.repositories[name] = drafter.repositories[DRAFTING]
+    command = f"pull {name} --mtp {MODULE}"
+    assert f"mlx-serve {command}\n" in person.is_told("pull", name).output
+    snapshot = person.snapshot(name)
+    alone = sum(file.stat().st_size for file in snapshot.iterdir())
+    result = person.is_told(*command.split())
+    assert (result.status, result.errors) == (0, "")
+    module = drafter.repositories[MODULE]["model.safetensors"]
+    assert (snapshot / "mtp.safetensors").read_bytes() == module
+    assert (snapshot / "mtp.safetensors").resolve().parent == snapshot.parent.parent.resolve() / "blobs"
+    listed = {model["name"]: model for model in json.loads(person.is_told("list", "--json").output)}
+    assert listed[name]["size_bytes"] == alone + len(module)
+    assert MODULE not in listed
+    assert "mtp.safetensors" in person.is_told("show", name).output
+    assert "mtp.safetensors" not in person.is_told("verify", name).output
+    assert loader.load(snapshot, name, with_mtp=True).mtp is not None
+    assert "--mtp" not in person.is_told("pull", name).output
+    person.is_told("rm", "--force", name)
+    assert not snapshot.parent.parent.exists()
+
+
+@pytest.mark.parametrize("case", ["undeclared", "held", "beside", "unknown", "unnamed", "refused"])
+def test_no_module_is_offered_where_none_is_needed_or_known(case: str, drafter: FakeHub, person: Person) -> None:
+    name, files = DRAFTING, drafter.repositories[DRAFTING]
+    if case == "undeclared":
+        files["config.json"] = drafter.repositories["org/model"]["config.json"]
+    if case == "held":
+        files["model-2.safetensors"] = saved(person, {"language_model.mtp.fc.weight": mx.zeros(1)})
+    if case == "beside":
+        files["mtp.safetensors"] = drafter.repositories[MODULE]["model.safetensors"]
+    if case == "unknown":
+        del drafter.repositories[MODULE]
+    if case == "unnamed":
+        name = "org/tiny"
+        drafter.repositories[name] = files
+    if case == "refused":
+        drafter.unavailable.add(MODULE)
+    result = person.is_told("pull", name)
+    assert (result.status, result.errors, "--mtp" in result.output) == (0, "", False)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("mlx-community/Tiny-MTP-5bit", "no repository mlx-community/Tiny-MTP-5bit"),
+        ("some module", "does not go with"),
+        ("org/two", "holds 2 files of weights; an MTP module is a single one"),
+        ("org/gguf", "holds 0 files of weights; an MTP module is a single one; a GGUF file is there"),
+        ("org/model", "is no MTP module: 12.0 MB is more than the model takes"),
+        ("org/half", "holds no MTP module for this model: mlx-community/Tiny-MLX-4bit: its MTP module lacks"),
+        ("org/damaged", "is damaged"),
+    ],
+)
+def test_a_wrong_repository_leaves_the_model_as_it_was(
+    source: str, words: str, drafter: FakeHub, person: Person
+) -> None:
+    module = drafter.repositories[MODULE]["model.safetensors"]
+    drafter.repositories |= {
+        "org/two": {"model-1.safetensors": module, "model-2.safetensors": module},
+        "org/gguf": {"module.gguf": module},
+        "org/half": {"model.safetensors": saved(person, {"fc.weight": mx.zeros((64, 128))})},
+        "org/damaged": {"model.safetensors": b"<html>" + bytes(90)},
+    }
+    person.is_told("pull", DRAFTING, "--mtp", MODULE)
+    files, blobs = files_of(person.snapshot(DRAFTING)), blobs_of(person)
+    says_one_sentence(person.is_told("pull", DRAFTING, "--mtp", source), words)
+    assert (files_of(person.snapshot(DRAFTING)), blobs_of(person)) == (files, blobs)
+
+
+def test_the_models_own_weights_are_no_module_and_stay(drafter: FakeHub, person: Person) -> None:
+    says_one_sentence(person.is_told("pull", DRAFTING, "--mtp", DRAFTING), "holds no MTP module for this model")
+    assert (person.snapshot(DRAFTING) / "model.safetensors").is_file()
+
+
+def test_a_module_for_another_family_or_beside_no_download_is_refused(drafter: FakeHub, person: Person) -> None:
+    drafter.repositories["org/llama"] = files_of(tiny_models.write("llama", person.home / "llama"))
+    words = "nothing is known of MTP modules of its family"
+    says_one_sentence(person.is_told("pull", "org/llama", "--mtp", MODULE), words)
+    says_one_sentence(person.is_told("pull", "demo", "--mtp", MODULE), "name a repository org/name, and a downloaded")
+
+
+def test_ctrl_c_keeps_what_was_fetched_of_a_module(drafter: FakeHub, person: Person) -> None:
+    person.is_told("pull", DRAFTING)
+    drafter.pause_after_bytes = 1000
+    process = person.start("pull", DRAFTING, "--mtp", MODULE)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not person.parts():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    says_one_sentence(Result(process.returncode, "", errors), f"pull {DRAFTING} --mtp {MODULE}", status=130)
+    assert not (person.snapshot(DRAFTING) / "mtp.safetensors").exists()
+    drafter.resume.set()
+    drafter.pause_after_bytes = None
+    assert person.is_told("pull", DRAFTING, "--mtp", MODULE).status == 0
+    assert person.parts() == []

@@ -22,6 +22,7 @@ class FakeHub:
         self.url = url
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.gated: set[str] = set()
+        self.unavailable: set[str] = set()
         self.cut_after_bytes: int | None = None
         """Close the connection after this many bytes of weights."""
         self.pause_after_bytes: int | None = None
@@ -96,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = self.hub.repositories.get(repository)
         if files is None:
             return self._refuse(404, "RepoNotFound")
+        if repository in self.hub.unavailable:
+            return self._refuse(503, "")
         if len(rest) > 1 and rest[1] not in ("main", COMMIT):
             return self._refuse(404, "RevisionNotFound")
         if rest[:1] == ["tree"]:
