@@ -35,7 +35,7 @@ from models.mlx_lm_import import (
     quantize_model,
     save,
 )
-from models.mtp import MtpModule, load_mtp
+from models.mtp import MtpModule, load_mtp, tensors_of
 from models.output.detokenizer import Detokenizer, markers
 from models.output.reasoning import ReasoningFormat, find_reasoning_format
 from models.output.tool_calls import ToolFormat
@@ -263,10 +263,12 @@ def convert_weights(
     check(path, name)
     try:
         model, config = load_model(path, lazy=True)
+        mtp = _load_mtp(path, name, model, None)
         if bits is not None:
             # The library prints.
             with contextlib.redirect_stdout(io.StringIO()):
                 model, config = quantize_model(model, config, None, bits)
+                mtp = mtp and quantize_model(mtp, {}, None, bits)[0]
         arrays = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]
         done_bytes, total_bytes = 0, sum(array.nbytes for array in arrays)
         for array in arrays:
@@ -274,6 +276,8 @@ def convert_weights(
             done_bytes += array.nbytes
             tell(done_bytes, total_bytes)
         save(target, path, model, open_tokenizer(path, name, config), config)
+        if mtp is not None:
+            mx.save_safetensors(str(target / weights.MTP_FILE), tensors_of(mtp))
     except (ValueError, KeyError, TypeError) as error:  # an architecture's code, as for a wrong configuration
         raise ModelBroken(f"{name}: cannot be converted: {brief(str(error), _MAX_REASON)}") from error
 

@@ -54,7 +54,7 @@ class _Layout:
     stores_difference: bool = False
     """Original checkpoints hold norms as their difference from one."""
     output: str = ""
-    """Its own output matrix. Such a module takes states from before the last norm."""
+    """Of its own; then it takes states from before the last norm."""
     layer_arguments: tuple[bool, ...] = ()
     """In place of the layer's number."""
 
@@ -127,10 +127,7 @@ class MtpModule(Module):
         self.slides = any(getattr(self.layer, name, False) for name in ("is_sliding", "is_sliding_window"))
 
     def __call__(self, embedded: mx.array, hidden: mx.array, cache: LayerCache | None = None) -> mx.array:
-        """States like the model's, a token ahead, of tokens and the model's hidden states before them.
-
-        All `[num_rows, num_tokens, width]`.
-        """
+        """States a token ahead, of tokens and the states before them: `[num_rows, num_tokens, width]`."""
         first = cache[0] if isinstance(cache, CacheList) else cache
         mask = create_attention_mask(embedded, first, return_array=self._layout.array_mask)
         parts = [self.embedding_norm(embedded), self.hidden_norm(self._taken(hidden))]
@@ -169,7 +166,7 @@ def _make_layer(text: Any, layout: _Layout) -> Module:
 def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -> MtpModule | None:
     """The module in `file` or a loaded model's folder, not evaluated; None without one, or for an unknown family.
 
-    Raises ModelBroken for tensors that do not fit the model.
+    Raises ModelBroken for one that does not fit.
     """
     text = language_model(model)
     layout = _LAYOUTS.get(_family(text))
@@ -195,6 +192,16 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
     module.load_weights(list(found.items()))
     module.eval()
     return module
+
+
+def tensors_of(module: MtpModule) -> dict[str, mx.array]:
+    """For a file beside a model's."""
+    layout, found = module._layout, dict[str, mx.array]()
+    for path, array in cast(Any, tree_flatten(module.parameters())):  # type: ignore[no-untyped-call]
+        part, _, rest = path.partition(".")
+        found[(layout.layer if part == "layer" else f"{getattr(layout, part)}.") + rest] = array
+    found.pop(".weight", None)  # a norm that is the model's
+    return found
 
 
 def _read_tensors(folder: Path, prefix: str, sidecar: Path) -> dict[str, mx.array]:

@@ -15,13 +15,14 @@ from safetensors.numpy import save_file
 
 from cache.layers.headed import split_at_head
 from cache.types import LayerCache
+from models import mtp
 from models.errors import ModelBroken
 from models.inference.mtp import MtpModel
 from models.inference.ragged import RaggedBatch, ragged_attention
 from models.inference.runner import DecodeRow, Runner
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft
-from models.loader import load
+from models.loader import convert_weights, load
 from models.mlx_lm_import import ArraysCache
 from models.mtp import MtpModule, language_model, load_mtp
 from models.weights import MTP_FILE, total_bytes
@@ -204,6 +205,29 @@ def test_the_file_of_a_module_is_counted_before_a_model_is_loaded(written: Path)
     model = load(written, "tiny", with_mtp=True)
     held = {**dict(tree_flatten(parameters_of(model.model))), **weights_of(cast(MtpModule, model.mtp))}
     assert total_bytes(written) >= sum(array.nbytes for array in held.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_module_is_written_as_it_is_read(name: str, folder: Path) -> None:
+    module, published = module_of(name), list(tensors_of(module_of(name), name))
+    written = mtp.tensors_of(module)
+    num_common = next(
+        i for i, pair in enumerate(zip(min(published), max(published), strict=False)) if len({*pair}) > 1
+    )
+    names = {path[num_common:].replace("pre_mlp", "post_attention") for path in published}
+    assert written.keys() == names
+    assert_same_weights(loaded(folder, name, written), module)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_converted_model_keeps_its_module(bits: int | None, written: Path, tmp_path: Path) -> None:
+    mx.save_safetensors(str(written / MTP_FILE), tensors_of(module_of("qwen3_5"), "qwen3_5"))
+    convert_weights(written, "tiny", tmp_path / "converted", bits, lambda done, total: None)
+    module = load(tmp_path / "converted", "tiny", with_mtp=True).mtp
+    assert module is not None
+    assert isinstance(module.projection, QuantizedLinear) == (bits is not None)
+    if bits is None:
+        assert_same_weights(module, module_of("qwen3_5"))
 
 
 def test_a_model_is_loaded_without_a_module_that_does_not_fit(
