@@ -88,12 +88,10 @@ class Lease:
     def advance(self, tokens: TokenArray) -> None:
         """Records evaluated prompt tokens; captures a restore point here, if requested."""
         self._slot.log.append(tokens)
-        self._record_here()
-
-    @property
-    def captures_next(self) -> bool:
-        """Whether the next token completes the prompt, which is a restore point."""
-        return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
+        point = self._points.get(self.offset)
+        self._recorder.commit(self._slot, may_split=point is not None)
+        if point is not None:
+            self._recorder.capture(self._slot, point.kind)
 
     @property
     def spare_tokens(self) -> int:
@@ -109,17 +107,10 @@ class Lease:
         self._record_all()
         return self.is_lost or self._recorder.reclaimer.try_grow(self._slot, max_tokens, needed)
 
-    def append(self, token: int, *, is_evaluated: bool = False) -> None:
-        """Records one token of a decode step; the first is the prompt's last.
-
-        A restore point can be captured if `is_evaluated`: the caches hold only this sequence, evaluated.
-        """
-        if self.is_lost:
-            return
-        may_capture = is_evaluated and self.captures_next
-        self._slot.log.append(np.array([token], np.int32))
-        if may_capture:
-            self._record_here()
+    def append(self, token: int) -> None:
+        """Records one token of a decode step; the first is the prompt's last."""
+        if not self.is_lost:
+            self._slot.log.append(np.array([token], np.int32))
 
     def keep(self, kind: RestorePointKind) -> None:
         """Captures a restore point at the end. The caches must be evaluated."""
@@ -143,12 +134,6 @@ class Lease:
 
     def _record_all(self) -> None:
         self._recorder.commit(self._slot)
-
-    def _record_here(self) -> None:
-        point = self._points.get(self.offset)
-        self._recorder.commit(self._slot, may_split=point is not None)
-        if point is not None:
-            self._recorder.capture(self._slot, point.kind)
 
     def _end(self) -> None:
         assert self.is_open, "a lease was closed twice"

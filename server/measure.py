@@ -371,7 +371,7 @@ class MeasuredConversation:
         row = subject.runner.make_row(lease.caches, SamplingParams(temperature=0), int(self._tokens[-1]))
         launch(subject.runner, [row], None).tokens()
         subject.runner.detach(row)
-        lease.append(int(self._tokens[-1]), is_evaluated=True)
+        lease.append(int(self._tokens[-1]))
         lease.close()
 
 

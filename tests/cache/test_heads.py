@@ -277,7 +277,7 @@ def test_real_models_restore_on_a_head_what_a_cold_run_has(name: str) -> None:
         assert world.request([*tokens[:60], 8 + number, 8, *tokens[60:]], [3, 4]) == 32
     assert [head.offset for head in cache.pager.heads] == [60]
     world.evaluate(lease.caches, first[-1:])
-    lease.append(7, is_evaluated=True)
+    lease.append(7)
     world.assert_right(lease, first.tolist(), 0)
     lease.close()
     cache.check()

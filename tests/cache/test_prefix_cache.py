@@ -109,25 +109,6 @@ def test_a_lease_says_where_its_tokens_came_from() -> None:
     assert tier_of([*first[:39], 60], "salted") is None
 
 
-@pytest.mark.parametrize("is_evaluated", [True, False])
-def test_a_point_at_the_prompts_end_is_captured_only_from_evaluated_caches(is_evaluated: bool) -> None:
-    """While sequences decode together, a row's own caches may be a step behind or ahead of its tokens."""
-    prefix_cache = make("R", num_slots=1)
-    lease = begin(prefix_cache, [1, 2, 3], restore_points=[RestorePoint(3, RestorePointKind.EXPLICIT)])
-    evaluate(lease, [1, 2])
-    assert lease.captures_next
-    if is_evaluated:
-        fake_model.evaluate(lease.caches, fake_model.tokens_of(3))
-    lease.append(3, is_evaluated=is_evaluated)
-    if not is_evaluated:
-        fake_model.evaluate(lease.caches, fake_model.tokens_of(3))
-    fake_model.evaluate(lease.caches, fake_model.tokens_of(4))
-    lease.append(4)
-    lease.close()
-    fake_model.assert_stored_right(prefix_cache)
-    assert prefix_cache.peek(fake_model.tokens_of(1, 2, 3, 9)) == (3 if is_evaluated else 2)
-
-
 BYTES_PER_TOKEN = 128
 """Of the fake layout T."""
 
@@ -409,5 +390,5 @@ def test_a_sequence_without_a_reservation_grows_by_a_step() -> None:
     evaluate(lease, list(range(1, 601)))
     for token in range(100):
         fake_model.evaluate(lease.caches, np.array([token], np.int32))
-        lease.append(token, is_evaluated=True)
+        lease.append(token)
     assert prefix_cache.layout.capacity(lease.caches) == 611 + layout_module.GROWTH_TOKENS

@@ -237,16 +237,16 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [r for r in self.running if r.lease.offset < r.limit].index(run)
 
     @precondition(lambda self: any(r.lease.offset >= r.limit for r in self.running))
-    @rule(which=st.integers(0, 3), generated=some_tokens, is_evaluated=st.booleans())
-    def decode(self, which: int, generated: list[int], is_evaluated: bool) -> None:
+    @rule(which=st.integers(0, 3), generated=some_tokens, is_early=st.booleans())
+    def decode(self, which: int, generated: list[int], is_early: bool) -> None:
         ready = [r for r in self.running if r.lease.offset >= r.limit]
         run = ready[which % len(ready)]
         tokens = run.prompt[-1:] + generated if len(run.evaluated) == run.limit else generated
         for token in tokens:
-            if is_evaluated:
+            if is_early:
                 fake_model.evaluate(run.lease.caches, np.array([token], np.int32))
-            run.lease.append(token, is_evaluated=is_evaluated)
-            if not is_evaluated:
+            run.lease.append(token)
+            if not is_early:
                 fake_model.evaluate(run.lease.caches, np.array([token], np.int32))
         self._record(run, tokens)
 

@@ -59,7 +59,7 @@ class CountedWorld(RealWorld):
         prefill(lease, tokens, self.evaluate_counted, chunk_tokens=self.chunk_tokens)
         for token in tokens[-1:].tolist() * num_generated:
             self.evaluate_counted(lease.caches, np.array([token], np.int32))
-            lease.append(token, is_evaluated=True)
+            lease.append(token)
         lease.close()
         return lease.hit_tokens
 

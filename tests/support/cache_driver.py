@@ -64,7 +64,7 @@ def run(
     if stop_at is None:
         for token in [prompt[-1], *generated]:
             evaluate(lease.caches, np.array([token], np.int32))
-            lease.append(token, is_evaluated=True)
+            lease.append(token)
     inspect(lease)
     lease.close()
     prefix_cache.check()

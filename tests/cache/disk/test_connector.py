@@ -129,7 +129,7 @@ def run_volatile(prefix_cache: PrefixCache, prompt: list[int]) -> None:
     assert lease is not None
     cache_driver.prefill(lease, tokens, fake_model.evaluate)
     fake_model.evaluate(lease.caches, tokens[-1:])
-    lease.append(prompt[-1], is_evaluated=True)
+    lease.append(prompt[-1])
     lease.close()
 
 
