@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, product
 from typing import Any, TypeVar
 
@@ -55,8 +56,9 @@ class Feeds:
         assert all(known), "a row without a known token cannot be fed beside several of another row"
         return feeds
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
+        """Of each row."""
         return [len(known) + len(draft.tokens) for known, draft in zip(self.known, self.drafts, strict=True)]
 
     @property
@@ -65,9 +67,9 @@ class Feeds:
         feeds = zip(self.known, self.drafts, strict=True)
         return [token for known, draft in feeds for token in (*known, *draft.tokens)]
 
-    @property
+    @cached_property
     def places(self) -> list[range]:
-        """Of each row's tokens in the line."""
+        """Of each row's tokens."""
         stops = accumulate(self.lengths)
         return [range(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True)]
 

@@ -14,9 +14,9 @@ own buffers are to have. Worker thread only.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from itertools import groupby
 from operator import sub
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -78,49 +78,53 @@ def _own_capacity(cache: LayerCache, start: int) -> int:
     return max(int(cache.step if cache.keys is None else cache.keys.shape[2]), int(cache.offset))
 
 
-class Folding:
-    """The tokens that some rows feed in one step, in two layouts.
+class Folding(NamedTuple):
+    """Tokens of rows that feed equally many in one step: a row alone, or neighbours in a group.
 
-    *Flat*: each token is a batch row, `[num_tokens, num_heads, 1, width]`. *Folded*: each row is one,
-    `[num_rows, num_heads, longest, width]`, the shorter ones padded by their last token.
+    *Flat*: a row per token, `[num_tokens, num_heads, 1, width]`. *Folded*: `[num_rows, num_heads, length, width]`.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = tuple(lengths)
-        self.longest = max(lengths)
-        self._is_even = min(lengths) == self.longest
+    length: int
+    rows: slice | None
+    """In the group; None for a row alone."""
+    num_rows: int = 1
 
     def fold(self, flat: mx.array) -> mx.array:
         """A flat array as a folded one."""
-        if self.longest == 1:
+        if self.length == 1:
             return flat
-        tokens = flat.squeeze(2)
-        if not self._is_even:
-            tokens = tokens[self._padded]
-        return tokens.reshape(len(self.lengths), self.longest, *tokens.shape[1:]).swapaxes(1, 2)
+        return flat.reshape(self.num_rows, self.length, flat.shape[1], -1).swapaxes(1, 2)
 
     def unfold(self, folded: mx.array) -> mx.array:
         """A folded array as a flat one."""
-        if self.longest == 1:
+        if self.length == 1:
             return folded
-        tokens = folded.swapaxes(1, 2).flatten(0, 1)
-        if not self._is_even:
-            tokens = tokens[self._unpadded]
-        return mx.expand_dims(tokens, 2)
+        return folded.swapaxes(1, 2).reshape(self.num_tokens, folded.shape[1], 1, -1)
 
-    @cached_property
-    def _padded(self) -> mx.array:
-        found, first = list[int](), 0
-        for length in self.lengths:
-            found += [first + min(place, length - 1) for place in range(self.longest)]
-            first += length
-        return mx.array(found, dtype=mx.uint32)
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.length
 
-    @cached_property
-    def _unpadded(self) -> mx.array:
-        rows = enumerate(self.lengths)
-        found = [row * self.longest + place for row, length in rows for place in range(length)]
-        return mx.array(found, dtype=mx.uint32)
+    def part(self, rows: mx.array) -> mx.array:
+        """Of all rows of the group, those folded."""
+        return rows if self.rows is None else rows[self.rows]
+
+    def mask_of(self, mask: Any) -> Any:
+        """Of the group's mask, the part for them."""
+        return mask if self.rows is None or mask is None else mask[self.rows, :, : self.length]
+
+
+def foldings_of(lengths: Sequence[int]) -> list[Folding]:
+    """Of a member whose rows feed `lengths` tokens; several rows are a group."""
+    if len(lengths) == 1:
+        return [Folding(lengths[0], None)]
+    # Rows of different lengths are not padded: attention over many keys costs by query.
+    found, first = list[Folding](), 0
+    for length, rows in groupby(lengths):
+        num_rows = len(list(rows))
+        found.append(Folding(length, slice(first, first + num_rows), num_rows))
+        first += num_rows
+    return found
 
 
 class Clock:

@@ -8,8 +8,8 @@ A model sees a batch of rows with one token each, so its linear layers run once.
   within `ragged_attention()` attention runs once per part. Where all rows are one group, its layer stands in.
 - *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
-Where rows feed several tokens, each is a batch row of its own, without padding. A `FlatLayer` then folds each
-member's tokens for attention (`groups.Folding`).
+Where rows feed several tokens, each is a batch row of its own, without padding. A `FlatLayer` then folds them for
+attention, once per rows side by side that feed equally many (`groups.Folding`).
 
 Members on one *head* (`cache/layers/headed.py`) are neighbours. All their rows attend to the head at once, and each
 member to its tails; the scores' peaks and sums merge both results, as in FlashAttention (arXiv:2205.14135).
@@ -19,7 +19,7 @@ Knows no tokens, sampling or requests. Other threads' attention is unaffected.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -28,7 +28,7 @@ import mlx.core as mx
 from cache.layers.headed import HeadedKVCache, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
-from models.inference.groups import Folding, Group, GroupLayer
+from models.inference.groups import Folding, Group, GroupLayer, foldings_of
 from models.mlx_lm_import import (
     ArraysCache,
     CacheList,
@@ -47,18 +47,18 @@ _MISFIT = mx.array([0.0] * 10_007)  # a prime number, so that no reshape can fit
 
 
 class Parts(mx.array):
-    """One item per member where a model expects one array: keys, values, masks or scores.
+    """One item per member or folding where a model expects one array: keys, values, masks or scores.
 
     Its shape fits no operation: one not overridden here fails.
     """
 
     items: list[Any]
     cuts: Sequence[int]
-    """The first row of each member but the first."""
+    """The first row of each item but the first."""
     heads: list[mx.array | None]
-    """What a member's rows have before its item: the same array for neighbours on one head."""
+    """What rows have before their item: the same array for neighbours on one head."""
     foldings: Sequence[Folding] | None
-    """How each member's tokens are folded; None where all rows feed one."""
+    """Of each item; None where all rows feed one token."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Parts(mx.array):
 
     @property
     def runs(self) -> Iterator[tuple[mx.array | None, range]]:
-        """Heads, and the neighbouring members on each."""
+        """Heads, and the neighbouring items on each."""
         for _, members in itertools.groupby(range(len(self.items)), key=lambda member: id(self.heads[member])):
             found = list(members)
             yield self.heads[found[0]], range(found[0], found[-1] + 1)
@@ -123,7 +123,7 @@ class RaggedLayer:
 
     def __init__(self, members: Sequence[LayerCache | GroupLayer], offsets: "OffsetArrays") -> None:
         self.members = list(members)
-        self._cuts = list(itertools.accumulate(_num_rows(member) for member in members))[:-1]
+        self._cuts = _cuts([_num_rows(member) for member in members])
         self._offsets = offsets
 
     @property
@@ -145,14 +145,14 @@ class RaggedLayer:
         masks = [_mask_of(member, num_tokens, options) for member in self.members]
         return None if all(mask is None for mask in masks) else Parts(masks, self._cuts)
 
-    def _parts(self, fetched: Iterator[tuple[Any, Any]]) -> tuple[Parts, Parts]:
-        keys, values = [], []
-        for member, (key, value) in zip(self.members, fetched, strict=True):
+    def _parts(self, fetched: Iterable[tuple[Any, Any]]) -> tuple[Parts, Parts]:
+        keys, values, heads = [], [], []
+        for member, key, value in self._divided(fetched):
             if isinstance(member, QuantizedKVCache):
                 key, value = (QuantizedRow(kv, member.group_size, member.bits) for kv in (key, value))
             keys.append(key)
             values.append(value)
-        heads = [getattr(member, "head", None) for member in self.members]
+            heads.append(getattr(member, "head", None))
         head_keys = [None if head is None else head.keys for head in heads]
         head_values = [None if head is None else head.values for head in heads]
         return (
@@ -160,25 +160,31 @@ class RaggedLayer:
             Parts(values, self._cuts, head_values, self._foldings),
         )
 
+    def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterable[tuple[LayerCache | GroupLayer, Any, Any]]:
+        """By item."""
+        return ((member, *found) for member, found in zip(self.members, fetched, strict=True))
+
     def flat(self, step: "FlatStep") -> "FlatLayer":
-        """The same layer for a step in which rows feed several tokens."""
+        """For a step in which rows feed several tokens."""
         return FlatLayer(self.members, step)
 
 
 class FlatStep:
-    """The tokens that rows feed in one model call, and arrays made once for all layers."""
+    """Tokens that rows feed in one model call, and what is made once for all layers."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """`lengths` in the order of the batch."""
         self._lengths = lengths
-        self._foldings: dict[tuple[int, ...], Folding] = {}
+        self._foldings: dict[tuple[int, ...], list[list[Folding]]] = {}
         self._offsets: dict[tuple[int, ...], mx.array] = {}
 
-    def foldings_of(self, members: Sequence[LayerCache | GroupLayer]) -> list[Folding]:
-        """Of the tokens of each member's rows."""
-        rest = iter(self._lengths)
-        lengths = [tuple(itertools.islice(rest, _num_rows(member))) for member in members]
-        return [self._foldings.setdefault(one, Folding(one)) for one in lengths]
+    def foldings_of(self, members: Sequence[LayerCache | GroupLayer]) -> list[list[Folding]]:
+        """Of each member."""
+        counts, rest = tuple(map(_num_rows, members)), iter(self._lengths)
+        if (found := self._foldings.get(counts)) is None:
+            found = [foldings_of(list(itertools.islice(rest, count))) for count in counts]
+            self._foldings[counts] = found
+        return found
 
     def offsets_of(self, members: Sequence[LayerCache | GroupLayer]) -> mx.array:
         """Offsets of all tokens, int32 `[num_tokens]`."""
@@ -193,15 +199,16 @@ class FlatStep:
 class FlatLayer(RaggedLayer):
     """A `RaggedLayer` for a step in which rows feed several tokens.
 
-    The model sees a batch row per token, of one row's feed after another: `[num_tokens, num_heads, 1, head_dim]`.
+    The model sees a batch row per token, feed after feed: `[num_tokens, num_heads, 1, head_dim]`.
     """
 
     _foldings: list[Folding]
 
     def __init__(self, members: Sequence[LayerCache | GroupLayer], step: FlatStep) -> None:
         self.members = list(members)
-        self._foldings = step.foldings_of(members)
-        self._cuts = list(itertools.accumulate(sum(folding.lengths) for folding in self._foldings))[:-1]
+        self._by_member = step.foldings_of(members)
+        self._foldings = list(itertools.chain(*self._by_member))
+        self._cuts = _cuts([folding.num_tokens for folding in self._foldings])
         self._step = step
 
     @property
@@ -210,23 +217,37 @@ class FlatLayer(RaggedLayer):
         return self._step.offsets_of(self.members)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
-        """Appends the keys and values of all tokens; returns all of each member's cache."""
-        updates = zip(self.members, self._foldings, _split(keys, self._cuts), _split(values, self._cuts), strict=True)
+        """Appends those of all tokens; returns all of each item's cache."""
+        cuts = _cuts([sum(folding.num_tokens for folding in foldings) for foldings in self._by_member])
+        updates = zip(self.members, self._by_member, _split(keys, cuts), _split(values, cuts), strict=True)
         return self._parts(_append_feed(*update) for update in updates)
 
     def make_mask(self, num_tokens: int, **options: Any) -> Parts:
-        """Each member's mask for its tokens, broadcastable to `[num_rows, 1, longest, num_places]`."""
+        """Each folding's mask, broadcastable to `[num_rows, 1, length, num_places]`."""
         assert num_tokens == 1, "in a batch each token is a row"
-        members = zip(self.members, self._foldings, strict=True)
-        return Parts([_mask_of(member, folding.longest, options) for member, folding in members], self._cuts)
+        masks = list[Any]()
+        for member, foldings in zip(self.members, self._by_member, strict=True):
+            mask = _mask_of(member, foldings[0].length, options)
+            masks += [folding.mask_of(mask) for folding in foldings]
+        return Parts(masks, self._cuts)
+
+    def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterator[tuple[LayerCache | GroupLayer, Any, Any]]:
+        """By item."""
+        for member, foldings, (keys, values) in zip(self.members, self._by_member, fetched, strict=True):
+            for folding in foldings:
+                yield member, folding.part(keys), folding.part(values)
 
 
 def _append_feed(
-    member: LayerCache | GroupLayer, folding: Folding, keys: mx.array, values: mx.array
+    member: LayerCache | GroupLayer, foldings: Sequence[Folding], keys: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array]:
     if not isinstance(member, GroupLayer):
-        keys, values = folding.fold(keys), folding.fold(values)
+        keys, values = foldings[0].fold(keys), foldings[0].fold(values)
     return cast(tuple[mx.array, mx.array], tail_of(member).update_and_fetch(keys, values))
+
+
+def _cuts(sizes: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(sizes))[:-1]
 
 
 def _mask_of(member: LayerCache | GroupLayer, num_tokens: int, options: dict[str, Any]) -> mx.array | str | None:
@@ -430,9 +451,9 @@ def _masks(mask: Any, foldings: Sequence[Folding | None]) -> list[Any]:
 
 def _unasked_mask(folding: Folding) -> str | None:
     """For a model that makes no mask for one token."""
-    if folding.longest > 1 and len(folding.lengths) > 1:
+    if folding.length > 1 and folding.rows is not None:
         raise NotRagged("the model asks its caches for no mask")
-    return "causal" if folding.longest > 1 else None
+    return "causal" if folding.length > 1 else None
 
 
 def _attend_member(member: _Attending, scale: float, options: dict[str, Any]) -> mx.array:
@@ -507,7 +528,7 @@ def _over_head(queries: mx.array, keys: mx.array, values: mx.array, scale: float
 def _over_tails(
     queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, folding: Folding | None, scale: float
 ) -> _Partial:
-    """Rows of one buffer, `mask` broadcastable to `[num_rows, 1, longest, num_places]`."""
+    """Rows of one buffer, `mask` broadcastable to `[num_rows, 1, num_queries, num_places]`."""
     if folding is not None:
         queries = folding.fold(queries)
     num_rows, num_query_heads, num, width = queries.shape

@@ -1,5 +1,6 @@
 """Rows that feed several tokens each in one model call: logits and state are those of a row alone, token by token."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial, partialmethod
@@ -244,6 +245,30 @@ def test_masks_and_indices_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch)
         feeding.join(length)
     feeding.step(3, 3, 2)
     assert made == {"_mask": 2, "_indices": 2}, "the model has four layers: two with a window, two without"
+
+
+@pytest.mark.parametrize("widths", [(8, 1, 1, 1), (1, 3, 3, 1), (2, 2, 2, 2)])
+def test_attention_sees_no_more_queries_than_tokens(widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is asked once for neighbours in a group that feed equally many."""
+    shapes = list[tuple[int, ...]]()
+
+    def attend(queries: mx.array, *args: Any, **options: Any) -> mx.array:
+        shapes.append(queries.shape)
+        return attention(queries, *args, **options)
+
+    feeding, attention = Feeding("gpt_oss", IN_GROUPS), ragged._mlx_attention
+    for length in (50, 60, 55, 70):
+        feeding.join(length)
+    drafts = {row: row.draft(width - 1, MAX_FEED) for row, width in zip(feeding.rows, widths, strict=True)}
+    monkeypatch.setattr(ragged, "_mlx_attention", attend)
+    layers = feeding.batch.arrange(feeding.rows, float("inf"), widths)
+    fed = [token for row in cast(list[FedRow], feeding.batch.rows) for token in (row.tokens[-1], *drafts[row])]
+    with ragged_attention():
+        feeding.model(mx.array(fed)[:, None], cache=layers)
+    num_layers = len(leaves_of(layers))
+    assert sum(shape[0] * shape[2] for shape in shapes) == num_layers * sum(widths)
+    order = [len(drafts[row]) for row in cast(list[FedRow], feeding.batch.rows)]
+    assert len(shapes) == num_layers * sum(1 for _ in itertools.groupby(order))
 
 
 def test_rings_have_slack_only_where_rows_may_feed_several_tokens() -> None:
