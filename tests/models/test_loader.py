@@ -139,7 +139,7 @@ FAULTS: list[tuple[Damage, type[ModelError], str]] = [
     (configure(model_type="llamma"), ModelBroken, "'llamma' is not known"),
     (configure(model_type="base"), ModelBroken, "base"),
     (configure(hidden_size=128), ModelBroken, r"shape \(320, 128\)"),
-    (configure(num_hidden_layers=5), ModelBroken, r"Missing 18 parameters: model\.layers\.3"),
+    (configure(num_hidden_layers=5), ModelBroken, r"Missing 27 parameters: model\.layers\.2"),
     (configure(num_hidden_layers=100_000_000), ModelBroken, "100000000 num_hidden_layers, but the files hold"),
     (truncate(-100), ModelBroken, r"model\.safetensors is incomplete"),
     (truncate(20), ModelBroken, r"model\.safetensors is damaged"),

@@ -97,10 +97,10 @@ def test_all_that_the_context_holds_is_measured_and_the_rest_named(subject: Subj
 
 @pytest.mark.usefixtures("short")
 def test_what_memory_does_not_hold_is_left_out(subject: Subject) -> None:
-    _, rows = measured(subject, replace(LIMITS, budget_bytes=1_000_000))
+    _, rows = measured(subject, replace(LIMITS, budget_bytes=700_000))
     assert [row["rows"] for row in rows.decode] == ["1 × 50", "2 × 50", "3 × 50"]
     assert rows.turns == [] and len(rows.prefill) == 2
-    assert sum("of memory, and there is 1.0 MB" in reason for reason in rows.left_out) == 2
+    assert sum("of memory, and there is 700.0 kB" in reason for reason in rows.left_out) == 2
 
 
 def test_without_time_nothing_is_begun(subject: Subject) -> None:
