@@ -62,16 +62,26 @@ class Priced(Speculation):
     def __init__(self) -> None:
         seconds = {knot: 1 + knot / 100 for knot in (1, 2, 64)}
         super().__init__(History(), seconds, feeds_together=True, max_feed_tokens=64)
+        for num_rows in (1, 2, 3, 4) * 3:  # steps without drafts are measured before some have any
+            self.observe(num_rows, 0.0, 0.0)
 
     def learn(
-        self, rows: Sequence[Drafting], drafted: Sequence[int], accepted: Sequence[int], seconds: float
+        self,
+        rows: Sequence[Drafting],
+        fed: Sequence[int],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        seconds: float,
     ) -> None:
         """Takes no time of the clock."""
-        super().learn(rows, drafted, accepted, 1 + (len(rows) + sum(drafted)) / 100)
+        super().learn(rows, fed, drafted, accepted, 1 + sum(fed) / 100)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
         """Takes no time of the clock."""
-        super().observe(num_rows, 1 + num_rows / 100)
+        super().observe(num_rows, 1 + num_rows / 100, 0.0)
+
+    def observe_restart(self, num_rows: int, seconds: float) -> None:
+        """Takes no time of the clock."""
 
     @property
     def forced(self) -> tuple[int, int]:
