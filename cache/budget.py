@@ -80,8 +80,6 @@ class BudgetExceeded(CacheError):
             f"the conversation needs about {needed_bytes / 1e6:.1f} MB of cache memory, "
             f"the budget is {budget_bytes / 1e6:.1f} MB"
         )
-        self.needed_bytes = needed_bytes
-        self.budget_bytes = budget_bytes
 
 
 class PinnedFull(CacheError):
@@ -102,8 +100,6 @@ class PinLimit(CacheError):
             f"with this pin, {pinned_bytes / 1e6:.1f} MB would be pinned; "
             f"at most {limit_bytes / 1e6:.1f} MB may be, half of the cache memory"
         )
-        self.pinned_bytes = pinned_bytes
-        self.limit_bytes = limit_bytes
 
 
 class FolderError(CacheError):

@@ -110,10 +110,6 @@ class FileSpan:
         return list(dict.fromkeys(part.file for part in self.parts))
 
     @property
-    def is_gone(self) -> bool:
-        return any(file.is_gone for file in self.files)
-
-    @property
     def is_written(self) -> bool:
         return not any(self.missing()) and all(file.is_written for file in self.files)
 

@@ -1,7 +1,7 @@
 """The disk tier: state of past tokens that outlives memory and the process. Worker thread only.
 
 A thread of the tier writes each token's state at most once: files are found by tokens, however edges were cut. A
-`FileSpan` or `StoredFile` is loadable once it `is_written`, and `is_gone` after eviction, damage or clearing. A
+`FileSpan` or `StoredFile` is loadable once it `is_written`; a file `is_gone` after eviction, damage or clearing. A
 failure costs the reuse of state and nothing else: writing pauses, unreadable state is evaluated again. State of other
 weights, formats or machines is never read. Files hold people's conversations: only their owner can read them.
 """

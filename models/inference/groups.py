@@ -365,7 +365,7 @@ class Group:
         """Empty. Rows may feed `slack + 1` tokens in a step."""
         used, all_leaves = used_leaves(like), leaves_of(like)
         assert used is not None, "a row that must stay alone was put into a group"
-        self.used, self.head, self._start = used, head_of(like), head_length(all_leaves)
+        self.head, self._start = head_of(like), head_length(all_leaves)
         self.room, self.capacity = buffer.room, buffer.capacity
         self.rows: list[Sequence[LayerCache]] = []
         self.clock = Clock()

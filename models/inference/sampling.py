@@ -163,7 +163,7 @@ def _asks_for_xtc(row: RowSampling) -> bool:
 
 
 def _xtc_threshold(row: RowSampling) -> float:
-    is_struck = _asks_for_xtc(row) and row.chance("xtc") < row.params.xtc_probability
+    is_struck = _asks_for_xtc(row) and row.chance() < row.params.xtc_probability
     return row.params.xtc_threshold if is_struck else ALL_MASS
 
 

@@ -189,9 +189,9 @@ class RowSampling:
         """8 random bytes of the next draw."""
         return self._randomness("")
 
-    def chance(self, label: str) -> float:
-        """A random number in [0, 1) for the next draw, by label."""
-        return int.from_bytes(self._randomness(f":{label}"), "little") / 2**64
+    def chance(self) -> float:
+        """A random number in [0, 1), for XTC at the next draw."""
+        return int.from_bytes(self._randomness(":xtc"), "little") / 2**64
 
     def _randomness(self, suffix: str) -> bytes:
         return hashlib.blake2b(f"{self.seed}:{self.position}{suffix}".encode(), digest_size=8).digest()

@@ -14,7 +14,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,7 @@ class SizedRunner:
     """A runner over state that has sizes only; counts what it evaluates and the seconds that takes."""
 
     rows_form, drafts_form, overlaps, padding_bytes = "together", "off", False, 0
-    max_feed_tokens, feeds_together = 1, False
-    step_seconds: Mapping[int, float] = {}
-    draft_seconds: float | None = None
+    max_feed_tokens = 1
 
     def __init__(self, head_tokens: float | None) -> None:
         self.head_tokens = head_tokens

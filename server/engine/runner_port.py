@@ -1,6 +1,6 @@
 """What the engine needs of a runner; `models.inference.runner.Runner` is the real one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from cache.types import LayerCache, SharedBuffers
@@ -32,12 +32,6 @@ class RunnerPort(SharedBuffers, Protocol):
     """`start` returns while most of the step is still ahead."""
     max_feed_tokens: int
     """The most tokens of one row that a step evaluates."""
-    step_seconds: Mapping[int, float]
-    """Seconds of a step, by the number of one row's tokens; empty where a row has only one."""
-    draft_seconds: float | None
-    """Seconds of a token that the model's MTP module drafts; None without one."""
-    feeds_together: bool
-    """Rows with several tokens each share a model call."""
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int, /) -> None:
         """Evaluates tokens of one sequence behind its caches' content."""

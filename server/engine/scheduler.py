@@ -144,10 +144,6 @@ class Scheduler:
         self._leave_session(ticket)
         self.is_stalled = False
 
-    def find(self, request_id: str) -> Ticket:
-        """An unfinished request's ticket."""
-        return self._tickets[request_id]
-
     def in_phase(self, phase: Phase) -> list[Ticket]:
         """Tickets, best rank first."""
         return sorted((t for t in self._tickets.values() if t.phase is phase), key=lambda ticket: ticket.rank)

@@ -3,7 +3,7 @@
 A wrong cache state therefore changes every later token, and `reference` says what a right one gives.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,9 +125,6 @@ class SharesNothing:
 
     padding_bytes = 0
     max_feed_tokens = 1
-    step_seconds: Mapping[int, float] = {}
-    feeds_together = False
-    draft_seconds: float | None = None
     head_tokens: float | None = None
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:

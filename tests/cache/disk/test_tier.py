@@ -83,6 +83,10 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
     made.close()
 
 
+def is_gone(span: FileSpan) -> bool:
+    return any(file.is_gone for file in span.files)
+
+
 def size_of(num_tokens: int) -> int:
     """Returns the bytes of rows of so many tokens, without their file's header."""
     return num_tokens * disk_driver.NUM_COMPONENTS * disk_driver.NUM_HEADS * disk_driver.WIDTH * 4
@@ -96,7 +100,7 @@ def test_a_span_is_written_behind_the_caller_and_then_stands_for_the_state(tmp_p
     tier = open_tier(tmp_path, files=files)
     span = write(tier, FIRST)
     assert span is not None
-    assert (span.is_written, span.is_gone) == (False, False)
+    assert (span.is_written, is_gone(span)) == (False, False)
     assert find_span(tier, FIRST) is None
     assert tier.queue.waiting_bytes == size_of(100)
     with pytest.raises(DiskFault):
@@ -290,7 +294,7 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
     touch(tier, leaves[0])
     newest = write(tier, leaves[3], 400)
     assert newest is not None and tier.flush(10)
-    gone = [span.is_gone for span in spans if span is not None]
+    gone = [is_gone(span) for span in spans if span is not None]
     assert gone == [False, False, True, False], "the trunk is older than the leaf that was used least"
     assert tier.space.num_gone == 1
     assert tier.space.used_bytes <= tier.space.budget_bytes
@@ -348,7 +352,7 @@ def test_state_larger_than_the_budget_is_declined_and_nothing_goes_for_it(tmp_pa
     tier = open_tier(tmp_path, budget_bytes=size_of(50) + 8000)
     span = write(tier, FIRST[:20])
     assert write(tier, tokens_of([5] * 1000)) is None
-    assert span is not None and not span.is_gone
+    assert span is not None and not is_gone(span)
     tier.close()
 
 
@@ -429,7 +433,7 @@ def test_what_was_forgotten_before_it_was_written_never_is(tmp_path: Path) -> No
     tier = open_tier(tmp_path, files=files)
     first, second = write(tier, FIRST), write(tier, tokens_of([5] * 10))
     tier.clear()
-    assert first is not None and second is not None and first.is_gone and second.is_gone
+    assert first is not None and second is not None and is_gone(first) and is_gone(second)
     files.gate.set()
     assert tier.flush(10)
     assert stored_names(tmp_path) == set() and tier.space.used_bytes == tier.queue.waiting_bytes == 0
@@ -448,7 +452,7 @@ def test_closing_ends_the_queue_and_loads_nothing_more(tmp_path: Path) -> None:
     tier.close()
     tier.close()
     assert write(tier, FIRST) is None and tier.flush(1)
-    assert any(span is not None and span.is_gone for span in spans)
+    assert any(span is not None and is_gone(span) for span in spans)
     for span in spans:
         assert span is not None
         with pytest.raises(DiskFault):
@@ -591,7 +595,7 @@ def test_damage_found_ahead_is_told_where_it_is_loaded(tier: DiskTier, tmp_path:
     with pytest.raises(DiskFault, match="damaged"):
         span.load()
     ahead.cancel()
-    assert span.is_gone and tier.space.num_gone == 1 and tier.flush(10)
+    assert is_gone(span) and tier.space.num_gone == 1 and tier.flush(10)
     assert stored_names(tmp_path) == set()
     again = write(tier, FIRST)
     assert again is not None and tier.flush(10)
@@ -613,7 +617,7 @@ def test_writing_goes_on_some_time_after_a_failure(tmp_path: Path, caplog: pytes
     tier = open_tier(tmp_path, files=Full(), elapsed=clock)
     failed = [write(tier, tokens_of([value] * 10)) for value in range(3)]
     assert tier.flush(10)
-    assert all(span is None or span.is_gone for span in failed)
+    assert all(span is None or is_gone(span) for span in failed)
     assert write(tier, FIRST) is None
     clock.seconds += RETRY_SECONDS + 1
     is_full = False

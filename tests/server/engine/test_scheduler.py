@@ -139,7 +139,7 @@ class TestOneSession:
     def test_what_goes_on_from_an_earlier_prompt_waits_for_its_end(self, phase: Phase) -> None:
         scheduler = self.pair(phase)
         assert chosen(scheduler, b=40) in (None, "a")
-        scheduler.remove(scheduler.find("a"))
+        scheduler.remove(scheduler._tickets["a"])
         assert chosen(scheduler, b=40) == "b"
 
     @pytest.mark.parametrize("tail", [(), (7,)])
@@ -168,10 +168,10 @@ class TestOneSession:
 
     def test_one_that_is_replayed_is_waited_for_again_wherever_its_answer_leads(self) -> None:
         scheduler = self.pair()
-        scheduler.remove(scheduler.find("a"))
+        scheduler.remove(scheduler._tickets["a"])
         scheduler.add(ticket("a", 1, [*self.prompt, 55, 56], num_prompt=40, session_id="s"))
         assert chosen(scheduler) == "a"
-        scheduler.find("a").phase = Phase.DECODING
+        scheduler._tickets["a"].phase = Phase.DECODING
         assert chosen(scheduler) is None
 
     def test_each_waits_for_all_it_goes_on_from_and_for_nobody_else(self) -> None:
@@ -185,8 +185,8 @@ class TestOneSession:
 
     def test_an_interactive_turn_does_not_wait_for_a_background_request(self) -> None:
         scheduler = self.pair()
-        scheduler.find("a").priority = Priority.BACKGROUND
-        scheduler.remove(turn := scheduler.find("b"))
+        scheduler._tickets["a"].priority = Priority.BACKGROUND
+        scheduler.remove(turn := scheduler._tickets["b"])
         scheduler.add(turn)
         assert chosen(scheduler) == "b"
 
@@ -214,13 +214,13 @@ class TestOnePrefix:
             scheduler = self.pair(offset=0, **fields)
             scheduler.choose_prefill(lambda one: 0, CHUNK)
             waiting = [one.request_id for one in scheduler.in_phase(Phase.WAITING)]
-            first = scheduler.find("a")
+            first = scheduler._tickets["a"]
             first.phase = Phase.DECODING
             assert waiting == ["b"] and chosen(scheduler) == "b"
 
     def test_nobody_is_asked_again_what_is_restorable_before_the_first_has_passed_it(self) -> None:
         scheduler = self.pair(offset=0)
-        first, asked = scheduler.find("a"), []
+        first, asked = scheduler._tickets["a"], []
         for offset in (0, 50, 150, 199, 200):
             first.offset = offset
             scheduler.choose_prefill(lambda one: asked.append(first.offset) or 0, CHUNK)  # type: ignore[func-returns-value]
@@ -230,10 +230,10 @@ class TestOnePrefix:
         self,
     ) -> None:
         scheduler = self.pair(offset=0)
-        scheduler.find("a").priority = Priority.BACKGROUND
+        scheduler._tickets["a"].priority = Priority.BACKGROUND
         scheduler.add(ticket("later", 3, 100))
         assert chosen(scheduler) == "a"
-        scheduler.remove(scheduler.find("b"))
+        scheduler.remove(scheduler._tickets["b"])
         assert chosen(scheduler) == "later"
 
 
