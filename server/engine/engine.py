@@ -290,7 +290,7 @@ class Engine:
             self._ready.set()
         try:
             while self._handle_messages(worker):
-                self._step(worker)
+                self._guard(worker, worker.step)
                 self._stats = worker.stats()
         except DeviceLost as error:
             # `/health` says so before anything else is tried on the device.
@@ -306,9 +306,9 @@ class Engine:
                 self._journal.tell = None
                 self._inbox.close()
 
-    def _step(self, worker: Worker) -> None:
+    def _guard(self, worker: Worker, act: Callable[[], None]) -> None:
         try:
-            worker.step()
+            act()
         except DeviceLost:
             raise
         except Exception as error:  # a bug of ours: every request fails, the engine goes on with the next
@@ -324,7 +324,7 @@ class Engine:
                 return True
             if message is None:
                 return False
-            message.handle(worker)
+            self._guard(worker, partial(message.handle, worker))
 
     def _next_message(self, worker: Worker) -> WorkerMessage | None:
         """Returns None for the end. Raises queue.Empty where no message waits and requests have work."""

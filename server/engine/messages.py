@@ -282,13 +282,13 @@ class Inbox:
 
 
 def _submit(request: GenerationRequest, generation: Generation, worker: Worker) -> None:
-    """A bug of ours in `submit` fails every request."""
+    """A bug of ours in `submit` fails this request."""
     try:
         worker.submit(request, generation)
     except Exception as error:  # the engine goes on with the next request
         logger.exception("the engine could not take request %s", request.request_id)
         reported = StepFailed(f"the server failed: {error}")
-        worker.fail_all(reported)
+        worker.fail(request.request_id, reported)
         if not generation.is_over:
             generation.post([Failed(reported)])
 

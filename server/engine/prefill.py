@@ -141,16 +141,18 @@ class Prefill:
 
     def _admit(self, sequence: Sequence) -> bool:
         """False if the sequence must wait for a lease, or failed."""
-        begun = self._clock()
-        self._prefix_cache.pins.release_expired(begun)
         try:
-            lease = self._begin(sequence)
+            return self._try_admit(sequence)
         except (BudgetExceeded, PinnedFull) as error:
             self._refuse(sequence, error)
-            return False
-        except Exception as error:  # paging failed: the cache has dropped what it could not trust
+        except Exception as error:  # paging failed, or a bug of ours: neither concerns other requests
             self._table.fail_step(sequence, error)
-            return False
+        return False
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        begun = self._clock()
+        self._prefix_cache.pins.release_expired(begun)
+        lease = self._begin(sequence)
         if lease is None:
             self._scheduler.is_stalled = True
             return False
@@ -159,10 +161,9 @@ class Prefill:
         sequence.ticket.phase, sequence.ticket.offset = Phase.PREFILLING, lease.offset
         if sequence.started is None:
             self._post_started(sequence, lease, begun)
-            if self._speculation is not None:
-                sequence.drafting = self._speculation.begin(
-                    sequence.request, lease.match_tokens, sequence.output.forced
-                )
+        if self._speculation is not None and sequence.drafting is None:
+            begin_drafting = self._speculation.begin
+            sequence.drafting = begin_drafting(sequence.request, lease.match_tokens, sequence.output.forced)
         self.share_prefixes(sequence)
         return True
 

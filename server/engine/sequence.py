@@ -478,7 +478,7 @@ class SequenceTable:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
+        self._scheduler.remove(sequence.ticket)
         sequence.end_prefetch()
         if sequence.drafting is not None:
             sequence.drafting.end()
-        self._scheduler.remove(sequence.ticket)

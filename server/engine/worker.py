@@ -95,8 +95,8 @@ class Worker:
 
     def embed(self, job: EmbeddingJob) -> None:
         """Queues texts to embed."""
-        self._end_idle_work()
         self._embeddings.add(job)
+        self._end_idle_work()
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its progress stays cached. Unknown ids are ignored."""
@@ -108,10 +108,19 @@ class Worker:
         """Ends sequences whose clients have the whole answer."""
         self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
 
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Ends a request with an error. Unknown ids are ignored."""
+        sequence = self._table.find(request_id)
+        if sequence is not None:
+            self._table.fail(sequence, error)
+
     def fail_all(self, error: Exception) -> None:
         """Ends every request with an error, keeping progress where possible."""
         for sequence in self._table:
-            self._table.fail(sequence, error)
+            try:
+                self._table.fail(sequence, error)
+            except Exception:  # a bug of ours, which must not keep the others from their end
+                logger.exception("request %s could not be ended", sequence.request.request_id)
         self._embeddings.fail_all(error)
 
     def stop(self, *, parks: bool = False) -> None:

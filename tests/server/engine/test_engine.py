@@ -4,11 +4,13 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from cache.slots import Slot
+from models.formats import Pooling
 from models.inference.sampling_params import SamplingParams
 from server.engine.engine import Engine, EngineConfig
 from server.engine.messages import Generation
@@ -23,10 +25,12 @@ from server.engine.request import (
     QueueFull,
     RequestCounts,
     Started,
+    StepFailed,
 )
 from server.engine.worker import Worker
 from tests.support.engine_driver import make_worker
 from tests.support.fake_runner import FakeRunner
+from tests.support.oracle import Oracle
 
 
 class GatedRunner(FakeRunner):
@@ -46,7 +50,8 @@ class GatedRunner(FakeRunner):
 class Served:
     """A started engine over a gated fake model."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, speculation: Oracle | None = None, **options: Any) -> None:
+        self.speculation = speculation
         self.runner = GatedRunner()
         self.threads: set[str] = set()
         self.config = EngineConfig(**{"max_slots": 2, "context_tokens": 200, "max_waiting": 1, **options})
@@ -55,7 +60,7 @@ class Served:
 
     def _make_worker(self) -> Worker:
         self.threads.add(threading.current_thread().name)
-        return make_worker(self.runner)
+        return make_worker(self.runner, speculation=self.speculation)
 
 
 @pytest.fixture
@@ -372,6 +377,95 @@ def test_a_bug_while_a_request_is_taken_fails_it_and_the_engine_goes_on(served: 
     kinds = [type(last) for last in last_events(served, sabotage)]
     assert kinds == [Failed, Finished, Finished]
     assert served.engine.stats().num_open == 0
+
+
+def ends_of(served: Served, sabotage: Callable[[Worker], object]) -> list[type]:
+    """Has a long request run while the engine is sabotaged; how that, another and one after them end."""
+
+    async def run() -> list[Event]:
+        reading = aiter(served.engine.submit(request("long", max_tokens=60)))
+        await asyncio.wait_for(anext(reading), 10)
+        await served.engine.execute(sabotage)
+        struck = await asyncio.wait_for(collect(served.engine.submit(request("struck"))), 10)
+        after = await asyncio.wait_for(collect(served.engine.submit(request("after"))), 10)
+        return [[event async for event in reading][-1], struck[-1], after[-1]]
+
+    return [type(event) for event in asyncio.run(run())]
+
+
+@pytest.mark.parametrize("place", ["decoder", "prefetch", "pins", "begin", "started", "drafting", "shared"])
+def test_a_bug_on_the_way_from_the_queue_into_a_slot_fails_one_request(place: str) -> None:
+    """Whatever runs for one request only, up to its first chunk."""
+    served, slots = Served(speculation=Oracle()), list[Slot]()
+
+    def sabotage(worker: Any) -> None:
+        prefill, cache = worker._prefill, worker.prefix_cache
+        slots.extend(cache.slots)
+        owner, name = {
+            "decoder": (worker, "_make_decoder"),
+            "prefetch": (cache, "prefetch"),
+            "pins": (cache.pins, "release_expired"),
+            "begin": (cache, "begin"),
+            "started": (prefill, "_post_started"),
+            "drafting": (prefill._speculation, "begin"),
+            "shared": (prefill, "share_prefixes"),
+        }[place]
+        working = getattr(owner, name)
+
+        def fail_once(*_: Any, **__: Any) -> Any:
+            object.__setattr__(owner, name, working)
+            raise AssertionError("a bug")
+
+        object.__setattr__(owner, name, fail_once)
+
+    assert ends_of(served, sabotage) == [Finished, Failed, Finished]
+    served.engine.stop()
+    assert slots and not any(slot.is_leased for slot in slots)
+
+
+def test_a_bug_while_a_request_is_cancelled_or_texts_are_taken_leaves_the_engine_running(served: Served) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("a bug")
+
+    def sabotage(worker: Any) -> None:
+        worker.cancel = worker._end_idle_work = broken
+
+    async def run() -> None:
+        generation = served.engine.submit(request("a", max_tokens=100))
+        await served.engine.execute(sabotage)
+        generation.cancel()
+        assert isinstance((await asyncio.wait_for(collect(generation), 10))[-1], Failed)
+        with pytest.raises(StepFailed, match="a bug"):
+            await asyncio.wait_for(served.engine.embed([np.array([1], np.int32)], Pooling.MEAN), 10)
+        await served.engine.execute(lambda worker: vars(worker).pop("_end_idle_work"))
+        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 10))[-1], Finished)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_cannot_be_ended_keeps_no_other_from_its_end() -> None:
+    served, worker = Served(speculation=Oracle()), cast(Any, None)
+
+    def broken() -> None:
+        worker.__dict__.pop("step", None)
+        raise AssertionError("a bug")
+
+    def sabotage(given: Any) -> None:
+        nonlocal worker
+        worker = given
+        next(iter(worker._table)).drafting.end = broken
+        worker.step = broken
+
+    async def run() -> None:
+        readings = [aiter(served.engine.submit(request(name, max_tokens=100))) for name in ("a", "b")]
+        for reading in readings:
+            await asyncio.wait_for(anext(reading), 10)
+        await served.engine.execute(sabotage)
+        assert [type([event async for event in reading][-1]) for reading in readings] == [Failed, Failed]
+        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("c"))), 10))[-1], Finished)
+
+    asyncio.run(run())
+    served.engine.stop()
 
 
 LOST = (
