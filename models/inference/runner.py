@@ -39,9 +39,9 @@ from models.adapter import NO_ADAPTER
 from models.errors import RowLost
 from models.inference import grouping, probe
 from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
+from models.inference.drafters import Behind, MtpModel, entries_of
 from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
 from models.inference.groups import head_of
-from models.inference.mtp import Behind, MtpModel, entries_of
 from models.inference.probe import Form
 from models.inference.ragged import own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler

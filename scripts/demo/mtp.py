@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from models.inference.mtp import MtpModel
+from models.inference.drafters import MtpModel
 from models.loader import load
 from models.mlx_lm_import import load_model
 from models.mtp import MtpModule, language_model

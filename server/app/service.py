@@ -20,8 +20,8 @@ from models import weights
 from models.adapter import parse_adapter
 from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError
 from models.formats import EmbeddingFormat, read_embedding_format, read_rerank_format
+from models.inference.drafters import MtpModel
 from models.inference.grammar import GrammarCompiler
-from models.inference.mtp import MtpModel
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release

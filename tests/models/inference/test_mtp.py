@@ -17,7 +17,7 @@ from cache.layers.headed import split_at_head
 from cache.types import LayerCache
 from models import mtp
 from models.errors import ModelBroken
-from models.inference.mtp import MtpModel
+from models.inference.drafters import MtpModel
 from models.inference.ragged import RaggedBatch, ragged_attention
 from models.inference.runner import DecodeRow, Runner
 from models.inference.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from models.inference.mtp import MtpModel
+from models.inference.drafters import MtpModel
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.weights import MTP_FILE
