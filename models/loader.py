@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from models import weights
 from models.errors import ModelBroken, ModelNotFound, brief
+from models.formats import POOLING_FILE
 from models.lora import AdapterSet
 from models.mlx_lm_import import (
     MODEL_REMAPPING,
@@ -150,6 +151,17 @@ _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_de
 
 
 @dataclass(frozen=True, eq=False)
+class DraftModel:
+    """A smaller model of the same tokens, ready to run."""
+
+    name: str
+    model: Module
+    vocab_size: int
+    """Width of the logits."""
+    fingerprint: str
+
+
+@dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model ready to run, its weights evaluated. Any thread may use it, one at a time."""
 
@@ -169,10 +181,19 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     fingerprint: str
     state_fingerprint: str
-    """Differs where stored states must not mix: by weights, MTP module, precision, library versions."""
+    """Differs where stored states must not mix: by weights, what drafts, precision, library versions."""
     precision: Precision = Precision.STORED
     adapters: AdapterSet | None = None
     mtp: MtpModule | None = None
+    draft: DraftModel | None = None
+    no_draft: str = ""
+    """Why the draft model asked for does not draft."""
+
+    @property
+    def modules(self) -> list[Module]:
+        """All with weights."""
+        found = [self.model, self.mtp, None if self.draft is None else self.draft.model]
+        return [module for module in found if module is not None]
 
 
 def load(
@@ -189,14 +210,7 @@ def load(
     module too, if there is one that fits. Raises ModelNotFound and ModelBroken.
     """
     check(path, name)
-    tell("reading weights")
-    model, config = _load_weights(path, name)
-    held = model.parameters()  # type: ignore[no-untyped-call]
-    contents = checksum(cast(list[tuple[str, mx.array]], tree_flatten(held)))
-    precision = Precision.STORED
-    if max_float32_bytes is not None:
-        precision = choose_precision(measure(model), max_float32_bytes)
-    convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
+    model, config, precision, weights_fingerprint = _read_model(path, name, max_float32_bytes, tell)
     mtp = _load_mtp(path, name, model, max_float32_bytes) if with_mtp else None
     tell("reading the tokenizer")
     wrapper = open_tokenizer(path, name, config)
@@ -206,7 +220,6 @@ def load(
     reasoning_format = _reasoning_format(wrapper, tool_syntax)
     reasoning_markers = (reasoning_format.start, reasoning_format.end) if reasoning_format else ()
     visible = (*markers(wrapper), *reasoning_markers, *markers_of(tool_syntax))
-    fingerprint = weights.fingerprint(path)
     return LoadedModel(
         name=name,
         path=path,
@@ -220,11 +233,42 @@ def load(
         context_tokens=_context_tokens(config),
         vocab_size=_vocab_size(model, name),
         eos_token_ids=eos_token_ids,
-        fingerprint=fingerprint,
-        state_fingerprint=_state_fingerprint(fingerprint, contents, precision, mtp),
+        fingerprint=weights.fingerprint(path),
+        state_fingerprint=weights_fingerprint + ("" if mtp is None else f" mtp {_checksum_of(mtp)}"),
         precision=precision,
         mtp=mtp,
     )
+
+
+def with_draft(
+    loaded: LoadedModel, path: Path, name: str, *, max_float32_bytes: int | None, tell: Callable[[str], object]
+) -> LoadedModel:
+    """`loaded` with the draft model in `path`, or with why that cannot draft; raises like `load`."""
+    check(path, name)
+    fault = _draft_fault(loaded, path, name)
+    if fault is not None:
+        logger.warning("%s does not draft for %s: %s", name, loaded.name, fault)
+        return replace(loaded, no_draft=f"{name} does not draft: {fault}")
+    model, _, _, fingerprint = _read_model(path, name, max_float32_bytes, tell)
+    draft = DraftModel(name, model, _vocab_size(model, name), fingerprint)
+    return replace(loaded, draft=draft, state_fingerprint=f"{loaded.state_fingerprint} draft {fingerprint}")
+
+
+def _draft_fault(loaded: LoadedModel, path: Path, name: str) -> str | None:
+    if (path / "modules.json").is_file() or (path / POOLING_FILE).is_file():
+        return "it makes vectors, not text"
+    if weights.total_bytes(path) >= weights.total_bytes(loaded.path):
+        return f"its weights are no smaller than those of {loaded.name}"
+    ours, theirs = _tokens_of(loaded.tokenizer), _tokens_of(open_tokenizer(path, name, _load_config(path, name)))
+    differing = sorted({text for text, _, _ in ours ^ theirs})
+    if differing:
+        return f"its tokenizer is another, by {len(differing)} tokens such as {brief(repr(differing[0]), _MAX_NAME)}"
+    return None
+
+
+def _tokens_of(tokenizer: Any) -> set[tuple[str, int, bool]]:
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {(text, token_id, token_id in special) for text, token_id in tokenizer.get_vocab().items()}
 
 
 def check(path: Path, name: str) -> None:
@@ -284,21 +328,16 @@ def convert_weights(
 
 def release(loaded: LoadedModel) -> None:
     """Frees a model's weights, whoever still refers to the model."""
-    for owner in filter(None, (loaded.model, loaded.mtp)):
+    for owner in loaded.modules:
         for module in cast(list[Module], owner.modules()):  # type: ignore[no-untyped-call]
             module.clear()
     if loaded.adapters is not None:
         loaded.adapters.close()
 
 
-def _state_fingerprint(fingerprint: str, contents: str, precision: Precision, mtp: MtpModule | None) -> str:
-    parts = [fingerprint, contents, f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"]
-    if precision is not Precision.STORED:
-        parts.append(precision)
-    if mtp is not None:
-        held = mtp.parameters()  # type: ignore[no-untyped-call]
-        parts.append(f"mtp {checksum(cast(list[tuple[str, mx.array]], tree_flatten(held)))}")
-    return " ".join(parts)
+def _checksum_of(module: Module) -> str:
+    held = module.parameters()  # type: ignore[no-untyped-call]
+    return checksum(cast(list[tuple[str, mx.array]], tree_flatten(held)))
 
 
 def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
@@ -364,6 +403,22 @@ def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> N
             count = section.get(key)
             if isinstance(count, int | float) and count > num_weights:
                 raise ModelBroken(f"{name}: config.json has {count} {key}, but the files hold {num_weights} weights")
+
+
+def _read_model(
+    path: Path, name: str, max_float32_bytes: int | None, tell: Callable[[str], object]
+) -> tuple[Module, dict[str, Any], Precision, str]:
+    """The last is what state of the model is known by."""
+    tell("reading weights")
+    model, config = _load_weights(path, name)
+    parts = [weights.fingerprint(path), _checksum_of(model), f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"]
+    precision = Precision.STORED
+    if max_float32_bytes is not None:
+        precision = choose_precision(measure(model), max_float32_bytes)
+    convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
+    if precision is not Precision.STORED:
+        parts.append(precision)
+    return model, config, precision, " ".join(parts)
 
 
 def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:

@@ -35,7 +35,7 @@ from models.inference.groups import (
     used_leaves,
 )
 from models.inference.ragged import RaggedBatch, ragged_attention
-from models.mlx_lm_import import KVCache, RotatingKVCache
+from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 
 MAX_MEMBER_TOKENS = 65_536.0
 """Where reading costs nothing measurable."""
@@ -146,14 +146,13 @@ class DecodeBatch:
         members: list[Group | Sequence[LayerCache]] = [*self._groups, *alone]
         return sorted(members, key=lambda one: id(one.head if isinstance(one, Group) else head_of(one)))
 
-    @property
-    def last_layer(self) -> LayerCache | None:
-        """The last layer cache of the latest step, with its rows; None if one has left since."""
-        return self._joined.layers[-1] if self._joined is not None and None not in self.rows else None
+    def last_layers(self, number: int) -> list[LayerCache]:
+        """The last layer caches of the latest step, with its rows; empty if one has left since."""
+        return self._joined.layers[-number:] if self._joined is not None and None not in self.rows else []
 
     @contextmanager
-    def trial(self) -> Iterator[Callable[[], None]]:
-        """In the block, more tokens may join `last_layer`; it yields what counts one of each row.
+    def trial(self, layers: Sequence[LayerCache]) -> Iterator[Callable[[], None]]:
+        """In the block, more tokens may join `layers`, the last; it yields what counts one of each row.
 
         Then they are forgotten.
         """
@@ -166,10 +165,12 @@ class DecodeBatch:
             self._grow()
 
         grouped = {id(caches) for group in self._groups for caches in group.rows}
-        own = [row.caches[-1] for row in self.rows if row is not None and id(row.caches) not in grouped]
+        alone = [row.caches for row in self.rows if row is not None and id(row.caches) not in grouped]
+        own = [cache for caches in alone for cache in caches[-len(layers) :]]
+        merged = [leaf for leaf in leaves_of(layers) if isinstance(leaf, ArraysCache)]
         self._grow()
         try:
-            with unchanged(leaves_of(own)):
+            with unchanged([*leaves_of(own), *merged]):
                 yield count
         finally:
             for group in self._groups:

@@ -1,14 +1,15 @@
-"""A model together with its MTP module, which drafts what the model may say next. Worker thread only.
+"""A model with its MTP module or a smaller model, which drafts what the model may say next. Worker thread only.
 
-The module is one layer more, whose cache is the last of a row's and is treated like the others. The cache has an
-entry for each evaluated token, made of the token and the model's hidden state before it. Hidden states are not
-stored: the first entry behind a restored prefix takes zeros.
+What drafts takes part in each call; its layer caches are the last of a row's and are treated like the others. The MTP
+module's has an entry for each evaluated token, made of it and of the model's hidden state before it. Hidden states
+are not stored: the first entry behind a restored prefix takes zeros.
 """
 
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.feeds import unchanged
 from models.inference.ragged import RaggedLayer, ragged_attention
+from models.loader import DraftModel, LoadedModel
 from models.mlx_lm_import import ArraysCache, RotatingKVCache, make_prompt_cache
 from models.mtp import MtpModule, language_model
 
@@ -33,7 +35,7 @@ class Evaluated(NamedTuple):
     logits: mx.array
     """`[num_tokens, vocab_size]`."""
     before: mx.array
-    """The model's hidden state before each token, `[num_tokens, width]`."""
+    """The model's hidden state before each token, `[num_tokens, width]`; width 0 if unneeded."""
     behind: mx.array
     """And behind it."""
 
@@ -43,7 +45,7 @@ class Evaluated(NamedTuple):
 
 
 class Behind:
-    """The hidden state behind rows' evaluated prompts; kept by the module's cache of each row."""
+    """The hidden state behind rows' evaluated prompts; kept by the last cache of each row."""
 
     def __init__(self) -> None:
         self._found = WeakKeyDictionary[LayerCache, tuple[int, mx.array]]()
@@ -60,22 +62,25 @@ class Behind:
         return state if offset == _offset(caches[-1]) else None
 
 
-class MtpModel:
-    """A model whose MTP module takes part in each call."""
+class Drafter(ABC):
+    """A model, and what drafts for it."""
 
-    def __init__(self, model: Module, module: MtpModule) -> None:
-        self._model, self._text, self._module = model, language_model(model), module
+    name: str
+    """For a person."""
+    num_layers = 1
+    """Of a row's layer caches, the last."""
+    probed: Any
+    """What the probe is to prove."""
 
+    @abstractmethod
     def make_cache(self) -> list[LayerCache]:
-        """Empty layer caches for one row; the module's is like the last with such attention."""
-        others = [cache for cache in make_prompt_cache(self._model) if not isinstance(cache, ArraysCache)]
-        alike = [cache for cache in others if isinstance(cache, RotatingKVCache) == self._module.slides]
-        return [*make_prompt_cache(self._model), alike[-1]]
+        """Empty layer caches for one row."""
 
+    @abstractmethod
     def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Logits `[1, num_tokens, vocab_size]` of one row, as a model gives them."""
-        return self.evaluate(tokens, cache, [tokens.shape[1]], [None]).logits[None]
+        """Logits `[num_rows, num_tokens, vocab_size]`, as a model gives them."""
 
+    @abstractmethod
     def evaluate(
         self,
         tokens: mx.array,
@@ -87,6 +92,91 @@ class MtpModel:
 
         `before` holds the hidden state before each row's first token, `[1, width]`; None for one that is not known.
         """
+
+    @abstractmethod
+    def _predict(self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache]) -> tuple[mx.array, mx.array]:
+        """Logits behind each row's last token, `[num_rows, 1, vocab_size]`, and the state for the token after it."""
+
+    def draft(
+        self, caches: Sequence[LayerCache], known: Sequence[int], before: mx.array, num_tokens: int
+    ) -> mx.array:
+        """Tokens that a row may say behind its known ones, which are not in `caches` yet, `[num_tokens]`; lazy.
+
+        `before` holds the hidden states before each of `known`, `[num_known, width]`. The caches stay as they are.
+        """
+        layers = caches[-self.num_layers :]
+        with unchanged(leaves_of(layers)):
+            return self._chain(layers, mx.array([[*known]]), before[None], num_tokens)[0]
+
+    def draft_together(
+        self,
+        layers: Sequence[LayerCache],
+        known: Sequence[int],
+        before: mx.array,
+        num_tokens: int,
+        count: Callable[[], None],
+    ) -> mx.array:
+        """As `draft`, for rows of a batch with one known token each, `[num_rows, num_tokens]`.
+
+        `layers` are the batch's last; `count` counts a token of each row, for the caller to take back.
+        """
+        with ragged_attention():
+            return self._chain(layers, mx.array([*known])[:, None], before[:, None], num_tokens, count)
+
+    def measure_draft_seconds(self, caches: Sequence[LayerCache]) -> float:
+        """Of one token, for a row with a few in `caches`: the best of some."""
+        before = self.evaluate(mx.array([[0]]), self.make_cache(), [1], [None]).behind
+        found = list[float]()
+        for _ in range(_TRIALS):
+            begun = time.perf_counter()
+            mx.eval(self.draft(caches, [0], before, _TRIED_TOKENS))
+            found.append((time.perf_counter() - begun) / _TRIED_TOKENS)
+        return min(found)
+
+    def _chain(
+        self,
+        layers: Sequence[LayerCache],
+        tokens: mx.array,
+        hidden: mx.array,
+        num_tokens: int,
+        count: Callable[[], None] = lambda: None,
+    ) -> mx.array:
+        found = list[mx.array]()
+        for _ in range(num_tokens):
+            logits, hidden = self._predict(tokens, hidden, layers)
+            count()
+            tokens = mx.argmax(logits, axis=-1)
+            found.append(tokens)
+        return mx.concatenate(found, axis=1)
+
+
+class MtpDrafter(Drafter):
+    """Drafts with the model's MTP module, each token from the module's state for the one before."""
+
+    name = "the model's MTP module"
+
+    def __init__(self, model: Module, module: MtpModule) -> None:
+        self._model, self._text, self._module = model, language_model(model), module
+        self.probed = model
+
+    def make_cache(self) -> list[LayerCache]:
+        """The module's is like the last with such attention."""
+        others = [cache for cache in make_prompt_cache(self._model) if not isinstance(cache, ArraysCache)]
+        alike = [cache for cache in others if isinstance(cache, RotatingKVCache) == self._module.slides]
+        return [*make_prompt_cache(self._model), alike[-1]]
+
+    def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
+        """Of one row."""
+        return self.evaluate(tokens, cache, [tokens.shape[1]], [None]).logits[None]
+
+    def evaluate(
+        self,
+        tokens: mx.array,
+        caches: Sequence[LayerCache],
+        lengths: Sequence[int],
+        before: Sequence[mx.array | None],
+    ) -> Evaluated:
+        """As `Drafter.evaluate`."""
         behind = self._text.model(tokens, cache=list(caches[:-1])).flatten(0, 1)
         states = _shifted(behind, lengths, before)
         # Nothing reads its output: of its layer only what makes the entries is computed.
@@ -98,51 +188,56 @@ class MtpModel:
             return cast(mx.array, self._text.lm_head(hidden))
         return cast(mx.array, self._text.model.embed_tokens.as_linear(hidden))
 
-    def draft(
-        self, caches: Sequence[LayerCache], known: Sequence[int], before: mx.array, num_tokens: int
-    ) -> mx.array:
-        """Tokens that a row may say behind its known ones, which are not in `caches` yet, `[num_tokens]`; lazy.
+    def _predict(self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache]) -> tuple[mx.array, mx.array]:
+        hidden = self._module(self._text.model.embed_tokens(tokens), hidden, layers[0])[:, -1:]
+        return self._module.score(hidden, self._logits), hidden
 
-        `before` holds the hidden states before each of `known`, `[num_known, width]`. The caches stay as they are.
-        """
-        with unchanged(leaves_of(caches[-1:])):
-            return self._chain(caches[-1], mx.array([[*known]]), before[None], num_tokens)[0]
 
-    def draft_together(
-        self, layer: LayerCache, known: Sequence[int], before: mx.array, num_tokens: int, count: Callable[[], None]
-    ) -> mx.array:
-        """As `draft`, for rows of a batch with one known token each, `[num_rows, num_tokens]`.
+class ModelDrafter(Drafter):
+    """Drafts with a second model."""
 
-        `layer` is the batch's of the module; `count` counts a token of each row, for the caller to take back.
-        """
-        with ragged_attention():
-            return self._chain(layer, mx.array([*known])[:, None], before[:, None], num_tokens, count)
+    def __init__(self, model: Module, vocab_size: int, draft: DraftModel) -> None:
+        """`vocab_size` is the width of the model's logits."""
+        self._model, self._draft, self.name = cast(Any, model), cast(Any, draft.model), draft.name
+        self._vocab_size, self._last_token = vocab_size, draft.vocab_size - 1
+        self.num_layers = len(make_prompt_cache(draft.model))
+        self.probed = self
 
-    def measure_draft_seconds(self, caches: Sequence[LayerCache]) -> float:
-        """Of one token, for a row with a few in `caches`: the best of some."""
-        before, found = mx.zeros((1, self._text.args.hidden_size), self._module.norm.weight.dtype), list[float]()
-        for _ in range(_TRIALS):
-            begun = time.perf_counter()
-            mx.eval(self.draft(caches, [0], before, _TRIED_TOKENS))
-            found.append((time.perf_counter() - begun) / _TRIED_TOKENS)
-        return min(found)
+    def make_cache(self) -> list[LayerCache]:
+        """The draft model's behind the model's."""
+        return [*make_prompt_cache(self._model), *make_prompt_cache(self._draft)]
 
-    def _chain(
+    def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
+        """Logits whose evaluation includes the draft model's entries."""
+        logits = self.evaluate(tokens, cache, (), ()).logits.reshape(*tokens.shape, -1)
+        return cast(list[mx.array], mx.depends([logits], entries_of(cache[-self.num_layers :])))[0]
+
+    def evaluate(
         self,
-        layer: LayerCache,
         tokens: mx.array,
-        hidden: mx.array,
-        num_tokens: int,
-        count: Callable[[], None] = lambda: None,
-    ) -> mx.array:
-        """Each token is drafted from the module's state for the one before."""
-        found = list[mx.array]()
-        for _ in range(num_tokens):
-            hidden = self._module(self._text.model.embed_tokens(tokens), hidden, layer)[:, -1:]
-            count()
-            tokens = mx.argmax(self._module.score(hidden, self._logits), axis=-1)
-            found.append(tokens)
-        return mx.concatenate(found, axis=1)
+        caches: Sequence[LayerCache],
+        lengths: Sequence[int],
+        before: Sequence[mx.array | None],
+    ) -> Evaluated:
+        """As `Drafter.evaluate`."""
+        logits = self._model(tokens, cache=list(caches[: -self.num_layers])).flatten(0, 1)
+        # Nothing reads its output: only what makes the entries is computed.
+        self._logits(tokens, caches[-self.num_layers :])
+        return Evaluated(logits, *[mx.zeros((len(logits), 0))] * 2)
+
+    def _predict(self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache]) -> tuple[mx.array, mx.array]:
+        return self._logits(tokens, layers)[:, -1:, : self._vocab_size], hidden
+
+    def _logits(self, tokens: mx.array, layers: Sequence[LayerCache]) -> mx.array:
+        # The model's logits may be wider, for tokens that no text has.
+        return cast(mx.array, self._draft(mx.minimum(tokens, self._last_token), cache=list(layers)))
+
+
+def drafter_of(loaded: LoadedModel) -> Drafter | None:
+    """What drafts for a loaded model, if anything."""
+    if loaded.draft is not None:
+        return ModelDrafter(loaded.model, loaded.vocab_size, loaded.draft)
+    return None if loaded.mtp is None else MtpDrafter(loaded.model, loaded.mtp)
 
 
 def _shifted(behind: mx.array, lengths: Sequence[int], before: Sequence[mx.array | None]) -> mx.array:
@@ -155,14 +250,15 @@ def _shifted(behind: mx.array, lengths: Sequence[int], before: Sequence[mx.array
     return mx.concatenate(parts)
 
 
-def entries_of(layer: LayerCache) -> list[mx.array]:
-    """The arrays of the module's entries, to be evaluated now and then: no logits depend on them."""
-    found = list[mx.array]()
-    for leaf in leaves_of([layer]):
+def entries_of(layers: Sequence[LayerCache]) -> list[mx.array]:
+    """The arrays of a drafter's layers, to be evaluated now and then: no logits depend on them."""
+    found = list[Any]()
+    for leaf in leaves_of(layers):
         for member in leaf.members if isinstance(leaf, RaggedLayer) else [leaf]:
-            found += [tail_of(member).keys, tail_of(member).values]
-    return found
+            tail = tail_of(member)
+            found += tail.cache if isinstance(tail, ArraysCache) else (tail.keys, tail.values)
+    return [array for array in found if array is not None]
 
 
 def _offset(cache: LayerCache) -> int:
-    return int(leaves_of([cache])[0].offset)
+    return int(getattr(leaves_of([cache])[0], "offset", 0))

@@ -12,7 +12,6 @@ replaces: MLX would copy a buffer that grows in place. Worker thread only.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
@@ -152,8 +151,7 @@ def _replaced(cache: LayerCache) -> dict[str, Any]:
     if isinstance(cache, ArraysCache):
         return {"cache": list(cache.cache)}
     if isinstance(cache, RotatingKVCache):
-        # One token is written into the buffer itself.
-        return {name: copy(getattr(cache, name)) for name in ("keys", "values", "offset", "_idx")}
+        return {name: getattr(cache, name) for name in ("keys", "values", "offset", "_idx")}
     return {}
 
 
@@ -170,17 +168,30 @@ def forget_last(cache: LayerCache, num_tokens: int) -> None:
 
 @contextmanager
 def unchanged(leaves: Sequence[LayerCache]) -> Iterator[None]:
-    """Tokens that join span and window layers in the block leave at its end; buffers keep their size."""
+    """Tokens that join layers in the block leave at its end; buffers keep their size."""
     tails = [tail_of(leaf) for leaf in leaves]
-    before = [(int(tail.offset), _num_places(tail), _replaced(tail)) for tail in tails]
+    spans = [(tail, int(tail.offset), _num_places(tail)) for tail in tails if isinstance(tail, KVCache)]
+    others = [(tail, copied_state(tail)) for tail in tails if not isinstance(tail, KVCache)]
     try:
         yield
     finally:
-        for tail, (offset, num_places, replaced) in zip(tails, before, strict=True):
-            vars(tail).update(replaced)
+        for tail, state in others:
+            vars(tail).update(state)
+        for tail, offset, num_places in spans:
             tail.trim(int(tail.offset) - offset)
             if _num_places(tail) > num_places:
                 tail.keys, tail.values = (mx.contiguous(rows[:, :, :num_places]) for rows in (tail.keys, tail.values))
+
+
+def copied_state(cache: LayerCache) -> dict[str, Any]:
+    """All that a layer cache holds. MLX copies a buffer that then changes in place."""
+    return {name: _copied(value) for name, value in vars(cache).items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(part) for part in value)
+    return value[...] if isinstance(value, mx.array) else value
 
 
 def _num_places(cache: LayerCache) -> int:

@@ -32,7 +32,7 @@ from cache.layers.headed import split_at_head, tail_of
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
 from models.inference.batch import DecodeBatch
-from models.inference.feeds import Rewind, find_fixed
+from models.inference.feeds import Rewind, copied_state, find_fixed
 from models.inference.grouping import Buffer, Row, Wanted, capacity_for
 from models.inference.groups import bytes_per_token, used_leaves
 from models.inference.ragged import NotRagged, RaggedBatch, ragged_attention
@@ -73,13 +73,7 @@ def _begin_alike(cache: LayerCache, other: LayerCache, num_tokens: int) -> None:
 def copy_row(caches: Sequence[LayerCache], source: Sequence[LayerCache]) -> None:
     """Copies `source`'s state into fresh `caches`."""
     for cache, original in zip(leaves_of(caches), leaves_of(source), strict=True):
-        vars(cache).update({name: _same(value) for name, value in vars(original).items()})
-
-
-def _same(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_same(part) for part in value]
-    return value[...] if isinstance(value, mx.array) else value
+        vars(cache).update(copied_state(original))
 
 
 def last_rows(cache: LayerCache, count: int) -> list[mx.array]:

@@ -39,7 +39,7 @@ from models.adapter import NO_ADAPTER
 from models.errors import RowLost
 from models.inference import grouping, probe
 from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
-from models.inference.drafters import Behind, MtpModel, entries_of
+from models.inference.drafters import Behind, Drafter, entries_of
 from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
 from models.inference.groups import head_of
 from models.inference.probe import Form
@@ -48,8 +48,7 @@ from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft, RowSampling, TokenIds
 from models.lora import AdapterSet, selecting
-from models.mlx_lm_import import make_prompt_cache
-from models.mtp import MtpModule
+from models.mlx_lm_import import ArraysCache, make_prompt_cache
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 
@@ -122,7 +121,7 @@ class DecodeRow:
     is_lost: bool = False
     """An error has lost its state."""
     before: mx.array | None = None
-    """With an MTP module: hidden states before each known token, `[num_known, width]`."""
+    """With a drafter: hidden states before each known token, `[num_known, width]`."""
 
 
 @dataclass(eq=False)
@@ -138,9 +137,9 @@ class DecodeStep:
     feeds: Feeds | None = None
     """None where each row is fed one token, and has one sample."""
     states: dict[DecodeRow, mx.array] = field(default_factory=dict)
-    """With feeds and an MTP module: hidden states before each fed token, and behind the last."""
+    """With feeds and a drafter: hidden states before each fed token, and behind the last."""
     entries: list[mx.array] = field(default_factory=list)
-    """Of the MTP module, until the step is started."""
+    """Of the drafter, until the step is started."""
 
     def tokens(self) -> list[list[int]]:
         """Blocks until the step is done; returns each row's samples."""
@@ -180,7 +179,7 @@ class Runner:
     feeds_together: bool
     """Rows with several tokens share a model call."""
     draft_seconds: float | None
-    """Of a token that the MTP module drafts; None without a module."""
+    """Of a token that the drafter drafts; None without one."""
     drafts_form: str
     """What answers are drafted from, or why not."""
     overlaps: bool
@@ -192,15 +191,16 @@ class Runner:
         *,
         vocab_size: int,
         adapters: AdapterSet | None = None,
-        mtp: MtpModule | None = None,
+        drafter: Drafter | None = None,
         shares_heads: bool = True,
         drafts: bool = True,
         max_probe_seconds: float = probe.MAX_SECONDS,
     ) -> None:
         """`vocab_size` is the logits' width; `adapters` are attached. Probes the model with short calls."""
         self._model = model
-        self._mtp = None if mtp is None else MtpModel(model, mtp)
-        self._whole = self._mtp or model
+        self._drafter = drafter
+        self._whole = drafter or model
+        probed = model if drafter is None else drafter.probed
         self._behind = Behind()
         self._adapters = adapters
         self._vocab_size = vocab_size
@@ -211,7 +211,7 @@ class Runner:
         self._prefilled_tokens = 0
         self._num_steps = 0
         end = time.monotonic() + max_probe_seconds
-        found = probe.find_form(model, vocab_size, shares_heads=shares_heads, max_seconds=max_probe_seconds)
+        found = probe.find_form(probed, vocab_size, shares_heads=shares_heads, max_seconds=max_probe_seconds)
         self.form, self.rows_form = found.form, found.text
         self.member_tokens = self._measure(measure_member_tokens) if self.form in (Form.GROUPS, Form.HEADS) else None
         self.head_tokens = self._measure(measure_head_tokens) if self.form is Form.HEADS else None
@@ -221,18 +221,18 @@ class Runner:
         self.draft_seconds = None
         self.drafts_form = "off"
         if drafts:
-            self._find_feeds(end)
+            self._find_feeds(probed, end)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
-    def _find_feeds(self, end: float) -> None:
+    def _find_feeds(self, model: Any, end: float) -> None:
         """Finds `max_feed_tokens` and what feeds cost, until about `end`."""
-        model, vocab_size = self._model, self._vocab_size
+        vocab_size = self._vocab_size
         fault = probe.find_feed_fault(model, vocab_size, max_seconds=end - time.monotonic())
         if fault is not None:
             self.drafts_form = f"none, because {fault}"
             return
-        module = " and by the model's MTP module" if self._mtp is not None else ""
-        self.drafts_form = f"of what was said before{module}, where they pay"
+        drafter = "" if self._drafter is None else f" and by {self._drafter.name}"
+        self.drafts_form = f"of what was said before{drafter}, where they pay"
         if self.form is not Form.ALONE:
             fault = probe.find_flat_fault(model, vocab_size, self.form, max_seconds=end - time.monotonic())
             self.feeds_together = fault is None
@@ -240,8 +240,8 @@ class Runner:
         left = end - time.monotonic()
         self.max_feed_tokens = MAX_FEED_TOKENS
         self.step_seconds = self._measure(lambda caches: measure_step_seconds(self._whole, caches, vocab_size, left))
-        if self._mtp is not None:
-            self.draft_seconds = self._measure(self._mtp.measure_draft_seconds)
+        if self._drafter is not None:
+            self.draft_seconds = self._measure(self._drafter.measure_draft_seconds)
 
     def _measure(self, measure: Callable[[Sequence[LayerCache]], _Measured]) -> _Measured:
         """By layer caches with a token."""
@@ -282,9 +282,9 @@ class Runner:
 
     def _evaluate_prompt(self, caches: list[LayerCache], tokens: mx.array) -> mx.array:
         """Logits `[num_tokens, vocab_size]`."""
-        if self._mtp is None:
+        if self._drafter is None:
             return cast(mx.array, self._model(tokens[None], cache=caches)[0])
-        found = self._mtp.evaluate(tokens[None], caches, [len(tokens)], [self._behind.get(caches)])
+        found = self._drafter.evaluate(tokens[None], caches, [len(tokens)], [self._behind.get(caches)])
         mx.eval(self._behind.set(caches, found.behind[-1:]))
         return found.logits
 
@@ -310,7 +310,7 @@ class Runner:
         Penalties look at `prompt` and `generated`, the output before a replay.
         """
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
-        before = None if self._mtp is None else self._behind.get(caches)
+        before = None if self._drafter is None else self._behind.get(caches)
         return DecodeRow(caches, state, [next_token], adapter, before=before)
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
@@ -399,40 +399,41 @@ class Runner:
         for row, draft, num_accepted, samples in zip(step.rows, feeds.drafts, accepted, sampled, strict=True):
             if draft.tokens:
                 row.sampling = row.sampling.accept(draft, num_accepted, samples[num_accepted])
-        if self._mtp is not None:
+        if self._drafter is not None:
             for row, known, num_accepted, num_kept in zip(step.rows, feeds.known, accepted, kept, strict=True):
                 row.before = step.states[row][num_kept : len(known) + num_accepted + 1]
         return kept
 
     def draft(self, rows: Sequence[DecodeRow], limits: Sequence[int]) -> list[list[int]]:
-        """What the MTP module expects each row to say behind its known tokens, up to `limits` tokens; blocks.
+        """What the drafter expects each row to say behind its known tokens, up to `limits` tokens; blocks.
 
         Nothing for a row whose hidden states are unknown, or that has left others in shared buffers.
         """
-        assert self._mtp is not None, "a model without an MTP module drafts nothing"
+        drafter = self._drafter
+        assert drafter is not None, "nothing drafts for this model"
         wanted, found = dict(zip(rows, limits, strict=True)), dict[DecodeRow, mx.array]()
         with self._forgetting_on_error(rows):
             for batch in self._batches.values():
-                found |= self._draft_together(self._mtp, batch, wanted)
+                found |= self._draft_together(drafter, batch, wanted)
             for row, limit in wanted.items():
-                if limit and row not in found and row.before is not None and _can_draft_alone(row):
+                if limit and row not in found and row.before is not None and _can_draft_alone(row, drafter):
                     with selecting(self._adapters, row.adapter):
-                        found[row] = self._mtp.draft(row.caches, row.known, row.before, limit)
+                        found[row] = drafter.draft(row.caches, row.known, row.before, limit)
             mx.eval(list(found.values()))
         return [cast(list[int], found[row].tolist())[:limit] if row in found else [] for row, limit in wanted.items()]
 
     def _draft_together(
-        self, mtp: MtpModel, batch: DecodeBatch, wanted: Mapping[DecodeRow, int]
+        self, drafter: Drafter, batch: DecodeBatch, wanted: Mapping[DecodeRow, int]
     ) -> dict[DecodeRow, mx.array]:
         """Of all rows of a batch, if each can be drafted for."""
-        rows, layer = cast(Sequence[DecodeRow], batch.rows), batch.last_layer
+        rows, layers = cast(Sequence[DecodeRow], batch.rows), batch.last_layers(drafter.num_layers)
         num_tokens = max((wanted.get(row, 0) for row in rows), default=0)
         before = [row.before for row in rows if row is not None and row.before is not None and len(row.known) == 1]
-        if layer is None or len(before) < len(rows) or not num_tokens:
+        if not layers or len(before) < len(rows) or not num_tokens:
             return {}
         known, adapters = [row.known[0] for row in rows], [row.adapter for row in rows]
-        with selecting(self._adapters, *adapters), batch.trial() as count:
-            drafted = mtp.draft_together(layer, known, mx.concatenate(before), num_tokens, count)
+        with selecting(self._adapters, *adapters), batch.trial(layers) as count:
+            drafted = drafter.draft_together(layers, known, mx.concatenate(before), num_tokens, count)
         return dict(zip(rows, drafted, strict=True))
 
     def drain(self) -> None:
@@ -547,7 +548,8 @@ class Runner:
     def _batch(self, name: int) -> DecodeBatch:
         if name not in self._batches:
             choose = self._choose if self.member_tokens is not None else None
-            self._batches[name] = DecodeBatch(choose, self.max_feed_tokens if self.feeds_together else 1)
+            goes_ahead = self.feeds_together or self._drafter is not None
+            self._batches[name] = DecodeBatch(choose, self.max_feed_tokens if goes_ahead else 1)
         return self._batches[name]
 
     def _choose(
@@ -570,11 +572,11 @@ class Runner:
         counts = [1] if is_own else lengths
         adapters = [row.adapter for row, count in zip(rows, counts, strict=True) for _ in range(count)]
         with selecting(self._adapters, *adapters), ragged_attention():
-            if self._mtp is None:
+            if self._drafter is None:
                 return cast(mx.array, self._model(inputs, cache=caches)).flatten(0, 1)
             before = [None if row.before is None else row.before[:1] for row in rows]
-            found = self._mtp.evaluate(inputs, caches, lengths, before)
-        step.entries += entries_of(caches[-1])
+            found = self._drafter.evaluate(inputs, caches, lengths, before)
+        step.entries += entries_of(caches[-self._drafter.num_layers :])
         for row, length, stop in zip(rows, lengths, accumulate(lengths), strict=True):
             if step.feeds is None:
                 row.before = found.behind[stop - 1 : stop]
@@ -603,12 +605,19 @@ def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
         raise RowLost("the state of a row was lost by an earlier error")
 
 
-def _can_draft_alone(row: DecodeRow) -> bool:
+def _can_draft_alone(row: DecodeRow, drafter: Drafter) -> bool:
     """Whether its caches hold its state, and no head's."""
-    has_entries = all(tail_of(leaf).keys is not None for leaf in leaves_of(row.caches[-1:]))
+    has_entries = all(_has_state(tail_of(leaf)) for leaf in leaves_of(row.caches[-drafter.num_layers :]))
     return (
         has_entries and head_of(row.caches) is None and row.before is not None and len(row.before) == len(row.known)
     )
+
+
+def _has_state(cache: LayerCache) -> bool:
+    # Some models leave caches unused.
+    if isinstance(cache, ArraysCache):
+        return any(state is not None for state in cache.cache)
+    return cache.keys is not None or not cache.offset
 
 
 def _at(rows: mx.array, places: list[int]) -> mx.array:

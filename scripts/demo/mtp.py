@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from models.inference.drafters import MtpModel
+from models.inference.drafters import MtpDrafter
 from models.loader import load
 from models.mlx_lm_import import load_model
 from models.mtp import MtpModule, language_model
@@ -165,7 +165,7 @@ def evaluate(folder: Path, num_prompts: int) -> None:
     """Prints, for each skill and place in a draft, the share of tokens that are right, of those behind right ones."""
     loaded = load(folder, "demo", max_float32_bytes=1 << 30, with_mtp=True)
     assert loaded.mtp is not None, f"{folder} has no MTP module"
-    model, totals = MtpModel(loaded.model, loaded.mtp), np.zeros((2, DEPTH))
+    model, totals = MtpDrafter(loaded.model, loaded.mtp), np.zeros((2, DEPTH))
     print(f"{'':30}" + "".join(f"{place:8}" for place in range(1, DEPTH + 1)))
     for skill in PROBES:
         counts = np.zeros((2, DEPTH))
@@ -180,7 +180,7 @@ def evaluate(folder: Path, num_prompts: int) -> None:
     print(f"{'all':30}" + "".join(f"{share:8.1%}" for share in totals[1] / totals[0]))
 
 
-def _count(model: MtpModel, prompt: list[int], ends: frozenset[int]) -> NDArray[np.float64]:
+def _count(model: MtpDrafter, prompt: list[int], ends: frozenset[int]) -> NDArray[np.float64]:
     """How many tokens were tried and right at each place of the drafts of one answer, `[2, DEPTH]`."""
     caches, output, drafts = model.make_cache(), list[int](), list[list[int]]()
     found = model.evaluate(mx.array([prompt]), caches, [len(prompt)], [None])

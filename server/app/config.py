@@ -27,6 +27,7 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 ANY_ORIGIN = "*"
 MAX_FILES = 8192
 """Files that a server may have open; launchd, and a terminal of macOS, allow 256."""
+_DRAFT = "draft="
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
 
 
@@ -133,9 +134,9 @@ class ServerConfig:
     speculate: str = _setting(
         "auto",
         "Guess the next tokens of an answer from earlier text, a grammar or the model's own MTP module, and evaluate "
-        "several in one step: 'auto' wherever that is faster, 'history' without that module, 'off' never. "
-        "The answer stays the same.",
-        choices=("auto", "off", "history"),
+        "several in one step: 'auto' wherever that is faster, 'history' without that module, 'draft=MODEL' with a "
+        "smaller model of the same tokenizer in its place, 'off' never. The answer stays the same.",
+        choices=("auto", "off", "history", f"{_DRAFT}MODEL"),
     )
     chunk_tokens: int = _setting(
         256,
@@ -211,6 +212,11 @@ class ServerConfig:
     )
 
     @property
+    def draft_model(self) -> str | None:
+        """The model that drafts for others."""
+        return self.speculate.removeprefix(_DRAFT) if self.speculate.startswith(_DRAFT) else None
+
+    @property
     def needs_key(self) -> bool:
         return self.api_key is not None or self.api_keys_file is not None
 
@@ -266,8 +272,13 @@ def _check_text(name: str, value: Any, choices: tuple[str, ...] | None) -> None:
         # A key is a secret and stays out of messages: only its name is given.
         shown = "unusable" if name == "api_key" else repr(value)
         raise ConfigError(f"{name} is {shown}; it must be a printable text that is not empty")
-    if choices is not None and value not in choices:
+    if choices is not None and not any(_is_choice(value, choice) for choice in choices):
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _is_choice(value: str, choice: str) -> bool:
+    head, _, _ = choice.partition("MODEL")  # which stands for any name
+    return value == choice if head == choice else value.startswith(head) and value != head
 
 
 def _check_number(name: str, value: Any, is_whole: bool, minimum: float, maximum: float) -> None:

@@ -20,11 +20,11 @@ from models import weights
 from models.adapter import parse_adapter
 from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError
 from models.formats import EmbeddingFormat, read_embedding_format, read_rerank_format
-from models.inference.drafters import MtpModel
+from models.inference.drafters import drafter_of
 from models.inference.grammar import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
-from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release
+from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release, with_draft
 from models.mlx_lm_import import get_total_parameters, make_prompt_cache, set_wired_limit
 from models.names import find_stored, model_id, resolve, suggest_smaller
 from models.output.reasoning import ReasoningFormat
@@ -124,12 +124,9 @@ def open_service(
     """
     name = config.models[0]
     source = source_of(name)
-    path = source.path
     machine = read_machine(mx.device_info())
-    _check_weights_fit(name, weights.total_bytes(path), memory_budget.largest_weights_bytes(machine))
-    float32_bytes = find_float32_bytes(machine, others)
-    loaded = load(path, source.id, max_float32_bytes=float32_bytes, with_mtp=config.speculate == "auto", tell=tell)
-    loaded = _with_adapters(loaded, config, tell)
+    _check_weights_fit(name, _stored_bytes(source, config), memory_budget.largest_weights_bytes(machine))
+    loaded = _load(source, config, find_float32_bytes(machine, others), tell)
     plan = _plan(config, machine, loaded, others)
     _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
     engine, opened = _opened(loaded, config, plan.weights_bytes, plan.budget_bytes)
@@ -175,7 +172,7 @@ class ServiceOpener:
     def measure(self, source: ModelSource) -> int:
         """The weights' stored size. Raises ModelError for unusable files."""
         check(source.path, source.id)
-        return weights.total_bytes(source.path)
+        return _stored_bytes(source, self.config)
 
     def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
         """The model, its engine running.
@@ -205,10 +202,8 @@ class ServiceOpener:
         float32_bytes = self.float32_bytes
         if float32_bytes is not None:
             float32_bytes = min(float32_bytes, self.memory.largest_weights_bytes(around.weights))
-        drafts = self.config.speculate == "auto"
-        loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, with_mtp=drafts, tell=tell)
+        loaded = _load(source, self.config, float32_bytes, tell)
         try:
-            loaded = _with_adapters(loaded, self.config, tell)
             weights_bytes = _weights_bytes(loaded)
             if not self.memory.fits([*around.weights, weights_bytes]):
                 raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
@@ -219,6 +214,33 @@ class ServiceOpener:
             _release(loaded)
             raise
         return opened
+
+
+def _load(
+    source: ModelSource, config: ServerConfig, float32_bytes: int | None, tell: Callable[[str], object]
+) -> LoadedModel:
+    with_mtp = config.speculate == "auto"
+    loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, with_mtp=with_mtp, tell=tell)
+    try:
+        draft = _draft_source(config)
+        if draft is not None:
+            left_bytes = None if float32_bytes is None else max(float32_bytes - _weights_bytes(loaded), 0)
+            loaded = with_draft(loaded, draft.path, draft.name, max_float32_bytes=left_bytes, tell=tell)
+        return _with_adapters(loaded, config, tell)
+    except BaseException:
+        _release(loaded)
+        raise
+
+
+def _draft_source(config: ServerConfig) -> ModelSource | None:
+    return None if config.draft_model is None else source_of(config.draft_model)
+
+
+def _stored_bytes(source: ModelSource, config: ServerConfig) -> int:
+    """Of a model and its draft model, which must be smaller."""
+    own_bytes, draft = weights.total_bytes(source.path), _draft_source(config)
+    draft_bytes = 0 if draft is None else weights.total_bytes(draft.path)
+    return own_bytes + (draft_bytes if draft_bytes < own_bytes else 0)
 
 
 def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
@@ -253,7 +275,7 @@ def _useful_bytes(loaded: LoadedModel, config: ServerConfig) -> int:
     """A full context in each slot."""
     if config.cache_memory_bytes is not None:
         return UNBOUNDED_BYTES
-    model: Any = loaded.model if loaded.mtp is None else MtpModel(loaded.model, loaded.mtp)
+    model: Any = drafter_of(loaded) or loaded.model
     caches = make_prompt_cache(model)
     sizes = SequenceSizes(Layout(caches), config.chunk_tokens)
     # Nothing is computed: the shapes of the state of a few tokens say enough.
@@ -422,7 +444,7 @@ def _release(loaded: LoadedModel) -> None:
 
 
 def _weights_bytes(loaded: LoadedModel) -> int:
-    modules = [cast(Any, module).parameters() for module in (loaded.model, loaded.mtp) if module is not None]
+    modules = [cast(Any, module).parameters() for module in loaded.modules]
     own_bytes = sum(array.nbytes for _, array in cast(list[tuple[str, mx.array]], tree_flatten(modules)))
     return own_bytes + (loaded.adapters.num_bytes if loaded.adapters is not None else 0)
 

@@ -27,6 +27,7 @@ from cache.layers.layout import CHUNK_TOKENS
 from cache.prefix_cache import PrefixCache
 from models.adapter import NO_ADAPTER, client_namespace
 from models.formats import Reading, Vector
+from models.inference.drafters import drafter_of
 from models.inference.embedding import Embedder
 from models.inference.runner import Runner
 from models.loader import LoadedModel
@@ -36,6 +37,7 @@ from server.engine.embeddings import EmbeddingJob
 from server.engine.messages import Command, Generation, Inbox, Mailbox, WorkerMessage
 from server.engine.request import (
     DeviceLost,
+    DraftSource,
     EngineStats,
     EngineStopped,
     GenerationRequest,
@@ -158,10 +160,12 @@ class Engine:
                 loaded.model,
                 vocab_size=loaded.vocab_size,
                 adapters=loaded.adapters,
-                mtp=loaded.mtp,
+                drafter=drafter_of(loaded),
                 shares_heads=config.shares_heads,
                 drafts=config.speculates,
             )
+            if loaded.no_draft:
+                runner.drafts_form += f"; {loaded.no_draft}"
             prefix_cache = _make_prefix_cache(runner, config, loaded, kept)
             _calibrate(runner, prefix_cache)
             give_back()  # buffers left by reading the weights and trying the model
@@ -175,7 +179,7 @@ class Engine:
                 clock=time.monotonic,
                 embedder=Embedder(loaded.model, loaded.adapters),
                 sessions=None if kept is None else kept.sessions,
-                speculation=_speculation(runner, prefix_cache),
+                speculation=_speculation(runner, prefix_cache, loaded),
             )
             if runner.overlaps:
                 worker.use_long_chunks()
@@ -412,7 +416,7 @@ def _make_prefix_cache(
     )
 
 
-def _speculation(runner: Runner, prefix_cache: PrefixCache) -> Speculation | None:
+def _speculation(runner: Runner, prefix_cache: PrefixCache, loaded: LoadedModel) -> Speculation | None:
     if runner.max_feed_tokens == 1:
         return None
     return Speculation(
@@ -422,6 +426,7 @@ def _speculation(runner: Runner, prefix_cache: PrefixCache) -> Speculation | Non
         max_feed_tokens=runner.max_feed_tokens,
         feeds_again=prefix_cache.layout.has_recurrent,
         draft_seconds=runner.draft_seconds,
+        drafter=DraftSource.MTP if loaded.draft is None else DraftSource.DRAFT,
     )
 
 

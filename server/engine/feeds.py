@@ -138,7 +138,7 @@ class FeedSteps:
         return feeds if any(feed.num_fed > 1 for feed in feeds) else []
 
     def _predict(self, sequences: list[Sequence], wanted: list[int]) -> list[list[int]]:
-        """What the MTP module drafts; nothing if it fails: the step then shows whose state has survived."""
+        """What the drafter drafts; nothing if it fails: the step then shows whose state has survived."""
         for sequence in sequences:
             sequence.decode.row.known = [*sequence.decode.known]
         begun = self._clock()

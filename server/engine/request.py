@@ -274,6 +274,8 @@ class DraftSource(StrEnum):
     PREDICTION = "prediction"
     MTP = "mtp"
     """The model's MTP module."""
+    DRAFT = "draft"
+    """A smaller model."""
     GRAMMAR = "grammar"
     """Forced by a grammar, or by a limit on reasoning."""
 

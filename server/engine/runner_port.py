@@ -79,7 +79,7 @@ class RunnerPort(SharedBuffers, Protocol):
         """Starts a prepared step, without waiting."""
 
     def draft(self, rows: Sequence[Any], limits: Sequence[int]) -> list[list[int]]:
-        """What the model's MTP module expects each row to say behind its known tokens; waits for it."""
+        """What the drafter expects each row to say behind its known tokens; waits for it."""
 
     def settle(self, step: Any, accepted: Sequence[int]) -> list[int]:
         """Ends a step that was read and fed a row several tokens: the first `accepted` tokens of each draft stay.

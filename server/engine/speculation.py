@@ -42,9 +42,10 @@ PRIOR_ODDS = {
     DraftSource.HISTORY: (0.45, 0.55, 0.65, 0.75, 0.85, 0.95),
     DraftSource.PREDICTION: (0.6, 0.65, 0.75, 0.85, 0.9, 0.95),
     DraftSource.MTP: (0.8, 0.7, 0.65, 0.6),
+    DraftSource.DRAFT: (0.7, 0.7, 0.7, 0.7),
     DraftSource.GRAMMAR: (0.99,) * 6,
 }
-"""By class of match length, of the MTP module by place in a draft; before anything is known of a model."""
+"""By class of match length, of the drafter by place in a draft; before anything is known of a model."""
 
 
 # --------------------------------------------------------------------------------------------------- what is followed
@@ -233,12 +234,11 @@ class FollowedText:
 
 
 class ExpectedText:
-    """What the model's MTP module expects a row to say, drafted once its length is chosen."""
+    """What the drafter, `source`, expects a row to say, drafted once its length is chosen."""
 
-    source = DraftSource.MTP
-
-    def __init__(self, shared: Odds, token_cost: Callable[[], float]) -> None:
+    def __init__(self, source: DraftSource, shared: Odds, token_cost: Callable[[], float]) -> None:
         """`token_cost`: of drafting a token, in tokens that a plain step would give meanwhile."""
+        self.source = source
         self._shared = shared
         self._token_cost = token_cost
         self._odds = Odds(shared.values, weight=4, decay=0.95)
@@ -507,11 +507,11 @@ class Drafting:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the MTP module is to draft."""
+        """Whether the drafter is to draft."""
         return isinstance(self._chosen, ExpectedText)
 
     def draft(self, num_tokens: int) -> list[int]:
-        """Next tokens of the followed text; none where the MTP module drafts."""
+        """Next tokens of the followed text; none where the drafter drafts."""
         if self._chosen is None or not num_tokens:
             return []
         self.source = self._chosen.source
@@ -520,7 +520,7 @@ class Drafting:
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """Takes what became of the last draft."""
         for text in self._texts:
-            if isinstance(text, ExpectedText) and self.source is DraftSource.MTP:
+            if isinstance(text, ExpectedText) and self.source is text.source:
                 text.learn(num_drafted, num_accepted)
 
     def _choose(self) -> None:
@@ -542,22 +542,24 @@ class Speculation:
         max_feed_tokens: int,
         feeds_again: bool = False,
         draft_seconds: float | None = None,
+        drafter: DraftSource = DraftSource.MTP,
     ) -> None:
         """`step_seconds`: of a model call, by its tokens.
 
         `feeds_again`: after a rejection the accepted tokens are evaluated again with the next step.
 
-        `draft_seconds`: of a token that the model's MTP module drafts, if it has one.
+        `draft_seconds`: of a token that the drafter drafts, if there is one.
         """
         self._history = history
         self._together, self._again = feeds_together, feeds_again
+        self._drafter = drafter
         self._limit = max_feed_tokens - 1
         self._cost = StepCost(step_seconds)
         self._drafts_itself = draft_seconds is not None
         self._token_cost = (draft_seconds or 0.0) / self._cost.calls[1]
-        """Of a token that the MTP module drafts, in plain steps."""
+        """Of a token that the drafter drafts, in plain steps."""
         self._drafting_seconds = 0.0
-        """Of the module, in the step under way."""
+        """Of the drafter, in the step under way."""
         self._odds = {source: Odds(prior, weight=16, decay=0.998) for source, prior in PRIOR_ODDS.items()}
         self._drafted = dict.fromkeys(DraftSource, 0)
         self._accepted = dict.fromkeys(DraftSource, 0)
@@ -598,7 +600,7 @@ class Speculation:
         if request.grammar is not None or request.thinking is not None:
             texts.append(FollowedText(DraftSource.GRAMMAR, ForcedText(forced), self._odds[DraftSource.GRAMMAR]))
         if self._drafts_itself:
-            texts.append(ExpectedText(self._odds[DraftSource.MTP], lambda: self._token_cost))
+            texts.append(ExpectedText(self._drafter, self._odds[self._drafter], lambda: self._token_cost))
         return Drafting(texts, own, prediction, is_kept=is_kept)
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
@@ -621,7 +623,7 @@ class Speculation:
     ) -> list[list[int]]:
         """A draft for each row, of `limits` tokens at most; all are empty unless they pay together.
 
-        `predict` has the MTP module draft so many tokens of each row.
+        `predict` has the drafter draft so many tokens of each row.
         """
         least = self._least_chance(len(rows))
         pairs = zip(rows, limits, strict=True)
@@ -635,7 +637,7 @@ class Speculation:
         return [draft or guess for draft, guess in zip(drafts, predict(wanted), strict=True)]
 
     def observe_drafting(self, wanted: Sequence[int], seconds: float) -> None:
-        """Takes the MTP module's seconds for `wanted` tokens of each row."""
+        """Takes the drafter's seconds for `wanted` tokens of each row."""
         self._drafting_seconds = seconds
         cost = seconds / max(wanted) / self._cost.plain(sum(number > 0 for number in wanted))
         self._token_cost += _OTHER_SHARE * (min(cost, _STALL * self._token_cost) - self._token_cost)
@@ -666,7 +668,7 @@ class Speculation:
         """Takes a plain step of which the one before was plain too, and what looking for drafts took before it."""
         self._cost.observe(num_rows, seconds)
         self._excess_of(num_rows).observe(looking_seconds / self._cost.plain(num_rows))
-        self._odds[DraftSource.MTP].relax(PRIOR_ODDS[DraftSource.MTP], _RELAX / 10)
+        self._odds[self._drafter].relax(PRIOR_ODDS[self._drafter], _RELAX / 10)
 
     def observe_restart(self, num_rows: int, seconds: float) -> None:
         """Takes what reading a plain step that nothing overlapped took, and starting another one later."""

@@ -10,14 +10,22 @@ import pytest
 from mlx.utils import tree_flatten
 
 from models.inference import probe
+from models.inference.drafters import Drafter
 from models.inference.runner import Runner
 
 _FOUND: dict[Hashable, Any] = {}
 
 
 def _kind_of(model: Any) -> Hashable:
+    if isinstance(model, Drafter):
+        parts = (getattr(model, name, None) for name in ("_model", "_draft", "_module"))
+        return type(model), *(_kind_of(part) for part in parts if part is not None)
     leaves: Any = tree_flatten(model.parameters())
-    return type(model), repr(model.args), tuple((path, leaf.shape, leaf.dtype) for path, leaf in leaves)
+    return (
+        type(model),
+        repr(getattr(model, "args", None)),
+        tuple((path, leaf.shape, leaf.dtype) for path, leaf in leaves),
+    )
 
 
 def _once(find: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +40,7 @@ def _once(find: Callable[..., Any]) -> Callable[..., Any]:
 
 def _measured_once(measured: Callable[..., Any]) -> Callable[..., Any]:
     def found(runner: Any, measure: Any) -> Any:
-        key = (measure.__qualname__, _kind_of(runner._model), runner._mtp is None)
+        key = (measure.__qualname__, _kind_of(runner._whole))
         if key not in _FOUND:
             _FOUND[key] = measured(runner, measure)
         return _FOUND[key]

@@ -1,7 +1,6 @@
 """A model's MTP module drafts what comes next; with it the model says what it says without."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +16,16 @@ from cache.layers.headed import split_at_head
 from cache.types import LayerCache
 from models import mtp
 from models.errors import ModelBroken
-from models.inference.drafters import MtpModel
+from models.inference.drafters import MtpDrafter
 from models.inference.ragged import RaggedBatch, ragged_attention
-from models.inference.runner import DecodeRow, Runner
+from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import Draft
 from models.loader import convert_weights, load
 from models.mlx_lm_import import ArraysCache
 from models.mtp import MtpModule, language_model, load_mtp
 from models.weights import MTP_FILE, total_bytes
 from tests.support import tiny_models
+from tests.support.drafting import Decoding, lengths
 from tests.support.tiny_mtp import (
     CHECKPOINT_NAMES,
     CONFIGS,
@@ -316,7 +315,7 @@ def test_a_channel_that_the_last_norm_clears_is_no_harm(monkeypatch: pytest.Monk
 class Row:
     """One row decoded with drafts, greedily."""
 
-    def __init__(self, model: MtpModel, caches: list[LayerCache], tokens: list[int]) -> None:
+    def __init__(self, model: MtpDrafter, caches: list[LayerCache], tokens: list[int]) -> None:
         """`caches` hold what comes before `tokens`."""
         self.model, self.caches = model, caches
         self.num_steps, self.output = 0, list[int]()
@@ -359,7 +358,7 @@ class Row:
 
 def begin(name: str, module: MtpModule, tokens: list[int], num_restored: int = 0) -> Row:
     """The first `num_restored` tokens come from another row's caches."""
-    model = MtpModel(model_of(name), module)
+    model = MtpDrafter(model_of(name), module)
     caches = model.make_cache()
     if num_restored:
         other = Row(model, caches, tokens[:num_restored])
@@ -367,12 +366,6 @@ def begin(name: str, module: MtpModule, tokens: list[int], num_restored: int = 0
         for cache, restored in zip(caches, other.caches, strict=True):
             cache.state = restored.state
     return Row(model, caches, tokens[num_restored:])
-
-
-def lengths(caches: Sequence[LayerCache]) -> Iterator[int]:
-    for cache in caches:
-        if not isinstance(cache, ArraysCache):
-            yield (cache[0] if hasattr(cache, "caches") else cache).offset
 
 
 def assert_says_the_same(name: str, module: MtpModule, tokens: list[int], limit: int, num_restored: int = 0) -> None:
@@ -426,88 +419,30 @@ def test_rows_in_one_line_are_evaluated_as_each_alone() -> None:
 # --------------------------------------------------------------------------------------------------------- the runner
 
 
-class Decoding:
-    """Rows of a runner that drafts with its module, greedily."""
-
-    def __init__(self, name: str, texts: Sequence[list[int]]) -> None:
-        self.runner = Runner(model_of(name), vocab_size=tiny_models.VOCAB, mtp=trained_module_of(name))
-        self.rows, self.outputs, self.num_steps = list[DecodeRow](), [list[int]() for _ in texts], 0
-        for text in texts:
-            caches = self.runner.make_caches()
-            self.runner.prefill(caches, np.array(text[:-3], np.int32))
-            self.runner.prefill(caches, np.array(text[-3:-1], np.int32))
-            self.rows.append(self.runner.make_row(caches, SamplingParams(temperature=0), text[-1]))
-        self.known = [[text[-1]] for text in texts]
-
-    def plain_steps(self, count: int) -> None:
-        """Double-buffered, as without drafts."""
-        while any(len(known) > 1 for known in self.known):
-            self.step([0] * len(self.rows))
-        for row, known in zip(self.rows, self.known, strict=True):
-            row.known = list(known)
-        step = None
-        for _ in range(count):
-            following = self.runner.prepare(self.rows, step)
-            self.runner.start(following)
-            self._take(following.tokens())
-            step = following
-
-    def step(self, limits: list[int]) -> list[list[int]]:
-        for row, known in zip(self.rows, self.known, strict=True):
-            row.known = list(known)
-        drafts = self.runner.draft(self.rows, limits)
-        if not any(drafts) and all(len(known) == 1 for known in self.known):
-            step = self.runner.prepare(self.rows, None)
-            self.runner.start(step)
-            self._take(step.tokens())
-            return drafts
-        step = self.runner.prepare(self.rows, None, drafts=[Draft(draft, (), ()) for draft in drafts])
-        self.runner.start(step)
-        samples = step.tokens()
-        accepted = [
-            sum(accumulate((a == b for a, b in zip(draft, found, strict=False)), min))
-            for draft, found in zip(drafts, samples, strict=True)
-        ]
-        held = self.runner.settle(step, accepted)
-        for place, (found, count, num_held) in enumerate(zip(samples, accepted, held, strict=True)):
-            fed = [] if num_held else [*self.known[place], *found[:count]]
-            self.outputs[place] += found[: count + 1]
-            self.known[place] = [*fed, found[count]]
-        self.num_steps += 1
-        return drafts
-
-    def _take(self, samples: list[list[int]]) -> None:
-        for place, (token,) in enumerate(samples):
-            self.outputs[place].append(token)
-            self.known[place] = [token]
-        self.num_steps += 1
-
-    def assert_as_without(self, name: str, texts: Sequence[list[int]]) -> None:
-        for text, output, known, row in zip(texts, self.outputs, self.known, self.rows, strict=True):
-            assert output == plain(model_of(name), text, len(output))
-            self.runner.detach(row)
-            assert set(lengths(row.caches)) == {len(text) + len(output) - len(known)}
+def decoding_of(name: str, texts: Sequence[list[int]]) -> Decoding:
+    drafter = MtpDrafter(model_of(name), trained_module_of(name))
+    return Decoding(Runner(model_of(name), vocab_size=tiny_models.VOCAB, drafter=drafter), texts)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_v3", "step3p5"])
 def test_a_row_of_a_runner_says_the_same_in_half_the_steps(name: str) -> None:
     texts = [learned_texts(name)[0][:12]]
-    decoding = Decoding(name, texts)
+    decoding = decoding_of(name, texts)
     while len(decoding.outputs[0]) < 24:
         decoding.step([1])
     assert decoding.num_steps <= 14
-    decoding.assert_as_without(name, texts)
+    decoding.assert_as_without(model_of(name), texts)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "step3p5"])
 def test_rows_of_a_runner_are_drafted_for_together_as_each_alone(name: str) -> None:
     texts = [text[: 9 + 4 * index] for index, text in enumerate(learned_texts(name)[:3])]
-    together, alone = Decoding(name, texts), [Decoding(name, [text]) for text in texts]
+    together, alone = decoding_of(name, texts), [decoding_of(name, [text]) for text in texts]
     for limits in ([3, 3, 3], [1, 0, 2], [0, 0, 0], [2, 2, 2], [4, 1, 4], [3, 3, 3]):
         drafts = together.step(limits)
         assert drafts == [one.step([limit])[0] for one, limit in zip(alone, limits, strict=True)]
         assert list(map(len, drafts)) == limits
-    together.assert_as_without(name, texts)
+    together.assert_as_without(model_of(name), texts)
     assert max(map(len, together.outputs)) > 9
 
 
@@ -520,14 +455,14 @@ def test_rows_whose_windows_are_full_are_drafted_for_together_as_each_alone() ->
 
 
 def test_drafts_find_room_where_a_shared_buffer_is_full() -> None:
-    decoding = Decoding("qwen3", [prompt(length, seed=length) for length in (250, 252, 253)])
+    decoding = decoding_of("qwen3", [prompt(length, seed=length) for length in (250, 252, 253)])
     decoding.step([0] * 3)
     (batch,) = decoding.runner._batches.values()
     (group,) = batch._groups
     while max(group.clock.offsets) < group.capacity:
         decoding.step([0] * 3)
     offsets = list(group.clock.offsets)
-    with batch.trial() as count:
+    with batch.trial(batch.last_layers(1)) as count:
         for _ in range(3):
             assert max(group.clock.offsets) < group.capacity
             count()
@@ -537,18 +472,18 @@ def test_drafts_find_room_where_a_shared_buffer_is_full() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "step3p5"])
 def test_rows_of_a_runner_say_the_same_with_steps_of_both_kinds(name: str) -> None:
     texts = [learned_texts(name)[0][:12], prompt(30, seed=77), learned_texts(name)[1][:20]]
-    decoding = Decoding(name, texts)
+    decoding = decoding_of(name, texts)
     for _ in range(3):
         decoding.plain_steps(2)
         for limits in ([2, 0, 1], [1, 3, 0], [0, 0, 0], [4, 4, 4]):
             decoding.step(limits)
-    decoding.assert_as_without(name, texts)
+    decoding.assert_as_without(model_of(name), texts)
 
 
 def test_rows_on_a_head_are_drafted_for_and_say_the_same() -> None:
     texts = [[*learned_texts("qwen3")[0][:24], *prompt(3 + 4 * index, seed=index)] for index in range(3)]
     texts.append(learned_texts("qwen3")[0][:30])
-    decoding = Decoding("qwen3", texts)
+    decoding = decoding_of("qwen3", texts)
     for rows in (decoding.rows[:3], decoding.rows[3:]):
         head = decoding.runner.make_caches()
         for row in rows:
@@ -557,12 +492,12 @@ def test_rows_on_a_head_are_drafted_for_and_say_the_same() -> None:
     for limits in ([2] * 4, [1, 0, 3, 2], [0, 0, 0, 4], [3] * 4):
         assert list(map(len, decoding.step(limits))) == limits
     assert len(decoding.outputs[3]) > 9, "what was learned is still expected"
-    decoding.assert_as_without("qwen3", texts)
+    decoding.assert_as_without(model_of("qwen3"), texts)
 
 
 def test_a_row_that_goes_on_from_stored_state_drafts_after_its_first_step() -> None:
     text = learned_texts("qwen3")[0]
-    decoding = Decoding("qwen3", [text[:12]])
+    decoding = decoding_of("qwen3", [text[:12]])
     (row,) = decoding.rows
     caches = decoding.runner.make_caches()
     for cache, restored in zip(caches, row.caches, strict=True):
@@ -570,7 +505,7 @@ def test_a_row_that_goes_on_from_stored_state_drafts_after_its_first_step() -> N
     decoding.rows = [decoding.runner.make_row(caches, SamplingParams(temperature=0), text[11])]
     assert decoding.step([2]) == [[]]
     assert decoding.step([1]) == [text[13:14]]
-    decoding.assert_as_without("qwen3", [text[:12]])
+    decoding.assert_as_without(model_of("qwen3"), [text[:12]])
 
 
 def test_a_buffer_is_as_large_as_before_a_draft_that_had_no_room() -> None:
@@ -584,7 +519,7 @@ def test_a_buffer_is_as_large_as_before_a_draft_that_had_no_room() -> None:
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_draft_that_fails_leaves_no_token_behind(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text[: 9 + 4 * index] for index, text in enumerate(learned_texts("qwen3")[:num_rows])]
-    decoding, num_calls, call = Decoding("qwen3", texts), 0, MtpModule.__call__
+    decoding, num_calls, call = decoding_of("qwen3", texts), 0, MtpModule.__call__
 
     def fail_at_the_third(*arguments: Any) -> mx.array:
         nonlocal num_calls
@@ -603,4 +538,4 @@ def test_a_draft_that_fails_leaves_no_token_behind(num_rows: int, monkeypatch: p
         assert row.is_lost or set(lengths(row.caches)) == {len(text)}
     if num_rows == 1:
         decoding.step([2])
-        decoding.assert_as_without("qwen3", texts)
+        decoding.assert_as_without(model_of("qwen3"), texts)

@@ -88,11 +88,12 @@ class Simulation:
         accuracy: float = 0.0,
         noise: float = 0.1,
         pace: Callable[[float], float] = lambda now: 1.0,
+        drafter: DraftSource = DraftSource.MTP,
     ) -> None:
         """`measured`: what is found at load. `plain`: what a step without drafts takes, by rows, if not `curve`.
 
         `lost_seconds` are those of a plain step that overlaps with none, `call_seconds` what a call with drafts takes
-        beyond `curve`. `draft_seconds` and `accuracy` are those of an MTP module, by token. `pace` stretches what is
+        beyond `curve`. `draft_seconds` and `accuracy` are those of the `drafter`, by token. `pace` stretches what is
         done at some time.
         """
         self.curve, self.plain, self.together = curve, plain or curve, together
@@ -107,6 +108,7 @@ class Simulation:
             max_feed_tokens=MAX_FEED_TOKENS,
             feeds_again=again,
             draft_seconds=draft_seconds,
+            drafter=drafter,
         )
         self._again = again
 
@@ -302,6 +304,25 @@ def test_an_mtp_module_makes_prose_faster(accuracy: float, num_rows: int, least:
     assert simulation.run(prose_rows(simulation, num_rows)) >= least
     stats = simulation.speculation.stats
     assert stats.accepted[DraftSource.MTP] > 0.35 * stats.drafted[DraftSource.MTP]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "draft_seconds", "least"), [(0.8, 0.001, 1.5), (0.8, 0.01, 0.985), (0.1, 0.001, 0.985)]
+)
+def test_a_draft_model_makes_prose_faster_or_costs_nothing(
+    accuracy: float, draft_seconds: float, least: float
+) -> None:
+    simulation = Simulation(
+        memory_bound,
+        lost_seconds=0.0005,
+        draft_seconds=draft_seconds,
+        accuracy=accuracy,
+        drafter=DraftSource.DRAFT,
+    )
+    assert simulation.run(prose_rows(simulation, 1)) >= least
+    stats = simulation.speculation.stats
+    assert stats.drafted[DraftSource.MTP] == 0
+    assert stats.drafted[DraftSource.DRAFT] > 0 or least < 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])

@@ -1,0 +1,254 @@
+"""The whole engine with a draft model: fewer steps, the same tokens, and state that both models go on from."""
+
+import functools
+import itertools
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from cache.budget import PADDING
+from models.errors import ModelBroken, ModelNotFound
+from models.inference.drafters import ModelDrafter
+from models.inference.runner import Runner
+from models.loader import DraftModel
+from server.app.config import ConfigError, ServerConfig
+from server.app.memory_budget import Machine
+from server.app.service import Service, ServiceOpener, open_service, pool_memory, source_of
+from server.engine.request import DraftSource, FinishReason
+from server.pool.loader import Around
+from tests.support import fake_runner, tiny_models
+from tests.support.disk_driver import open_tier
+from tests.support.drafting import GREEDY, Predicting, answers
+from tests.support.engine_driver import Harness
+from tests.support.tiny_mtp import plain, prompt
+
+PAIRS = [("qwen3", "llama"), ("llama_swa", "qwen3_5"), ("qwen3_5", "llama_swa")]
+
+
+@functools.cache
+def runner_for(name: str, draft: str | None) -> Runner:
+    model, vocab_size = tiny_models.build(name), tiny_models.VOCAB
+    drafter = None
+    if draft is not None:
+        drafter = ModelDrafter(model, vocab_size, DraftModel(draft, tiny_models.build(draft), vocab_size, draft))
+    return Runner(model, vocab_size=vocab_size, drafter=drafter, max_probe_seconds=float("inf"))
+
+
+def harness_for(name: str, draft: str | None, length: int = 0, **options: Any) -> Harness:
+    """Drafts of `length` tokens in every step."""
+    runner = runner_for(name, draft)
+    runner.overlaps = fake_runner.OVERLAPS
+    return Harness(runner=runner, speculation=Predicting(length) if draft else None, **options)
+
+
+@functools.cache
+def answers_without(name: str) -> list[list[int]]:
+    return answers(harness_for(name, None, num_slots=2))
+
+
+@pytest.mark.usefixtures("overlaps")
+@pytest.mark.parametrize(("name", "draft"), PAIRS)
+def test_a_draft_model_changes_no_token(name: str, draft: str) -> None:
+    assert answers(harness_for(name, draft, 3, num_slots=2)) == answers_without(name)
+
+
+@pytest.mark.parametrize(("name", "draft"), PAIRS)
+def test_eight_rows_say_the_same_with_a_draft_model(name: str, draft: str) -> None:
+    prompts = [prompt(10 + 7 * index, seed=index) for index in range(8)]
+    harness = harness_for(name, draft, 2, num_slots=8)
+    sinks = [harness.submit(each, max_tokens=12, sampling=GREEDY, ignore_eos=True) for each in prompts]
+    harness.run()
+    assert [sink.tokens for sink in sinks] == [plain(tiny_models.build(name), each, 12) for each in prompts]
+
+
+@pytest.mark.usefixtures("overlaps")
+@pytest.mark.parametrize("name", ["qwen3", "llama_swa", "qwen3_5"])
+def test_an_answer_that_the_draft_model_expects_takes_a_fraction_of_the_steps(name: str) -> None:
+    speculation = Predicting(3)
+    harness = Harness(runner=harness_for(name, name).runner, speculation=speculation)
+    sink = harness.submit(prompt(12), max_tokens=40, sampling=GREEDY, ignore_eos=True)
+    harness.run()
+    assert sink.tokens == plain(tiny_models.build(name), prompt(12), 40)
+    assert speculation.num_accepted >= 27
+    assert speculation.num_steps <= 13
+
+
+@pytest.mark.parametrize(("name", "draft"), PAIRS)
+def test_a_draft_model_that_fails_costs_drafts_only(name: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, num_asked = harness_for(name, draft, 2, num_slots=2), 0
+
+    def fail(*_: object) -> mx.array:
+        nonlocal num_asked
+        num_asked += 1
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(ModelDrafter, "_predict", fail)
+    assert answers(harness) == answers_without(name)
+    assert 0 < num_asked <= 7
+
+
+@pytest.mark.parametrize(("name", "draft"), PAIRS)
+def test_a_cancel_leaves_what_both_models_have_evaluated(name: str, draft: str) -> None:
+    harness, text = harness_for(name, draft, 3), prompt(20)
+    sink = harness.submit(text, max_tokens=40, sampling=GREEDY, ignore_eos=True, request_id="r")
+    harness.step(5)
+    held = harness.prefix_cache.slots[sink.started.slot].offset
+    harness.worker.cancel("r")
+    assert sink.last.reason is FinishReason.CANCELLED
+    following = harness.submit([*text, *sink.tokens], max_tokens=8, sampling=GREEDY, ignore_eos=True)
+    harness.run()
+    assert following.started.hit_tokens == held
+    # Recurrent layers take back all of a feed.
+    assert held == len(text) + len(sink.tokens) - 1 or "qwen3_5" in (name, draft)
+    assert [*sink.tokens, *following.tokens] == plain(tiny_models.build(name), text, len(sink.tokens) + 8)
+
+
+@pytest.mark.usefixtures("exact_buffers")
+@pytest.mark.parametrize(("name", "draft"), PAIRS)
+def test_whoever_waits_for_memory_goes_on_with_a_draft_model(
+    name: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cache.layers.layout.GROWTH_TOKENS", 8)
+    harness = harness_for(name, draft, 2, num_slots=4)
+    caches = harness.runner.make_caches()
+    harness.runner.prefill(caches, np.ones(40, np.int32))
+    harness.prefix_cache.calibrate(caches)
+    prompts = [prompt(40, seed=index) for index in range(4)]
+    sinks = [harness.submit(each, max_tokens=50, sampling=GREEDY, ignore_eos=True) for each in prompts]
+    while any(sink.text == "" for sink in sinks):
+        harness.step()
+    ledger = harness.prefix_cache.ledger
+    ledger.budget_bytes = ledger.charged_bytes - ledger.stored_bytes - ledger.slot_bytes(PADDING)
+    harness.run(limit=5000)
+    assert harness.worker.stats().num_preempted > 0
+    assert [sink.tokens for sink in sinks] == [plain(tiny_models.build(name), each, 50) for each in prompts]
+
+
+@pytest.mark.parametrize(("name", "draft"), PAIRS)
+def test_both_models_go_on_from_disk(name: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache.disk.connector.MIN_RESTORE_TOKENS", 8)
+    tier, text = open_tier(tmp_path), prompt(40)
+    harness = harness_for(name, draft, 2, num_slots=1, disk=tier)
+    first = harness.submit(text, max_tokens=20, sampling=GREEDY, ignore_eos=True)
+    harness.run()
+    for _ in harness.worker.idle_work():
+        pass
+    assert tier.flush(10)
+    tier.close()
+    again = open_tier(tmp_path)
+    harness = harness_for(name, draft, 2, num_slots=1, disk=again)
+    drafted = list[list[list[int]]]()
+    monkeypatch.setattr(harness.runner, "draft", _recording(harness.runner.draft, drafted))
+    longer = [*text, *first.tokens, 5]
+    second = harness.submit(longer, max_tokens=6, sampling=GREEDY, ignore_eos=True)
+    harness.run()
+    again.close()
+    assert second.started.hit_tokens >= len(longer) - 2
+    assert second.tokens == plain(tiny_models.build(name), longer, 6)
+    expected = plain(tiny_models.build(draft), [*longer, *second.tokens[:1]], 2)
+    assert next(filter(None, itertools.chain(*drafted))) == expected
+
+
+def _recording(draft: Any, drafted: list[list[list[int]]]) -> Any:
+    def record(*arguments: Any) -> Any:
+        drafted.append(draft(*arguments))
+        return drafted[-1]
+
+    return record
+
+
+# ------------------------------------------------------------------------------------------------------- the setting
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    return {**tiny_models.CONFIGS["llama"], "num_hidden_layers": 1, "intermediate_size": 32, **changes}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, and some that were asked to draft for it."""
+    root = tmp_path_factory.mktemp("models")
+    main = tiny_models.write("qwen3", root / "main")
+    found = {"main": main, "draft": tiny_models.write_model(tiny_models.make(small()), small(), root / "draft")}
+    for name in ("other", "vectors", "broken"):
+        found[name] = Path(shutil.copytree(found["draft"], root / name))
+    tokens = found["other"] / "tokenizer.json"
+    tokens.write_text(tokens.read_text().replace("<think>", "<thunk>"))
+    (found["vectors"] / "modules.json").write_text("[]")
+    (found["broken"] / "model.safetensors").write_bytes(b"\0" * 64)
+    return found
+
+
+def opened(model: Path, draft: str | Path, **settings: Any) -> Service:
+    return open_service(
+        ServerConfig(models=(str(model),), speculate=f"draft={draft}", slots=1, context_tokens=512, **settings)
+    )
+
+
+def test_a_service_loads_the_draft_model_beside_the_model(folders: dict[str, Path]) -> None:
+    with_draft, plainly = opened(folders["main"], folders["draft"]), opened(folders["main"], folders["main"])
+    assert with_draft.loaded.draft is not None
+    assert with_draft.loaded.draft.fingerprint in with_draft.loaded.state_fingerprint
+    assert plainly.loaded.state_fingerprint in with_draft.loaded.state_fingerprint
+    assert with_draft.memory.weights_bytes > plainly.memory.weights_bytes
+    with_draft.start()
+    try:
+        stats = with_draft.engine.stats()
+        assert stats.drafts_form.startswith("of what was said before and by ")
+        assert stats.drafts is not None and DraftSource.DRAFT in stats.drafts.drafted
+    finally:
+        with_draft.engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("draft", "told"),
+    [
+        ("other", "its tokenizer is another, by 2 tokens such as '<think>'"),
+        ("main", "its weights are no smaller than those of "),
+        ("vectors", "it makes vectors, not text"),
+    ],
+)
+def test_a_model_that_cannot_draft_is_left_out_and_the_report_says_why(
+    draft: str, told: str, folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    service = opened(folders["main"], folders[draft])
+    assert service.loaded.draft is None
+    assert told in caplog.text
+    service.start()
+    try:
+        assert told in service.engine.stats().drafts_form
+    finally:
+        service.engine.stop()
+
+
+def test_a_draft_model_that_cannot_be_loaded_ends_the_start(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        opened(folders["main"], tmp_path / "nowhere")
+    with pytest.raises(ModelBroken):
+        opened(folders["main"], folders["broken"])
+
+
+def test_a_model_loaded_later_gets_the_draft_model_too(folders: dict[str, Path]) -> None:
+    config = ServerConfig(models=(str(folders["main"]),), speculate=f"draft={folders['draft']}", context_tokens=512)
+    opener = ServiceOpener(config, pool_memory(config, Machine(8 << 30, None), ()), None)
+    source = source_of(str(folders["main"]))
+    files = [folders[name] / "model.safetensors" for name in ("main", "draft")]
+    assert opener.measure(source) == sum(file.stat().st_size for file in files)
+    with ThreadPoolExecutor(1) as pool:  # the opener ends its thread's streams
+        model = pool.submit(opener.open, source, Around((), 1 << 28), lambda step: None).result()
+    try:
+        assert str(folders["draft"].name) in model.engine.stats().drafts_form
+    finally:
+        model.engine.stop()
+
+
+@pytest.mark.parametrize("value", ["draft", "draft=", "drafts=demo", "mtp"])
+def test_the_setting_names_a_model(value: str) -> None:
+    ServerConfig(speculate="draft=demo").check()
+    with pytest.raises(ConfigError, match="one of auto, off, history, draft=MODEL"):
+        ServerConfig(speculate=value).check()
