@@ -448,10 +448,10 @@ def test_rows_of_a_runner_are_drafted_for_together_as_each_alone(name: str) -> N
 
 def test_rows_whose_windows_are_full_are_drafted_for_together_as_each_alone() -> None:
     texts = [prompt(60 + 7 * index, seed=index) for index in range(3)]
-    together, alone = Decoding("step3p5", texts), [Decoding("step3p5", [text]) for text in texts]
+    together, alone = decoding_of("step3p5", texts), [decoding_of("step3p5", [text]) for text in texts]
     for limits in ([3, 3, 3], [1, 0, 2], [0, 0, 0], [4, 1, 4], [3, 3, 3]):
         assert together.step(limits) == [one.step([limit])[0] for one, limit in zip(alone, limits, strict=True)]
-    together.assert_as_without("step3p5", texts)
+    together.assert_as_without(model_of("step3p5"), texts)
 
 
 def test_drafts_find_room_where_a_shared_buffer_is_full() -> None:
