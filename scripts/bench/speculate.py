@@ -7,8 +7,9 @@ that a busy machine slows both alike. What a row samples is replaced by the next
 answer made of files that are on any machine (`speculate_texts.py`): all arithmetic is done, but the rows say what a
 model would that rewrites a file or calls a tool. Prefill is not timed, and a line ends when the first row does.
 
-The models have random weights, but `demo`: its own. On a CPU a float32 model of 95 million parameters is bound by
-memory, as larger ones are on a GPU; quantized to 4 bits it is bound by arithmetic there, and a token more costs as
+The models have random weights, but `demo`: its own. What it answers to prompts that nobody trained on is recorded
+first, greedily; a row then gives one answer after another. On a CPU a float32 model of 95 million parameters is bound
+by memory, as larger ones are on a GPU; quantized to 4 bits it is bound by arithmetic there, and a token more costs as
 much as the first.
 """
 
@@ -18,28 +19,32 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 # isort: split
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.quantized import quantize
 from mlx_lm.models import llama, qwen3_5
-from mlx_lm.utils import load_model
-from tokenizers import Tokenizer
 
 from cache.prefix_cache import PrefixCache
 from cache.types import LayerCache
+from models.inference.drafters import Drafter, drafter_of
 from models.inference.embedding import Embedder
+from models.inference.feeds import MAX_FEED_TOKENS
 from models.inference.runner import DecodeRow, DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft, TokenIds
+from models.loader import LoadedModel, load
+from models.mlx_lm_import import make_prompt_cache
 from models.output.grammar import MaskWords
 from scripts.bench.common import ROOT, Report, Target, write_json
 from scripts.bench.decode import Said, Spelled
 from scripts.bench.speculate_texts import Text, Vocabulary, agent, prose, reading, replacing, rewriting
+from scripts.demo.grading import PROBES, probe
 from server.engine.request import GenerationRequest
 from server.engine.speculation import Speculation
 from server.engine.worker import Worker
@@ -49,6 +54,8 @@ CHUNK_TOKENS = 512
 BLOCK_TOKENS = 24
 """Of a row, in one turn with drafts; the other side's turn takes as many seconds."""
 MIN_BLOCKS = 4
+NUM_OWN, MAX_OWN_TOKENS = 4, 96
+"""Prompts of each of the demo model's skills; the longest answer, in tokens."""
 PROBE_SECONDS = 300
 """Longer than on a busy machine: whether a model is proven is no matter of time here."""
 VOCAB = 16_384
@@ -99,6 +106,15 @@ class Subject:
     model: Any
     vocab_size: int
     encode: Callable[[str], list[int]]
+    drafter: Drafter | None = None
+    ends: frozenset[int] = frozenset()
+    """Tokens that end an answer; else only its length does."""
+
+
+@cache
+def demo() -> LoadedModel:
+    """With its MTP module, if there is one."""
+    return load(ROOT / "models" / "demo", "demo", max_float32_bytes=1 << 30, with_mtp=True)
 
 
 @cache
@@ -106,9 +122,8 @@ def subject(name: str) -> Subject:
     """Makes or loads a model."""
     mx.random.seed(0)
     if name == "demo":
-        model, config = load_model(ROOT / "models" / "demo")
-        tokenizer = Tokenizer.from_file(str(ROOT / "models" / "demo" / "tokenizer.json"))
-        return Subject(model, config["vocab_size"], lambda text: list(tokenizer.encode(text).ids))
+        loaded, encode = demo(), partial(demo().tokenizer.encode, add_special_tokens=False)
+        return Subject(loaded.model, loaded.vocab_size, encode, drafter_of(loaded), loaded.eos_token_ids)
     if name == "tiny":
         return Subject(tiny_models.build("llama"), tiny_models.VOCAB, Vocabulary(tiny_models.VOCAB).encode)
     if name == "hybrid":
@@ -125,13 +140,19 @@ def subject(name: str) -> Subject:
 class TaughtRunner(Runner):
     """Does all that a runner does, but each row samples the next token of its answer."""
 
-    def __init__(self, model: Any, vocab_size: int, answers: dict[bytes, list[int]]) -> None:
-        """`answers`: by the prompt's bytes."""
-        self._answers = answers
+    def __init__(self, model: Subject, *, drafts: bool) -> None:
+        self.answers: dict[bytes, list[int]] = {}
+        """By the prompt's bytes."""
+        self._end = min(model.ends, default=0)
         self._rows: dict[DecodeRow, tuple[list[int], int]] = {}
         self.num_calls = 0
         """Decode steps prepared."""
-        super().__init__(model, vocab_size=vocab_size, max_probe_seconds=PROBE_SECONDS)
+        super().__init__(
+            model.model,
+            vocab_size=model.vocab_size,
+            drafter=model.drafter if drafts else None,
+            max_probe_seconds=PROBE_SECONDS,
+        )
 
     def make_row(
         self,
@@ -145,7 +166,7 @@ class TaughtRunner(Runner):
     ) -> DecodeRow:
         """Finds the row's answer by its prompt."""
         row = super().make_row(caches, sampling, next_token, prompt=prompt, generated=generated)
-        self._rows[row] = self._answers[np.asarray(prompt, np.int32).tobytes()], len(generated)
+        self._rows[row] = self.answers[np.asarray(prompt, np.int32).tobytes()], len(generated)
         return row
 
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
@@ -157,7 +178,7 @@ class TaughtRunner(Runner):
             answer, at = self._rows[row]
             num_samples = 1 if draft is None else len(draft.tokens) + 1
             following = answer[at : at + num_samples]
-            taught += following + [0] * (num_samples - len(following))
+            taught += following + [self._end] * (num_samples - len(following))
             if step.feeds is None:
                 self._rows[row] = answer, at + 1
         assert step.sampled is not None, "it has just been sampled"
@@ -186,44 +207,46 @@ class Recorded:
 
 
 class Side:
-    """An engine that answers all prompts, with drafts or without."""
+    """An engine that answers prompts, with drafts or without."""
 
-    def __init__(
-        self, model: Subject, texts: Sequence[Recorded], clock: Callable[[], float], *, drafts: bool
-    ) -> None:
-        prompts = [np.array(text.prompt, np.int32) for text in texts]
-        answers = {prompt.tobytes(): text.answer for prompt, text in zip(prompts, texts, strict=True)}
-        self.runner = TaughtRunner(model.model, model.vocab_size, answers)
-        self._texts, self._clock = texts, clock
-        longest = max(len(text.answer) for text in texts)
+    def __init__(self, model: Subject, num_rows: int, clock: Callable[[], float], *, drafts: bool) -> None:
+        self.runner, self._ends, self._clock = TaughtRunner(model, drafts=drafts), model.ends, clock
         cache = PrefixCache(
-            self.runner.make_caches, num_slots=len(texts), budget_bytes=1 << 50, chunk_tokens=CHUNK_TOKENS
+            self.runner.make_caches, num_slots=num_rows, budget_bytes=1 << 50, chunk_tokens=CHUNK_TOKENS
         )
         sample = self.runner.make_caches()
-        self.runner.prefill(sample, prompts[0][:8])
+        self.runner.prefill(sample, np.arange(8, dtype=np.int32))
         cache.calibrate(sample)
         self.speculation = self._speculation(cache) if drafts else None
         self._worker = Worker(
             self.runner,
             cache,
             Spelled,
-            eos_token_ids=frozenset(),
+            eos_token_ids=model.ends,
             chunk_tokens=CHUNK_TOKENS,
-            expected_tokens=longest,
+            expected_tokens=CHUNK_TOKENS,
             clock=clock,
             embedder=Embedder(None),
             speculation=self.speculation,
         )
-        self._said = [Said() for _ in texts]
-        for number, (prompt, text, said) in enumerate(zip(prompts, texts, self._said, strict=True)):
-            quotable = (np.array(text.quotable, np.int32),)
+        self._texts, self._said = list[Recorded](), list[Said]()
+        self.seconds, self.num_tokens, self.num_calls = 0.0, 0, 0
+        """Timed, as are the tokens of all rows."""
+
+    def begin(self, texts: Sequence[Recorded]) -> None:
+        """Begins answers, one a row, once earlier ones are over; takes no time."""
+        while self._worker.has_work:
+            self._worker.step()
+        self._texts, self._said = list(texts), [Said() for _ in texts]
+        for text, said in zip(texts, self._said, strict=True):
+            prompt, quotable = np.array(text.prompt, np.int32), (np.array(text.quotable, np.int32),)
+            self.runner.answers[prompt.tobytes()] = text.answer
+            # Drafts run beyond an end that is said, not beyond the most tokens.
+            max_tokens = len(text.answer) + (MAX_FEED_TOKENS if self._ends else 0)
             greedy = SamplingParams(temperature=0)
-            request = GenerationRequest(f"{number}", prompt, len(text.answer), greedy, quotable=quotable)
-            self._worker.submit(request, said)
+            self._worker.submit(GenerationRequest("", prompt, max_tokens, greedy, quotable=quotable), said)
         while not all(said.tokens for said in self._said):
             self._worker.step()
-        self._first_tokens, self._first_calls = self._num_said, self.runner.num_calls
-        self.seconds = 0.0
 
     def _speculation(self, cache: PrefixCache) -> Speculation | None:
         runner = self.runner
@@ -235,6 +258,7 @@ class Side:
             feeds_together=runner.feeds_together,
             max_feed_tokens=runner.max_feed_tokens,
             feeds_again=cache.layout.has_recurrent,
+            draft_seconds=runner.draft_seconds,
         )
 
     @property
@@ -242,14 +266,9 @@ class Side:
         return sum(len(said.tokens) for said in self._said)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows since time was taken."""
-        return self._num_said - self._first_tokens
-
-    @property
     def tokens_per_step(self) -> float:
         """Of a row."""
-        return self.num_tokens / len(self._texts) / max(1, self.runner.num_calls - self._first_calls)
+        return self.num_tokens / len(self._texts) / max(1, self.num_calls)
 
     @property
     def has_ended(self) -> bool:
@@ -259,9 +278,11 @@ class Side:
     def decode(self, *, num_tokens: float = math.inf, seconds: float = math.inf) -> None:
         """Steps until all rows have said `num_tokens`, the side has taken `seconds`, or a row has ended."""
         while self.num_tokens < num_tokens and self.seconds < seconds and not self.has_ended:
-            began = self._clock()
+            num_said, num_calls, began = self._num_said, self.runner.num_calls, self._clock()
             self._worker.step()
             self.seconds += self._clock() - began
+            self.num_tokens += self._num_said - num_said
+            self.num_calls += self.runner.num_calls - num_calls
 
     def check(self) -> None:
         """Raises SystemExit if a row has not said its answer."""
@@ -279,17 +300,52 @@ class Line:
 
     name: str
     model: str
-    texts: Callable[[], list[Text]]
+    rounds: Callable[[Subject], list[list[Recorded]]]
+    """Of answers, one a row; each round ends with its first answer."""
     target: float
     min_tokens_per_step: float | None = None
 
 
-def _several(make: Callable[[int], Text], num_rows: int) -> Callable[[], list[Text]]:
-    return lambda: [make(seed) for seed in range(1, num_rows + 1)]
+def _recorded(model: Subject, text: Text) -> Recorded:
+    return Recorded(model.encode(text.prompt), model.encode(text.answer), model.encode(text.quotable))
 
 
-def _mixed() -> list[Text]:
-    return [agent(seed, num_lines=lines) for seed, lines in enumerate((110, 90, 60, 40, 30, 20, 15, 10), 1)]
+def _several(make: Callable[[int], Text], num_rows: int) -> Callable[[Subject], list[list[Recorded]]]:
+    return lambda model: [[_recorded(model, make(seed)) for seed in range(1, num_rows + 1)]]
+
+
+def _mixed(model: Subject) -> list[list[Recorded]]:
+    lengths = (110, 90, 60, 40, 30, 20, 15, 10)
+    return [[_recorded(model, agent(seed, num_lines=lines)) for seed, lines in enumerate(lengths, 1)]]
+
+
+def _own(num_rows: int) -> Callable[[Subject], list[list[Recorded]]]:
+    return lambda _: [own_answers()[i : i + num_rows] for i in range(0, NUM_OWN * len(PROBES), num_rows)]
+
+
+@cache
+def own_answers() -> list[Recorded]:
+    """What `demo` says, greedily, on prompts of every skill in turn."""
+    found = list[Recorded]()
+    for number, skill in product(range(NUM_OWN), PROBES):
+        dialogue = probe(skill, number)
+        prompt: list[int] = demo().tokenizer.apply_chat_template(
+            dialogue.messages[:-1], tools=dialogue.tools or None, add_generation_prompt=True, return_dict=False
+        )
+        found.append(Recorded(prompt, _greedy(demo(), prompt), []))
+    return found
+
+
+def _greedy(loaded: LoadedModel, prompt: list[int]) -> list[int]:
+    """An answer without its end."""
+    model: Any = loaded.model
+    caches, answer, fed = make_prompt_cache(loaded.model), list[int](), prompt
+    while len(answer) < MAX_OWN_TOKENS:
+        fed = [cast(int, mx.argmax(model(mx.array([fed]), cache=caches)[0, -1]).item())]
+        if fed[0] in loaded.eos_token_ids:
+            break
+        answer += fed
+    return answer
 
 
 LINES = (
@@ -308,6 +364,8 @@ LINES = (
     Line("demo, agent", "demo", _several(agent, 1), 1.3),
     Line("demo, 4 x agent", "demo", _several(agent, 4), 0.98),
     Line("demo, prose", "demo", _several(prose, 1), 0.97),
+    Line("demo, own answers", "demo", _own(1), 1.5),
+    Line("demo, 4 x own answers", "demo", _own(4), 0.98),
     Line("4 bits, agent", "4 bits", _several(agent, 1), 0.98),
     Line("tiny, 16 x agent", "tiny", _several(agent, 16), 0.98),
     Line("tiny, 32 x agent", "tiny", _several(agent, 32), 0.98),
@@ -317,18 +375,25 @@ LINES = (
 def measure(line: Line, seconds: float, clock: Callable[[], float]) -> tuple[Side, Side]:
     """Has both sides decode in turns, the one with drafts first, until a row ends or time is over."""
     model = subject(line.model)
-    texts = [
-        Recorded(model.encode(text.prompt), model.encode(text.answer), model.encode(text.quotable))
-        for text in line.texts()
-    ]
-    ours, plain = (Side(model, texts, clock, drafts=drafts) for drafts in (True, False))
-    block, number = BLOCK_TOKENS * len(texts), 0
-    while not ours.has_ended and (number < MIN_BLOCKS or ours.seconds + plain.seconds < seconds):
-        number += 1
-        ours.decode(num_tokens=number * block)
-        plain.decode(seconds=ours.seconds)
-    ours.check()
-    plain.check()
+    rounds = line.rounds(model)
+    num_rows = len(rounds[0])
+    ours, plain = (Side(model, num_rows, clock, drafts=drafts) for drafts in (True, False))
+    block, number = BLOCK_TOKENS * num_rows, 0
+
+    def is_over() -> bool:
+        return number >= MIN_BLOCKS and ours.seconds + plain.seconds >= seconds
+
+    for texts in rounds:
+        if is_over():
+            break
+        for side in (ours, plain):
+            side.begin(texts)
+        while not ours.has_ended and not is_over():
+            number += 1
+            ours.decode(num_tokens=number * block)
+            plain.decode(seconds=ours.seconds)
+        for side in (ours, plain):
+            side.check()
     return ours, plain
 
 
