@@ -1,9 +1,10 @@
 """Drafts from texts that rows follow, as long as drafts pay. Pure.
 
 A row *follows* a text while its output agrees with it: a text of the history, or the client's prediction. The text's
-next tokens are the row's draft. A step's draft lengths are chosen together, for the most tokens per second. The odds
-of a token, by kind of match, and the seconds of a step, by its tokens, are learned while serving; odds from every
-token, drafted or not, so that no draft need be tried to see whether drafts pay.
+next tokens are the row's draft. A step's draft lengths are chosen together, for the most tokens per second, by the
+odds of each token (`Odds`) and by what it costs (`StepCost`, `Excess`). Both are learned while serving: odds from
+every token, drafted or not; costs from every step of the engine, measured whole. What drafts lose, however that was
+foreseen, they pay out of an allowance.
 
 Knows neither model nor clock: seconds are handed in. Worker thread only.
 """
@@ -389,7 +390,7 @@ class Excess:
         """
         self._num_plain, self._num_unmeasured = 0, self._num_unmeasured + 1
         took = self._overrun.bounded(took, base + self.call * num_calls + self.scale * added)
-        self.allowance = min(self.allowance + gained - took, _MAX_ALLOWANCE)
+        self.allowance = min(self.allowance + gained * (1 - MIN_GAIN) - took, _MAX_ALLOWANCE)
         self._decay(_DECAY)
         weight, over = 1 / took**2, took - base
         parts = (num_calls * num_calls, num_calls * added, added * added, num_calls * over, added * over)
