@@ -147,7 +147,7 @@ class DecodeBatch:
         return sorted(members, key=lambda one: id(one.head if isinstance(one, Group) else head_of(one)))
 
     def last_layers(self, number: int) -> list[LayerCache]:
-        """The last layer caches of the latest step, with its rows; empty if one has left since."""
+        """Of the latest step, with its rows; empty if one has left since."""
         return self._joined.layers[-number:] if self._joined is not None and None not in self.rows else []
 
     @contextmanager

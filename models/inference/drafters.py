@@ -78,7 +78,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Logits `[num_rows, num_tokens, vocab_size]`, as a model gives them."""
+        """Logits, as a model gives them."""
 
     @abstractmethod
     def evaluate(
@@ -95,7 +95,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def _predict(self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache]) -> tuple[mx.array, mx.array]:
-        """Logits behind each row's last token, `[num_rows, 1, vocab_size]`, and the state for the token after it."""
+        """Logits behind each row's last token, `[num_rows, 1, vocab_size]`, and the next hidden state."""
 
     def draft(
         self, caches: Sequence[LayerCache], known: Sequence[int], before: mx.array, num_tokens: int
@@ -208,7 +208,7 @@ class ModelDrafter(Drafter):
         return [*make_prompt_cache(self._model), *make_prompt_cache(self._draft)]
 
     def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Logits whose evaluation includes the draft model's entries."""
+        """Their evaluation includes the draft model's entries."""
         logits = self.evaluate(tokens, cache, (), ()).logits.reshape(*tokens.shape, -1)
         return cast(list[mx.array], mx.depends([logits], entries_of(cache[-self.num_layers :])))[0]
 
@@ -251,7 +251,7 @@ def _shifted(behind: mx.array, lengths: Sequence[int], before: Sequence[mx.array
 
 
 def entries_of(layers: Sequence[LayerCache]) -> list[mx.array]:
-    """The arrays of a drafter's layers, to be evaluated now and then: no logits depend on them."""
+    """The arrays of a drafter's layers, to be evaluated now and then."""
     found = list[Any]()
     for leaf in leaves_of(layers):
         for member in leaf.members if isinstance(leaf, RaggedLayer) else [leaf]:

@@ -184,7 +184,7 @@ def unchanged(leaves: Sequence[LayerCache]) -> Iterator[None]:
 
 
 def copied_state(cache: LayerCache) -> dict[str, Any]:
-    """All that a layer cache holds. MLX copies a buffer that then changes in place."""
+    """All that a layer cache holds; nothing is copied until a buffer changes in place."""
     return {name: _copied(value) for name, value in vars(cache).items()}
 
 

@@ -549,7 +549,7 @@ class Speculation:
 
         `feeds_again`: after a rejection the accepted tokens are evaluated again with the next step.
 
-        `draft_seconds`: of a token that the drafter drafts, if there is one.
+        `draft_seconds`: of a token that the drafter, if any, drafts.
         """
         self._history = history
         self._together, self._again = feeds_together, feeds_again
