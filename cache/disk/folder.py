@@ -146,8 +146,8 @@ class DiskStore:
                 index.scrub()
             if index.num_foreign:
                 logger.warning(
-                    "disk cache: removed %d files of state of other weights, with or without an MTP module "
-                    "(--speculate), or of another version of mlx or mlx-lm",
+                    "disk cache: removed %d files of state of other weights, of another --speculate, or of another "
+                    "version of mlx or mlx-lm",
                     index.num_foreign,
                 )
             return index, self._find(index), index.write_day()

@@ -9,13 +9,16 @@ import pytest
 
 from models.adapter import AdapterPlace
 from models.formats import Pooling
+from models.inference.drafters import ModelDrafter
 from models.inference.embedding import Embedder
 from models.inference.probe import Form
 from models.inference.runner import DecodeRow, Runner
 from models.inference.sampling_params import SamplingParams
+from models.loader import DraftModel
 from models.lora_files import attach
 from tests.support import adapters as tiny_adapters
 from tests.support import tiny_models
+from tests.support.tiny_mtp import plain
 
 NUM_TOKENS = 12
 PROMPTS = [
@@ -59,6 +62,26 @@ def test_rows_decode_together_as_alone(name: str, mixes: bool, tmp_path: Path) -
     assert together == alone
     without = decoded(runner, [row_of(runner, prompt, 0) for prompt in PROMPTS])
     assert [a == b for a, b in zip(together, without, strict=True)] == [adapter == 0 for adapter in ADAPTERS]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_draft_model_drafts_for_rows_of_any_adapter(name: str, tmp_path: Path) -> None:
+    model, adapters = model_with(name, tmp_path)
+    small, vocab_size = tiny_models.build("qwen3"), tiny_models.VOCAB
+    drafter = ModelDrafter(model, vocab_size, DraftModel("small", small, vocab_size, ""))
+    runners = [
+        Runner(model, vocab_size=vocab_size, adapters=adapters, drafter=one, max_probe_seconds=float("inf"))
+        for one in (drafter, None)
+    ]
+    pairs = list(zip(PROMPTS, ADAPTERS, strict=True))
+    said = [decoded(runner, [row_of(runner, *pair) for pair in pairs]) for runner in runners]
+    assert said[0] == said[1]
+    rows = [row_of(runners[0], *pair) for pair in pairs]
+    decoded(runners[0], rows)
+    for row, tokens in zip(rows, said[0], strict=True):
+        row.known = tokens[-1:]
+    texts = [[*prompt.tolist(), *tokens] for prompt, tokens in zip(PROMPTS, said[0], strict=True)]
+    assert runners[0].draft(rows, [3] * len(rows)) == [plain(small, text, 3) for text in texts]
 
 
 def test_a_row_without_an_adapter_is_evaluated_as_by_a_model_that_has_none(tmp_path: Path) -> None:
