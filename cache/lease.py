@@ -208,16 +208,18 @@ class Recorder:
         self.memory.order.ended(trie.namespace, tip)
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
-        """Stores what restoring the sequence takes."""
+        """Stores what restoring the sequence takes, if there is memory."""
         trie, node = self.pager.trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
         self.memory.order.changed(trie.namespace, node)
         if self.layout.needs_snapshots and not is_restorable(self.layout, node):
-            node.kind = kind
+            node.kind, before = kind, node.snapshot
             trie.snap(node, self.pager.snapshot(slot))
             self._mark_superseded(slot)
             self.reclaimer.free_excess(is_background=slot.turn.is_background)
+            if self.pager.ledger.excess_bytes() > 0:  # all that is left is needed more
+                trie.snap(node, before)
 
     def measure(self, slot: Slot) -> None:
         """Charges a slot's allocated bytes."""

@@ -322,7 +322,7 @@ def _subtree(node: Node) -> list[Node]:
 
 
 def _is_evictable(node: Node) -> bool:
-    if node.num_pins:
+    if node.num_pins or node.num_slots:  # a head's rows stay while they are read, so must what restores them
         return False
     return node.snapshot is not None if node.children else _is_free_leaf(node)
 

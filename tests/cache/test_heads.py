@@ -14,6 +14,7 @@ from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.reclaim import SetAside
 from cache.slots import Slot
+from cache.snapshots import RestorePoint, RestorePointKind
 from tests.cache.worlds import RealWorld
 from tests.support import cache_driver, fake_model
 from tests.support.fake_runner import SharesNothing
@@ -143,6 +144,22 @@ def test_what_must_wait_evicts_nothing() -> None:
     assert cache.memory.num_evictions == 0 and cache.peek(np.array([9, *HEAD[:50], 1], np.int32)) == 50
     assert cache.begin(np.array([8, *HEAD[:40]], np.int32)) is not None
     assert 0 < cache.peek(np.array([9, *HEAD[:50], 1], np.int32)) < 50
+
+
+def test_the_state_at_a_heads_end_stays_while_the_head_is_read() -> None:
+    """Its rows stay anyway, and without that state nobody else could begin with them."""
+    cache, point = make(kind="TR"), RestorePoint(len(HEAD), RestorePointKind.SYSTEM_END)
+    leases = [run(cache, told_apart(number), restore_points=[point]) for number in range(2)]
+    newcomer = np.array(told_apart(2), np.int32)
+    cache.memory.evict(0, (), cache.clock.now)
+    assert cache.peek(newcomer) == len(HEAD)
+    for lease in leases:
+        lease.close()
+        cache.pager.page_out(slot_of(cache, lease), 0)
+    cache.pager.page_out_heads()
+    cache.memory.evict(0, (), cache.clock.now)
+    assert cache.peek(newcomer) == 0
+    cache.check()
 
 
 def test_the_greatest_saving_is_chosen_and_short_heads_are_none() -> None:
