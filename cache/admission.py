@@ -209,6 +209,8 @@ class Admission:
             wanted = [point for point in wanted if point.kind is RestorePointKind.EXPLICIT]
         else:
             branch = RestorePoint(match_tokens, RestorePointKind.BRANCH)
-            prompt_end = RestorePoint(num_tokens - 1, RestorePointKind.PROMPT_END)
-            wanted = [*wanted, branch, prompt_end, *snapshots.intervals(offset, num_tokens)]
+            wanted = [*wanted, branch, *snapshots.intervals(offset, num_tokens)]
+            ends = [point.offset for point in wanted if point.kind is RestorePointKind.PROMPT_END]
+            if not any(0 < num_tokens - end <= snapshots.SAME_TOKENS for end in ends):
+                wanted.append(RestorePoint(num_tokens - 1, RestorePointKind.PROMPT_END))
         return snapshots.plan(wanted, start=offset, stop=num_tokens)

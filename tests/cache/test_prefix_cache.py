@@ -109,6 +109,30 @@ def test_a_lease_says_where_its_tokens_came_from() -> None:
     assert tier_of([*first[:39], 60], "salted") is None
 
 
+@pytest.mark.parametrize(("asked_for", "kept"), [(97, 97), (100, 99), (30, 99)])
+def test_a_prompts_end_is_kept_once(asked_for: int, kept: int) -> None:
+    """Clients' prompts end with a few tokens that ask for the answer, and the next prompt may not have them."""
+    prefix_cache, tokens = make("R", num_slots=1), list(range(1, 101))
+    lease = begin(prefix_cache, tokens, restore_points=[RestorePoint(asked_for, RestorePointKind.PROMPT_END)])
+    cache_driver.prefill(lease, np.array(tokens, np.int32), fake_model.evaluate)
+    offsets = [node.stop for _, node in prefix_cache.memory.nodes() if node.snapshot is not None]
+    assert max(offsets) == kept
+    assert sum(offset > 30 for offset in offsets) == 1
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_restore_point_never_exceeds_the_budget(is_short: bool) -> None:
+    prefix_cache = make("TR", num_slots=1)
+    lease = begin(prefix_cache, [1, 2, 3])
+    evaluate(lease, [1])
+    if is_short:
+        prefix_cache.ledger.budget_bytes = prefix_cache.ledger.charged_bytes
+    lease.keep(RestorePointKind.EXPLICIT)
+    assert prefix_cache.ledger.excess_bytes() <= 0
+    assert prefix_cache.peek(fake_model.tokens_of(1, 9)) == (0 if is_short else 1)
+    prefix_cache.check()
+
+
 BYTES_PER_TOKEN = 128
 """Of the fake layout T."""
 
