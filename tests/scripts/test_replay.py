@@ -196,9 +196,9 @@ class TestTogether:
     @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3.5-4b"])
     def test_heads_leave_more_memory_to_what_is_stored(self, name: str) -> None:
         model = replace(together.MODELS[name], head_tokens=1280)
-        sizes = Sizes(model.bytes_per_token, model.snapshot_bytes, 12_000 * model.bytes_per_token + 4e8)
+        sizes = Sizes(model.bytes_per_token, model.snapshot_bytes, 8000 * model.bytes_per_token + 4e8)
         found = [
-            Replay(together.make_agents(8, model, 1), sizes, num_slots=8, heads=heads, is_checked=True).run()
+            Replay(together.make_agents(4, model, 1), sizes, num_slots=4, heads=heads, is_checked=True).run()
             for heads in (False, True)
         ]
         for one in found:

@@ -65,12 +65,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     tries_all = metafunc.config.getoption("all_faults")
     if "seeds" in metafunc.fixturenames:
         is_healthy = metafunc.function is test_a_healthy_model_passes
+        every = list(product(RAGGED if is_healthy else ROUNDED, PRECISIONS))
+        if not tries_all:
+            # In float32 the tests of the runner probe each model.
+            every = (
+                [(name, _half_precision_of(name, number)) for number, name in enumerate(RAGGED)]
+                if is_healthy
+                else every[::2]
+            )
         cases = [
             (name, precision, SEEDS if tries_all else [SEEDS[number % len(SEEDS)]])
-            for number, (name, precision) in enumerate(product(RAGGED if is_healthy else ROUNDED, PRECISIONS))
-            if tries_all or not is_healthy or precision != "float32"
+            for number, (name, precision) in enumerate(every)
         ]
-        metafunc.parametrize(("name", "precision", "seeds"), cases if is_healthy or tries_all else cases[::2])
+        metafunc.parametrize(("name", "precision", "seeds"), cases)
     elif "fault" in metafunc.fixturenames and "precision" in metafunc.fixturenames:
         planted = [
             (fault, name, precision)
@@ -78,6 +85,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for precision in (PRECISIONS if tries_all else [_precision_of(name, number)])
         ]
         metafunc.parametrize(("fault", "name", "precision"), planted)
+
+
+def _half_precision_of(name: str, number: int) -> Precision:
+    return "4bit" if name in MIXTURES or number % 2 else "bfloat16"
 
 
 def _precision_of(name: str, number: int) -> Precision:
