@@ -124,7 +124,7 @@ def test_4_eviction_keeps_what_is_in_use(make_world: Any) -> None:
 def test_5_an_explicit_restore_point(make_world: Any) -> None:
     world = make_world(num_slots=1)
     n, first, other = world.scale, [*PROMPT, 10, 11], (*PROMPT, 30, 31)
-    world.request(PROMPT, (10, 11), explicit=(5,))
+    world.request((*PROMPT, 10), (11,), explicit=(5,))
     world.request([*first, 12], (13,))
     assert world.request(other, (40,)) == 2 * n
     assert world.restorable(*PROMPT) == 5
