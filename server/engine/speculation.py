@@ -294,6 +294,7 @@ _SCALE_PRIOR = 0.003
 """Weights of the belief that a call costs what was measured at load."""
 _FIRST_ALLOWANCE = 3.0
 _MAX_ALLOWANCE = 16.0
+_MIN_ALLOWANCE = -8.0
 _INCOME = 0.0075
 """In plain steps; the last is the part of all time that drafts may lose."""
 _MAX_UNMEASURED = 64
@@ -390,7 +391,8 @@ class Excess:
         """
         self._num_plain, self._num_unmeasured = 0, self._num_unmeasured + 1
         took = self._overrun.bounded(took, base + self.call * num_calls + self.scale * added)
-        self.allowance = min(self.allowance + gained * (1 - MIN_GAIN) - took, _MAX_ALLOWANCE)
+        allowance = self.allowance + gained * (1 - MIN_GAIN) - took
+        self.allowance = max(_MIN_ALLOWANCE, min(allowance, _MAX_ALLOWANCE))
         self._decay(_DECAY)
         weight, over = 1 / took**2, took - base
         parts = (num_calls * num_calls, num_calls * added, added * added, num_calls * over, added * over)

@@ -149,6 +149,62 @@ def test_steps_without_drafts_and_without_prefill_are_observed() -> None:
     harness.run(first)
 
 
+class Timed(Oracle):
+    """Takes time to look and to plan; adds up the seconds of which it is told."""
+
+    told_seconds = 0.0
+
+    def may_draft(self, rows: Sequence[Any]) -> bool:
+        self.harness.now += 1
+        return super().may_draft(rows)
+
+    def learn(self, rows: Any, fed: Any, drafted: Any, accepted: Any, seconds: float) -> None:
+        super().learn(rows, fed, drafted, accepted, seconds)
+        self.told_seconds += seconds
+
+    def observe(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
+        super().observe(num_rows, seconds, looking_seconds)
+        self.told_seconds += seconds + looking_seconds
+
+    def observe_restart(self, num_rows: int, seconds: float) -> None:
+        super().observe_restart(num_rows, seconds)
+        self.told_seconds += seconds
+
+    harness: Harness
+
+
+@pytest.mark.parametrize("layout", ["T", "R"])
+def test_all_seconds_of_decoding_are_told_once(layout: str) -> None:
+    """Whatever a step spends them on: else what drafts cost would not be compared with what they bring."""
+
+    class Slow(FakeRunner):
+        def prepare(self, *arguments: Any, **options: Any) -> Any:
+            oracle.harness.now += 2
+            return super().prepare(*arguments, **options)
+
+        def start(self, step: Any) -> None:
+            oracle.harness.now += 4
+            super().start(step)
+
+        def settle(self, *arguments: Any) -> Any:
+            oracle.harness.now += 8
+            return super().settle(*arguments)
+
+    oracle = Timed(0.3, idles=0.6)
+    harness = oracle.harness = Drafted(layout, oracle, runner=Slow(layout))
+    harness.submit(prompt_of(1, 10), max_tokens=60, ignore_eos=True)
+    harness.step()
+    while not oracle.learned or not oracle.observed:
+        harness.step()
+    begun, told_before, is_complete = harness.now, oracle.told_seconds, 0
+    for _ in range(20):
+        harness.step()
+        left = harness.now - begun - (oracle.told_seconds - told_before)
+        assert round(left) in (0, 1), "all but looking, where drafts have ended plain steps"
+        is_complete += round(left) == 0
+    assert is_complete > 5 and len(oracle.learned) > 4 and len(oracle.observed) > 4
+
+
 def test_only_who_may_be_drafted_for_is() -> None:
     oracle = Oracle()
     harness, prompts = Drafted(oracle=oracle), [prompt_of(seed, 20) for seed in (1, 2, 3)]

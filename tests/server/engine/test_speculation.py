@@ -20,6 +20,7 @@ from cache.history import History
 from server.engine.request import DraftSource, GenerationRequest
 from server.engine.speculation import (
     Drafting,
+    Overrun,
     PredictionFollower,
     Speculation,
     choose,
@@ -405,11 +406,34 @@ def stretches(simulation: Simulation, num_rows: int, number: int) -> list[float]
 def test_drafts_go_on_after_a_stall(num_rows: int) -> None:
     simulation = Simulation(memory_bound, lost_seconds=0.001)
     usual = min(stretches(simulation, num_rows, 8)[2:])
-    for number in range(3):
+    for number in range(5):
         stall = iter([1.0] * number + [500.0])
         simulation.pace = lambda now, stall=stall: next(stall, 1.0)  # type: ignore[misc]
-        assert stretches(simulation, num_rows, 1)[0] < 1
+        stretches(simulation, num_rows, 1)
+        assert not [*stall], "too short a stretch for the stall"
         assert stretches(simulation, num_rows, 1)[0] > 0.85 * usual
+
+
+def test_only_what_comes_twice_is_no_stall() -> None:
+    overrun = Overrun()
+    assert [overrun.bounded(seconds, 1.0) for seconds in (9.0, 1.0, 9.0, 5.0, 6.0, 1.0)] == [
+        1.5,
+        1.0,
+        1.5,
+        5.0,
+        5.0,
+        1.0,
+    ]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_drafts_that_cost_too_much_return_once_they_pay(num_rows: int) -> None:
+    simulation = Simulation(memory_bound, call_seconds=0.2)
+    assert simulation.run(copied_rows(simulation, num_rows, 0.02)) > 0.9
+    assert simulation.run(copied_rows(simulation, num_rows, 0.02)) > 0.97
+    simulation.call_seconds = 0.0
+    simulation.run(copied_rows(simulation, num_rows, 0.02, num_tokens=1500))
+    assert simulation.run(copied_rows(simulation, num_rows, 0.02)) > 1.5
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
@@ -431,7 +455,7 @@ def test_plain_steps_are_measured_again_where_drafts_always_pay() -> None:
     for token in TEXT[:6]:
         row.push(token)
     speculation = simulation.speculation
-    while speculation.may_draft([row]):
+    while num_steps < 300 and speculation.may_draft([row]):
         assert speculation.plan([row], [8]) == [TEXT[6:14]]
         speculation.learn([row], [9], [8], [8], 0.01)
         num_steps += 1
