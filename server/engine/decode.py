@@ -209,7 +209,11 @@ class DecodePipeline:
             if sequence.output.reason is None and sequence in self._table:
                 forced = sequence.output.forced_token()
                 if forced is not None and sequence not in self._newer_than(launched):
-                    self._force(sequence, forced)
+                    try:
+                        self._force(sequence, forced)
+                    except Exception as error:  # of the device, while the row's penalties are made anew
+                        self._table.fail_step(sequence, error)
+                        continue
                 self._accept(sequence, index, token if forced is None else forced, launched)
 
     def _accept(self, sequence: Sequence, index: int, token: int, launched: InFlightStep) -> None:

@@ -17,11 +17,11 @@ from models.inference.sampling_params import SamplingParams
 from models.loader import load
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
 from models.output.reasoning import ReasoningFormat, Thinking
-from server.engine.request import DraftSource, Finished
+from server.engine.request import DraftSource, Failed, Finished
 from server.engine.speculation import Drafting, ForcedText, Speculation
-from tests.server.engine.test_drafts import CLOSED
+from tests.server.engine.test_drafts import CLOSED, prompt_of
 from tests.support import fake_runner, tiny_models
-from tests.support.engine_driver import Harness
+from tests.support.engine_driver import Collected, Harness
 
 pytestmark = pytest.mark.usefixtures("overlaps")
 
@@ -196,3 +196,34 @@ def test_behind_a_token_that_was_not_forced_the_output_is_asked_again() -> None:
     text.push(7)
     text.push(8)
     assert not text.next_tokens(9) and not text.match_length
+
+
+@pytest.mark.parametrize("message", ["out of memory", "the device is at fault"])
+def test_a_forced_token_that_the_runner_cannot_take_concerns_its_own_row(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the token before it is read with a step under way, or before a newcomer's prompt is evaluated."""
+    prompts, reasons = [prompt_of(seed, 20) for seed in (1, 2, 3)], set[type]()
+
+    def run(num_steps: int) -> list[Collected]:
+        harness = Harness()
+        sinks = [harness.submit(prompts[0], max_tokens=20, ignore_eos=True, thinking=CLOSED)]
+        sinks.append(harness.submit(prompts[1], max_tokens=20, ignore_eos=True))
+        harness.step(num_steps)
+        sinks.append(harness.submit(prompts[2], max_tokens=20, ignore_eos=True))
+        harness.run()
+        return sinks
+
+    def fail(*_: object, **__: object) -> None:
+        patch.undo()
+        raise RuntimeError(message)
+
+    plain = [sink.tokens for sink in run(1)]
+    for num_steps in range(1, 12):
+        with monkeypatch.context() as patch:
+            patch.setattr(fake_runner.FakeRunner, "force", fail)
+            thinking, *others = run(num_steps)
+        assert [sink.tokens for sink in others] == plain[1:]
+        reasons.add(type(thinking.last))
+        assert thinking.tokens == plain[0] or thinking.last.error.args[0].endswith(message)
+    assert (Failed in reasons) == ("memory" not in message)
