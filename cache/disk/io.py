@@ -90,14 +90,14 @@ class FileReader:
         return Prefetch(reads, self._release)
 
     def load_rows(self, file: StoredFile, start: int, stop: int) -> Segment:
-        """Rows of a file, evaluated. Raises DiskFault."""
+        """As `RowReader.load_rows`."""
         segment: Segment = self._load(file, FilePart(file, start, stop))
         if stop < segment.stop:
             segment = segment.split(stop)[0]
         return segment.tail(start) if start > segment.start else segment
 
     def load_recurrent(self, file: StoredFile) -> RecurrentState:
-        """A file's recurrent state, evaluated. Raises DiskFault."""
+        """As `RowReader.load_recurrent`."""
         state: RecurrentState = self._load(file, None)
         return state
 

@@ -30,10 +30,10 @@ class RowReader(Protocol):
     """Reads files for spans, which know no folder: `cache.disk.io.FileReader`. Both raise DiskFault."""
 
     def load_rows(self, file: "StoredFile", start: int, stop: int) -> "Segment":
-        """The rows of the tokens `[start, stop)`."""
+        """The rows of the tokens `[start, stop)`, evaluated."""
 
     def load_recurrent(self, file: "StoredFile") -> "RecurrentState":
-        """The recurrent state at the file's end."""
+        """The recurrent state at the file's end, evaluated."""
 
 
 @dataclass(eq=False)

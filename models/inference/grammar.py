@@ -143,17 +143,17 @@ class LlguidanceMatcher:
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def accept(self, token: int) -> None:
-        """Accepts a token; `mask` raises for a forbidden one."""
+        """As `TokenMatcher.accept`."""
         self._tokens.append(token)
         self._matcher.consume_token(token)
 
     def accept_text(self, text: str) -> None:
-        """Accepts text like a token."""
+        """As `TokenMatcher.accept_text`."""
         for token in self._grammar.tokenizer.tokenize_str(text):
             self.accept(token)
 
     def mask(self) -> MaskWords:
-        """Which tokens may come next; raises GrammarFailed."""
+        """As `TokenMatcher.mask`."""
         fill_next_token_bitmask(self._matcher, self._words)
         if self._matcher.is_error() and len(self._tokens) - self._num_at_renewal >= _RENEWAL_TOKENS:
             self._renew()
@@ -184,11 +184,11 @@ class LlguidanceMatcher:
             words[spelled[0] // _WORD_BITS] = np.array(1 << spelled[0] % _WORD_BITS, np.uint32).astype(np.int32)
 
     def mask_without_end(self) -> MaskWords:
-        """All tokens except the ends of turn."""
+        """As `TokenMatcher.mask_without_end`."""
         return self._grammar.free
 
     def forced(self) -> list[int]:
-        """The next tokens, as far as each mask will allow one alone."""
+        """As `TokenMatcher.forced`."""
         tokens: list[int] = self._matcher.compute_ff_tokens()  # its masks forbid any other tokenization
         return tokens
 

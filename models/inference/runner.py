@@ -142,7 +142,7 @@ class DecodeStep:
     """Of the drafter, until the step is started."""
 
     def tokens(self) -> list[list[int]]:
-        """Blocks until the step is done; returns each row's samples."""
+        """Waits for the step; returns each row's samples: behind its last known token and each token of its draft."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
         try:
             found = cast(list[int], self.sampled.tolist())
@@ -152,7 +152,7 @@ class DecodeStep:
         return [[token] for token in found] if self.feeds is None else self.feeds.by_row(found)
 
     def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
-        """Of `token` as a row's sample number `place`, once the step is done; None if not requested."""
+        """Of `token` as a row's sample number `place`, None if not requested; `tokens` must come first."""
         if self.logprobs is None:
             return None
         first = index if self.feeds is None else self.feeds.first_sample(index)
@@ -333,9 +333,9 @@ class Runner:
     ) -> DecodeStep:
         """Returns a step that evaluates each row's feed and samples behind it; computes nothing yet.
 
-        A row is fed its known tokens, else `previous`'s sample, then its draft; several tokens only where all rows
-        have known ones. Without `samples` it waits for `sample`. Shared buffers may take `spare_bytes` more than the
-        rows' own would.
+        A row is fed its known tokens, else `previous`'s sample, then its draft (`drafts`: one for each row, or none);
+        several tokens only where all rows have known ones. Without `samples` it waits for `sample`. Shared buffers
+        may take `spare_bytes` more than the rows' own would.
         """
         _assert_have_state(rows)
         with_several = [row for row in rows if row.known[1:]]
@@ -454,7 +454,7 @@ class Runner:
     # -- buffers that rows share: see `cache.types.SharedBuffers`
 
     def separate(self, caches: Sequence[LayerCache]) -> None:
-        """Gives the row with these caches its state back; an error loses rows that share its buffers."""
+        """See `SharedBuffers`; an error loses rows that share the buffers."""
         for batch in self._batches.values():
             try:
                 batch.take_out(caches)
@@ -463,7 +463,7 @@ class Runner:
                 raise
 
     def drop(self, caches: Sequence[LayerCache]) -> None:
-        """Forgets the row with these caches; an error loses rows that share its buffers."""
+        """See `SharedBuffers`; an error loses rows that share the buffers."""
         for batch in self._batches.values():
             try:
                 batch.drop(caches)
@@ -471,7 +471,7 @@ class Runner:
                 self._lose(batch, error)
 
     def separate_all(self) -> None:
-        """Gives all rows their state back; after an error they are lost instead."""
+        """See `SharedBuffers`."""
         for batch in self._batches.values():
             try:
                 batch.dissolve_groups()
@@ -484,12 +484,11 @@ class Runner:
         self._has_forgotten = True
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Bytes that a row's own buffers would have; 0 where nothing is shared."""
+        """See `SharedBuffers`."""
         return sum(batch.own_bytes(caches) for batch in self._batches.values())
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of shared buffers beyond what the rows' own would have."""
         return sum(max(0, batch.shared_bytes - batch.all_own_bytes) for batch in self._batches.values())
 
     def take_change(self) -> bool:

@@ -170,7 +170,7 @@ class ServiceOpener:
     float32_bytes: int | None
 
     def measure(self, source: ModelSource) -> int:
-        """The weights' stored size. Raises ModelError for unusable files."""
+        """As `Opener.measure`: the stored size."""
         check(source.path, source.id)
         return _stored_bytes(source, self.config)
 
@@ -187,7 +187,7 @@ class ServiceOpener:
             mx.clear_streams()
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """What the files tell; of damaged ones only the name."""
+        """As `Opener.describe`."""
         parent_id = None if source.name == source.id else source.id
         try:
             config, limit = read_config(source.path)

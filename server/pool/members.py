@@ -32,10 +32,10 @@ class PooledEngine(EnginePort, Protocol):
     """An engine as the pool sees it."""
 
     async def try_resize(self, budget_bytes: int) -> int:
-        """Changes the budget; returns the bytes by which running requests exceed it: then it stays."""
+        """As `Engine.try_resize`."""
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Takes no more requests; returns whether running ones ended in time."""
+        """As `Engine.drain`."""
 
     def stop(self) -> None:
         """Ends the engine. Blocks; for any thread."""

@@ -69,7 +69,7 @@ MAX_PREVIEWS = 16_384
 
 
 class PromptRenderer(Protocol):
-    """Text to tokens for one model. For any thread."""
+    """What endpoints use of `models.prompt.chat_template.ChatRenderer`. For any thread."""
 
     @property
     def reads_tools(self) -> bool: ...
@@ -83,21 +83,21 @@ class PromptRenderer(Protocol):
         *,
         continues: bool = False,
     ) -> RenderedPrompt:
-        """A prompt, which ends with the last message if it `continues`. Raises ChatTemplateError."""
+        """As `ChatRenderer.render`."""
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Definitions of tools for the middle of a conversation; see `ToolDefinitions.block`."""
+        """As `ChatRenderer.tool_definitions`."""
 
     def encode(self, text: str) -> RenderedPrompt:
-        """A plain prompt's tokens."""
+        """As `ChatRenderer.encode`."""
 
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """As `models.prompt.chat_template.ChatRenderer.tokenize`."""
+        """As `ChatRenderer.tokenize`."""
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Remembers a reply's tokens for later prompts."""
+        """As `ChatRenderer.remember_reply`."""
 
 
 class TokenReader(Protocol):
@@ -111,13 +111,13 @@ class TokenReader(Protocol):
 
 
 class AnswerBinder(Protocol):
-    """Compiles grammars for one model. For any thread; may take a while."""
+    """What endpoints use of `models.inference.grammar.GrammarCompiler`. For any thread; may take a while."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """A compiled grammar; raises InvalidGrammar."""
+        """As `GrammarCompiler.compile`."""
 
     def spell(self, marker: str) -> str:
-        """A marker, which may be one token, as Lark grammars have it; raises InvalidGrammar."""
+        """As `GrammarCompiler.spell`."""
 
 
 class EnginePort(Protocol):
