@@ -92,12 +92,9 @@ class Service:
     loaded: LoadedModel
     engine: Engine
     memory: MemoryPlan
-    precision: Precision
     stored_bytes: int
     seconds_per_token: float | None
     """Measured on one matrix; None on a GPU."""
-    model_context_tokens: int
-    """`model.context_tokens` may be lower."""
     wiring: Wiring
     named: ServedModel | None = None
 
@@ -135,10 +132,8 @@ def open_service(
         loaded,
         engine,
         plan,
-        loaded.precision,
         opened.model.facts.stored_bytes,
         seconds_per_token=None if _is_on_gpu() else seconds_per_token(loaded.model, _active_share(loaded.config)),
-        model_context_tokens=loaded.context_tokens,
         wiring=Wiring(machine, is_wanted=config.wire_weights),
         named=None if source.label is None else opened.model.labelled(source.label, source.defaults),
     )
@@ -341,9 +336,8 @@ def _opened(
     adapters = () if loaded.adapters is None else loaded.adapters.adapters
     variants = {adapter.name: served.variant(adapter) for adapter in adapters}
     release_weights = partial(_release, loaded)
-    return engine, OpenedModel(
-        served, engine, weights_bytes, release_weights, variants, _useful_bytes(loaded, config)
-    )
+    useful_bytes = _useful_bytes(loaded, config)
+    return engine, OpenedModel(served, engine, weights_bytes, release_weights, variants, useful_bytes)
 
 
 def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) -> ServedModel:

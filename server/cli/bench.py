@@ -183,7 +183,7 @@ def tensor_kernels(library: "bytes | mmap.mmap", architecture: str, macos: str) 
 
 def _model_facts(service: "Service") -> dict[str, str]:
     facts = service.model.facts
-    size, precision = size_text(service.memory.weights_bytes), service.precision.value
+    size, precision = size_text(service.memory.weights_bytes), service.loaded.precision.value
     told = f"{service.asked_for.id}, {facts.num_parameters / 1e6:,.0f} million parameters, {size} ({precision})"
     return {"model": told}
 

@@ -78,7 +78,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     model = service.asked_for
     yield "model", f"{model.id}, {count_text(model.facts.num_parameters)} parameters"
     held, on_disk = size_text(service.memory.weights_bytes), size_text(service.stored_bytes)
-    is_as_stored, precision = service.precision is Precision.STORED, service.precision.value
+    is_as_stored, precision = service.loaded.precision is Precision.STORED, service.loaded.precision.value
     yield "weights", held if is_as_stored else f"{held}, as {precision}: fastest on this CPU ({on_disk} on disk)"
     if service.opened.variants:
         yield "adapters", ", ".join(service.opened.variants)
@@ -92,7 +92,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
         # A claim names the model and its memory once the model is loaded.
         told = f"{size_text(other.memory_bytes)} are claimed by {other.model}"
         yield "beside", f"{told if other.model else 'a server is starting'}, process {other.pid}"
-    limit = "" if model.context_tokens < service.model_context_tokens else " (the model's limit)"
+    limit = "" if model.context_tokens < service.loaded.context_tokens else " (the model's limit)"
     yield "context", f"{grouped(model.context_tokens)} tokens{limit}"
     if config.cache_disk_bytes is not None:
         yield from _disk_facts(service, config, config.cache_disk_bytes)
@@ -117,7 +117,7 @@ def slowness(service: Service) -> str | None:
     if seconds is None or seconds < SLOW_SECONDS:
         return None
     cure = "a smaller model is faster, as is a Mac with Apple silicon"
-    if service.precision is Precision.FLOAT32_SCALES:
+    if service.loaded.precision is Precision.FLOAT32_SCALES:
         cure = f"with memory for float32 weights it would be faster; {cure}"
     return f"Expect about {seconds:.1f} s per token on this processor: {cure}."
 

@@ -123,7 +123,8 @@ def test_a_disk_with_less_room_than_it_may_take_is_told(service: Service, tmp_pa
 
 def test_weights_that_are_not_held_as_stored_say_so(service: Service) -> None:
     plan = MemoryPlan(25 * GB, 3 * GB, 16 * GB, 0)
-    converted = replace(service, memory=plan, precision=Precision.FLOAT32, stored_bytes=423_000_000)
+    loaded = replace(service.loaded, precision=Precision.FLOAT32)
+    converted = replace(service, loaded=loaded, memory=plan, stored_bytes=423_000_000)
     assert told(converted)["weights"] == "3.0 GB, as float32: fastest on this CPU (423.0 MB on disk)"
 
 
@@ -139,7 +140,8 @@ def test_weights_that_are_not_held_as_stored_say_so(service: Service) -> None:
 def test_a_slow_model_is_told(
     seconds: float | None, precision: Precision, words: str | None, service: Service
 ) -> None:
-    found = slowness(replace(service, seconds_per_token=seconds, precision=precision))
+    loaded = replace(service.loaded, precision=precision)
+    found = slowness(replace(service, loaded=loaded, seconds_per_token=seconds))
     assert found is None if words is None else words in str(found)
 
 
