@@ -24,7 +24,7 @@ from server.pool.names import (
     served_instead,
     spellings,
 )
-from server.pool.served import EnginePort, ListedModel, ModelFacts, Occupancy, ServedModel
+from server.pool.served import EnginePort, ListedModel, ModelFacts, ServedModel
 
 LOADED: ContextVar[Member | None] = ContextVar("LOADED", default=None)
 """The model that was loaded for a request, and is held while the request is planned.
@@ -81,13 +81,9 @@ class ModelPool(Loader):
     def engines(self) -> Mapping[str, EnginePort]:
         return {member.source.id: member.opened.engine for member in self.members}
 
-    @property
-    def occupancy(self) -> Sequence[Occupancy]:
-        now = self._clock()
-        return [
-            Occupancy(member.opened.model, member.num_holds, max(self.expires(member) - now, 0.0))
-            for member in self.members
-        ]
+    def idle_seconds_left(self, member: Member) -> float:
+        """Infinite if the model stays."""
+        return max(self.expires(member) - self._clock(), 0.0)
 
     def listed(self) -> Sequence[ListedModel]:
         """Loaded or not. For any thread; may read the disk."""

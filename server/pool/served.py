@@ -250,12 +250,10 @@ class ServedModel:
         answer: OutputParser = PlainParser()
         if tools and self.tool_syntax is not None:
             answer = tool_parser(self.tool_syntax, tools, is_forced=is_forced)
-        if self.reasoning_format is None:
+        thinking = self.thinking(prompt, begun=begun)
+        if thinking is None:
             return answer
-        is_open = self.reasoning_format.is_opened_by(prompt, begun)
-        if begun and not is_open:
-            return answer
-        return ReasoningParser(self.reasoning_format, answer, is_open=is_open)
+        return ReasoningParser(thinking.reasoning_format, answer, is_open=thinking.is_open)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,13 +267,3 @@ class ListedModel:
     facts: ModelFacts
     served: ServedModel | None = None
     parent_id: str | None = None
-
-
-@dataclass(frozen=True)
-class Occupancy:
-    """A loaded model's use."""
-
-    model: ServedModel
-    num_requests: int
-    idle_seconds_left: float
-    """Infinite if the model stays."""

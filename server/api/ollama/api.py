@@ -61,7 +61,7 @@ from server.app.config import ServerConfig
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
 from server.app.pulls import Pulls
 from server.pool.names import LATEST, ModelNameNeeded, ModelNotLoaded, ModelSource, ModelUnknown, PoolError
-from server.pool.served import ListedModel, Occupancy, ServedModel
+from server.pool.served import ListedModel, ServedModel
 
 OLLAMA_VERSION: Final = "0.12.6"
 """The release that this API follows; some clients refuse older ones."""
@@ -169,7 +169,10 @@ async def tags(request: Request) -> Response:
 
 async def ps(request: Request) -> Response:
     """Lists the models that are loaded."""
-    return JsonBody(RunningList(models=[_running(one) for one in context_of(request).pool.occupancy]))
+    pool = context_of(request).pool
+    return JsonBody(
+        RunningList(models=[_running(one.opened.model, pool.idle_seconds_left(one)) for one in pool.members])
+    )
 
 
 @inspect
@@ -206,9 +209,9 @@ def _with_name(shown: ShownBody, name: str, base: str | None) -> ShownBody:
     return more
 
 
-def _running(occupancy: Occupancy) -> RunningBody:
-    model, facts = occupancy.model, occupancy.model.facts
-    left = STAYS_LOADED if math.isinf(occupancy.idle_seconds_left) else timedelta(seconds=occupancy.idle_seconds_left)
+def _running(model: ServedModel, idle_seconds_left: float) -> RunningBody:
+    facts = model.facts
+    left = STAYS_LOADED if math.isinf(idle_seconds_left) else timedelta(seconds=idle_seconds_left)
     return {
         **_head(model),
         "size": facts.memory_bytes,
