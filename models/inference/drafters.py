@@ -177,11 +177,12 @@ class MtpDrafter(Drafter):
         before: Sequence[mx.array | None],
     ) -> Evaluated:
         """As `Drafter.evaluate`."""
-        behind = self._text.model(tokens, cache=list(caches[:-1])).flatten(0, 1)
+        hidden = self._text.model(tokens, cache=list(caches[:-1]))
+        behind = hidden.flatten(0, 1)
         states = _shifted(behind, lengths, before)
         # Nothing reads its output: of its layer only what makes the entries is computed.
         self._module(self._text.model.embed_tokens(tokens), states.reshape(*tokens.shape, -1), caches[-1])
-        return Evaluated(self._logits(behind), states, behind)
+        return Evaluated(self._logits(hidden).flatten(0, 1), states, behind)
 
     def _logits(self, hidden: mx.array) -> mx.array:
         if "lm_head" in self._text:

@@ -9,7 +9,7 @@ import pytest
 
 from models.adapter import AdapterPlace
 from models.formats import Pooling
-from models.inference.drafters import ModelDrafter
+from models.inference.drafters import ModelDrafter, MtpDrafter
 from models.inference.embedding import Embedder
 from models.inference.probe import Form
 from models.inference.runner import DecodeRow, Runner
@@ -17,8 +17,7 @@ from models.inference.sampling_params import SamplingParams
 from models.loader import DraftModel
 from models.lora_files import attach
 from tests.support import adapters as tiny_adapters
-from tests.support import tiny_models
-from tests.support.tiny_mtp import plain
+from tests.support import tiny_models, tiny_mtp
 
 NUM_TOKENS = 12
 PROMPTS = [
@@ -81,7 +80,7 @@ def test_a_draft_model_drafts_for_rows_of_any_adapter(name: str, tmp_path: Path)
     for row, tokens in zip(rows, said[0], strict=True):
         row.known = tokens[-1:]
     texts = [[*prompt.tolist(), *tokens] for prompt, tokens in zip(PROMPTS, said[0], strict=True)]
-    assert runners[0].draft(rows, [3] * len(rows)) == [plain(small, text, 3) for text in texts]
+    assert runners[0].draft(rows, [3] * len(rows)) == [tiny_mtp.plain(small, text, 3) for text in texts]
 
 
 def test_a_row_without_an_adapter_is_evaluated_as_by_a_model_that_has_none(tmp_path: Path) -> None:
@@ -109,3 +108,17 @@ def test_vectors_are_made_with_the_adapter(tmp_path: Path) -> None:
     for piece in np.split(PROMPTS[2], [7, 15]):
         long.feed(piece)
     np.testing.assert_allclose(long.vector(), adapted, atol=2e-4)
+
+
+def test_adapters_of_the_output_layer_share_a_call_with_an_mtp_module(tmp_path: Path) -> None:
+    model, layers = tiny_models.make(tiny_models.CONFIGS["qwen3"]), {"lm_head": (64, tiny_models.VOCAB)}
+    folders = [tiny_adapters.write_peft(tmp_path / str(seed), layers, seed=seed) for seed in (1, 2)]
+    adapters = attach(model, [AdapterPlace(folder.name, str(folder)) for folder in folders])
+    outputs = []
+    for drafter in (None, MtpDrafter(model, tiny_mtp.module_of("qwen3"))):
+        runner = Runner(
+            model, vocab_size=tiny_models.VOCAB, adapters=adapters, drafter=drafter, max_probe_seconds=float("inf")
+        )
+        assert runner.mixes
+        outputs.append(decoded(runner, [row_of(runner, *pair) for pair in zip(PROMPTS, ADAPTERS, strict=True)]))
+    assert outputs[0] == outputs[1]
