@@ -268,12 +268,12 @@ def _check_names(name: str, value: Any) -> None:
 
 
 def _check_text(name: str, value: Any, choices: tuple[str, ...] | None) -> None:
-    if not isinstance(value, str) or not value or not value.isprintable():
+    is_text = isinstance(value, str) and value and value.isprintable()
+    if not is_text or (choices is not None and not any(_is_choice(value, choice) for choice in choices)):
         # A key is a secret and stays out of messages: only its name is given.
         shown = "unusable" if name == "api_key" else repr(value)
-        raise ConfigError(f"{name} is {shown}; it must be a printable text that is not empty")
-    if choices is not None and not any(_is_choice(value, choice) for choice in choices):
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        wanted = f"one of {', '.join(choices)}" if choices else "a printable text that is not empty"
+        raise ConfigError(f"{name} is {shown}; it must be {wanted}")
 
 
 def _is_choice(value: str, choice: str) -> bool:

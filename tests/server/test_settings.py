@@ -107,6 +107,7 @@ def test_the_file_and_a_variable_can_say_the_same(name: str) -> None:
         ({}, "model = []", "model in F is (); it must hold at least one name"),
         ({}, "model = [1]", "model in F is 1; it must be a printable text"),
         ({}, "host = 1", "host in F is 1; it must be a printable text"),
+        ({}, "speculate = false", "speculate in F is False; it must be one of auto, off, history, draft=MODEL"),
         ({}, "port = ", "F is no TOML: Invalid value (at end of document)"),
     ],
 )
