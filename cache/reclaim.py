@@ -150,7 +150,7 @@ class Reclaimer:
             raise
 
     def try_grow(self, slot: Slot, max_tokens: int, needed: int = 1) -> bool:
-        """Grows live buffers by a step, up to `max_tokens`; False unless `needed` fit. A lost slot needs none."""
+        """As `Lease.try_grow`; a lost slot needs no memory."""
         wanted = max(slot.offset + max(layout.GROWTH_TOKENS, needed), slot.reserved_tokens)
         capacity = self._affordable(slot, min(wanted, max_tokens))
         if slot.is_lost:

@@ -188,10 +188,9 @@ class KeptPoint(NamedTuple):
 def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
     """The points that later turns will hardly need, ascending like `points`.
 
-    `landing` is where its newest turn was restored. Of 2 817 recorded requests of coding agents, 130 continued at the
-    last prompt's end or in what was new in it, which `landing` serves, 8 further back, nearly all others at the end.
-    Points at these places are kept, and ever fewer before: a point is superseded if its neighbours are, seen from the
-    end, less than `THINNING_RATIO` apart.
+    `landing` is where the conversation's newest turn was restored. Requests continue nearly always at the end, the
+    last prompt's end or `landing` (`eviction/value.py`: `Chance`). Points there are kept, and ever fewer before: a
+    point is superseded if its neighbours are, seen from the end, less than `THINNING_RATIO` apart.
     """
     behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
     if not behind:

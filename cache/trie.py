@@ -266,12 +266,10 @@ class Span(Protocol):
     """Immutable state of the tokens `[start, stop)`, sliceable at any token."""
 
     @property
-    def start(self) -> int:
-        """First token."""
+    def start(self) -> int: ...
 
     @property
-    def stop(self) -> int:
-        """After the last token."""
+    def stop(self) -> int: ...
 
     @property
     def num_bytes(self) -> int:

@@ -34,6 +34,7 @@ from models.errors import ModelError, ModelNotFound, PullFailed, RepositoryNotFo
 from models.names import (
     BUILT_IN,
     IGNORED_PATTERNS,
+    ORGANIZATION,
     PULLED_PATTERNS,
     RepositoryName,
     cache_folder,
@@ -48,7 +49,7 @@ from models.weights import MTP_FILE, find_weight_files, other_formats, read_head
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A model's file."""
+    """A file to download."""
 
     name: str
     num_bytes: int
@@ -66,7 +67,7 @@ class PullPlanned:
 
 @dataclass(frozen=True)
 class PullProgress:
-    """The download's."""
+    """Bytes fetched so far."""
 
     file: PlannedFile | None
     """None for the small files together."""
@@ -150,7 +151,7 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
 
 
 def find_mtp(name: str, folder: Path) -> str | None:
-    """A repository with the MTP module that a downloaded model declares and lacks."""
+    """A repository with the MTP module that a downloaded model declares and lacks, if any."""
     # Qwen3.5-9B-MTP-4bit is for Qwen3.5-9B-4bit and Qwen3.5-9B-MLX-4bit.
     repository = parse_repository(name)
     parts = re.fullmatch(r"[^/]+/(.+?)(?:-MLX)?-(\d+bit|bf16)", repository.repository if repository else "")
@@ -158,7 +159,7 @@ def find_mtp(name: str, folder: Path) -> str | None:
         return None
     for bits in dict.fromkeys((parts[2], "4bit")):
         with suppress(HfHubHTTPError, httpx2.HTTPError, OSError):
-            return HfApi().model_info(f"mlx-community/{parts[1]}-MTP-{bits}", timeout=_TIMEOUT_SECONDS).id
+            return HfApi().model_info(f"{ORGANIZATION}/{parts[1]}-MTP-{bits}", timeout=_TIMEOUT_SECONDS).id
     return None
 
 

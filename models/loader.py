@@ -157,7 +157,6 @@ class DraftModel:
     name: str
     model: Module
     vocab_size: int
-    """Width of the logits."""
     fingerprint: str
 
 
@@ -408,7 +407,7 @@ def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> N
 def _read_model(
     path: Path, name: str, max_float32_bytes: int | None, tell: Callable[[str], object]
 ) -> tuple[Module, dict[str, Any], Precision, str]:
-    """The last is what state of the model is known by."""
+    """Model, configuration, precision, and the fingerprint of what the model's state depends on."""
     tell("reading weights")
     model, config = _load_weights(path, name)
     parts = [weights.fingerprint(path), _checksum_of(model), f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"]

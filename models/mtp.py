@@ -50,11 +50,11 @@ class _Layout:
     array_mask: bool = False
     """Attention takes no mask by name."""
     copies: tuple[str, ...] = ()
-    """Of the model's own tensors."""
+    """How names of the model's own tensors begin."""
     stores_difference: bool = False
     """Original checkpoints hold norms as their difference from one."""
     output: str = ""
-    """Of its own; then it takes states from before the last norm."""
+    """Its own output matrix, if any; the module then takes states from before the model's last norm."""
     layer_arguments: tuple[bool, ...] = ()
     """In place of the layer's number."""
 
@@ -136,7 +136,7 @@ class MtpModule(Module):
         return cast(mx.array, norm(self.layer(joined, mask, cache)))
 
     def score(self, states: mx.array, output: Callable[[mx.array], mx.array]) -> mx.array:
-        """`output` is the model's matrix."""
+        """Logits of the module's states; `output` is the model's matrix."""
         return self.output(self.norm(self._taken(states))) if self._layout.output else output(states)
 
     def _taken(self, states: mx.array) -> mx.array:
@@ -195,7 +195,7 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
 
 
 def tensors_of(module: MtpModule) -> dict[str, mx.array]:
-    """For a file beside a model's."""
+    """The module's tensors, named as in a checkpoint, for a file beside the model's."""
     layout, found = module._layout, dict[str, mx.array]()
     for path, array in cast(Any, tree_flatten(module.parameters())):  # type: ignore[no-untyped-call]
         part, _, rest = path.partition(".")

@@ -152,9 +152,9 @@ class DecodeBatch:
 
     @contextmanager
     def trial(self, layers: Sequence[LayerCache]) -> Iterator[Callable[[], None]]:
-        """In the block, more tokens may join `layers`, the last; it yields what counts one of each row.
+        """In the block, tokens may join `layers`, the last, which forget them at its end.
 
-        Then they are forgotten.
+        Yields a function that counts a token of each row.
         """
         num_tokens = 0
 

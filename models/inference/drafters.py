@@ -1,15 +1,15 @@
-"""A model with its MTP module or a smaller model, which drafts what the model may say next. Worker thread only.
+"""A model and its drafter, an MTP module or a smaller model, which guesses what comes next. Worker thread only.
 
-What drafts takes part in each call; its layer caches are the last of a row's and are treated like the others. The MTP
-module's has an entry for each evaluated token, made of it and of the model's hidden state before it. Hidden states
-are not stored: the first entry behind a restored prefix takes zeros.
+A drafter takes part in each call; its layer caches are the last of a row's and are treated like the others. An MTP
+module's has an entry for each evaluated token, made of the token and of the model's hidden state before it. Hidden
+states are not stored: the first entry behind a restored prefix takes zeros.
 """
 
 import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -28,6 +28,9 @@ from models.mtp import MtpModule, language_model
 _TRIALS = 4
 _TRIED_TOKENS = 3
 
+StatesBefore: TypeAlias = Sequence[mx.array | None]
+"""The hidden state before each row's first token of a call, `[1, width]`; None if unknown."""
+
 
 class Evaluated(NamedTuple):
     """What a call gives for each of its tokens, in one line over all rows; lazy."""
@@ -37,7 +40,7 @@ class Evaluated(NamedTuple):
     before: mx.array
     """The model's hidden state before each token, `[num_tokens, width]`; width 0 if unneeded."""
     behind: mx.array
-    """And behind it."""
+    """The state behind each token."""
 
     def states(self, start: int, stop: int) -> mx.array:
         """The states before each of some tokens of a row, and behind the last, `[stop - start + 1, width]`."""
@@ -63,7 +66,7 @@ class Behind:
 
 
 class Drafter(ABC):
-    """A model, and what drafts for it."""
+    """A model with its drafter."""
 
     name: str
     """For a person."""
@@ -82,16 +85,9 @@ class Drafter(ABC):
 
     @abstractmethod
     def evaluate(
-        self,
-        tokens: mx.array,
-        caches: Sequence[LayerCache],
-        lengths: Sequence[int],
-        before: Sequence[mx.array | None],
+        self, tokens: mx.array, caches: Sequence[LayerCache], lengths: Sequence[int], before: StatesBefore
     ) -> Evaluated:
-        """Evaluates `lengths` tokens of each row: `[1, num_tokens]` over a row's own caches, else `[num_tokens, 1]`.
-
-        `before` holds the hidden state before each row's first token, `[1, width]`; None for one that is not known.
-        """
+        """Evaluates `lengths` tokens of each row: `[1, num_tokens]` over its own caches, else `[num_tokens, 1]`."""
 
     @abstractmethod
     def _predict(self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache]) -> tuple[mx.array, mx.array]:
@@ -124,7 +120,7 @@ class Drafter(ABC):
             return self._chain(layers, mx.array([*known])[:, None], before[:, None], num_tokens, count)
 
     def measure_draft_seconds(self, caches: Sequence[LayerCache]) -> float:
-        """Of one token, for a row with a few in `caches`: the best of some."""
+        """Seconds of one drafted token, for a row with a few tokens in `caches`: the best of some tries."""
         before = self.evaluate(mx.array([[0]]), self.make_cache(), [1], [None]).behind
         found = list[float]()
         for _ in range(_TRIALS):
@@ -170,11 +166,7 @@ class MtpDrafter(Drafter):
         return self.evaluate(tokens, cache, [tokens.shape[1]], [None]).logits[None]
 
     def evaluate(
-        self,
-        tokens: mx.array,
-        caches: Sequence[LayerCache],
-        lengths: Sequence[int],
-        before: Sequence[mx.array | None],
+        self, tokens: mx.array, caches: Sequence[LayerCache], lengths: Sequence[int], before: StatesBefore
     ) -> Evaluated:
         """As `Drafter.evaluate`."""
         hidden = self._text.model(tokens, cache=list(caches[:-1]))
@@ -209,16 +201,12 @@ class ModelDrafter(Drafter):
         return [*make_prompt_cache(self._model), *make_prompt_cache(self._draft)]
 
     def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Their evaluation includes the draft model's entries."""
+        """Evaluating them evaluates the draft model's entries too."""
         logits = self.evaluate(tokens, cache, (), ()).logits.reshape(*tokens.shape, -1)
         return cast(list[mx.array], mx.depends([logits], entries_of(cache[-self.num_layers :])))[0]
 
     def evaluate(
-        self,
-        tokens: mx.array,
-        caches: Sequence[LayerCache],
-        lengths: Sequence[int],
-        before: Sequence[mx.array | None],
+        self, tokens: mx.array, caches: Sequence[LayerCache], lengths: Sequence[int], before: StatesBefore
     ) -> Evaluated:
         """As `Drafter.evaluate`."""
         logits = self._model(tokens, cache=list(caches[: -self.num_layers])).flatten(0, 1)
@@ -241,7 +229,7 @@ def drafter_of(loaded: LoadedModel) -> Drafter | None:
     return None if loaded.mtp is None else MtpDrafter(loaded.model, loaded.mtp)
 
 
-def _shifted(behind: mx.array, lengths: Sequence[int], before: Sequence[mx.array | None]) -> mx.array:
+def _shifted(behind: mx.array, lengths: Sequence[int], before: StatesBefore) -> mx.array:
     """The states before each token, from those behind it."""
     parts, stops = list[mx.array](), itertools.accumulate(lengths)
     for first, length, stop in zip(before, lengths, stops, strict=True):
@@ -252,7 +240,7 @@ def _shifted(behind: mx.array, lengths: Sequence[int], before: Sequence[mx.array
 
 
 def entries_of(layers: Sequence[LayerCache]) -> list[mx.array]:
-    """The arrays of a drafter's layers, to be evaluated now and then."""
+    """The arrays of a drafter's layers, to be evaluated with the step."""
     found = list[Any]()
     for leaf in leaves_of(layers):
         for member in leaf.members if isinstance(leaf, RaggedLayer) else [leaf]:

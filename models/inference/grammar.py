@@ -92,7 +92,7 @@ class LlguidanceGrammar:
         self._check_beginning()
 
     def begin(self) -> "LlguidanceMatcher":
-        """A matcher at an output's beginning."""
+        """As `CompiledGrammar.begin`."""
         return LlguidanceMatcher(self)
 
     def copy(self) -> tuple[Any, Any]:

@@ -163,7 +163,6 @@ class Runner:
     """Runs one model. Worker thread only, construction included."""
 
     form: Form
-    """How several rows are evaluated."""
     rows_form: str
     """How several rows decode, for a person, and why not better."""
     member_tokens: float | None
@@ -407,7 +406,7 @@ class Runner:
     def draft(self, rows: Sequence[DecodeRow], limits: Sequence[int]) -> list[list[int]]:
         """What the drafter expects each row to say behind its known tokens, up to `limits` tokens; blocks.
 
-        Nothing for a row whose hidden states are unknown, or that has left others in shared buffers.
+        Nothing for a row whose hidden states are unknown, or that shares buffers with such a row or one that left.
         """
         drafter = self._drafter
         assert drafter is not None, "nothing drafts for this model"

@@ -97,7 +97,7 @@ class ReasoningParser:
         return self._answer.made_calls
 
     def feed(self, text: str) -> list[Piece]:
-        """The completed pieces; holds back a possible marker."""
+        """As `OutputParser.feed`."""
         pieces: list[Piece] = []
         while text:
             text = self._read(text, pieces)

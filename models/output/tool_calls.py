@@ -280,7 +280,7 @@ class ToolCallParser:
         self._call: OpenCall | None = None
 
     def feed(self, text: str) -> list[Piece]:
-        """The completed pieces; holds back a possible marker."""
+        """As `OutputParser.feed`."""
         pieces: list[Piece] = []
         while text:
             read = self._read_text if self._call is None else self._read_call

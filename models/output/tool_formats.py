@@ -51,7 +51,7 @@ class HarmonyParser:
         self._call: _HarmonyCall | None = None
 
     def feed(self, text: str) -> list[Piece]:
-        """The completed pieces; holds back a possible marker."""
+        """As `OutputParser.feed`."""
         pieces: list[Piece] = []
         while text:
             text = self._read_body(text, pieces) if self._header is None else self._read_header(text, pieces)

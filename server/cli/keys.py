@@ -88,10 +88,9 @@ PUT_OFF_SECONDS = signal.SIGTERM - 1
 class Sigterm:
     """SIGTERM ends the process even where Python's own handler cannot run, since a thread never gives its lock back.
 
-    The handler is the C library's `alarm`, with the signal's number for its seconds. The handler may run on any
-    thread that the system chooses, also on one that is not Python's. A thread of ours finds the alarm set, calls
-    `on_signal`, and postpones the alarm again and again. If that thread cannot run for so long, the process exits
-    with SIGALRM's number.
+    The handler is the C library's `alarm`, with the signal's number for its seconds: it may run on any thread, also
+    one that is not Python's. A thread of ours finds the alarm set, calls `on_signal`, and postpones the alarm again
+    and again. If that thread cannot run for so long, the process exits with SIGALRM's number.
     """
 
     def __init__(self, on_signal: Callable[[], object]) -> None:

@@ -45,7 +45,7 @@ from server.cli.options import command_group
 app = command_group()
 
 LINE_SHARE = 0.1
-"""Without a terminal, each such part is a line, and `LINE_SECONDS` are."""
+"""Without a terminal, a line is printed for each such part, or after `LINE_SECONDS`."""
 LINE_SECONDS = 15.0
 JSON_SECONDS = 0.5
 

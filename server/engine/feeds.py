@@ -108,7 +108,7 @@ class FeedSteps:
         return now
 
     def observe_restart(self, num_rows: int, begun: float) -> None:
-        """Notes that plain steps begin again; where drafts ended them, both halves take the time of one and more."""
+        """Notes that plain steps begin again. Where drafts ended them, end and beginning together outlast a step."""
         if self._left_seconds is not None and num_rows:
             self._speculation.observe_restart(num_rows, self._left_seconds + self._clock() - begun)
         self._left_seconds = None

@@ -273,7 +273,6 @@ class DraftSource(StrEnum):
     HISTORY = "history"
     PREDICTION = "prediction"
     MTP = "mtp"
-    """The model's MTP module."""
     DRAFT = "draft"
     """A smaller model."""
     GRAMMAR = "grammar"
