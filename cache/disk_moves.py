@@ -113,7 +113,7 @@ class DiskMoves:
             self.disk.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state worth keeping, the last used first, a piece a step. Invalid after any other call."""
+        """As `PrefixCache.save`, the last used first."""
         if self.disk is None:
             return
         leaves = [(trie, node) for trie, node in self._memory.nodes() if not node.children]

@@ -218,7 +218,7 @@ class Recorder:
             trie.snap(node, self.pager.snapshot(slot))
             self._mark_superseded(slot)
             self.reclaimer.free_excess(is_background=slot.turn.is_background)
-            if self.pager.ledger.excess_bytes() > 0:  # all that is left is needed more
+            if self.pager.ledger.excess_bytes() > 0:  # nothing more may be evicted
                 trie.snap(node, before)
 
     def measure(self, slot: Slot) -> None:
@@ -228,7 +228,7 @@ class Recorder:
             self.pager.measure(slot)
 
     def close(self, slot: Slot) -> None:
-        """Ends a lease; the sequence stays live, idle."""
+        """As `Lease.close`."""
         self.clock.end()
         self._release(slot)
         self._cut_edges(slot)
@@ -241,7 +241,7 @@ class Recorder:
         self.memory.refresh_if_many_changed()
 
     def suspend(self, slot: Slot) -> None:
-        """Ends a lease that continues once there is memory."""
+        """As `Lease.suspend`."""
         self._release(slot)
         if slot.tip.parent is not None:
             slot.tip.is_on_probation = False  # the suspended sequence will restore it

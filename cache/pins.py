@@ -45,7 +45,7 @@ class Pins:
         return name in self._pins
 
     def pin(self, name: PinName, trie: PrefixTrie, tokens: TokenArray) -> int:
-        """Pins stored state of `tokens`; returns their number. Raises PinLimit."""
+        """As `PrefixCache.pin`."""
         match = trie.match(tokens)
         if match.path:
             self._pin_path(name, match.path)

@@ -396,7 +396,7 @@ class PrefixTrie(TokenTrie[Node]):
         return upper
 
     def absorb_parent(self, node: Node) -> None:
-        """Joins `node` with its parent, which leaves."""
+        """As `TokenTrie.absorb_parent`."""
         before = node.num_bytes + (node.parent.num_bytes if node.parent is not None else 0)
         super().absorb_parent(node)
         self._count_bytes(node.num_bytes - before)

@@ -147,7 +147,7 @@ class OurSide:
         self._steps: list[list[int]] = []
 
     def decode(self, num_steps: int) -> None:
-        """Decodes `num_steps` tokens of each row; nothing is left running."""
+        """As `Side.decode`."""
         for _ in range(num_steps):
             following = launch(self._runner, self._rows, self._current)
             self._steps.append([token for (token,) in self._current.tokens()])
@@ -173,7 +173,7 @@ class PeerSide:
         self._tokens: dict[int, list[int]] = {uid: [] for uid in uids}
 
     def decode(self, num_steps: int) -> None:
-        """As `OurSide.decode`."""
+        """As `Side.decode`."""
         for _ in range(num_steps):
             for response in self._generator.next_generated():
                 self._tokens[response.uid].append(response.token)
@@ -248,9 +248,8 @@ class Comparison:
 
 
 def compare(subject: Subject, lengths: Sequence[int], num_blocks: int) -> Comparison:
-    """Decodes rows of these lengths, a block at a time; fewer blocks where time ends.
-
-    Raises TimeUp, and ValueError where the peer cannot batch the model.
+    """Decodes rows of these lengths with `take_turns`. Raises TimeUp, and ValueError where the peer cannot batch the
+    model.
     """
     sequences = [subject.prefilled(length, seed) for seed, length in enumerate(lengths)]
     num_steps = WARM_UP_STEPS + num_blocks * BLOCK_STEPS

@@ -117,7 +117,7 @@ class Segment:
         return len(self._where) == self._num_components
 
     def component(self, index: int) -> mx.array:
-        """A view of one component's rows, [1, num_heads, num_tokens, width]."""
+        """A view: see `RowSource`."""
         pack, row = self._where[index]
         return pack.rows[row : row + 1]
 
@@ -202,7 +202,7 @@ class LiveRows:
         self._arrays: list[mx.array | None] = list(arrays)
 
     def component(self, index: int) -> mx.array:
-        """A view of one component's rows, [1, num_heads, num_tokens, width]."""
+        """A view: see `RowSource`."""
         array = self._arrays[index]
         assert array is not None, "rows were read after they were forgotten"
         return array

@@ -232,7 +232,6 @@ class FlatLayer(RaggedLayer):
         return Parts(masks, self._cuts)
 
     def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterator[tuple[LayerCache | GroupLayer, Any, Any]]:
-        """By item."""
         for member, foldings, (keys, values) in zip(self.members, self._by_member, fetched, strict=True):
             for folding in foldings:
                 yield member, folding.part(keys), folding.part(values)

@@ -48,7 +48,7 @@ def frame_of(name: str, fields: Mapping[str, Any], event_id: str) -> bytes:
 
 
 class EventLog:
-    """A ring of events. Event loop only."""
+    """A ring of events."""
 
     def __init__(self, epoch: str, *, wall: Callable[[], float], clock: Callable[[], float]) -> None:
         """`epoch` names this process's events; `wall` reads seconds since 1970."""
@@ -146,7 +146,7 @@ class Lost:
 
 
 class Listener:
-    """One client's place in the log. Event loop only."""
+    """One client's place in the log."""
 
     def __init__(self, log: EventLog, namespace: str | None, place: int | None) -> None:
         """`place` is the next event to read; None: an unknown number was lost."""

@@ -26,9 +26,7 @@ from cache.types import common_prefix_length
 from server.engine.request import GenerationRequest, Priority, TokenArray
 
 MAX_PASSES = 4
-"""Short prefills that may pass a longer one."""
 MAX_WAITS = 64
-"""A background request passed over so often counts as interactive."""
 MIN_SHARED_TOKENS = 32
 """A request waits only for a prefix longer by this."""
 LOOKAHEAD = 16

@@ -3,8 +3,7 @@
 A row *follows* a text while its output agrees with it: a text of the history, or the client's prediction. The text's
 next tokens are the row's draft. A step's draft lengths are chosen together, for the most tokens per second, by the
 odds of each token (`Odds`) and by what it costs (`StepCost`, `Excess`). Both are learned while serving: odds from
-every token, drafted or not; costs from every step of the engine, measured whole. What drafts lose, however that was
-foreseen, they pay out of an allowance.
+every token, drafted or not; costs from every step of the engine, measured whole.
 
 Knows neither model nor clock: seconds are handed in. Worker thread only.
 """
@@ -37,7 +36,6 @@ _EDGES = (3, 4, 8, 16, 32)
 """The last match length of each class of odds but the last."""
 _CLASSES = [bisect_left(_EDGES, length) for length in range(_EDGES[-1] + 2)]
 _LONGEST = len(_CLASSES) - 1
-
 
 PRIOR_ODDS = {
     DraftSource.HISTORY: (0.45, 0.55, 0.65, 0.75, 0.85, 0.95),
@@ -96,7 +94,7 @@ class PredictionFollower:
         return self._is_said.count(0)
 
     def push(self, token: int) -> None:
-        """Takes the row's next token."""
+        """As `Follower.push`."""
         self._last = (*self._last[1 - NGRAM :], token)
         self._num_apart += 1
         if self.match_length and self._at < len(self._tokens) and self._tokens[self._at] == token:
@@ -107,7 +105,7 @@ class PredictionFollower:
             self._find()
 
     def next_tokens(self, limit: int) -> list[int]:
-        """Up to `limit` tokens of the prediction."""
+        """As `Follower.next_tokens`."""
         return self._tokens[self._at : self._at + limit].tolist() if self.match_length else []
 
     def _find(self) -> None:
@@ -146,7 +144,7 @@ class ForcedText:
         self._tokens = self._tokens or [*self._forced()]
 
     def next_tokens(self, limit: int) -> list[int]:
-        """As of any followed text."""
+        """As `Follower.next_tokens`."""
         return self._tokens[:limit]
 
 
@@ -350,15 +348,15 @@ class StepCost:
 class Excess:
     """What drafts add to steps of about so many rows, and what they may lose. All in plain steps.
 
-    A call with drafts takes `call` longer than was measured at load, a drafted token `scale` times as long: a
-    regression over the last steps, in which the measurement counts little. Whatever is expected, drafts are paid
-    out of an allowance: a step that loses takes from it, a step that gains adds to it, and so does each plain step.
+    A call with drafts takes `call` longer than at load, a drafted token `scale` times as long: a regression over the
+    last steps, in which the measurement at load counts little. Whatever was expected, drafts pay for what they lose
+    out of an allowance, to which steps that gain, and plain steps, add.
     """
 
     def __init__(self) -> None:
         self.call, self.scale = 0.0, 1.0
         self.restart = 0.0
-        """Of the overlap that is lost where plain steps begin again."""
+        """How much longer it takes to begin plain steps again."""
         self.allowance = _FIRST_ALLOWANCE
         self._num_unmeasured = _MAX_UNMEASURED
         """Steps with drafts since enough plain ones came in a row."""
@@ -547,11 +545,10 @@ class Speculation:
         draft_seconds: float | None = None,
         drafter: DraftSource = DraftSource.MTP,
     ) -> None:
-        """`step_seconds`: of a model call, by its tokens.
+        """`step_seconds`: of a model call, by its tokens; `draft_seconds`: of a token that the drafter, if any,
+        drafts.
 
         `feeds_again`: after a rejection the accepted tokens are evaluated again with the next step.
-
-        `draft_seconds`: of a token that the drafter, if any, drafts.
         """
         self._history = history
         self._together, self._again = feeds_together, feeds_again
@@ -560,9 +557,9 @@ class Speculation:
         self._cost = StepCost(step_seconds)
         self._drafts_itself = draft_seconds is not None
         self._token_cost = (draft_seconds or 0.0) / self._cost.calls[1]
-        """Of a token that the drafter drafts, in plain steps."""
+        """Of drafting a token, in plain steps."""
         self._drafting_seconds = 0.0
-        """Of the drafter, in the step under way."""
+        """Spent on drafting in the step under way."""
         self._odds = {source: Odds(prior, weight=16, decay=0.998) for source, prior in PRIOR_ODDS.items()}
         self._drafted = dict.fromkeys(DraftSource, 0)
         self._accepted = dict.fromkeys(DraftSource, 0)
@@ -572,7 +569,6 @@ class Speculation:
 
     @property
     def stats(self) -> DraftStats:
-        """Counts since the engine began."""
         return DraftStats(dict(self._drafted), dict(self._accepted), self._num_steps, self._num_tokens)
 
     def begin(
@@ -674,7 +670,7 @@ class Speculation:
         self._odds[self._drafter].relax(PRIOR_ODDS[self._drafter], _RELAX / 10)
 
     def observe_restart(self, num_rows: int, seconds: float) -> None:
-        """Takes what reading a plain step that nothing overlapped took, and starting another one later."""
+        """Takes what ending plain steps, and beginning them again later, took."""
         self._excess_of(num_rows).observe_restart(seconds / self._cost.plain(num_rows) - 1)
 
     def _known_cost(self, fed: Sequence[int]) -> tuple[int, float, float]:
@@ -728,7 +724,7 @@ class Speculation:
         return options
 
     def _least_chance(self, num_rows: int) -> float:
-        """With which a drafted token can pay."""
+        """The least with which a drafted token can pay."""
         excess, plain = self._excess_of(num_rows), self._cost.plain(num_rows)
         return max(MIN_CHANCE, excess.scale * self._cost.token * num_rows / plain)
 
