@@ -32,22 +32,8 @@ NumpyArray: TypeAlias = NDArray[Any]
 CHECKSUM_BYTES = 16
 _CHECKSUMS = "checksums"
 
-NUMPY_TYPES: Mapping[str, str] = {
-    "BOOL": "?",
-    "U8": "<u1",
-    "I8": "<i1",
-    "U16": "<u2",
-    "I16": "<i2",
-    "U32": "<u4",
-    "I32": "<i4",
-    "U64": "<u8",
-    "I64": "<i8",
-    "F16": "<f2",
-    "BF16": "<u2",
-    "F32": "<f4",
-    "F64": "<f8",
-    "C64": "<c8",
-}
+_TYPES = "BOOL:? U8:<u1 I8:<i1 U16:<u2 I16:<i2 U32:<u4 I32:<i4 U64:<u8 I64:<i8 F16:<f2 F32:<f4 F64:<f8 C64:<c8"
+NUMPY_TYPES: Mapping[str, str] = dict(pair.split(":") for pair in _TYPES.split()) | {"BF16": "<u2"}
 """Types that hold the bits; numpy has no bfloat16."""
 
 
@@ -249,16 +235,6 @@ class TensorFile:
         self._block_rows: dict[str, int] = json.loads(self.metadata["block_rows"])
         nums = [_num_blocks(fields["shape"][0], self._block_rows[name]) for name, fields in self._tensors.items()]
         self._first_block = dict(zip(self._tensors, itertools.accumulate(nums, initial=0), strict=False))
-
-    @classmethod
-    @contextlib.contextmanager
-    def verified(cls, files: FileSystem, path: Path, receipt: Receipt) -> "Iterator[TensorFile]":
-        """Opens a file; raises DiskFault if unreadable or if `receipt` does not match."""
-        try:
-            with opened(files, files.open(path)) as descriptor:
-                yield cls(files, descriptor, receipt)
-        except OSError as error:
-            raise DiskFault(str(error)) from error
 
     def dtype(self, name: str) -> str:
         """Safetensors name of a tensor's type."""

@@ -260,7 +260,11 @@ class DiskStore:
     def _opened(self, file: StoredFile) -> Iterator[TensorFile]:
         if file.receipt is None:
             raise DiskFault("the file was never written")
-        with TensorFile.verified(self._files, self._folder / file.name, file.receipt) as found:
-            if found.metadata.get("name") != file.name:
-                raise DiskFault("the file holds other state than its name says")
-            yield found
+        try:
+            with opened(self._files, self._files.open(self._folder / file.name)) as descriptor:
+                found = TensorFile(self._files, descriptor, file.receipt)
+                if found.metadata.get("name") != file.name:
+                    raise DiskFault("the file holds other state than its name says")
+                yield found
+        except OSError as error:
+            raise DiskFault(str(error)) from error

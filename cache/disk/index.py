@@ -219,8 +219,6 @@ class DiskIndex:
 def _row(values: tuple[Any, ...]) -> FileRow:
     """Raises TypeError or ValueError for invalid columns."""
     name, is_snapshot, has_points, namespace, start, stop, parent_key, key, tokens, *sizes, digest, last_used = values
-    if len(sizes) != 3:
-        raise ValueError("columns are missing")
     expected = {
         str: (name,),
         bytes: (namespace, parent_key, key, tokens, digest),

@@ -10,9 +10,9 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 from cache.disk.codec import StateImage, Unstorable
 from cache.disk.files import ProblemLog, Receipt
@@ -153,29 +153,10 @@ class DiskListing:
 NO_LISTING = DiskListing([], 0, False)
 
 
-def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskNode | None]:
-    """Depth first; None for an edge not on disk, and nothing below."""
-    waiting = [tree.children(namespace)]
-    while waiting:
-        node = next(waiting[-1], None)
-        if node is None:
-            waiting.pop()
-        elif node.span.is_written:
-            yield node
-            waiting.append(iter(node.children.values()))
-        else:
-            yield None
-
-
 _HEADER_BYTES = 4096
 
-_CLOCK_WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""macOS and Linux name it differently."""
-
-
-def elapsed_seconds() -> float:
-    """Seconds since a fixed moment, sleep included."""
-    return time.clock_gettime(_CLOCK_WITH_SLEEP)
+elapsed_seconds = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+"""Seconds since a fixed moment, sleep included; macOS and Linux name the clock differently."""
 
 
 class DiskTier:
@@ -220,7 +201,7 @@ class DiskTier:
         """Up to `max_edges` edges of a namespace."""
         self.notice_written()
         num_edges = self.tree.num_edges(namespace)
-        visited = itertools.islice(_walk(self.tree, namespace), MAX_VISITED)
+        visited = itertools.islice(self.tree.walk(namespace), MAX_VISITED)
         found = list(itertools.islice((node for node in visited if node is not None), max_edges + 1))
         is_truncated = len(found) > max_edges or num_edges > MAX_VISITED
         return DiskListing(found[:max_edges], num_edges, is_truncated)

@@ -173,10 +173,19 @@ class DiskTree:
         trie = self._tries.get(namespace)
         return trie.num_nodes if trie is not None else 0
 
-    def children(self, namespace: str) -> Iterator[DiskNode]:
-        """Yields the nodes below a namespace's root."""
+    def walk(self, namespace: str) -> Iterator[DiskNode | None]:
+        """Depth first; None for an edge not on disk, and nothing below."""
         trie = self._tries.get(namespace)
-        return iter(trie.root.children.values()) if trie is not None else iter(())
+        waiting = [iter(trie.root.children.values())] if trie is not None else []
+        while waiting:
+            node = next(waiting[-1], None)
+            if node is None:
+                waiting.pop()
+            elif node.span.is_written:
+                yield node
+                waiting.append(iter(node.children.values()))
+            else:
+                yield None
 
     def namespaces(self) -> list[str]:
         """The namespaces with files."""
