@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,29 +235,30 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
 
 
 def _refused(refused: Sequence[Mapping[str, Any]]) -> RenderableType:
-    num_requests = sum(one["count"] for one in refused)
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(justify="right", no_wrap=True)
-    rows.add_column(overflow="fold")
+    rows = list[tuple[str, RenderableType]]()
     for one in refused:
         whose = f" ({one['session_id']})" if one["session_id"] else ""
         told = _one_line(f"{one['path']}{whose}: {one['status']} {one['message']}")
-        rows.add_row(f"{grouped(one['count'])} ×", told)
-    title = Text(f"{_plural(num_requests, 'request')} refused", "bold yellow")
-    return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
+        rows.append((f"{grouped(one['count'])} ×", told))
+    num_requests = sum(one["count"] for one in refused)
+    return _titled(Text(f"{_plural(num_requests, 'request')} refused", "bold yellow"), rows, justify="right")
 
 
 def _finding(finding: Finding) -> RenderableType:
     where = _in_place(finding.example.where)
     title = Text.assemble((finding.cause.value, "bold yellow"), f"{where}, in {_plural(finding.num_turns, 'turn')}")
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(no_wrap=True, style="dim")
-    rows.add_column(overflow="fold")
-    for label, text in _excerpts(finding.example.before, finding.example.after):
-        rows.add_row(label, text)
-    rows.add_row("cost", _cost(finding))
-    rows.add_row("mend", finding.cure)
-    return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
+    excerpts = _excerpts(finding.example.before, finding.example.after)
+    return _titled(title, [*excerpts, ("cost", _cost(finding)), ("mend", finding.cure)], style="dim")
+
+
+def _titled(title: Text, rows: Iterable[tuple[str, RenderableType]], **labels: Any) -> RenderableType:
+    """Rows of two columns; `labels` says how the first one looks."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, **labels)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return Group(title, Padding(table, (0, 0, 0, 2), expand=False))
 
 
 def _in_place(where: str) -> str:
