@@ -70,7 +70,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Spares garbage collections what collecting tests makes, all of which lasts to the end."""
+    """Keeps what collecting tests makes, which lasts to the end, out of garbage collections."""
     gc.disable()
     collected = yield
     gc.freeze()

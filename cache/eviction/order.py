@@ -230,7 +230,7 @@ class EvictionOrder:
     def put_back(self, candidate: Candidate) -> None:
         """A popped candidate, unless its node was evicted."""
         namespace, node = candidate.key
-        if _is_evictable(node) and node not in self._latest:
+        if _is_candidate(node) and node not in self._latest:
             self.changed(namespace, node)
 
     def push(self, candidate: Candidate) -> None:
@@ -244,7 +244,7 @@ class EvictionOrder:
         """Asserts that all evictable nodes are here, no value too high."""
         pending = self._find_stale()
         for namespace, node in nodes:
-            if _is_evictable(node) and node not in pending:
+            if _is_candidate(node) and node not in pending:
                 held, fresh = self._latest.get(node), self._valuation.candidate(namespace, node)
                 assert held is not None or fresh.num_bytes <= 0, f"{node} could be evicted and is not in the order"
                 is_lower = held is None or fresh.num_bytes <= 0 or held.weight <= fresh.weight
@@ -264,7 +264,7 @@ class EvictionOrder:
         changed, self._changed = self._find_stale(), {}
         for node, namespace in changed.items():
             self._latest.pop(node, None)
-            if _is_evictable(node):
+            if _is_candidate(node):
                 self.push(self._valuation.candidate(namespace, node))
         limit = 2 * len(self._latest) + MIN_GARBAGE
         self._valuation.forget_sessions(limit)
@@ -275,5 +275,5 @@ class EvictionOrder:
         return self._latest.get(candidate.key[1]) is candidate
 
 
-def _is_evictable(node: Node) -> bool:
+def _is_candidate(node: Node) -> bool:
     return node.parent is not None and (not node.children or node.snapshot is not None)

@@ -106,11 +106,11 @@ class Folding(NamedTuple):
         return self.num_rows * self.length
 
     def part(self, rows: mx.array) -> mx.array:
-        """Of all rows of the group, those folded."""
+        """The folded rows of all rows of the group."""
         return rows if self.rows is None else rows[self.rows]
 
     def mask_of(self, mask: Any) -> Any:
-        """Of the group's mask, the part for them."""
+        """These rows' part of the group's mask."""
         return mask if self.rows is None or mask is None else mask[self.rows, :, : self.length]
 
 

@@ -139,7 +139,7 @@ class DecodeStep:
     states: dict[DecodeRow, mx.array] = field(default_factory=dict)
     """With feeds and a drafter: hidden states before each fed token, and behind the last."""
     entries: list[mx.array] = field(default_factory=list)
-    """Of the drafter, until the step is started."""
+    """Arrays of the drafter's layers, until the step is started."""
 
     def tokens(self) -> list[list[int]]:
         """Waits for the step; returns each row's samples: behind its last known token and each token of its draft."""

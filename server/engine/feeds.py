@@ -84,7 +84,7 @@ class FeedSteps:
         self._speculation = speculation
         self._clock = clock
         self._left_seconds: float | None = None
-        """Of the last plain step's end, if a step with drafts was to follow it at once."""
+        """What the last plain step's end took, if a step with drafts was to follow it at once."""
 
     def may_pay(self, sequences: list[Sequence]) -> bool:
         """Whether the next step may have drafts, or must evaluate several known tokens of a row."""

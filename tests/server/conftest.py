@@ -1,6 +1,6 @@
 """Tests of the server open many servers of a few models: each kind of model is probed once in a process.
 
-What is found hangs on shapes and classes, not on weights; that it is right, tests of `models/` prove.
+The result depends on shapes and classes, not on weights; tests of `models/` prove that it is right.
 """
 
 from collections.abc import Callable, Hashable, Iterator

@@ -25,7 +25,7 @@ SAMPLINGS = (
 
 
 class Predicting:
-    """In place of what plans drafts: each row gets some of the module's, whatever that costs."""
+    """Stands for `Speculation`: each row gets drafts of the drafter, whatever they cost."""
 
     def __init__(self, length: int) -> None:
         self._length = length

@@ -249,7 +249,7 @@ def test_masks_and_indices_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("widths", [(8, 1, 1, 1), (1, 3, 3, 1), (2, 2, 2, 2)])
 def test_attention_sees_no_more_queries_than_tokens(widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is asked once for neighbours in a group that feed equally many."""
+    """Attention is asked once for neighbours in a group that feed equally many."""
     shapes = list[tuple[int, ...]]()
 
     def attend(queries: mx.array, *args: Any, **options: Any) -> mx.array:

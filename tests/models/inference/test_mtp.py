@@ -245,7 +245,7 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
     "mimo_v2_flash": lambda args: mimo_v2_flash.DecoderLayer(args, is_moe=False, is_sliding_window=True),
     "ernie4_5_moe": lambda args: ernie4_5_moe.Ernie4_5_DecoderLayer(args, 4),
 }
-"""Of the module, as published."""
+"""The decoder layer of each module, as published."""
 
 
 class Published:

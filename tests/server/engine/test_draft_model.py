@@ -171,7 +171,7 @@ def small(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model, and some that were asked to draft for it."""
+    """The folders of a model, and of models that are asked to draft for it."""
     root = tmp_path_factory.mktemp("models")
     main = tiny_models.write("qwen3", root / "main")
     found = {"main": main, "draft": tiny_models.write_model(tiny_models.make(small()), small(), root / "draft")}

@@ -150,7 +150,7 @@ def test_steps_without_drafts_and_without_prefill_are_observed() -> None:
 
 
 class Timed(Oracle):
-    """Takes time to look and to plan; adds up the seconds of which it is told."""
+    """An oracle whose look-ups and plans take time; adds up the seconds of which it is told."""
 
     told_seconds = 0.0
 
@@ -175,7 +175,7 @@ class Timed(Oracle):
 
 @pytest.mark.parametrize("layout", ["T", "R"])
 def test_all_seconds_of_decoding_are_told_once(layout: str) -> None:
-    """Whatever a step spends them on: else what drafts cost would not be compared with what they bring."""
+    """Else what drafts cost would not be compared with what they bring."""
 
     class Slow(FakeRunner):
         def prepare(self, *arguments: Any, **options: Any) -> Any:

@@ -380,7 +380,7 @@ def test_a_bug_while_a_request_is_taken_fails_it_and_the_engine_goes_on(served: 
 
 
 def ends_of(served: Served, sabotage: Callable[[Worker], object]) -> list[type]:
-    """Has a long request run while the engine is sabotaged; how that, another and one after them end."""
+    """How a long request ends beside which the engine is sabotaged; then another request, and one after both."""
 
     async def run() -> list[Event]:
         reading = aiter(served.engine.submit(request("long", max_tokens=60)))

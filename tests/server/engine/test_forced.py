@@ -115,7 +115,7 @@ def bindable(name: str) -> Bindable:
 
 
 def answers(name: str, speculation: Speculation | None, num_rows: int, **fields: Any) -> tuple[list[list[int]], int]:
-    """What rows say, and the number of steps until all have ended."""
+    """The tokens that rows say, and the number of steps until all have ended."""
     runner, num_steps = bindable(name).runner, 0
     runner.overlaps = fake_runner.OVERLAPS
     harness = Harness(runner=runner, speculation=speculation)

@@ -368,7 +368,7 @@ def bound_by_overhead(num_tokens: int) -> float:
 
 
 def calls_alone(num_tokens: int) -> float:
-    """What is found of `bound_by_overhead` at load."""
+    """The seconds that are measured at load for `bound_by_overhead`."""
     return 0.0009 + 0.00006 * num_tokens
 
 
@@ -449,7 +449,7 @@ def test_drafts_return_once_a_machine_is_no_longer_busy(factor: float, seconds: 
 
 
 def test_plain_steps_are_measured_again_where_drafts_always_pay() -> None:
-    """Else their seconds, with which those of drafts are compared, would be of another day."""
+    """Steps with drafts would otherwise be compared with plain steps of long ago."""
     simulation, num_steps = seen_plain(), 0
     row = simulation.begin([*TEXT, -9])
     for token in TEXT[:6]:
