@@ -624,6 +624,7 @@ class Speculation:
 
         `predict` has the drafter draft so many tokens of each row.
         """
+        self._drafting_seconds = 0.0  # the last draft may have come to nothing
         least = self._least_chance(len(rows))
         pairs = zip(rows, limits, strict=True)
         found = self._choose([row.chances(min(limit, self._limit), least) for row, limit in pairs])

@@ -642,3 +642,31 @@ def test_a_tool_result_is_followed_as_calls_quote_it(is_volatile: bool) -> None:
         row.push(token)
     assert simulation.speculation.plan([row], [5]) == [TEXT[6:11]]
     assert drafts_after(simulation) == ([] if is_volatile else TEXT[6:11])
+
+
+def test_a_draft_that_came_to_nothing_does_not_make_later_steps_seem_cheap() -> None:
+    """As where a grammar forbids what the drafter drafts, and then forces tokens."""
+    drafted = []
+    for drafts_in_vain in (False, True):
+        speculation = Speculation(
+            History(), dict.fromkeys(KNOTS, 0.01), feeds_together=True, max_feed_tokens=33, draft_seconds=0.001
+        )
+        said, num_drafted = list(range(100, 2000)), 0
+        row = speculation.begin(request_of([1, 2, 3], said), 0)
+        for _ in range(3):
+            speculation.observe(1, 0.01, 0.0)
+        while said:
+            speculation.observe(1, 0.01, 0.0)
+            if drafts_in_vain:
+                speculation.observe_drafting([1], 0.009)
+            (draft,) = speculation.plan([row], [8])
+            if draft:
+                num_accepted = len(draft)
+                seconds = 0.01 * (1 + 1.2 * num_accepted)
+                speculation.learn([row], [1 + num_accepted], [num_accepted], [num_accepted], seconds)
+            num_drafted += len(draft)
+            for token in said[: len(draft) + 1]:
+                row.push(token)
+            del said[: len(draft) + 1]
+        drafted.append(num_drafted)
+    assert drafted[0] == drafted[1]
