@@ -228,7 +228,6 @@ class OwnClaim:
     def __init__(self, path: Path, descriptor: int, claim: Claim) -> None:
         self._path = path
         self._descriptor = descriptor
-        self._claim = claim
         self.tell(claim)
 
     def tell(self, claim: Claim) -> None:

@@ -101,7 +101,7 @@ def with_missing_bytes(reuse: Reuse, missing_bytes: int) -> Reuse:
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
     """The reuse of a request that continues no turn."""
     if match - hit > EDGE_TOKENS:
-        miss = _state_miss(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
+        miss = _miss_at(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
         return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
     return Reuse(match, hit, miss=Miss(MissReason.COLD, token=hit, cause=Cause.COLD) if hit == 0 else None)
 
@@ -119,9 +119,9 @@ def _of_neighbour(previous: EvaluatedTurn, request: Rendered, match: int, hit: i
     return Reuse(match, hit, None, misses[0], lost, misses)
 
 
-def _state_miss(request: Rendered, hit: int, lost: int, reason: MissReason, cause: Cause) -> Miss:
-    index, role = request.outline.message_at(hit)
-    return Miss(reason, index, role, hit, cause=cause, lost_tokens=lost)
+def _miss_at(request: Rendered, offset: int, lost: int, reason: MissReason, cause: Cause) -> Miss:
+    index, role = request.outline.message_at(offset)
+    return Miss(reason, index, role, offset, cause=cause, lost_tokens=lost)
 
 
 class _Loss:
@@ -172,15 +172,13 @@ class _Loss:
             reason, cause = MissReason.UNLOADED, Cause.UNLOADED
         elif self._match >= self._common:
             reason, cause = MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE
-        return _state_miss(self._request, self._hit, lost, reason, cause)
+        return _miss_at(self._request, self._hit, lost, reason, cause)
 
     def _change_misses(self, changes: Sequence[Miss], lost: int) -> list[Miss]:
         if not lost:
             return []
         if not changes:
-            index, role = self._request.outline.message_at(self._common)
-            miss = Miss(MissReason.TEMPLATE, index, role, self._common, cause=Cause.TEMPLATE, lost_tokens=lost)
-            return [miss]
+            return [_miss_at(self._request, self._common, lost, MissReason.TEMPLATE, Cause.TEMPLATE)]
         first, *hidden = changes
         return [replace(first, token=self._common, lost_tokens=lost), *hidden]
 

@@ -270,18 +270,16 @@ class _MessageDiff:
 
     def _removed(self, i1: int, i2: int, j: int) -> Iterator[Miss]:
         if i2 == len(self._ours):
-            is_reply_missing = self._reply == i1 and j < len(self._theirs)
-            if is_reply_missing:
+            if self._reply == i1 and j < len(self._theirs):
                 yield self._change(Cause.REPLY_LEFT_OUT, MissReason.REPLY_CHANGED, j, self._ours[i1])
             return
         part = self._ours[i1]
         is_question = i1 == self._head or not self._is_newest(i1 - 1)  # with all that belongs to it
         if part in self._theirs[j:] or (self._is_newest(i1) and not (is_question and i2 == len(self._prompt.parts))):
             yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j, part)
-        elif i2 - i1 > 1 or i1 == self._prompt.num_head:
-            yield self._change(Cause.TRIMMED, MissReason.HISTORY_TRIMMED, j, part)
         else:
-            yield self._change(Cause.REMOVED, MissReason.HISTORY_TRIMMED, j, part)
+            cause = Cause.TRIMMED if i2 - i1 > 1 or i1 == self._prompt.num_head else Cause.REMOVED
+            yield self._change(cause, MissReason.HISTORY_TRIMMED, j, part)
 
     def _is_asked_anew(self, i: int, stop: int, j: int) -> bool:
         """Whether only the newest messages differ, and none of them is answered."""
@@ -302,12 +300,10 @@ class _MessageDiff:
             yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j1, part, other)
         elif i1 == self._reply:
             yield self._change(Cause.REPLY_LEFT_OUT, MissReason.REPLY_CHANGED, j1, part)
-        elif i2 == len(self._ours) and self._is_newest(i1):
+        elif i2 == len(self._ours) and (self._is_newest(i1) or len(ours) <= len(theirs)):
             yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, part, other)
         elif len(ours) > len(theirs):
             yield self._change(Cause.SUMMARISED, MissReason.HISTORY_TRIMMED, j1, part, other)
-        elif i2 == len(self._ours):
-            yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, part, other)
         elif part.role == other.role == "assistant":
             yield self._change(Cause.REPLY, MissReason.REPLY_CHANGED, j1, part, other)
         else:
