@@ -6,7 +6,7 @@ The templates are written for these tests. Each is strict, or forgetful, in a wa
 import copy
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -174,16 +174,14 @@ TOOL_TALKS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 WITH_TOOLS = {**TOOL_TALKS, **{talk: TALKS[talk] for talk in ("plain", "late system", "two systems first", "title")}}
-CASES = {
-    **{f"{name}: {talk}": (name, TALKS[talk], None) for name in TEMPLATES for talk in TALKS},
-    **{
-        f"{name}, tools: {talk}": (name, WITH_TOOLS[talk], TOOLS)
-        for name in TEMPLATES
-        if name not in WITHOUT_TOOLS
-        for talk in WITH_TOOLS
-    },
-}
-in_every_case = pytest.mark.parametrize(("name", "talk", "tools"), CASES.values(), ids=CASES)
+of_every_template = pytest.mark.parametrize("name", TEMPLATES)
+
+
+def cases_of(name: str) -> Iterator[tuple[str, list[dict[str, Any]], list[dict[str, Any]] | None]]:
+    """The talks of a template, each with its name and the tools given with it."""
+    yield from ((talk, messages, None) for talk, messages in TALKS.items())
+    if name not in WITHOUT_TOOLS:
+        yield from ((f"{talk}, tools", messages, TOOLS) for talk, messages in WITH_TOOLS.items())
 
 
 def renderer_of(template: str) -> ChatRenderer:
@@ -205,28 +203,26 @@ def words(messages: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-@in_every_case
-def test_every_word_reaches_the_model_and_text_keeps_its_order(
-    name: str, talk: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-) -> None:
-    for thinking in ({}, {"enable_thinking": False}):
-        text = RENDERERS[name].render(talk, tools, thinking).text
-        assert all(word in text for word in words(talk))
-        assert all(tool["function"]["name"] in text for tool in tools or ())
-        spoken = [m["content"] for m in talk if m["role"] != "tool" and m["content"] and m is not SYSTEM]
-        positions = [text.index(word) for word in spoken]
-        assert positions == sorted(positions)
+@of_every_template
+def test_every_word_reaches_the_model_and_text_keeps_its_order(name: str) -> None:
+    for case, talk, tools in cases_of(name):
+        for thinking in ({}, {"enable_thinking": False}):
+            text = RENDERERS[name].render(talk, tools, thinking).text
+            assert all(word in text for word in words(talk)), case
+            assert all(tool["function"]["name"] in text for tool in tools or ()), case
+            spoken = [m["content"] for m in talk if m["role"] != "tool" and m["content"] and m is not SYSTEM]
+            positions = [text.index(word) for word in spoken]
+            assert positions == sorted(positions), case
 
 
-@in_every_case
-def test_a_conversation_that_grows_keeps_its_prompt(
-    name: str, talk: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-) -> None:
-    turns = [stop for stop, message in enumerate(talk) if message["role"] == "assistant" and stop] + [len(talk)]
-    texts = [RENDERERS[name].render(talk[:stop], tools).text for stop in turns]
+@of_every_template
+def test_a_conversation_that_grows_keeps_its_prompt(name: str) -> None:
     asks = generation_prompt(name)
-    for earlier, later in itertools.pairwise(texts):
-        assert later.startswith(earlier.removesuffix(asks))
+    for case, talk, tools in cases_of(name):
+        turns = [stop for stop, message in enumerate(talk) if message["role"] == "assistant" and stop] + [len(talk)]
+        texts = [RENDERERS[name].render(talk[:stop], tools).text for stop in turns]
+        for earlier, later in itertools.pairwise(texts):
+            assert later.startswith(earlier.removesuffix(asks)), case
 
 
 def generation_prompt(name: str) -> str:
@@ -247,15 +243,16 @@ def test_a_result_that_comes_later_leaves_the_ones_before_in_place() -> None:
         assert later.startswith(earlier[: earlier.index(shown) + len(shown)])
 
 
-@pytest.mark.parametrize("talk", [*TALKS.values(), *TOOL_TALKS.values()])
-def test_a_template_that_takes_all_is_given_all_as_it_is(talk: list[dict[str, Any]]) -> None:
+def test_a_template_that_takes_all_is_given_all_as_it_is() -> None:
     tokenizer = tiny_models.tokenizer()
-    given = [{**message, "content": message["content"] or ""} for message in talk]
     for template in (TEMPLATES["takes all"], tokenizer.chat_template):
-        expected = tokenizer.apply_chat_template(
-            given, tools=TOOLS, chat_template=template, add_generation_prompt=True, tokenize=False
-        )
-        assert renderer_of(template).render(talk, TOOLS).text == expected
+        renderer = renderer_of(template)
+        for case, talk in (TALKS | TOOL_TALKS).items():
+            given = [{**message, "content": message["content"] or ""} for message in talk]
+            expected = tokenizer.apply_chat_template(
+                given, tools=TOOLS, chat_template=template, add_generation_prompt=True, tokenize=False
+            )
+            assert renderer.render(talk, TOOLS).text == expected, case
 
 
 def test_a_late_system_message_is_said_by_the_user_where_it_stands() -> None:
@@ -287,10 +284,11 @@ def test_every_shape_has_a_template_that_needs_it() -> None:
 
 
 def test_messages_are_not_changed_in_place() -> None:
-    for name, talk, tools in CASES.values():
-        before = json.dumps([talk, tools])
-        RENDERERS[name].render(talk, tools)
-        assert json.dumps([talk, tools]) == before
+    for name, renderer in RENDERERS.items():
+        for _, talk, tools in cases_of(name):
+            before = json.dumps([talk, tools])
+            renderer.render(talk, tools)
+            assert json.dumps([talk, tools]) == before
 
 
 @pytest.mark.parametrize(
