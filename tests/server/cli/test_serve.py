@@ -126,12 +126,21 @@ def get(port: int, path: str) -> tuple[int, Any]:
     return response.status, body
 
 
-def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
+def test_start_up_reports_imports_nothing_large_and_sigterm_lets_answers_finish(folder: Path, tmp_path: Path) -> None:
+    """Large for a line: `np.median` wants `numpy.ma`, text with a colon of rich its table of emoji; some 8 MB."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Told:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('numpy.ma', 'rich._emoji_codes'): print('imported', name, flush=True)\n"
+        "sys.meta_path.insert(0, Told())\n"
+    )
     sizes = ("--slots", "3", "--context", "900", "--cache-memory", "64MB", "--max-waiting", "5", "--drain", "120")
-    with serving(folder, *sizes, fresh=True) as server:
+    with serving(folder, *sizes, environment={"PYTHONPATH": str(tmp_path)}, fresh=True) as server:
         port = server.port
+        assert ask(port, "POST", "/v1/completions", prompt="a", max_tokens=1)[0].status == 200
         report = server.output
-        for fact in ("tiny, 152096 parameters", "900 tokens", "64.0 MB", "3 conversations at once, 5 more", "curl"):
+        for fact in ("tiny, 115072 parameters", "900 tokens", "64.0 MB", "3 conversations at once, 5 more", "curl"):
             assert fact in report
         assert get(port, "/health")[0] == 200
         listed = get(port, "/v1/models")[1]["data"]
@@ -149,7 +158,7 @@ def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
         assert '"finish_reason":"length"' in rest
         assert rest.rstrip().endswith("data: [DONE]")
         assert server.wait() == 0
-        assert "terminate" not in server.output
+        assert "terminate" not in server.output and "imported" not in server.output
         idle.close()
 
 
@@ -318,20 +327,6 @@ def test_a_gpu_that_refuses_all_work_ends_the_process_with_an_error(folder: Path
         assert server.wait() == 1
         assert "the GPU refuses all work of this process" in server.output
         assert "Traceback" not in server.output
-
-
-def test_a_server_at_rest_has_imported_nothing_large_for_a_line(folder: Path, tmp_path: Path) -> None:
-    """`np.median` wants `numpy.ma`, text with a colon of rich its table of emoji; some 8 MB."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Told:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name in ('numpy.ma', 'rich._emoji_codes'): print('imported', name, flush=True)\n"
-        "sys.meta_path.insert(0, Told())\n"
-    )
-    with serving(folder, environment={"PYTHONPATH": str(tmp_path)}, fresh=True) as server:
-        assert ask(server.port, "POST", "/v1/completions", prompt="a", max_tokens=1)[0].status == 200
-    assert "imported" not in server.output
 
 
 def test_a_key_is_asked_for_and_not_shown(folder: Path, tmp_path: Path) -> None:
