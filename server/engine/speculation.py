@@ -374,7 +374,7 @@ class Excess:
         self._num_plain += 1
         if self._num_plain >= _NUM_PLAIN:
             self._num_unmeasured = 0
-        self.allowance = min(self.allowance + _INCOME, max(self.allowance, _FIRST_ALLOWANCE)) - lost
+        self.allowance = min(self.allowance + _INCOME, max(self.allowance, _FIRST_ALLOWANCE)) - min(lost, 1.0)
         self._decay(_PLAIN_DECAY)
 
     def observe_restart(self, lost: float) -> None:

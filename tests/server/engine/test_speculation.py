@@ -402,12 +402,13 @@ def stretches(simulation: Simulation, num_rows: int, number: int) -> list[float]
     return speeds
 
 
+@pytest.mark.parametrize("looking_seconds", [0.0, 2e-5])
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_drafts_go_on_after_a_stall(num_rows: int) -> None:
-    simulation = Simulation(memory_bound, lost_seconds=0.001)
+def test_drafts_go_on_after_a_stall(num_rows: int, looking_seconds: float) -> None:
+    simulation = Simulation(memory_bound, lost_seconds=0.001, looking_seconds=looking_seconds)
     usual = min(stretches(simulation, num_rows, 8)[2:])
     for number in range(5):
-        stall = iter([1.0] * number + [500.0])
+        stall = iter([1.0] * number + [1e6])
         simulation.pace = lambda now, stall=stall: next(stall, 1.0)  # type: ignore[misc]
         stretches(simulation, num_rows, 1)
         assert not [*stall], "too short a stretch for the stall"
