@@ -10,7 +10,7 @@ Knows neither model nor clock: seconds are handed in. Worker thread only.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -350,52 +350,57 @@ class Excess:
 
     A call with drafts takes `call` longer than at load, a drafted token `scale` times as long: a regression over the
     last steps, in which the measurement at load counts little. Whatever was expected, drafts pay for what they lose
-    out of an allowance, to which steps that gain, and plain steps, add.
+    out of an allowance, to which steps that gain, and plain steps, add. The drafter has an allowance of its own.
     """
 
     def __init__(self) -> None:
         self.call, self.scale = 0.0, 1.0
         self.restart = 0.0
         """How much longer it takes to begin plain steps again."""
-        self.allowance = _FIRST_ALLOWANCE
+        self._allowances = [_FIRST_ALLOWANCE, _FIRST_ALLOWANCE]
+        """Of followed texts, and of the drafter: what it loses keeps no text from being followed."""
         self._num_unmeasured = _MAX_UNMEASURED
         """Steps with drafts since enough plain ones came in a row."""
         self._num_plain = 0
         self._overrun = Overrun()
         self._sums = [0.0] * 5
 
-    @property
-    def may_lose(self) -> float:
-        """What the next step may take longer than a plain one."""
-        return self.allowance if self._num_unmeasured < _MAX_UNMEASURED else 0.0
+    def may_lose(self, expected: bool) -> float:
+        """What the drafter, or else a followed text, may make the next step take longer than a plain one."""
+        return self._allowances[expected] if self._num_unmeasured < _MAX_UNMEASURED else 0.0
 
     def observe(self, lost: float) -> None:
         """Takes a plain step, beside which `lost` was spent on looking for drafts."""
         self._num_plain += 1
         if self._num_plain >= _NUM_PLAIN:
             self._num_unmeasured = 0
-        self.allowance = min(self.allowance + _INCOME, max(self.allowance, _FIRST_ALLOWANCE)) - min(lost, 1.0)
+        lost = min(lost, 1.0)
+        self._allowances = [min(own + _INCOME, max(own, _FIRST_ALLOWANCE)) - lost for own in self._allowances]
         self._decay(_PLAIN_DECAY)
 
-    def observe_restart(self, lost: float) -> None:
-        """Takes the first plain step behind one with drafts."""
-        self.allowance -= min(lost, 1.0)
+    def observe_restart(self, lost: float, *, expected: bool) -> None:
+        """Takes the first plain step behind one with drafts, or that was to have some."""
+        self._allowances[expected] -= min(lost, 1.0)
         self.restart = max(0.0, self.restart + _OTHER_SHARE * (min(lost, 1.0) - self.restart))
 
-    def learn(self, num_calls: int, added: float, base: float, took: float, gained: float) -> None:
+    def pay(self, gained: float, took: float, *, expected: bool) -> None:
+        """Takes the tokens of a step, and how long it took, as if no others had drafted."""
+        allowance = self._allowances[expected] + gained * (1 - MIN_GAIN) - took
+        self._allowances[expected] = max(_MIN_ALLOWANCE, min(allowance, _MAX_ALLOWANCE))
+
+    def learn(self, num_calls: int, added: float, base: float, took: float) -> float:
         """Takes a step that `took` so long, of which load-time costs explain `base` and `added` for drafted tokens.
 
-        `gained`: the tokens of the step.
+        Returns what it took, less after a stall.
         """
         self._num_plain, self._num_unmeasured = 0, self._num_unmeasured + 1
         took = self._overrun.bounded(took, base + self.call * num_calls + self.scale * added)
-        allowance = self.allowance + gained * (1 - MIN_GAIN) - took
-        self.allowance = max(_MIN_ALLOWANCE, min(allowance, _MAX_ALLOWANCE))
         self._decay(_DECAY)
         weight, over = 1 / took**2, took - base
         parts = (num_calls * num_calls, num_calls * added, added * added, num_calls * over, added * over)
         self._sums = [old + weight * new for old, new in zip(self._sums, parts, strict=True)]
         self._fit()
+        return took
 
     def _decay(self, share: float) -> None:
         self._sums = [share * value for value in self._sums]
@@ -481,7 +486,6 @@ class Drafting:
         self.promise = 0.0
         self.source = DraftSource.HISTORY
         """Of the last draft."""
-        self._choose()
 
     @property
     def accepted_prediction(self) -> int:
@@ -496,7 +500,6 @@ class Drafting:
         self._own.push(token)
         for text in self._texts:
             text.push(token)
-        self._choose()
 
     def end(self) -> None:
         """Ends the output, which joins the history where it may."""
@@ -524,10 +527,11 @@ class Drafting:
             if isinstance(text, ExpectedText) and self.source is text.source:
                 text.learn(num_drafted, num_accepted)
 
-    def _choose(self) -> None:
+    def choose(self, *, may_follow: bool, may_expect: bool) -> None:
+        """Chooses what the next draft is from: a followed text, or the drafter, as far as either may be."""
         self._chosen, self.promise = None, 0.0
         for text in self._texts:
-            if text.promise > self.promise:
+            if text.promise > self.promise and (may_expect if isinstance(text, ExpectedText) else may_follow):
                 self._chosen, self.promise = text, text.promise
 
 
@@ -566,6 +570,8 @@ class Speculation:
         self._num_steps = self._num_tokens = 0
         self._excess: dict[int, Excess] = {}
         """By the number of rows, roughly."""
+        self._is_expected = False
+        """Whether the drafter drafted in the latest step with drafts, or was to."""
 
     @property
     def stats(self) -> DraftStats:
@@ -604,10 +610,30 @@ class Speculation:
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
         """Whether drafts are likely to pay after the step under way, its tokens taken for the followed ones."""
+        for may_lose in self._alternatives(rows):
+            if self._may_pay(rows, may_lose):
+                self._is_expected = any(row.is_expected for row in rows)
+                return True
+        return False
+
+    def _alternatives(self, rows: Sequence[Drafting]) -> Iterator[float]:
+        """Has rows choose what drafts, the drafter where it promises most; then, should that not pay, texts alone.
+
+        Tells what the step may then lose.
+        """
+        followed, expected = map(self._excess_of(len(rows)).may_lose, (False, True))
+        for may_expect in [True] * (self._drafts_itself and expected > 0) + [False] * (followed > 0):
+            for row in rows:
+                row.choose(may_follow=followed > 0, may_expect=may_expect)
+            if may_expect == any(row.is_expected for row in rows):
+                others = any(row.promise and not row.is_expected for row in rows)
+                yield expected * may_expect + followed * others
+
+    def _may_pay(self, rows: Sequence[Drafting], may_lose: float) -> bool:
         least = self._least_chance(len(rows))
-        if self._excess_of(len(rows)).may_lose <= 0 or all(row.promise <= least for row in rows):
+        if all(row.promise <= least for row in rows):
             return False
-        found = self._choose([row.chances(self._limit, least, 1) for row in rows])
+        found = self._choose([row.chances(self._limit, least, 1) for row in rows], may_lose)
         if found is None:
             return False
         drafted = [row.promise for row, num_tokens in zip(rows, found.lengths, strict=True) if num_tokens]
@@ -626,10 +652,16 @@ class Speculation:
         """
         self._drafting_seconds = 0.0  # the last draft may have come to nothing
         least = self._least_chance(len(rows))
-        pairs = zip(rows, limits, strict=True)
-        found = self._choose([row.chances(min(limit, self._limit), least) for row, limit in pairs])
-        if found is None:
-            return [[] for _ in rows]
+        for may_lose in self._alternatives(rows):
+            pairs = zip(rows, limits, strict=True)
+            chances = [row.chances(min(limit, self._limit), least) for row, limit in pairs]
+            if found := self._choose(chances, may_lose):
+                return self._draft(rows, found, predict)
+        return [[] for _ in rows]
+
+    def _draft(
+        self, rows: Sequence[Drafting], found: Choice, predict: Callable[[list[int]], list[list[int]]]
+    ) -> list[list[int]]:
         drafts = [row.draft(length) for row, length in zip(rows, found.lengths, strict=True)]
         wanted = [length if row.is_expected else 0 for row, length in zip(rows, found.lengths, strict=True)]
         if not any(wanted):
@@ -653,8 +685,16 @@ class Speculation:
         """Takes a step that fed each row so many tokens, `drafted` the last of them, with all that went with it."""
         num_rows, plain = len(rows), self._cost.plain(len(rows))
         drafting, self._drafting_seconds = self._drafting_seconds / plain, 0.0
-        gained = 1 + sum(accepted) / num_rows - drafting
-        self._excess_of(num_rows).learn(*self._known_cost(fed), seconds / plain - drafting, gained)
+        excess = self._excess_of(num_rows)
+        added = excess.learn(*self._known_cost(fed), seconds / plain - drafting) - 1
+        for expected in (False, True):
+            # Behind a draft a row may evaluate again what stayed of it.
+            longer = [place for place, number in enumerate(fed) if number > 1]
+            if own := [place for place in longer if (rows[place].source is self._drafter) == expected]:
+                self._is_expected = expected
+                gained = 1 + sum(accepted[place] for place in own) / num_rows - drafting * expected
+                share = sum(fed[place] - 1 for place in own) / (sum(fed) - num_rows)
+                excess.pay(gained, 1 + added * share, expected=expected)
         if not any(drafted):
             return
         for row, num_drafted, num_accepted in zip(rows, drafted, accepted, strict=True):
@@ -672,7 +712,8 @@ class Speculation:
 
     def observe_restart(self, num_rows: int, seconds: float) -> None:
         """Takes what ending plain steps, and beginning them again later, took."""
-        self._excess_of(num_rows).observe_restart(seconds / self._cost.plain(num_rows) - 1)
+        lost = seconds / self._cost.plain(num_rows) - 1
+        self._excess_of(num_rows).observe_restart(lost, expected=self._is_expected)
 
     def _known_cost(self, fed: Sequence[int]) -> tuple[int, float, float]:
         """Calls with several tokens of a row; what their further tokens take, as at load; what all else takes."""
@@ -684,16 +725,16 @@ class Speculation:
         base = self._cost.plain(num_rows - len(longer)) + len(longer) * self._cost.plain(1)
         return len(longer), added, base / plain
 
-    def _choose(self, chances: Sequence[Sequence[float]]) -> Choice | None:
+    def _choose(self, chances: Sequence[Sequence[float]], may_lose: float) -> Choice | None:
         """The best draft length for each row; None if no drafts pay."""
-        num_rows, excess = len(chances), self._excess_of(len(chances))
-        if not any(chances) or excess.may_lose <= 0:
+        num_rows = len(chances)
+        if not any(chances):
             return None
         tokens = [[(chance, row) for chance in ahead] for row, ahead in enumerate(chances)]
         if self._together:
             # A token costs the same in each row: the likeliest of all come first.
             tokens = [sorted(chain.from_iterable(tokens), key=itemgetter(0), reverse=True)]
-        found = choose([self._options(call, num_rows) for call in tokens], self._rest(num_rows), num_rows)
+        found = choose([self._options(call, num_rows, may_lose) for call in tokens], self._rest(num_rows), num_rows)
         if found is None or found.tokens / num_rows < found.took * (1 + MIN_GAIN):
             return None
         lengths = [0] * num_rows
@@ -709,7 +750,9 @@ class Speculation:
         plain = self._cost.plain(num_rows)
         return [self._cost.plain(number) / plain for number in range(num_rows + 1)]
 
-    def _options(self, call: Sequence[tuple[float, int]], num_rows: int) -> list[tuple[float, float]]:
+    def _options(
+        self, call: Sequence[tuple[float, int]], num_rows: int, may_lose: float
+    ) -> list[tuple[float, float]]:
         """For each length of a call's draft, the tokens expected and what it takes, as far as that may be lost."""
         excess, calls, plain = self._excess_of(num_rows), self._cost.calls, self._cost.plain(num_rows)
         rest, num_known = self._rest(num_rows), num_rows if self._together else 1
@@ -719,7 +762,7 @@ class Speculation:
         for (chance, _), seconds in zip(call, calls[num_known + 1 :], strict=False):
             tokens += chance
             took = alone + scale * (seconds - calls[num_known]) + again * (1 - chance)
-            if took - saved > excess.may_lose:
+            if took - saved > may_lose:
                 break
             options.append((tokens, took))
         return options

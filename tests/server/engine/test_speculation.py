@@ -253,6 +253,17 @@ def copied_rows(
     return rows
 
 
+def partly_copied_rows(simulation: Simulation, num_rows: int) -> list[tuple[Drafting, Sequence[int]]]:
+    """Rows that copy 30 tokens of a prompt after each 100 new ones."""
+    rows: list[tuple[Drafting, Sequence[int]]] = []
+    text = prose()
+    for number in range(0, 2500 * num_rows, 2500):
+        new, own = text[30_000 + number :], text[number : number + 600]
+        said = [[*new[100 * part : 100 * part + 100], *own[30 * part : 30 * part + 30]] for part in range(20)]
+        rows.append((simulation.begin([*own, -1 - number]), [*itertools.chain.from_iterable(said)]))
+    return rows
+
+
 CURVES = (flat, linear, stepped, memory_bound)
 
 
@@ -344,6 +355,16 @@ def test_an_mtp_module_that_does_not_pay_costs_nothing(
 def test_a_text_that_is_copied_is_followed_rather_than_an_mtp_module() -> None:
     simulation = Simulation(memory_bound, draft_seconds=0.002, accuracy=0.6)
     assert simulation.run(copied_rows(simulation, 1, 0.02)) >= 3.5
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_what_an_mtp_module_loses_keeps_no_text_from_being_followed(num_rows: int) -> None:
+    speeds = list[float]()
+    for draft_seconds in (None, 0.003):
+        simulation = Simulation(memory_bound, looking_seconds=5e-5, draft_seconds=draft_seconds, accuracy=0.1)
+        speeds.append(simulation.run(partly_copied_rows(simulation, num_rows)))
+    assert speeds[1] >= 0.95 * speeds[0]
+    assert speeds[0] > 1.1
 
 
 def test_an_mtp_module_is_tried_again_once_it_may_pay() -> None:
