@@ -238,13 +238,13 @@ class Side:
         while self._worker.has_work:
             self._worker.step()
         self._texts, self._said = list(texts), [Said() for _ in texts]
-        for text, said in zip(texts, self._said, strict=True):
+        for row, (text, said) in enumerate(zip(texts, self._said, strict=True)):
             prompt, quotable = np.array(text.prompt, np.int32), (np.array(text.quotable, np.int32),)
             self.runner.answers[prompt.tobytes()] = text.answer
             # Drafts run beyond an end that is said, not beyond the most tokens.
             max_tokens = len(text.answer) + (MAX_FEED_TOKENS if self._ends else 0)
             greedy = SamplingParams(temperature=0)
-            self._worker.submit(GenerationRequest("", prompt, max_tokens, greedy, quotable=quotable), said)
+            self._worker.submit(GenerationRequest(f"{row}", prompt, max_tokens, greedy, quotable=quotable), said)
         while not all(said.tokens for said in self._said):
             self._worker.step()
 
