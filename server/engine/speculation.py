@@ -374,7 +374,7 @@ class Excess:
         self._num_plain += 1
         if self._num_plain >= _NUM_PLAIN:
             self._num_unmeasured = 0
-        lost = min(lost, 1.0)
+        lost = min(lost, _INCOME / 2)  # else looking alone, or a stall meanwhile, keeps drafts that pay away
         self._allowances = [min(own + _INCOME, max(own, _FIRST_ALLOWANCE)) - lost for own in self._allowances]
         self._decay(_PLAIN_DECAY)
 
