@@ -295,6 +295,9 @@ _MAX_ALLOWANCE = 16.0
 _MIN_ALLOWANCE = -8.0
 _INCOME = 0.0075
 """In plain steps; the last is the part of all time that drafts may lose."""
+_LOOKING = 0.015
+_MAX_LOOKED = 0.1
+"""What looking for drafts may take of each plain step, and what one look counts at most."""
 _MAX_UNMEASURED = 64
 """Steps with drafts after which `_NUM_PLAIN` plain ones are measured again."""
 
@@ -359,6 +362,8 @@ class Excess:
         """How much longer it takes to begin plain steps again."""
         self._allowances = [_FIRST_ALLOWANCE, _FIRST_ALLOWANCE]
         """Of followed texts, and of the drafter: what it loses keeps no text from being followed."""
+        self._looked = 0.0
+        """What looking for drafts took beyond its part."""
         self._num_unmeasured = _MAX_UNMEASURED
         """Steps with drafts since enough plain ones came in a row."""
         self._num_plain = 0
@@ -369,13 +374,18 @@ class Excess:
         """What the drafter, or else a followed text, may make the next step take longer than a plain one."""
         return self._allowances[expected] if self._num_unmeasured < _MAX_UNMEASURED else 0.0
 
+    @property
+    def may_look(self) -> bool:
+        """Whether to look for drafts beside a plain step: on a small model that takes a part of the step."""
+        return self._looked <= 0
+
     def observe(self, lost: float) -> None:
         """Takes a plain step, beside which `lost` was spent on looking for drafts."""
         self._num_plain += 1
         if self._num_plain >= _NUM_PLAIN:
             self._num_unmeasured = 0
-        lost = min(lost, _INCOME / 2)  # else looking alone, or a stall meanwhile, keeps drafts that pay away
-        self._allowances = [min(own + _INCOME, max(own, _FIRST_ALLOWANCE)) - lost for own in self._allowances]
+        self._looked = max(0.0, self._looked + min(lost, _MAX_LOOKED) - _LOOKING)
+        self._allowances = [min(own + _INCOME, max(own, _FIRST_ALLOWANCE)) for own in self._allowances]
         self._decay(_PLAIN_DECAY)
 
     def observe_restart(self, lost: float, *, expected: bool) -> None:
@@ -610,6 +620,8 @@ class Speculation:
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
         """Whether drafts are likely to pay after the step under way, its tokens taken for the followed ones."""
+        if not self._excess_of(len(rows)).may_look:
+            return False
         for may_lose in self._alternatives(rows):
             if self._may_pay(rows, may_lose):
                 self._is_expected = any(row.is_expected for row in rows)

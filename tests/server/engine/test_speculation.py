@@ -20,6 +20,7 @@ from cache.history import History
 from server.engine.request import DraftSource, GenerationRequest
 from server.engine.speculation import (
     Drafting,
+    Excess,
     Overrun,
     PredictionFollower,
     Speculation,
@@ -692,3 +693,16 @@ def test_a_draft_that_came_to_nothing_does_not_make_later_steps_seem_cheap() -> 
             del said[: len(draft) + 1]
         drafted.append(num_drafted)
     assert drafted[0] == drafted[1]
+
+
+def test_looking_for_drafts_takes_a_bounded_part_of_the_time_and_goes_on_after_a_stall() -> None:
+    excess, num_looked = Excess(), 0
+    for _ in range(1000):
+        num_looked += excess.may_look
+        excess.observe(0.05 * excess.may_look)
+    assert 250 <= num_looked <= 310
+    assert [excess.may_lose(expected) > 2 for expected in (False, True)] == [True, True]
+    excess.observe(30.0)
+    for _ in range(12):
+        excess.observe(0.0)
+    assert excess.may_look
