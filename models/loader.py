@@ -233,7 +233,7 @@ def load(
         vocab_size=_vocab_size(model, name),
         eos_token_ids=eos_token_ids,
         fingerprint=weights.fingerprint(path),
-        state_fingerprint=weights_fingerprint + (f" mtp {_checksum_of(mtp)}" if mtp and mtp.attends else ""),
+        state_fingerprint=weights_fingerprint + ("" if mtp is None else f" mtp {_checksum_of(mtp)}"),
         precision=precision,
         mtp=mtp,
     )

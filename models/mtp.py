@@ -112,20 +112,19 @@ _LAYOUTS: Final = {
 class MtpModule(Module):
     """Predicts hidden states one token ahead of the model."""
 
-    def __init__(self, text: Module, *, attends: bool = True) -> None:
-        """`text` is a language model of a family in `_LAYOUTS`; without attention the module needs no cache."""
+    def __init__(self, text: Module) -> None:
+        """`text` is a language model of a family in `_LAYOUTS`."""
         super().__init__()  # type: ignore[no-untyped-call]
         layout, width, eps = _LAYOUTS[_family(text)], text.args.hidden_size, text.model.norm.eps
         self.embedding_norm = RMSNorm(width, eps)
         self.hidden_norm = RMSNorm(width, eps)
         self.projection = Linear(2 * width, width, bias=False)
-        self.layer = _make_layer(text, layout) if attends else _Unattended(_make_layer(text, layout))
+        self.layer = _make_layer(text, layout)
         self.norm = RMSNorm(width, eps)
         if layout.output:
             self.output = Linear(width, text.args.vocab_size, bias=False)
         self._layout, self._last_norm = layout, text.model.norm
         self.slides = any(getattr(self.layer, name, False) for name in ("is_sliding", "is_sliding_window"))
-        self.attends = attends
 
     def __call__(self, embedded: mx.array, hidden: mx.array, cache: LayerCache | None = None) -> mx.array:
         """States a token ahead, of tokens and the states before them: `[num_rows, num_tokens, width]`."""
@@ -144,17 +143,6 @@ class MtpModule(Module):
         # Norms ignore a state's length, which alone the last norm has lost.
         weight = self._last_norm.weight
         return states / mx.where(weight == 0, 1, weight) if self._layout.output else states
-
-
-class _Unattended(Module):
-    """What a decoder layer does behind its attention."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
-
-    def __call__(self, hidden: mx.array, mask: Any, cache: None) -> mx.array:
-        return cast(mx.array, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
 def language_model(model: Module) -> Any:
@@ -194,7 +182,7 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
         found = {layout.own_name(tensor): array for tensor, array in _sanitized(found, layout, model).items()}
         if not layout.norm:
             found["norm.weight"] = text.model.norm.weight
-        module = MtpModule(text, attends=any(".self_attn." in tensor for tensor in found))
+        module = MtpModule(text)
         quantize(module, class_predicate=partial(_packing, found))
     except ModelBroken:
         raise

@@ -146,10 +146,9 @@ class DecodeBatch:
         members: list[Group | Sequence[LayerCache]] = [*self._groups, *alone]
         return sorted(members, key=lambda one: id(one.head if isinstance(one, Group) else head_of(one)))
 
-    def last_layers(self, number: int) -> list[LayerCache] | None:
-        """Of the latest step, with its rows; None if one has left since."""
-        layers = self._joined.layers if self._joined is not None and None not in self.rows else None
-        return None if layers is None else layers[len(layers) - number :]
+    def last_layers(self, number: int) -> list[LayerCache]:
+        """Of the latest step, with its rows; empty if one has left since."""
+        return self._joined.layers[-number:] if self._joined is not None and None not in self.rows else []
 
     @contextmanager
     def trial(self, layers: Sequence[LayerCache]) -> Iterator[Callable[[], None]]:
@@ -167,7 +166,7 @@ class DecodeBatch:
 
         grouped = {id(caches) for group in self._groups for caches in group.rows}
         alone = [row.caches for row in self.rows if row is not None and id(row.caches) not in grouped]
-        own = [cache for caches in alone for cache in caches[len(caches) - len(layers) :]]
+        own = [cache for caches in alone for cache in caches[-len(layers) :]]
         merged = [leaf for leaf in leaves_of(layers) if isinstance(leaf, ArraysCache)]
         self._grow()
         try:

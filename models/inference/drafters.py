@@ -71,7 +71,7 @@ class Drafter(ABC):
     name: str
     """For a person."""
     num_layers = 1
-    """Of a row's layer caches, the last; 0 where nothing is kept."""
+    """Of a row's layer caches, the last."""
     probed: Any
     """What the probe is to prove."""
 
@@ -100,7 +100,7 @@ class Drafter(ABC):
 
         `before` holds the hidden states before each of `known`, `[num_known, width]`. The caches stay as they are.
         """
-        layers = caches[len(caches) - self.num_layers :]
+        layers = caches[-self.num_layers :]
         with unchanged(leaves_of(layers)):
             return self._chain(layers, mx.array([[*known]]), before[None], num_tokens)[0]
 
@@ -153,12 +153,10 @@ class MtpDrafter(Drafter):
 
     def __init__(self, model: Module, module: MtpModule) -> None:
         self._model, self._text, self._module = model, language_model(model), module
-        self.probed, self.num_layers = model, int(module.attends)
+        self.probed = model
 
     def make_cache(self) -> list[LayerCache]:
-        """The module's, if it has attention, is like the last with such attention."""
-        if not self._module.attends:
-            return list(make_prompt_cache(self._model))
+        """The module's is like the last with such attention."""
         others = [cache for cache in make_prompt_cache(self._model) if not isinstance(cache, ArraysCache)]
         alike = [cache for cache in others if isinstance(cache, RotatingKVCache) == self._module.slides]
         return [*make_prompt_cache(self._model), alike[-1]]
@@ -171,13 +169,11 @@ class MtpDrafter(Drafter):
         self, tokens: mx.array, caches: Sequence[LayerCache], lengths: Sequence[int], before: StatesBefore
     ) -> Evaluated:
         """As `Drafter.evaluate`."""
-        num_own = len(caches) - self.num_layers
-        hidden = self._text.model(tokens, cache=list(caches[:num_own]))
+        hidden = self._text.model(tokens, cache=list(caches[:-1]))
         behind = hidden.flatten(0, 1)
         states = _shifted(behind, lengths, before)
-        for layer in caches[num_own:]:
-            # Nothing reads the output: of the module's layer only what makes the entries is computed.
-            self._module(self._text.model.embed_tokens(tokens), states.reshape(*tokens.shape, -1), layer)
+        # Nothing reads its output: of its layer only what makes the entries is computed.
+        self._module(self._text.model.embed_tokens(tokens), states.reshape(*tokens.shape, -1), caches[-1])
         return Evaluated(self._logits(hidden).flatten(0, 1), states, behind)
 
     def _logits(self, hidden: mx.array) -> mx.array:
@@ -186,7 +182,7 @@ class MtpDrafter(Drafter):
         return cast(mx.array, self._text.model.embed_tokens.as_linear(hidden))
 
     def _predict(self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache]) -> tuple[mx.array, mx.array]:
-        hidden = self._module(self._text.model.embed_tokens(tokens), hidden, *layers)[:, -1:]
+        hidden = self._module(self._text.model.embed_tokens(tokens), hidden, layers[0])[:, -1:]
         return self._module.score(hidden, self._logits), hidden
 
 

@@ -428,7 +428,7 @@ class Runner:
         rows, layers = cast(Sequence[DecodeRow], batch.rows), batch.last_layers(drafter.num_layers)
         num_tokens = max((wanted.get(row, 0) for row in rows), default=0)
         before = [row.before for row in rows if row is not None and row.before is not None and len(row.known) == 1]
-        if layers is None or len(before) < len(rows) or not num_tokens:
+        if not layers or len(before) < len(rows) or not num_tokens:
             return {}
         known, adapters = [row.known[0] for row in rows], [row.adapter for row in rows]
         with selecting(self._adapters, *adapters), batch.trial(layers) as count:
@@ -574,7 +574,7 @@ class Runner:
                 return cast(mx.array, self._model(inputs, cache=caches)).flatten(0, 1)
             before = [None if row.before is None else row.before[:1] for row in rows]
             found = self._drafter.evaluate(inputs, caches, lengths, before)
-        step.entries += entries_of(caches[len(caches) - self._drafter.num_layers :])
+        step.entries += entries_of(caches[-self._drafter.num_layers :])
         for row, length, stop in zip(rows, lengths, accumulate(lengths), strict=True):
             if step.feeds is None:
                 row.before = found.behind[stop - 1 : stop]
@@ -605,8 +605,7 @@ def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
 
 def _can_draft_alone(row: DecodeRow, drafter: Drafter) -> bool:
     """Whether its caches hold its state, and no head's."""
-    layers = row.caches[len(row.caches) - drafter.num_layers :]
-    has_entries = all(_has_state(tail_of(leaf)) for leaf in leaves_of(layers))
+    has_entries = all(_has_state(tail_of(leaf)) for leaf in leaves_of(row.caches[-drafter.num_layers :]))
     return (
         has_entries and head_of(row.caches) is None and row.before is not None and len(row.before) == len(row.known)
     )

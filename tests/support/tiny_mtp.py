@@ -17,8 +17,6 @@ from tests.support import tiny_models
 
 _DENSE = tiny_models.CONFIGS["qwen3_5"]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}
-UNATTENDED = ", unattended"
-"""Behind the name of a model whose module has no attention."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": tiny_models.CONFIGS["qwen3"],
     "qwen3_next": tiny_models.CONFIGS["qwen3_next"],
@@ -36,7 +34,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": [*["full_attention", "sliding_attention"] * 2, "sliding_attention"],
     },
 }
-CONFIGS |= {f"{name}{UNATTENDED}": CONFIGS[name] for name in ("qwen3", "qwen3_5")}
 _QWEN = {
     "embedding_norm": "mtp.pre_fc_norm_embedding",
     "hidden_norm": "mtp.pre_fc_norm_hidden",
@@ -96,7 +93,7 @@ def model_of(name: str) -> Any:
 @functools.cache
 def module_of(name: str) -> MtpModule:
     """With random weights, evaluated."""
-    module = _new_module(name)
+    module = MtpModule(language_model(model_of(name)))
     generator = np.random.default_rng(3)
 
     def weight(path: str, array: mx.array) -> mx.array:
@@ -108,10 +105,6 @@ def module_of(name: str) -> MtpModule:
         module.norm.weight = model_of(name).model.norm.weight
     mx.eval(parameters_of(module))
     return module
-
-
-def _new_module(name: str) -> MtpModule:
-    return MtpModule(language_model(model_of(name)), attends=not name.endswith(UNATTENDED))
 
 
 def parameters_of(module: Any) -> Any:
@@ -158,7 +151,7 @@ def learned_texts(name: str) -> list[list[int]]:
 def trained_module_of(name: str) -> MtpModule:
     """Knows what the model says in `learned_texts`."""
     model, texts = model_of(name), mx.array(learned_texts(name))
-    text, module = language_model(model), _new_module(name)
+    text, module = language_model(model), MtpModule(language_model(model_of(name)))
     module.update(parameters_of(module_of(name)))
     hidden, embedded = text.model(texts), text.model.embed_tokens(texts[:, 1:])
     wanted = mx.argmax(text.lm_head(hidden), axis=-1)[:, 1:]

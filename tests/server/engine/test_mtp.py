@@ -23,7 +23,7 @@ from tests.support.tiny_mtp import (
     trained_module_of,
 )
 
-NAMES = ("qwen3", "qwen3_5", "deepseek_v3", "qwen3, unattended", "qwen3_5, unattended")
+NAMES = ("qwen3", "qwen3_5", "deepseek_v3")
 
 
 @functools.cache
