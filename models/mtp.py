@@ -54,7 +54,7 @@ class _Layout:
     stores_difference: bool = False
     """Original checkpoints hold norms as their difference from one."""
     output: str = ""
-    """Its own output matrix, if any; the module then takes states from before the model's last norm."""
+    """The module's own output matrix, if any; states are then taken from before the model's last norm."""
     layer_arguments: tuple[bool, ...] = ()
     """In place of the layer's number."""
 

@@ -72,7 +72,7 @@ class DecodeBatch:
     _has_fresh: bool = False
     """Some rows had no token yet, and could not be in a group."""
     _fed: list[int] | None = None
-    """Tokens that each row feeds, from `arrange` until `settle`; None for one of each."""
+    """Tokens that each row feeds, from `arrange` until `settle`; None where each row feeds one."""
 
     # -- steps
 
@@ -147,7 +147,7 @@ class DecodeBatch:
         return sorted(members, key=lambda one: id(one.head if isinstance(one, Group) else head_of(one)))
 
     def last_layers(self, number: int) -> list[LayerCache]:
-        """Of the latest step, with its rows; empty if one has left since."""
+        """The last layers of the latest step; none if a row has left since."""
         return self._joined.layers[-number:] if self._joined is not None and None not in self.rows else []
 
     @contextmanager

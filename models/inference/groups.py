@@ -110,7 +110,7 @@ class Folding(NamedTuple):
         return rows if self.rows is None else rows[self.rows]
 
     def mask_of(self, mask: Any) -> Any:
-        """These rows' part of the group's mask."""
+        """The part of the group's mask that is for `rows`."""
         return mask if self.rows is None or mask is None else mask[self.rows, :, : self.length]
 
 

@@ -49,7 +49,7 @@ _MISFIT = mx.array([0.0] * 10_007)  # a prime number, so that no reshape can fit
 class Parts(mx.array):
     """One item per member or folding where a model expects one array: keys, values, masks or scores.
 
-    Its shape fits no operation: one not overridden here fails.
+    The array's shape fits no operation: an operation that is not overridden here fails.
     """
 
     items: list[Any]
