@@ -10,11 +10,10 @@ from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.io import Prefetch
 from cache.journal import CacheEvent, Happening
 from cache.layers.state import Segment
-from cache.lookup import Lookup, LookupResult, look_up
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.reclaim import Reclaimer
-from cache.slots import RequestClock
+from cache.slots import Lookup, LookupResult, RequestClock, look_up
 from cache.snapshots import RestorePointKind, Snapshot
 from cache.trie import Node, NodeMatch, PrefixTrie
 

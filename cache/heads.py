@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cache.layers.layout import SequenceSizes
-from cache.lookup import LookupResult
 from cache.pager import Pager
-from cache.slots import Slot
+from cache.slots import LookupResult, Slot
 from cache.trie import Node
 
 MIN_HEAD_TOKENS = 256

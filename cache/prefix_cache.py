@@ -16,12 +16,11 @@ from cache.history import History
 from cache.journal import CacheStats, Journal
 from cache.layers.layout import CHUNK_TOKENS, Layout, SequenceSizes
 from cache.lease import Lease, Recorder
-from cache.lookup import Lookup
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.pins import PinName, Pins
 from cache.reclaim import Reclaimer
-from cache.slots import RequestClock
+from cache.slots import Lookup, RequestClock
 from cache.snapshots import RestorePoint
 from cache.types import LayerCache, TokenArray
 from cache.views import CacheReports

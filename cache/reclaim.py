@@ -12,11 +12,10 @@ from cache.budget import ASIDE, PADDING, Ledger
 from cache.heads import Heads, is_in_place
 from cache.layers import layout
 from cache.layers.layout import SequenceSizes
-from cache.lookup import nodes_to_restore
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.pins import Pins, path_nodes
-from cache.slots import RequestClock, Slot
+from cache.slots import RequestClock, Slot, nodes_to_restore
 from cache.trie import Node
 
 

@@ -1,17 +1,17 @@
-"""Slots, the choice of one for a request, and the clock of their age. Pure.
+"""Slots, what they and the trie hold of a prompt, the choice of one, and the clock of their age. Pure.
 
 A slot is *leased* while a request runs and *idle* afterwards, still live: the conversation's next turn continues in
 place. A *head* is a slot in which nobody decodes: it holds the first tokens of the sequences that read it. Slots know
 only the trie node where their sequence ends. The clock counts requests, not seconds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cache.snapshots import RestorePointKind
-from cache.trie import Node
-from cache.types import LayerCache, TokenLog
+from cache.snapshots import RestorePointKind, deepest, rows_before
+from cache.trie import Match, Node, NodeMatch, Place, PrefixTrie
+from cache.types import LayerCache, LayerKinds, TokenArray, TokenLog
 
 
 @dataclass(eq=False)
@@ -154,3 +154,78 @@ class RequestClock:
     def end(self) -> None:
         """Counts a request's end."""
         self.now += 1
+
+
+class Lookup:
+    """A prompt and its last match: only the rest is compared again. Worker thread only."""
+
+    def __init__(self, tokens: TokenArray, *, namespace: str = "") -> None:
+        """The last prompt token is never restored: the model needs one."""
+        self.namespace = namespace
+        self.tokens = tokens[:-1]
+        self._place: Place[Node] | None = None
+
+    def match(self, trie: PrefixTrie) -> NodeMatch:
+        """Matches the prompt against its namespace's trie."""
+        place = self._place
+        if place is None or not place.length or place.is_gone:
+            place = Place(trie.root, 0)
+        self._place = trie.follow(place, self.tokens[place.length :])
+        return Match(self._place.node.path(), self._place.length)
+
+
+@dataclass(frozen=True)
+class LookupResult:
+    """How much of a match is restorable. Valid until the cache changes.
+
+    After an eviction, which spares only `nodes_to_restore`, look up again.
+    """
+
+    match: NodeMatch
+    stored: int
+    """Tokens restorable from the trie."""
+    shared: list[int]
+    """For each slot, common tokens of match and sequence."""
+    restorable: int
+    """Tokens restorable from the trie or an idle slot."""
+
+    @property
+    def path(self) -> list[Node]:
+        return self.match.path
+
+    def restorable_in(self, slot: Slot) -> int:
+        """Tokens restorable for a request in `slot`."""
+        return max(self.stored, _continued(slot, self.shared[slot.index]))
+
+    def needed_in(self, slot: Slot, layout: LayerKinds) -> list[Node]:
+        """Nodes that restoring in `slot` needs."""
+        offset = self.restorable_in(slot)
+        is_live = offset == _continued(slot, self.shared[slot.index])
+        return node_at(self.path, offset) if is_live else nodes_to_restore(layout, self.path, offset)
+
+
+def look_up(match: NodeMatch, slots: Sequence[Slot], layout: LayerKinds) -> LookupResult:
+    """How much of a match is restorable."""
+    path, length = set(match.path), match.length
+    # Sequences with a common prefix share the nodes of a trie, so no tokens are compared here.
+    shared = [min(slot.tip.meeting(path).stop, length) for slot in slots]
+    stored = deepest(layout, match)
+    live = (_continued(slot, num) for slot, num in zip(slots, shared, strict=True) if not slot.is_leased)
+    return LookupResult(match, stored, shared, max(stored, *live, 0))
+
+
+def nodes_to_restore(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
+    """Nodes of a path that must stay for restoring at `offset`.
+
+    The node at `offset` protects the spans above; the others hold window rows.
+    """
+    return [*node_at(path, offset), *rows_before(layout, path, offset)]
+
+
+def node_at(path: Sequence[Node], offset: int) -> list[Node]:
+    """The node on whose edge `offset` lies, in a list; none for 0."""
+    return [node for node in path if node.start < offset][-1:]
+
+
+def _continued(slot: Slot, shared: int) -> int:
+    return shared if shared == slot.offset else 0

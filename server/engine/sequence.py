@@ -15,9 +15,9 @@ import numpy as np
 
 from cache.disk.io import Prefetch
 from cache.lease import Lease
-from cache.lookup import Lookup
 from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
+from cache.slots import Lookup
 from cache.types import common_prefix_length
 from models.errors import GrammarFailed
 from models.inference.sampling_params import SamplingParams

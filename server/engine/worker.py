@@ -9,9 +9,9 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 
-from cache.lookup import Lookup
 from cache.prefix_cache import PrefixCache
 from cache.reclaim import SetAside
+from cache.slots import Lookup
 from server.engine.decode import DecodePipeline
 from server.engine.embeddings import EmbedderPort, EmbeddingJob, Embeddings
 from server.engine.output import MakeDecoder

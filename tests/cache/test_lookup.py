@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.lookup import Lookup
+from cache.slots import Lookup
 from cache.trie import PrefixTrie
 from cache.types import TokenArray
 from scripts.bench.trie import Rows

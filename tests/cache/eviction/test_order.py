@@ -9,8 +9,8 @@ from cache.eviction.value import Candidate, Chance, Valuation
 from cache.layers import layout
 from cache.layers.state import RecurrentState
 from cache.lease import Lease
-from cache.lookup import Lookup
 from cache.prefix_cache import PrefixCache
+from cache.slots import Lookup
 from cache.snapshots import RestorePointKind, Snapshot
 from cache.trie import Node, PrefixTrie
 from tests.support import cache_driver, fake_model
