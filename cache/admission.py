@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from cache import snapshots
 from cache.budget import ASIDE, BudgetExceeded, PinnedFull
 from cache.disk_moves import DiskMoves
-from cache.heads import Heads, is_in_place
 from cache.layers.layout import SequenceSizes
 from cache.lease import Lease, PrivateLease, Recorder, Tier
-from cache.memory_tier import MemoryTier
+from cache.memory_tier import MemoryTier, Pins, path_nodes
 from cache.pager import Pager
-from cache.pins import Pins, path_nodes
-from cache.reclaim import Reclaimer
+from cache.reclaim import Heads, Reclaimer, is_in_place
 from cache.slots import Lookup, LookupResult, RequestClock, Slot, SlotView, choose_slot
 from cache.snapshots import RestorePoint, RestorePointKind, deepest_up_to
 from cache.trie import Match, Node, NodeMatch

@@ -5,10 +5,9 @@ Promotion reads only beyond memory; `cache.disk.connector` decides whether that 
 
 from collections.abc import Iterator
 
-from cache.budget import DiskFault
+from cache.budget import CacheEvent, DiskFault, Happening
 from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.io import Prefetch
-from cache.journal import CacheEvent, Happening
 from cache.layers.state import Segment
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager

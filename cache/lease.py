@@ -13,9 +13,8 @@ import numpy as np
 from cache import snapshots
 from cache.layers import layout
 from cache.layers.layout import Layout
-from cache.memory_tier import MemoryTier
+from cache.memory_tier import MemoryTier, Pins
 from cache.pager import Pager
-from cache.pins import Pins
 from cache.reclaim import Reclaimer
 from cache.slots import RequestClock, Slot
 from cache.snapshots import RestorePoint, RestorePointKind, chunk_end, is_restorable

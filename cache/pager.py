@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from cache.budget import PADDING
-from cache.journal import CacheEvent, Happening
+from cache.budget import PADDING, CacheEvent, Happening
 from cache.layers.layout import Layout
 from cache.layers.state import RowSource, Segment
 from cache.memory_tier import MemoryTier

@@ -6,20 +6,17 @@ Nothing here knows models, request parameters, or time.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cache.admission import Admission, CacheRequest
-from cache.budget import ASIDE, PADDING
+from cache.budget import ASIDE, PADDING, CacheStats, Journal
 from cache.disk.connector import DiskConnector
 from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
 from cache.disk_moves import DiskMoves
-from cache.heads import Heads
 from cache.history import History
-from cache.journal import CacheStats, Journal
 from cache.layers.layout import CHUNK_TOKENS, Layout, SequenceSizes
 from cache.lease import Lease, Recorder
-from cache.memory_tier import MemoryTier
+from cache.memory_tier import MemoryTier, PinName, Pins
 from cache.pager import Pager
-from cache.pins import PinName, Pins
-from cache.reclaim import Reclaimer
+from cache.reclaim import Heads, Reclaimer
 from cache.slots import Lookup, RequestClock
 from cache.snapshots import RestorePoint
 from cache.types import LayerCache, TokenArray

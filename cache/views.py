@@ -8,9 +8,8 @@ from cache.disk.connector import DiskConnector
 from cache.disk.index import DiskWrites
 from cache.disk.tier import NO_LISTING
 from cache.disk.tree import DiskNode
-from cache.memory_tier import MemoryTier
+from cache.memory_tier import MemoryTier, Pins
 from cache.pager import Pager
-from cache.pins import Pins
 from cache.snapshots import RestorePointKind
 from cache.trie import Node, Place, PrefixTrie, TokenNode
 from cache.types import TokenArray

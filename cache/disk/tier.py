@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
 
+from cache.budget import CacheEvent, Happening, Journal
 from cache.disk.codec import StateImage, Unstorable
 from cache.disk.files import ProblemLog, Receipt
 from cache.disk.folder import DiskStore, WriteOrder
@@ -21,7 +22,6 @@ from cache.disk.index import WriteBudget
 from cache.disk.io import FileReader, WriteQueue
 from cache.disk.spans import FileSpan, FileState, StoredFile
 from cache.disk.tree import START, DiskNode, DiskPlace, DiskTree
-from cache.journal import CacheEvent, Happening, Journal
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 

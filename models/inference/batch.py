@@ -20,8 +20,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from cache.layers.headed import head_length, split_at_head, tail_of
-from cache.layers.layout import leaves_of
+from cache.layers.layout import head_length, leaves_of, split_at_head, tail_of
 from cache.types import LayerCache
 from models.inference.feeds import forget_last, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Row, Wanted, capacity_for

@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from cache.layers.headed import tail_of
-from cache.layers.layout import leaves_of
+from cache.layers.layout import leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.feeds import unchanged

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from cache.layers.headed import tail_of
-from cache.layers.layout import leaves_of
+from cache.layers.layout import leaves_of, tail_of
 from cache.types import LayerCache
 from models.inference.sampling_state import Draft
 from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache

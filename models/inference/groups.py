@@ -7,7 +7,7 @@ where one leaves, the last takes its place.
 Taking back a row's last tokens changes only lengths. A ring has *slack* for that, places beyond its window, so that
 no such token was written over one that the window still covers.
 
-Rows on one head (`cache/layers/headed.py`) share a buffer of their tails: places in span layers count from its end.
+Rows on one head (`cache/layers/layout.py`) share a buffer of their tails: places in span layers count from its end.
 
 While a row is in a group, its own layer caches hold no arrays; `step` of a span cache says how many tokens the row's
 own buffers are to have. Worker thread only.
@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from cache.layers.headed import HeadedKVCache, head_length, tail_of
-from cache.layers.layout import GROWTH_TOKENS, leaves_of
+from cache.layers.layout import GROWTH_TOKENS, HeadedKVCache, head_length, leaves_of, tail_of
 from cache.types import LayerCache
 from models.inference.grouping import Buffer, Row, capacity_for
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache

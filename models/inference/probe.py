@@ -28,8 +28,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
-from cache.layers.headed import split_at_head, tail_of
-from cache.layers.layout import leaves_of
+from cache.layers.layout import leaves_of, split_at_head, tail_of
 from cache.types import LayerCache
 from models.inference.batch import DecodeBatch
 from models.inference.feeds import Rewind, copied_state, find_fixed

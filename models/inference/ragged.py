@@ -11,7 +11,7 @@ A model sees a batch of rows with one token each, so its linear layers run once.
 Where rows feed several tokens, each is a batch row of its own, without padding. A `FlatLayer` then folds them for
 attention, once per rows side by side that feed equally many (`groups.Folding`).
 
-Members on one *head* (`cache/layers/headed.py`) are neighbours. All their rows attend to the head at once, and each
+Members on one *head* (`cache/layers/layout.py`) are neighbours. All their rows attend to the head at once, and each
 member to its tails; the scores' peaks and sums merge both results, as in FlashAttention (arXiv:2205.14135).
 
 Knows no tokens, sampling or requests. Other threads' attention is unaffected.
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
-from cache.layers.headed import HeadedKVCache, tail_of
+from cache.layers.layout import HeadedKVCache, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.groups import Folding, Group, GroupLayer, foldings_of

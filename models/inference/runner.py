@@ -31,8 +31,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.layers.headed import tail_of
-from cache.layers.layout import leaves_of
+from cache.layers.layout import leaves_of, tail_of
 from cache.types import LayerCache
 from models import lora
 from models.adapter import NO_ADAPTER

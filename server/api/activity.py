@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
-from cache.journal import CacheEvent, Happening
+from cache.budget import CacheEvent, Happening
 from models.adapter import client_namespace
 from server.api.record import Moment, OpenRequest, RequestRecord, Told, miss_of
 from server.api.wire import json_text

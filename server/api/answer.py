@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cache.journal import CacheStats
+from cache.budget import CacheStats
 from models.output.pieces import OutputParser, Piece, PlainParser
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message

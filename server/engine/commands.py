@@ -8,7 +8,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from cache.pins import PinName
+from cache.memory_tier import PinName
 from cache.types import TokenArray
 from cache.views import CacheView, EdgeDetail, NamespaceView
 from server.engine.worker import Worker

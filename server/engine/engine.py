@@ -19,10 +19,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from cache.budget import CacheEvent, Journal, Tell
 from cache.disk import model_folders
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
-from cache.journal import CacheEvent, Journal, Tell
 from cache.layers.layout import CHUNK_TOKENS
 from cache.prefix_cache import PrefixCache
 from models.adapter import NO_ADAPTER, client_namespace

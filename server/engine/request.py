@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.journal import CacheStats
+from cache.budget import CacheStats
 from cache.snapshots import RestorePoint
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ import numpy as np
 
 from cache.disk.io import Prefetch
 from cache.lease import Lease
-from cache.pins import PinName
+from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from cache.slots import Lookup
 from cache.types import common_prefix_length

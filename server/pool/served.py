@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from cache.journal import Tell
+from cache.budget import Tell
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.formats import EmbeddingFormat, Judgement, Reading, Vector
 from models.inference.sampling_params import SamplingParams

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache import heads
-from cache.layers import headed, layout
+from cache import reclaim
+from cache.layers import layout
 from cache.layers.layout import leaves_of
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
@@ -30,7 +30,7 @@ HEAD = [int(token) for token in np.random.default_rng(1).integers(1, 9, 400)]
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "MIN_HEAD_TOKENS", 64)
+    monkeypatch.setattr(reclaim, "MIN_HEAD_TOKENS", 64)
     monkeypatch.setattr(layout, "GROWTH_TOKENS", STEP)
 
 
@@ -164,7 +164,7 @@ def test_the_state_at_a_heads_end_stays_while_the_head_is_read() -> None:
 
 def test_the_greatest_saving_is_chosen_and_short_heads_are_none() -> None:
     cache = make(None)
-    for number, length in enumerate([390, 390, 100, 100, 100, heads.MIN_HEAD_TOKENS - 1]):
+    for number, length in enumerate([390, 390, 100, 100, 100, reclaim.MIN_HEAD_TOKENS - 1]):
         run(cache, [*HEAD[:length], 10 + number, 20, 21])
     cache.pager.shared = Shares(math.inf)
     cache.reclaimer.heads.gather(is_short=True, target_bytes=cache.ledger.charged_bytes - 1)
@@ -232,7 +232,7 @@ def test_an_error_in_a_cut_loses_that_sequence_alone(cut: str, monkeypatch: pyte
         leases = [run(cache, told_apart(number)) for number in range(4)]
         cache.pager.shared = shared = Shares(64)
         if cut == "a row's tail":
-            monkeypatch.setattr(headed, "_rest", fault.before(HEADED_REST))
+            monkeypatch.setattr(layout, "_rest", fault.before(HEADED_REST))
         else:
             monkeypatch.setattr(shared, "separate", fault.before(shared.separate))
         try:
@@ -256,7 +256,7 @@ def test_an_error_in_a_cut_loses_that_sequence_alone(cut: str, monkeypatch: pyte
         cache.check()
 
 
-HEADED_REST = headed._rest
+HEADED_REST = layout._rest
 
 
 class Fault:

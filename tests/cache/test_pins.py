@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cache.budget import PinLimit, PinnedFull
-from cache.pins import PinName
+from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from cache.types import TokenArray
 from tests.cache.worlds import FakeWorld

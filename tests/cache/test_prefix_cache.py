@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from cache import pager
-from cache.budget import BudgetExceeded
-from cache.journal import EvictionReason
+from cache.budget import BudgetExceeded, EvictionReason
 from cache.layers import layout as layout_module
 from cache.layers import state
 from cache.layers.state import Segment

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache import heads
+from cache import reclaim
 from cache.budget import BudgetExceeded
 from cache.disk import connector
 from cache.disk.folder import DiskStore
@@ -418,7 +418,7 @@ def _small_growth(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", fake_model.MORE_LAYOUTS)
 def test_random_histories(layout: str, kind: type[PrefixCacheMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "MIN_RESTORE_TOKENS", 2)
-    monkeypatch.setattr(heads, "MIN_HEAD_TOKENS", 2)
+    monkeypatch.setattr(reclaim, "MIN_HEAD_TOKENS", 2)
     machine: Any = type(f"Machine{layout}", (kind,), {"layout": layout})
     run_state_machine_as_test(
         machine,

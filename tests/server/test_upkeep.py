@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cache.journal import CacheStats
+from cache.budget import CacheStats
 from server.app import memory_budget
 from server.app.memory_budget import Claim
 from server.app.upkeep import Awake, Upkeep, exclude_from_backups

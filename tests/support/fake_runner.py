@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.layers.headed import tail_of
-from cache.layers.layout import leaves_of
+from cache.layers.layout import leaves_of, tail_of
 from cache.types import LayerCache, TokenArray
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft

@@ -10,7 +10,7 @@ import pytest
 from cache.disk import connector
 from cache.disk.tier import DiskTier
 from cache.lease import Lease, Tier
-from cache.pins import PinName
+from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from cache.trie import Node
 from tests.support import cache_driver, fake_model

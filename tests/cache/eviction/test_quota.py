@@ -9,7 +9,7 @@ from cache import memory_tier
 from cache.eviction import value
 from cache.eviction.order import FairQueue, over_share
 from cache.eviction.value import Candidate
-from cache.pins import PinName
+from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from tests.support import cache_driver, fake_model
 

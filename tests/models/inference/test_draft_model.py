@@ -6,7 +6,7 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 
-from cache.layers.headed import split_at_head
+from cache.layers.layout import split_at_head
 from cache.types import LayerCache
 from models.inference.drafters import ModelDrafter
 from models.inference.runner import Runner

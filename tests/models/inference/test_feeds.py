@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ConcatenateKVCache
 
-from cache.layers.headed import split_at_head
-from cache.layers.layout import leaves_of
+from cache.layers.layout import leaves_of, split_at_head
 from cache.layers.state import arrays_in
 from models.adapter import NO_ADAPTER
 from models.inference import feeds, probe

@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache.layers.headed import HeadedKVCache, head_length, split_at_head
-from cache.layers.layout import leaves_of
+from cache.layers.layout import HeadedKVCache, head_length, leaves_of, split_at_head
 from models.inference import batch as batches
 from models.inference import feeds, grouping, probe, ragged
 from models.inference.batch import DecodeBatch

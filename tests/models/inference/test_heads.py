@@ -8,8 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache.layers.headed import HeadedKVCache, head_length, put_on_head, split_at_head
-from cache.layers.layout import leaves_of
+from cache.layers.layout import HeadedKVCache, head_length, leaves_of, put_on_head, split_at_head
 from models.inference import probe, ragged
 from models.inference.groups import GroupLayer
 from models.inference.probe import Form

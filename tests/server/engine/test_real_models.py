@@ -9,7 +9,7 @@ from contextlib import suppress
 import mlx.core as mx
 import pytest
 
-from cache import heads
+from cache import reclaim
 from cache.budget import PADDING
 from models.inference.groups import GroupLayer
 from models.inference.runner import Runner
@@ -173,7 +173,7 @@ def test_rows_that_an_error_took_from_shared_buffers_become_no_head(
 ) -> None:
     harness = harness_for("llama", chunk_tokens=128)
     cache = harness.prefix_cache
-    monkeypatch.setattr(heads, "MIN_HEAD_TOKENS", 16)
+    monkeypatch.setattr(reclaim, "MIN_HEAD_TOKENS", 16)
     monkeypatch.setattr(harness.runner, "member_tokens", 1000)
     monkeypatch.setattr(harness.runner, "head_tokens", float("inf"))
     prompts = [[*text_of(0, 50), *text_of(seed, 9)] for seed in range(1, 5)]

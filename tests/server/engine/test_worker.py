@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache.budget import PinLimit
-from cache.pins import PinName
+from cache.memory_tier import PinName
 from models.inference.sampling_params import SamplingParams
 from models.output.reasoning import ReasoningFormat, Thinking
 from server.engine.commands import ClearCache, PinSession, UnpinSession

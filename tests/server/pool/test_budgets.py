@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.journal import CacheStats
+from cache.budget import CacheStats
 from server.engine.request import EngineStats
 from server.pool.loader import Around
 from server.pool.members import OpenedModel

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cache.pins import PinName
+from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from server.engine.engine import KeptState
 from server.engine.sequence import EngineSessions
