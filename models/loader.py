@@ -38,7 +38,7 @@ from models.mlx_lm_import import (
 )
 from models.mtp import MtpModule, load_mtp, tensors_of
 from models.output.detokenizer import Detokenizer, markers
-from models.output.reasoning import ReasoningFormat, find_reasoning_format
+from models.output.pieces import ReasoningFormat, find_reasoning_format
 from models.output.tool_calls import ToolFormat
 from models.output.tool_formats import HARMONY_REASONING, HarmonyFormat, ToolSyntax, find_tool_syntax, markers_of
 from models.precision import Precision, choose_precision, convert, measure

@@ -1,6 +1,6 @@
 """Per-request sampling, vectorised over the rows of a decode step.
 
-The order: a grammar's mask, logit bias, bans and penalties (`penalties.py`), temperature, filters (top-n-sigma,
+The order: a grammar's mask, logit bias, bans and penalties (`sampling_state.py`), temperature, filters (top-n-sigma,
 top-k, top-p, min-p, typical-p, XTC), one draw. A filter takes log-probabilities up to a constant, and keeps at least
 one token per row and all that tie with the last kept. A draw adds Gumbel noise and takes the maximum (Maddison,
 Tarlow, Minka, "A* Sampling", 2014, section 2). Noise depends on the request's seed and earlier draws, not on other
@@ -15,9 +15,8 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from models.inference.penalties import bans_of, penalties_of
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import RowSampling, column
+from models.inference.sampling_state import RowSampling, bans_of, column, penalties_of
 from models.output.grammar import MaskWords
 
 ALL_MASS = 2.0

@@ -1,15 +1,18 @@
-"""How one sequence samples.
+"""How one sequence samples, and what its earlier tokens change: penalties and bans for all rows of a decode step.
 
 Prompt and output are one row of tokens. A window has a fixed length, its newest token last. `NO_TOKEN` stands for
-missing tokens and ids beyond the logits.
+missing tokens and ids beyond the logits. A penalty takes over its rows' state when the rows change, counts sampled
+tokens unread, and gives the state back. A grammar wins over tokens ruled out. Without a row that uses a kind, its
+`of` returns None.
 """
 
 import copy
 import hashlib
+import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -204,3 +207,304 @@ def _divisors(penalty: float, held: Iterable[TokenIds], vocab_size: int) -> NDAr
         # A prompt may hold ids beyond the model's logits: they are never drawn.
         divisors[ids[ids < vocab_size]] = penalty
     return divisors
+
+
+MAX_PENALTY = 1e9
+"""Nothing gets less likely above; infinity could leave a row without a token."""
+
+
+class Penalty(Protocol):
+    """One kind; its arrays have one row per row of the step."""
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        """Penalised logits, float32 `[num_rows, vocab_size]`."""
+        ...
+
+    def count(self, tokens: mx.array) -> None:
+        """Counts the sampled tokens, `[num_rows]`."""
+
+    def give_back(self, rows: Sequence[RowSampling]) -> None:
+        """Writes each row's state back to its `RowSampling`."""
+
+
+def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
+    """Penalties that a row uses, in the order of applying."""
+    found: list[Penalty | None] = [
+        _Repetition.of(rows, vocab_size),
+        _Occurrences.of(rows, vocab_size),
+        _Windowed.of(rows, vocab_size),
+        _Dry.of(rows, vocab_size),
+    ]
+    return [penalty for penalty in found if penalty is not None]
+
+
+@dataclass
+class _Repetition(Penalty):
+    divisors: mx.array
+    penalties: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Repetition | None":
+        divisors = _stacked([row.divisors for row in rows], mx.ones(vocab_size))
+        if divisors is None:
+            return None
+        return cls(
+            divisors=divisors,
+            penalties=mx.array([1.0 if row.divisors is None else row.params.repetition_penalty for row in rows]),
+        )
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        return mx.where(logits > 0, logits / self.divisors, logits * self.divisors)
+
+    def count(self, tokens: mx.array) -> None:
+        self.divisors[mx.arange(tokens.size), tokens] = self.penalties
+
+    def give_back(self, rows: Sequence[RowSampling]) -> None:
+        for index, row in enumerate(rows):
+            if row.divisors is not None:
+                row.divisors = self.divisors[index]
+
+
+@dataclass
+class _Occurrences(Penalty):
+    counts: mx.array
+    presence: mx.array
+    frequency: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Occurrences | None":
+        counts = _stacked([row.counts for row in rows], mx.zeros(vocab_size))
+        if counts is None:
+            return None
+        return cls(
+            counts=counts,
+            presence=column(0.0 if row.counts is None else row.params.presence_penalty for row in rows),
+            frequency=column(0.0 if row.counts is None else row.params.frequency_penalty for row in rows),
+        )
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        return logits - self.presence * (self.counts > 0) - self.frequency * self.counts
+
+    def count(self, tokens: mx.array) -> None:
+        self.counts = self.counts.at[mx.arange(tokens.size), tokens].add(mx.array(1.0))
+
+    def give_back(self, rows: Sequence[RowSampling]) -> None:
+        for index, row in enumerate(rows):
+            if row.counts is not None:
+                row.counts = self.counts[index]
+
+
+@dataclass
+class _Windowed(Penalty):
+    counts: mx.array
+    recent: mx.array
+    oldest: mx.array
+    """Where windows begin, `[num_rows, 1]`."""
+    forgets: mx.array
+    repetition: mx.array
+    presence: mx.array
+    frequency: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Windowed | None":
+        windows = [row.window for row in rows]
+        counts = _stacked([None if window is None else window.counts for window in windows], mx.zeros(vocab_size))
+        if counts is None:
+            return None
+        params = [SamplingParams() if row.window is None else row.params for row in rows]
+        lengths = [0 if window is None else window.recent.size for window in windows]
+        longest = max(1, *lengths)
+        return cls(
+            counts=counts,
+            recent=mx.stack([padded(None if one is None else one.recent, longest) for one in windows]),
+            oldest=mx.array([min(longest - length, longest - 1) for length in lengths])[:, None],
+            forgets=mx.array([float(length > 0) for length in lengths]),
+            repetition=column(one.repetition_penalty for one in params),
+            presence=column(one.presence_penalty for one in params),
+            frequency=column(one.frequency_penalty for one in params),
+        )
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        is_held = self.counts > 0
+        divisors = mx.where(is_held, self.repetition, 1.0)
+        repeated = mx.where(logits > 0, logits / divisors, logits * divisors)
+        return repeated - self.presence * is_held - self.frequency * self.counts
+
+    def count(self, tokens: mx.array) -> None:
+        rows = mx.arange(tokens.size)
+        leaving = mx.take_along_axis(self.recent, self.oldest, axis=-1)[:, 0]
+        has_left = self.forgets * (leaving != NO_TOKEN)
+        counts = self.counts.at[rows, mx.maximum(leaving, 0)].add(-has_left)
+        self.counts = counts.at[rows, tokens].add(mx.array(1.0))
+        self.recent = shifted(self.recent, tokens)
+
+    def give_back(self, rows: Sequence[RowSampling]) -> None:
+        for index, row in enumerate(rows):
+            if row.window is not None:
+                first = self.recent.shape[1] - row.window.recent.size
+                row.window = PenaltyWindow(self.counts[index], self.recent[index, first:])
+
+
+@dataclass
+class _Dry(Penalty):
+    """Don't repeat yourself, as in llama.cpp: penalises continuing a repetition, more for longer ones.
+
+    Windows move by one token a step, so lengths keep their places.
+    """
+
+    recent: mx.array
+    lengths: mx.array
+    is_breaker: mx.array
+    num_before: mx.array
+    """Tokens of the row's window before each token."""
+    multiplier: mx.array
+    base: mx.array
+    allowed_length: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Dry | None":
+        states = [row.repeated for row in rows]
+        nothing_breaks = mx.zeros(vocab_size, mx.bool_)
+        is_breaker = _stacked([None if one is None else one.is_breaker for one in states], nothing_breaks)
+        if is_breaker is None:
+            return None
+        params = [row.params if row.repeated is not None else SamplingParams() for row in rows]
+        windows = [0 if one is None else one.recent.size for one in states]
+        longest = max(windows)
+        starts = mx.array([longest - window for window in windows])[:, None]
+        return cls(
+            recent=mx.stack([padded(None if one is None else one.recent, longest) for one in states]),
+            lengths=mx.stack([padded(None if one is None else one.lengths, longest, 0) for one in states]),
+            is_breaker=is_breaker,
+            num_before=mx.maximum(mx.arange(longest) - starts, 0),
+            multiplier=column(one.dry_multiplier for one in params),
+            base=column(one.dry_base for one in params),
+            allowed_length=mx.array([one.dry_allowed_length for one in params])[:, None],
+        )
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        lengths = mx.where(self.recent == NO_TOKEN, 0, mx.minimum(self.lengths, self.num_before))
+        rows = mx.arange(logits.shape[0])[:, None]
+        longest = mx.zeros(logits.shape, mx.int32).at[rows, mx.maximum(self.recent, 0)].maximum(lengths)
+        beyond = longest - self.allowed_length
+        penalties = self.multiplier * mx.minimum(self.base**beyond, MAX_PENALTY)
+        return logits - mx.where(beyond >= 0, penalties, 0.0)
+
+    def count(self, tokens: mx.array) -> None:
+        newest = tokens[:, None].astype(mx.int32)
+        goes_on = (self.recent == newest) & ~mx.take_along_axis(self.is_breaker, newest, axis=-1)
+        self.lengths = mx.where(goes_on, mx.minimum(self.lengths + 1, MAX_REPEATED), 0)
+        self.recent = shifted(self.recent, tokens)
+
+    def give_back(self, rows: Sequence[RowSampling]) -> None:
+        for index, row in enumerate(rows):
+            if row.repeated is not None:
+                first = self.recent.shape[1] - row.repeated.recent.size
+                recent, lengths = self.recent[index, first:], self.lengths[index, first:]
+                row.repeated = RepeatedEnds(recent, lengths, row.repeated.is_breaker)
+
+
+def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | None:
+    if all(row is None for row in rows):
+        return None
+    return mx.stack([missing if row is None else row for row in rows])
+
+
+def bans_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
+    """Rules that exclude tokens for at least one row."""
+    found: list[Penalty | None] = [_AllowedTokens.of(rows, vocab_size), _BadWords.of(rows), _EarlyEnds.of(rows)]
+    return [ban for ban in found if ban is not None]
+
+
+@dataclass
+class _AllowedTokens(Penalty):
+    is_allowed: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_AllowedTokens | None":
+        wanted = [row.params.allowed_token_ids for row in rows]
+        if not any(wanted):
+            return None
+        is_allowed = np.ones((len(wanted), vocab_size), np.bool_)
+        for row, token_ids in zip(is_allowed, wanted, strict=True):
+            if token_ids:
+                row[:] = False
+                row[list(token_ids)] = True
+        return cls(mx.array(is_allowed))
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        return _unless_empty(mx.where(self.is_allowed, logits, -math.inf), logits)
+
+
+@dataclass
+class _BadWords(Penalty):
+    """Excludes a forbidden sequence's last token."""
+
+    row_ids: mx.array
+    before: mx.array
+    """Each sequence without its last token, right-aligned; `NO_TOKEN` is any token."""
+    last: mx.array
+    recent: mx.array
+    """`[num_rows, width]`."""
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling]) -> "_BadWords | None":
+        found = [(index, ids) for index, row in enumerate(rows) for ids in row.params.bad_words]
+        if not found:
+            return None
+        width = max(1, *(len(ids) - 1 for _, ids in found))
+        before = [[NO_TOKEN] * (width + 1 - len(ids)) + list(ids[:-1]) for _, ids in found]
+        return cls(
+            row_ids=mx.array([index for index, _ in found]),
+            before=mx.array(np.array(before, np.int32)),
+            last=mx.array([ids[-1] for _, ids in found]),
+            recent=mx.stack([padded(row.output_end, width) for row in rows]),
+        )
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        is_met = ((self.before == NO_TOKEN) | (self.before == self.recent[self.row_ids])).all(axis=-1)
+        ruled_out = logits.at[self.row_ids, self.last].minimum(mx.where(is_met, -math.inf, math.inf))
+        return _unless_empty(ruled_out, logits)
+
+    def count(self, tokens: mx.array) -> None:
+        self.recent = shifted(self.recent, tokens)
+
+    def give_back(self, rows: Sequence[RowSampling]) -> None:
+        for index, row in enumerate(rows):
+            if row.output_end is not None:
+                row.output_end = self.recent[index, self.recent.shape[1] - row.output_end.size :]
+
+
+class _EarlyEnds(Penalty):
+    """The affected rows change with each draw."""
+
+    def __init__(self, rows: Sequence[RowSampling]) -> None:
+        self._rows = rows
+        self._early: tuple[int, ...] = ()
+        self._entries: tuple[mx.array, mx.array] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling]) -> "_EarlyEnds | None":
+        return cls(rows) if any(map(_is_early, rows)) else None
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        early = tuple(index for index, row in enumerate(self._rows) if _is_early(row))
+        if early != self._early:
+            self._early, self._entries = early, self._entries_of(early, logits.shape[-1])
+        if self._entries is None:
+            return logits
+        return _unless_empty(logits.at[self._entries].add(-math.inf), logits)
+
+    def _entries_of(self, early: Sequence[int], vocab_size: int) -> tuple[mx.array, mx.array] | None:
+        ends = [(row, token) for row in early for token in self._rows[row].params.end_token_ids]
+        known = [(row, token) for row, token in ends if token < vocab_size]
+        return (mx.array([row for row, _ in known]), mx.array([token for _, token in known])) if known else None
+
+
+def _is_early(row: RowSampling) -> bool:
+    return row.position < row.params.min_tokens
+
+
+def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
+    """`logits` for rows left without a token."""
+    return mx.where(ruled_out.max(axis=-1, keepdims=True) > -math.inf, ruled_out, logits)

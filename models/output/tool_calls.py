@@ -16,6 +16,7 @@ from models.errors import FOREIGN_FAULTS
 from models.output.pieces import (
     MarkerSearch,
     Piece,
+    ReasoningWatch,
     Text,
     ToolArguments,
     ToolCallCut,
@@ -23,7 +24,6 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.output.reasoning import ReasoningWatch
 from models.texts import read_object, well_formed, well_formed_json
 
 

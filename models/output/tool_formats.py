@@ -15,8 +15,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from models.output.pieces import MarkerSearch, OutputParser, Piece, Reasoning, Text, ToolCallEnded
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import MarkerSearch, OutputParser, Piece, Reasoning, ReasoningFormat, Text, ToolCallEnded
 from models.output.tool_calls import OpenCall, ToolCallParser, ToolFormat, checked_calls, pieces_of
 
 CHANNEL: Final = "<|channel|>"

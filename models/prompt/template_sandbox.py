@@ -2,17 +2,18 @@
 
 Two things of Jinja's immutable sandbox change for all templates of a process. A template may gather what it shows in
 a list, since transformers copies all that it can reach. Each turn of a loop, call and filter costs one of
-`MAX_STEPS`; what would be too long is refused before it is made (`template_sizes`). A value that an operation goes
-through at once is weighed first: the operation cannot be stopped.
+`MAX_STEPS`; what would be too long is refused before it is made. A value that an operation goes through at once is
+weighed first: the operation cannot be stopped, and holds Python's lock. All raise jinja2's SecurityError.
 """
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, wraps
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -20,12 +21,240 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import escape
 from transformers.utils import chat_template_utils
 
-from models.prompt import template_sizes
 from models.prompt.tokenize import stop_if_abandoned
+
+MAX_CHARACTERS: Final = 1 << 26
+"""Length of one text; a prompt is shorter, since request bodies are."""
+MAX_ITEMS: Final = 1_000_000
+MAX_WORKED_ITEMS: Final = 250_000
+MAX_WORKED_CHARACTERS: Final = 1 << 22
+"""Length of all texts in a function that does more than search or copy."""
+MAX_INTEGER_BITS: Final = 4096
+MAX_WIDTH: Final = 100_000
+"""Length of a padded text."""
+
+_FORMAT_FIELD = re.compile(r":[^{}:]*[{}]")
+_PERCENT_FIELD = re.compile(r"%[-+ #\d.]*\*?|\)[-+ #\d.]*")
+_MAX_FIELDS: Final = 100_000
+_SHORT_CHARACTERS: Final = 1300
+"""Length of the longest printed number."""
+_CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
+    *(list, tuple),
+    *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
+)
+_SLOW_KEY_ITEMS: Final = 100
+"""A template can find many tuples or large numbers with one hash."""
+_KEY_BITS: Final = 60
+_TAKES_LONG_TEXTS = frozenset(
+    {
+        *("count", "endswith", "find", "index", "join", "lstrip", "partition", "removeprefix", "removesuffix"),
+        *("replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "string", "strip"),
+        "trim",
+    }
+)
+"""Methods of texts, and filters, that cost no more than a copy."""
+_LOOKS_AT = {
+    **dict.fromkeys(("clear", "copy", "items", "keys", "popitem", "reverse", "values", "append", "insert"), 0),
+    **dict.fromkeys(("get", "pop", "setdefault"), 1),
+}
+"""Methods that look at no member, and how many arguments they look at."""
+SHALLOW_FILTERS = frozenset(
+    {
+        *("attr", "batch", "items", "list", "map", "random"),
+        *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
+    }
+)
+_ITEMS_COPIED_AT_ONCE: Final = 8
+_MAX_STRFTIME_CHARACTERS: Final = 1 << 14
+_TAKES_WIDTHS = frozenset(
+    {"batch", "center", "indent", "ljust", "rjust", "round", "slice", "tojson", "truncate", "zfill"}
+)
+
+
+class Weight(NamedTuple):
+    """What Python traverses in a value; repeated parts count again."""
+
+    num_items: int = 0
+    num_characters: int = 0
+    depth: int = 0
+
+
+def weigh(*values: Any) -> Weight:
+    """The total weight of values."""
+    level, depth, num_items, num_characters = list[Any](values), 0, 0, 0
+    while level:
+        inner = list[Any]()
+        for part in level:
+            kind = type(part)
+            if kind is str:
+                num_characters += len(part)
+            elif kind is dict:
+                num_items += len(part)
+                inner += part
+                inner += part.values()
+            elif isinstance(part, _CONTAINERS):
+                num_items += len(part) + (_SLOW_KEY_ITEMS if isinstance(part, tuple) else 0)
+                if num_items <= MAX_WORKED_ITEMS:
+                    inner += part
+            elif isinstance(part, int):
+                bound(part.bit_length(), MAX_INTEGER_BITS)
+                num_items += _SLOW_KEY_ITEMS if part.bit_length() > _KEY_BITS else 0
+            elif isinstance(part, range):
+                num_items += len(part)
+            elif isinstance(part, Namespace):
+                num_items += 1
+                inner.append(part._Namespace__attrs)
+        bound(num_items, MAX_WORKED_ITEMS)
+        level, depth = inner, depth + 1
+    bound(num_characters, MAX_CHARACTERS)
+    return Weight(num_items, num_characters, depth)
+
+
+def weigh_key(container: Any, *key: Any) -> Weight:
+    """The weight of finding a key: for some types, all keys may share a hash."""
+    weight = weigh(*key)
+    is_slow = isinstance(container, dict) and weight.num_items > 0
+    return weight._replace(num_items=weight.num_items + len(container)) if is_slow else weight
+
+
+def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
+    """`parts` as one text; `spend` receives each one's cost."""
+    gathered, num_characters = list[str](), 0
+    for part in parts:
+        spend(1)
+        num_characters += len(part)
+        bound(num_characters, MAX_CHARACTERS)
+        gathered.append(part)
+    return "".join(gathered)
+
+
+def check_operator(operator: str, left: Any, right: Any) -> None:
+    """Refuses `left operator right` if too long; a product of numbers is bounded by what made them."""
+    if operator == "%" and isinstance(left, str):
+        check_percent(left, right)
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        bound(left.bit_length() * max(right, 0), MAX_INTEGER_BITS)
+    elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        bound(len(left) + len(right), MAX_ITEMS)
+    elif operator == "*":
+        for many, count in ((left, right), (right, left)):
+            if isinstance(count, int) and isinstance(many, str | list | tuple):
+                bound(len(many) * count, MAX_CHARACTERS if isinstance(many, str) else MAX_ITEMS)
+
+
+def check_contains(container: Any, item: Any) -> Weight:
+    """The weight of finding `item`."""
+    if isinstance(container, str):
+        return Weight(0, len(container))
+    weight = weigh_key(container, item)
+    if not isinstance(container, list | tuple):
+        return weight if isinstance(container, dict) else weigh(item, container)
+    bound(len(container) * (weight.num_items + weight.num_characters // 256), MAX_ITEMS)
+    return Weight(len(container) * (1 + weight.num_items), len(container) * weight.num_characters)
+
+
+def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weight:
+    """A call's weight; refuses a too long text."""
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, dict | list) and name in _LOOKS_AT:
+        return weigh_key(owner, *args[: _LOOKS_AT[name]])
+    values = [*args, *named]
+    weight = weigh(owner, *values)
+    if not isinstance(owner, str):
+        is_short = name == "strftime_now"
+        bound(weight.num_characters, _MAX_STRFTIME_CHARACTERS if is_short else MAX_WORKED_CHARACTERS)
+    elif name == "join" and args:
+        _check_result(name, args[0], [owner], weight)
+    else:
+        _check_result(name, owner, values, weight)
+    return weight
+
+
+def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
+    """A filter's weight on `args[0]`; refuses like `check_call`."""
+    if not args:
+        return Weight()
+    # `old` before `new`, however they are named.
+    value, rest = args[0], [*args[1:], *(kwargs[key] for key in sorted(kwargs, key="old".__ne__))]
+    if name in SHALLOW_FILTERS:
+        num_items = len(value) if isinstance(value, Sized) else 0
+        bound(num_items if name == "list" else 0, MAX_ITEMS)
+        _check_result(name, "", rest, Weight())
+        return Weight(num_items if isinstance(value, list | tuple | range) else 0)
+    weight = weigh(*args, *kwargs.values())
+    _check_result(name, value, rest, weight)
+    if name == "format":
+        check_percent(str(value), *rest)
+    return weight
+
+
+def _check_result(name: str, value: Any, rest: Sequence[Any], weight: Weight) -> None:
+    """Refuses a too long result of a filter or text method."""
+    if name not in _TAKES_LONG_TEXTS:
+        bound(weight.num_characters, MAX_WORKED_CHARACTERS)
+    widest = max((number for number in rest if isinstance(number, int)), default=0)
+    if name in _TAKES_WIDTHS:
+        bound(widest, MAX_WIDTH)
+    text = str(value) if name == "replace" else value if isinstance(value, str) else ""
+    match name, rest:
+        case "replace", [old, new, *_]:
+            bound(len(text) + text.count(str(old)) * len(str(new)), MAX_CHARACTERS)
+        case "split" | "rsplit", _:
+            separator = next((one for one in rest if isinstance(one, str) and one), None)
+            bound(text.count(separator) if separator else len(text) // 2, MAX_ITEMS)
+        case "join", [separator, *_] if isinstance(value, Sized):
+            bound(weight.num_characters + len(value) * len(str(separator)), MAX_CHARACTERS)
+        case "indent", _:
+            bound((str(value).count("\n") + 1) * (max(widest, 4) + weigh(*rest).num_characters), MAX_CHARACTERS)
+        case "tojson", _:
+            bound(weight.num_items * weight.depth * (widest + weigh(*rest).num_characters), MAX_CHARACTERS)
+        case "sum", _ if any(isinstance(start, list | tuple) for start in rest):
+            bound(len(value) * weight.num_items // _ITEMS_COPIED_AT_ONCE, MAX_ITEMS)
+
+
+def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
+    """A test's weight; refuses like `check_call`."""
+    if name == "in" and len(args) == 2:
+        return check_contains(args[1], args[0])
+    if args and isinstance(args[0], str) and name in ("divisibleby", "even", "odd"):
+        check_percent(*args)
+    return weigh(*args, *kwargs.values())
+
+
+def check_format(text: str, *values: Any) -> None:
+    """Refuses a text for `str.format` with a long result or a width from a value."""
+    _check_fields(text, "{", _FORMAT_FIELD, values)
+
+
+def check_percent(text: str, *values: Any) -> None:
+    """Like `check_format`, for `%`."""
+    _check_fields(text, "%", _PERCENT_FIELD, values)
+
+
+def _check_fields(text: str, opener: str, field: re.Pattern[str], values: Sequence[Any]) -> None:
+    """Each field could hold all of `values`."""
+    num_fields = text.count(opener)
+    bound(num_fields, _MAX_FIELDS)
+    fields = field.findall(text)
+    bound(sum(one[-1] in "{*" for one in fields), 0)
+    widths = re.findall(r"\d+", " ".join(fields))
+    width = max((int(digits) if len(digits) < 7 else MAX_CHARACTERS for digits in widths), default=0)
+    bound(width, MAX_WIDTH)
+    weight = weigh(*values)
+    longest = _SHORT_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters
+    bound(num_fields * (width + longest), MAX_CHARACTERS)
+
+
+def bound(count: int, most: int) -> None:
+    """Raises SecurityError above `most`."""
+    if count > most:
+        raise SecurityError("the model's chat template makes a text, a list or a number that is too long")
+
 
 MAX_OWN_ITEMS: Final = 100_000
 """Length of a range that the sandbox makes."""
@@ -101,12 +330,12 @@ def _spend_on(result: Any) -> Any:
     elif isinstance(result, (list, tuple, dict)):  # this is the quickest way to ask
         count += len(result)
     elif type(result) is int:
-        template_sizes.bound(result.bit_length(), template_sizes.MAX_INTEGER_BITS)
+        bound(result.bit_length(), MAX_INTEGER_BITS)
     _spend(count)
     return result
 
 
-def _spend_for(weight: template_sizes.Weight) -> None:
+def _spend_for(weight: Weight) -> None:
     _spend(weight.num_items // _ITEMS_PER_STEP + weight.num_characters // _CHARACTERS_PER_STEP)
 
 
@@ -123,7 +352,7 @@ def _are_light(values: Iterable[Any]) -> bool:
 
 def _weighed(value: Any) -> Any:
     if not _are_light((value,)):
-        _spend_for(template_sizes.weigh(value))
+        _spend_for(weigh(value))
     return value
 
 
@@ -133,7 +362,7 @@ def _drawn(values: Iterable[Any]) -> list[Any]:
 
 def _drawing(items: Iterator[Any]) -> Iterator[Any]:
     for count, item in enumerate(items):
-        template_sizes.bound(count, template_sizes.MAX_ITEMS)
+        bound(count, MAX_ITEMS)
         _spend()
         yield item
 
@@ -237,7 +466,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         named = [value for name, value in kwargs.items() if name not in _JINJAS_OWN] if kwargs else []
         if type(owner) is not str or named or not _are_light((owner, *args)):
             args = tuple(_drawn(args))
-            _spend_for(template_sizes.check_call(__obj, args, named))
+            _spend_for(check_call(__obj, args, named))
         if type(owner) in _CHANGES and not __self.is_safe_attribute(owner, __obj.__name__, __obj):
             raise SecurityError("the model's chat template gathers a list that is unsafe to add to: it is too long")
         return _spend_on(super().call(__context, __obj, *args, **kwargs))
@@ -245,17 +474,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator's result."""
         if operator == "+" and type(left) is type(right) is str:
-            template_sizes.bound(len(left) + len(right), template_sizes.MAX_CHARACTERS)
+            bound(len(left) + len(right), MAX_CHARACTERS)
             return _spend_on(left + right)
         if operator not in ("+", "*"):
             _weighed(right)
-        template_sizes.check_operator(operator, left, right)
+        check_operator(operator, left, right)
         return _spend_on(super().call_binop(context, operator, left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """A member."""
         if type(argument) is not str and not _are_light((argument,)):
-            _spend_for(template_sizes.weigh_key(obj, argument))
+            _spend_for(weigh_key(obj, argument))
         return super().getitem(obj, argument)
 
     @staticmethod
@@ -264,7 +493,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         is_quick = type(container) is dict or len(container) < _FEW if type(container) in _PLAIN else False
         if not is_quick or not _are_light((item,)):
             (container,) = _drawn([container])
-            _spend_for(template_sizes.check_contains(container, item))
+            _spend_for(check_contains(container, item))
         return item in container
 
     @staticmethod
@@ -296,7 +525,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @wraps(formatted)
         def checked(*args: Any, **kwargs: Any) -> str:
-            template_sizes.check_format(text, *args, *kwargs.values())
+            check_format(text, *args, *kwargs.values())
             return str(_spend_on(formatted(*args, **kwargs)))
 
         return checked
@@ -304,12 +533,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Text of an output, a macro or a block."""
-        return str(_spend_on(template_sizes.joined(parts, _spend)))
+        return str(_spend_on(joined(parts, _spend)))
 
     @classmethod
     def concat_texts(cls, *parts: Any) -> str:
         """Values joined by `~`."""
-        return str(_spend_on(template_sizes.joined(map(cls.shown, parts), _spend)))
+        return str(_spend_on(joined(map(cls.shown, parts), _spend)))
 
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
@@ -332,10 +561,10 @@ def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
 
 
-def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., template_sizes.Weight]) -> Callable[..., Any]:
+def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., Weight]) -> Callable[..., Any]:
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
     formats = name in ("format", "divisibleby", "even", "odd")  # a short text makes a long one
-    is_shallow = name in template_sizes.SHALLOW_FILTERS
+    is_shallow = name in SHALLOW_FILTERS
 
     @wraps(apply)  # keeps what Jinja notes on a filter
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -356,7 +585,6 @@ def _compile(template: str) -> jinja2.Template:
     # The environment is transformers', with its own filters and names; only the way it applies them is replaced.
     environment.__class__ = BoundedEnvironment
     environment.optimized = False
-    check_filter, check_test = template_sizes.check_filter, template_sizes.check_test
     filters = {name: apply for name, apply in environment.filters.items() if name not in _NEEDLESS_FILTERS}
     # A text marked as escaped escapes what it is joined with, which makes it longer than its parts.
     filters |= dict.fromkeys(("e", "escape", "forceescape"), lambda value: str(escape(str(value)))) | {"safe": str}

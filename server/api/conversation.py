@@ -15,8 +15,7 @@ from cache.snapshots import RestorePointKind
 from cache.types import common_prefix_length
 from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, RenderedPrompt, plain_text
-from models.prompt.hygiene import with_constant_headers
-from models.prompt.shapes import Message
+from models.prompt.shapes import Message, with_constant_headers
 from server.api.errors import ApiError, Code, wrong
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import PromptRenderer, ServedModel
@@ -98,7 +97,7 @@ class Conversation:
     """The answer must not call its prompt's tools."""
 
     def prepared_for(self, model: ServedModel, *, hygiene: bool = False) -> "Conversation":
-        """Adds the name's defaults; `hygiene` keeps the head of earlier requests (`models.prompt.hygiene`)."""
+        """Adds the name's defaults; `hygiene` keeps the head of earlier requests (`models.prompt.shapes`)."""
         messages, tools, changed_tools = self.messages, self.tools, self.changed_tools
         if hygiene:
             messages = with_constant_headers(messages)

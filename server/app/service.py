@@ -27,7 +27,7 @@ from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release, with_draft
 from models.mlx_lm_import import get_total_parameters, make_prompt_cache, set_wired_limit
 from models.names import find_stored, model_id, resolve, suggest_smaller
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from models.texts import size_text

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
-from models.output.reasoning import KNOWN_MARKERS
+from models.output.pieces import KNOWN_MARKERS
 from models.texts import shared_length
 from server.diagnosis.prompt import PLAIN, Part, Prompt
 from server.diagnosis.words import MAX_ADDED_WORDS, excerpt, find_changes, only_leaves_out, shared_ends, told_apart

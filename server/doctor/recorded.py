@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cache.types import TokenArray, common_prefix_length
-from models.prompt.hygiene import with_constant_header
-from models.prompt.shapes import NO_OUTLINE
+from models.prompt.shapes import NO_OUTLINE, with_constant_header
 from server.api.sessions import SessionIdError, resolve_session_id
 from server.app.config import DoctorError
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain

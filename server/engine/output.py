@@ -10,8 +10,7 @@ from typing import Protocol
 
 from models.errors import GrammarFailed
 from models.output.grammar import MaskWords, OutputGrammar
-from models.output.pieces import MarkerSearch, TokenLogprob
-from models.output.reasoning import ReasoningWatch
+from models.output.pieces import MarkerSearch, ReasoningWatch, TokenLogprob
 from models.output.tool_calls import CallWatch
 from server.engine.request import Delta, FinishReason, GenerationRequest
 

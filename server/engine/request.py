@@ -26,8 +26,7 @@ from cache.snapshots import RestorePoint
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import OutputGrammar
-from models.output.pieces import TokenLogprob
-from models.output.reasoning import Thinking
+from models.output.pieces import Thinking, TokenLogprob
 from models.output.tool_calls import CallMarkers
 from models.prompt.shapes import NO_OUTLINE, Outline
 from server.engine.diagnosis import Reuse

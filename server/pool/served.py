@@ -16,12 +16,10 @@ from models.formats import EmbeddingFormat, Judgement, Reading, Vector
 from models.inference.sampling_params import SamplingParams
 from models.output.detokenizer import token_search
 from models.output.grammar import CompiledGrammar, Grammar
-from models.output.pieces import OutputParser, PlainParser
-from models.output.reasoning import ReasoningFormat, ReasoningParser, Thinking
+from models.output.pieces import OutputParser, PlainParser, ReasoningFormat, ReasoningParser, Thinking
 from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax, tool_parser
 from models.prompt.chat_template import RenderedPrompt
-from models.prompt.hygiene import ToolOrders
-from models.prompt.shapes import Message
+from models.prompt.shapes import Message, ToolOrders
 from models.prompt.tool_definitions import Tool
 from models.store.stored_model import ModelDefaults
 from server.engine.messages import Generation

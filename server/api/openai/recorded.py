@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.errors import ModelError
-from models.prompt.hygiene import ToolOrders, with_constant_headers
+from models.prompt.shapes import ToolOrders, with_constant_headers
 from server.api.conversation import Conversation
 from server.api.dialect import parse_body, validated
 from server.api.errors import ApiError, explain

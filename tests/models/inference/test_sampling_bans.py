@@ -6,10 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.inference.penalties import bans_of
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import RowSampling
+from models.inference.sampling_state import RowSampling, bans_of
 
 VOCAB = 6
 BANS: list[dict[str, Any]] = [

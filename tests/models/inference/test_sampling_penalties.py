@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from models.inference.penalties import MAX_PENALTY, penalties_of
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import ALL_TOKENS, MAX_REPEATED, SamplingParams
-from models.inference.sampling_state import RowSampling
+from models.inference.sampling_state import MAX_PENALTY, RowSampling, penalties_of
 
 VOCAB = 6
 LONGEST = 200

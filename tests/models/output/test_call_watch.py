@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.output.reasoning import ReasoningFormat, ReasoningWatch, Thinking
+from models.output.pieces import ReasoningFormat, ReasoningWatch, Thinking
 from models.output.tool_calls import CallMarkers, CallWatch
 
 MARKERS = CallMarkers("<call>", "</call>")

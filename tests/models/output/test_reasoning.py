@@ -7,13 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.output.pieces import Piece, PlainParser, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallStarted
-from models.output.reasoning import (
+from models.output.pieces import (
     KNOWN_MARKERS,
+    Piece,
+    PlainParser,
+    Reasoning,
     ReasoningFormat,
     ReasoningParser,
     ReasoningWatch,
+    Text,
     Thinking,
+    ToolArguments,
+    ToolCallEnded,
+    ToolCallStarted,
     find_reasoning_format,
 )
 from models.output.tool_calls import ToolCallParser

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cache.snapshots import RestorePointKind
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError
 from tests.models.prompt.test_chat_template import PLAIN, SYSTEM, SlowTokenizer, assistant, make_tokenizer, user
 from tests.support import tiny_models

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from models.prompt.hygiene import with_constant_header, with_constant_headers
+from models.prompt.shapes import with_constant_header, with_constant_headers
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.100.{}; cc_entrypoint=cli; cch={};"
 CONSTANT = LINE.format("000", "00000")

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from models.errors import PromptTooLong, TokenizerFailed
-from models.prompt import added_tokens, chat_template
-from models.prompt import tokenize as pieces_module
-from models.prompt import tokenize as segments_module
+from models.prompt import chat_template, tokenize
 from models.prompt.tokenize import Abandoned, PromptParts, TextCutter, abandoned_when, encode
 from tests.support import tiny_models, tiny_tokenizers
 from tests.support.tiny_tokenizers import Flags
@@ -233,8 +231,8 @@ def test_the_shapes_are_tokenized_piecewise(shape: str) -> None:
 def test_a_long_text_in_parts_is_the_whole(shape: str, text: str) -> None:
     backend = shared_backend(shape, {"<|x|>": Flags(special=True)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments_module, "SLICE_CHARACTERS", 2)
-        patch.setattr(segments_module, "_AHEAD_CHARACTERS", 12)
+        patch.setattr(tokenize, "SLICE_CHARACTERS", 2)
+        patch.setattr(tokenize, "_AHEAD_CHARACTERS", 12)
         tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
         for opening in ("", "<|x|>"):
             tokenized = tokenizer.tokenize(opening + text)
@@ -245,7 +243,7 @@ def test_a_long_text_in_parts_is_the_whole(shape: str, text: str) -> None:
 @pytest.mark.parametrize("shape", sorted(tiny_tokenizers.SHAPES))
 def test_a_long_text_is_tokenized_in_parts(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = shared_backend(shape, {"<|x|>": Flags(special=True)})
-    monkeypatch.setattr(segments_module, "SLICE_CHARACTERS", 50)
+    monkeypatch.setattr(tokenize, "SLICE_CHARACTERS", 50)
     tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
     assert len(list(tokenizer._cutter.cut("some words and\nmore " * 40))) > 10
 
@@ -288,7 +286,7 @@ def test_no_text_is_cut_where_the_tokenizer_would_notice(
     backend: Any, sample: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first three have a token across such a place that no sample of a trial contains."""
-    monkeypatch.setattr(segments_module, "SLICE_CHARACTERS", 20)
+    monkeypatch.setattr(tokenize, "SLICE_CHARACTERS", 20)
     backend.add_special_tokens(["<|x|>"])
     tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
     assert tokenizer.tokenize(sample * 50).ids.tolist() == whole(sample * 50, backend)
@@ -307,8 +305,8 @@ def test_no_text_is_cut_where_the_tokenizer_would_notice(
 def test_a_long_text_without_spaces_is_tokenized_in_parts(sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is short, so that nothing else stands still for long, and together they are the whole."""
     backend = shared_backend("bytes", {"<|x|>": Flags(special=True), "<|inner|>": Flags()})
-    monkeypatch.setattr(segments_module, "SLICE_CHARACTERS", 100)
-    monkeypatch.setattr(segments_module, "_AHEAD_CHARACTERS", 20)
+    monkeypatch.setattr(tokenize, "SLICE_CHARACTERS", 100)
+    monkeypatch.setattr(tokenize, "_AHEAD_CHARACTERS", 20)
     tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
     text = sample * 50
     assert max(part.stop - part.start for part in tokenizer._cutter.cut(text)) < 220
@@ -335,8 +333,8 @@ def test_no_call_gets_more_than_it_may_whatever_the_text(
     text, lengths = "".join(some * times for some, times in runs), list[int]()
     with pytest.MonkeyPatch.context() as patch:
         for name, number in (("SLICE_CHARACTERS", 8), ("_AHEAD_CHARACTERS", 8), ("MAX_CHARACTERS", 32)):
-            patch.setattr(segments_module, name, number)
-        patch.setattr(pieces_module, "encode", counted_in(lengths))
+            patch.setattr(tokenize, name, number)
+        patch.setattr(tokenize, "encode", counted_in(lengths))
         try:
             ends = tokenizer.tokenize(text, None).ends.tolist()
         except TokenizerFailed:
@@ -347,7 +345,7 @@ def test_no_call_gets_more_than_it_may_whatever_the_text(
 
 def test_one_long_word_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, tokenizer = list[int](), pieces()
-    monkeypatch.setattr(pieces_module, "encode", counted_in(lengths))
+    monkeypatch.setattr(tokenize, "encode", counted_in(lengths))
     with pytest.raises(PromptTooLong):
         tokenizer.tokenize("b" * 4_000_000, max_tokens=10)
     assert sum(lengths) < 100_000
@@ -398,7 +396,7 @@ def test_the_ends_bound_the_text_that_the_tokens_came_from() -> None:
 
 def test_the_ends_of_very_many_tokens_are_those_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
     few = pieces().tokenize(TURN + "ab  c\n\nd").ends.tolist()
-    monkeypatch.setattr(pieces_module, "_MANY_TOKENS", 0)
+    monkeypatch.setattr(tokenize, "_MANY_TOKENS", 0)
     assert pieces().tokenize(TURN + "ab  c\n\nd").ends.tolist() == few
 
 
@@ -469,7 +467,7 @@ def test_remembering_a_reply_tokenizes_nothing() -> None:
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces_module, "MAX_REMEMBERED_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "MAX_REMEMBERED_BYTES", 4000)
     tokenizer = pieces()
     for number in range(200):
         text = f"<|im_start|>{number} some words<|im_end|>"
@@ -508,10 +506,10 @@ def test_a_tokenizer_that_gives_up_is_not_used_and_ends_no_thread() -> None:
 
 
 def test_each_added_token_is_looked_at_a_few_times_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    look = Mock(wraps=added_tokens._has_space_at_edge)
-    monkeypatch.setattr(added_tokens, "_has_space_at_edge", look)
+    look = Mock(wraps=tokenize._has_space_at_edge)
+    monkeypatch.setattr(tokenize, "_has_space_at_edge", look)
     added = {number: AddedToken(f"<{number}>", normalized=False, special=True) for number in range(1000)}
-    added_tokens.Borders(added)
+    tokenize.Borders(added)
     assert look.call_count <= 2 * len(added)
 
 

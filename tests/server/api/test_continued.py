@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from models.output.tool_formats import HarmonyFormat
 from server.api.app import create_app
 from server.api.conversation import Conversation

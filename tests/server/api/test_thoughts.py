@@ -7,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_answers import CALL_TEXTS, TOOLS, ask

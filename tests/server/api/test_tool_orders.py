@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from models.prompt.hygiene import MAX_TOOL_BYTES, MAX_TOOLS, ToolOrders
+from models.prompt.shapes import MAX_TOOL_BYTES, MAX_TOOLS, ToolOrders
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving

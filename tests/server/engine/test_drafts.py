@@ -11,7 +11,7 @@ from cache.layers import layout as layout_module
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft
 from models.output.grammar import OutputGrammar
-from models.output.reasoning import ReasoningFormat, Thinking
+from models.output.pieces import ReasoningFormat, Thinking
 from models.output.tool_calls import CallMarkers
 from server.engine.feeds import MAX_KNOWN_TOKENS
 from server.engine.request import Event, Failed, Finished, FinishReason, StepFailed

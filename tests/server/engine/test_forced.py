@@ -16,7 +16,7 @@ from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import load
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
-from models.output.reasoning import ReasoningFormat, Thinking
+from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.request import DraftSource, Failed, Finished
 from server.engine.speculation import Drafting, ForcedText, Speculation
 from tests.server.engine.test_drafts import CLOSED, prompt_of

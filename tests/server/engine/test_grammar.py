@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from models.output.grammar import OutputGrammar
-from models.output.reasoning import ReasoningFormat, Thinking
+from models.output.pieces import ReasoningFormat, Thinking
 from server.api.errors import as_api_error
 from server.engine.request import AnswerUnbound, Failed, FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of

@@ -11,7 +11,7 @@ import pytest
 from cache.budget import PinLimit
 from cache.memory_tier import PinName
 from models.inference.sampling_params import SamplingParams
-from models.output.reasoning import ReasoningFormat, Thinking
+from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.commands import ClearCache, PinSession, UnpinSession
 from server.engine.prefill import COPIED_PER_EVALUATED
 from server.engine.request import (

@@ -10,7 +10,7 @@ import httpx
 import pydantic
 import pytest
 
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from server.api.anthropic.content import sign
 from server.api.app import create_app
 from server.app.config import ServerConfig

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.output.grammar import CompiledGrammar, Grammar
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from models.texts import enclose
 from server.api.anthropic.content import sign
 from server.api.anthropic.conversation import read_conversation, read_params

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.diagnosis import Cause, Miss, MissReason

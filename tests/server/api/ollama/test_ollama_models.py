@@ -13,7 +13,7 @@ from packaging.version import Version
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from models.output.tool_formats import HarmonyFormat
 from server.api.app import create_app
 from server.app.config import ServerConfig

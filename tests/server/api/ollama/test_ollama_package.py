@@ -8,7 +8,7 @@ import httpx
 import ollama
 import pytest
 
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason, OutOfMemory, QueueFull

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
-from models.output.reasoning import ReasoningFormat
+from models.output.pieces import ReasoningFormat
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason, OutOfMemory
