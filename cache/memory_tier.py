@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cache.budget import CacheEvent, EvictionReason, Happening, Journal, Ledger, PinLimit
-from cache.eviction.order import EvictionOrder, Shares, over_share
-from cache.eviction.value import Candidate, Chance
+from cache.eviction import Candidate, Chance, EvictionOrder, Shares, over_share
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.snapshots import KEPT_POINTS, Snapshot, has_shared_rows

@@ -5,12 +5,11 @@ Nothing here knows models, request parameters, or time.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from cache.admission import Admission, CacheRequest
+from cache.admission import Admission, CacheRequest, DiskMoves
 from cache.budget import ASIDE, PADDING, CacheStats, Journal
 from cache.disk.connector import DiskConnector
 from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
-from cache.disk_moves import DiskMoves
 from cache.history import History
 from cache.layers.layout import CHUNK_TOKENS, Layout, SequenceSizes
 from cache.lease import Lease, Recorder

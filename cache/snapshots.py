@@ -189,7 +189,7 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
     """The points that later turns will hardly need, ascending like `points`.
 
     `landing` is where the conversation's newest turn was restored. Requests continue nearly always at the end, the
-    last prompt's end or `landing` (`eviction/value.py`: `Chance`). Points there are kept, and ever fewer before: a
+    last prompt's end or `landing` (`eviction.py`: `Chance`). Points there are kept, and ever fewer before: a
     point is superseded if its neighbours are, seen from the end, less than `THINNING_RATIO` apart.
     """
     behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]

@@ -540,6 +540,11 @@ def head_length(leaves: Sequence[LayerCache]) -> int:
     return next((int(cache.head.offset) for cache in leaves if isinstance(cache, HeadedKVCache)), 0)
 
 
+def head_of(caches: Sequence[LayerCache]) -> LayerCache | None:
+    """What names the head of a row: one of its layer caches."""
+    return next((cache.head for cache in leaves_of(caches) if isinstance(cache, HeadedKVCache)), None)
+
+
 def put_on_head(caches: list[LayerCache], head: Sequence[LayerCache]) -> None:
     """Makes empty `caches` begin with `head`: tails without tokens."""
     caches[:] = _changed(caches, head, _empty_tail)

@@ -20,14 +20,13 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from cache.layers.layout import head_length, leaves_of, split_at_head, tail_of
+from cache.layers.layout import head_length, head_of, leaves_of, split_at_head, tail_of
 from cache.types import LayerCache
 from models.inference.feeds import forget_last, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Row, Wanted, capacity_for
 from models.inference.groups import (
     Group,
     bytes_per_token,
-    head_of,
     is_fresh,
     length_of,
     reserved_tokens_of,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from cache.layers.layout import GROWTH_TOKENS, HeadedKVCache, head_length, leaves_of, tail_of
+from cache.layers.layout import GROWTH_TOKENS, HeadedKVCache, head_length, head_of, leaves_of, tail_of
 from cache.types import LayerCache
 from models.inference.grouping import Buffer, Row, capacity_for
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
@@ -29,11 +29,6 @@ from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 def length_of(caches: Sequence[LayerCache]) -> int:
     """Tokens in a row's caches; 0 if none of them can be in a group."""
     return max((int(cache.offset) for cache in leaves_of(caches) if _can_share(cache)), default=0)
-
-
-def head_of(caches: Sequence[LayerCache]) -> LayerCache | None:
-    """What names the head of a row: one of its layer caches."""
-    return next((cache.head for cache in leaves_of(caches) if isinstance(cache, HeadedKVCache)), None)
 
 
 def reserved_tokens_of(caches: Sequence[LayerCache]) -> int:

@@ -31,7 +31,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.layers.layout import leaves_of, tail_of
+from cache.layers.layout import head_of, leaves_of, tail_of
 from cache.types import LayerCache
 from models import lora
 from models.adapter import NO_ADAPTER
@@ -40,7 +40,6 @@ from models.inference import grouping, probe
 from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
 from models.inference.drafters import Behind, Drafter, entries_of
 from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
-from models.inference.groups import head_of
 from models.inference.probe import Form
 from models.inference.ragged import own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from cache import eviction as policy
 from cache import snapshots
 from cache.budget import Ledger
-from cache.eviction import value as policy
 from cache.slots import SlotView, choose_slot
 from cache.snapshots import KeptPoint, RestorePoint, RestorePointKind
 from cache.types import TokenLog

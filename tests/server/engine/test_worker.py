@@ -13,7 +13,6 @@ from cache.memory_tier import PinName
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.commands import ClearCache, PinSession, UnpinSession
-from server.engine.prefill import COPIED_PER_EVALUATED
 from server.engine.request import (
     Delta,
     Failed,
@@ -26,6 +25,7 @@ from server.engine.request import (
     Started,
     StepFailed,
 )
+from server.engine.worker import COPIED_PER_EVALUATED
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_model import LAYOUTS
 from tests.support.fake_runner import EOS, FakeRunner, next_token, reference
@@ -153,7 +153,7 @@ def test_a_prompt_alone_on_a_gpu_goes_in_long_chunks_and_others_in_short_ones() 
 def test_a_prompt_alone_is_cut_at_the_same_places_whatever_of_it_is_restored(
     far: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.engine.prefill.FAR_TOKENS", far)
+    monkeypatch.setattr("server.engine.worker.FAR_TOKENS", far)
     prompt = prompt_of(1, 501)
 
     def find_ends(num_known: int) -> list[int]:
@@ -188,7 +188,7 @@ def test_work_for_later_goes_in_short_chunks_for_whoever_comes_meanwhile() -> No
 
 def test_long_chunks_are_not_for_windows_nor_far_into_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     for layout, far, expected in (("W", 1 << 20, [16, 16]), ("T", 128, [128, 16])):
-        monkeypatch.setattr("server.engine.prefill.FAR_TOKENS", far)
+        monkeypatch.setattr("server.engine.worker.FAR_TOKENS", far)
         harness = Harness(layout, chunk_tokens=16)
         harness.worker.use_long_chunks()
         harness.submit(prompt_of(1, 301), max_tokens=1)

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import memory_tier
-from cache.eviction import value
-from cache.eviction.order import FairQueue, over_share
-from cache.eviction.value import Candidate
+from cache import eviction, memory_tier
+from cache.eviction import Candidate, FairQueue, over_share
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from tests.support import cache_driver, fake_model
@@ -138,7 +136,7 @@ def test_a_sweep_looks_at_no_more_than_it_has_to() -> None:
 
     queue.pop(10_000)  # joins what is of about one age
     queue.sweep(is_current, 100)
-    assert 100 <= len(seen) <= 100 + value.MAX_JOINED
+    assert 100 <= len(seen) <= 100 + eviction.MAX_JOINED
     assert len(queue) == 9999 - len(seen)
 
 

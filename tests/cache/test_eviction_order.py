@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from cache import snapshots
-from cache.eviction import order, value
-from cache.eviction.value import Candidate, Chance, Valuation
+from cache import eviction, snapshots
+from cache.eviction import Candidate, Chance, Valuation
 from cache.layers import layout
 from cache.layers.state import RecurrentState
 from cache.lease import Lease
@@ -113,7 +112,7 @@ def test_among_equals_the_oldest_goes() -> None:
 def test_once_a_conversation_has_begun_the_longest_of_the_silent_goes_first(
     monkeypatch: pytest.MonkeyPatch, newest: str, gone: str
 ) -> None:
-    monkeypatch.setattr(value, "LONG_TOKENS", 100)
+    monkeypatch.setattr(eviction, "LONG_TOKENS", 100)
     prefix_cache = cache_of(10_000)
     stories = {"known": story(1), "short": story(2), "long": list(range(3000, 3400)), "new": story(4)}
     for session_id in ("known", "short", "long", newest):
@@ -395,7 +394,7 @@ def test_an_end_that_a_session_came_back_to_because_its_last_had_gone_is_worth_l
 
 
 def test_no_restore_point_is_overrated_once_a_conversation_has_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "MANY_CHANGED", 0)
+    monkeypatch.setattr(eviction, "MANY_CHANGED", 0)
     prefix_cache, tokens = recurrent(), list[int]()
     held = prefix_cache.memory.order
     for turn in range(6):
@@ -442,7 +441,7 @@ def test_an_edge_that_holds_nothing_goes_with_the_last_leaf_below_it() -> None:
 
 
 def test_nothing_is_kept_of_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "MIN_GARBAGE", 10)
+    monkeypatch.setattr(eviction, "MIN_GARBAGE", 10)
     prefix_cache = cache_of(500)
     for number in range(1, 101):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
@@ -450,8 +449,8 @@ def test_nothing_is_kept_of_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nothing_is_kept_of_what_is_outdated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "MIN_GARBAGE", 10)
-    monkeypatch.setattr(order, "MANY_CHANGED", 0)
+    monkeypatch.setattr(eviction, "MIN_GARBAGE", 10)
+    monkeypatch.setattr(eviction, "MANY_CHANGED", 0)
     prefix_cache = cache_of(10_000)
     for number in range(100):
         cache_driver.run(prefix_cache, story(number % 3), session_id=str(number % 3))
@@ -462,7 +461,7 @@ def test_much_that_has_changed_is_looked_at_before_something_must_go() -> None:
     prefix_cache = cache_of(10**6)
     for number in range(1, 100):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
-    assert len(prefix_cache.memory.order._changed) <= order.MANY_CHANGED
+    assert len(prefix_cache.memory.order._changed) <= eviction.MANY_CHANGED
     assert len(prefix_cache.memory.order._latest) > 50
 
 

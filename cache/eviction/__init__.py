@@ -1,1 +1,0 @@
-"""Eviction when memory is short: the value of state, and the order."""
