@@ -14,46 +14,40 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Error, Page, Route, expect
 
 from server.api.app import create_app
+from server.api.connections import Limits
 from server.app.config import ServerConfig
 from tests.console.test_console import problems_of
-from tests.support.browser import BROWSER, browser
+from tests.support.browser import BROWSER, TIMEOUT_MS
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found; CHROMIUM may name one")
-expect.set_options(timeout=30_000)
 
 WORDS = tuple(f"word{number} " for number in range(60))
 WHOLE = "".join(WORDS).strip()
-SLOW = Script(WORDS, step_seconds=0.05)
-SLOWER = Script(WORDS, step_seconds=0.15)
 KEPT = re.compile(r"#/chat/[0-9a-f-]{36}$")
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
 
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    return FakeEngine(SLOW)
+    """Says ten words of an answer, and the others once `max_texts` is None."""
+    return FakeEngine(Script(WORDS), max_texts=10)
 
 
 @pytest.fixture
 def address(engine: FakeEngine) -> Iterator[str]:
-    model = fake_model(context_tokens=4000)
-    with running(create_app(engine, model, ServerConfig())) as base:
+    with running(create_app(engine, fake_model(context_tokens=4000), ServerConfig())) as base:
         yield base
+        engine.max_texts = None
 
 
 @pytest.fixture
-def context(chromium: Browser) -> Iterator[BrowserContext]:
+def context(chromium: Browser, address: str) -> Iterator[BrowserContext]:
+    """Is closed before the server is, which else waits for the streams of its pages."""
     context = chromium.new_context()
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(TIMEOUT_MS)
     yield context
     context.close()
 
@@ -93,14 +87,47 @@ def is_whole(page: Page) -> None:
     expect(answer_of(page)).to_have_text(WHOLE)
 
 
-def test_a_reload_in_the_middle_of_a_first_answer(page: Page, engine: FakeEngine) -> None:
-    ask(page, "My first question")
-    expect(page).to_have_url(KEPT)
+RECORDS = """(wanted) => new Promise((done) => {
+    const asked = indexedDB.open("mlx-serve", 1);
+    asked.onsuccess = () => {
+        const all = asked.result.transaction("conversations").objectStore("conversations").getAll();
+        all.onsuccess = () => { asked.result.close(); done((%s)(all.result, wanted)); };
+    };
+})"""
+"""What a function says of the conversations and drafts that the browser has kept."""
+NODES = "all.flatMap((one) => Object.values(one.nodes ?? {}))"
+IS_TAKEN = (
+    f"(all) => ((open) => open.length && open.every((node) => node.run.id))({NODES}.filter((node) => node.run))"
+)
+HAVE_ENDED = f"(all, count) => ((said) => said.length === count && !said.some((node) => node.run))({NODES})"
+IS_DRAFT = "(all, text) => all.some((one) => one.text === text)"
+
+
+def wait_until_kept(page: Page, condition: str, wanted: Any = None) -> None:
+    """Waits for what the browser writes, which nothing on the page shows."""
+    page.wait_for_function(RECORDS % condition, arg=wanted)
+
+
+def begin(page: Page, text: str = "A question") -> None:
+    """Asks, and waits for words of the answer: a page that is gone from now on does not ask again."""
+    ask(page, text)
     wait_for_words(page)
+    wait_until_kept(page, IS_TAKEN)
+
+
+def end(engine: FakeEngine, page: Page) -> None:
+    """Has all answers end, and asserts that the page has the last one whole."""
+    engine.max_texts = None
+    is_whole(page)
+
+
+def test_a_reload_in_the_middle_of_a_first_answer(page: Page, engine: FakeEngine) -> None:
+    begin(page, "My first question")
+    expect(page).to_have_url(KEPT)
     page.reload()
     expect(page.locator(".message.user")).to_contain_text("My first question")
     wait_for_words(page, "word0 word1")
-    is_whole(page)
+    end(engine, page)
     expect(page.locator(".chats li")).to_have_count(1)
     page.reload()
     is_whole(page)
@@ -110,21 +137,20 @@ def test_a_reload_in_the_middle_of_a_first_answer(page: Page, engine: FakeEngine
 def test_a_reload_at_once_asks_the_question_that_was_not_taken(page: Page, engine: FakeEngine) -> None:
     on_its_way: list[Route] = []
     page.route("**/v1/responses", lambda route: route.continue_() if on_its_way else on_its_way.append(route))
-    ask(page, "A question")
+    with page.expect_request("**/v1/responses"):
+        ask(page, "A question")
     expect(page).to_have_url(KEPT)
-    page.wait_for_timeout(200)
     assert len(on_its_way) == 1 and not engine.requests
     page.reload()
-    is_whole(page)
+    end(engine, page)
     expect(page.locator(".message")).to_have_count(2)
     assert len(engine.requests) == 1
 
 
 def test_a_tab_that_crashes(context: BrowserContext, page: Page, address: str, engine: FakeEngine) -> None:
-    ask(page, "A question")
-    wait_for_words(page)
-    field_of(page).press_sequentially("half a thou", delay=30)
-    page.wait_for_function(KEEPS_DRAFT, arg="half a thou")
+    begin(page)
+    field_of(page).press_sequentially("half a thou")
+    wait_until_kept(page, IS_DRAFT, "half a thou")
     with contextlib.suppress(Error):
         page.goto("chrome://crash")
     other = context.new_page()
@@ -132,43 +158,42 @@ def test_a_tab_that_crashes(context: BrowserContext, page: Page, address: str, e
     other.wait_for_function("async () => (await navigator.locks.query()).held.length === 0")  # the tab is gone
     other.goto(f"{address}/#/chat")
     expect(field_of(other)).to_have_value("half a thou")
-    is_whole(other)
+    end(engine, other)
     assert len(engine.requests) == 1 and not engine.cancelled
 
 
 def test_a_closed_tab_leaves_its_answer_to_another(context: BrowserContext, page: Page, engine: FakeEngine) -> None:
-    engine.script = SLOWER
-    ask(page, "A question")
-    expect(page).to_have_url(KEPT)
+    begin(page)
     other = opened(context, page.url)
     wait_for_words(other)
     page.close()
-    is_whole(other)
+    end(engine, other)
     assert len(engine.requests) == 1
 
 
 def test_two_tabs_on_one_chat(context: BrowserContext, page: Page, engine: FakeEngine) -> None:
-    engine.script = Script(WORDS, step_seconds=0.01)
+    engine.max_texts = None
     ask(page, "Of the first tab")
     is_whole(page)
     other = opened(context, page.url)
-    field_of(page).fill("draft of the first")
-    field_of(other).fill("draft of the second")
-    page.reload()
-    expect(field_of(page)).to_have_value("draft of the first")
-    other.reload()
-    expect(field_of(other)).to_have_value("draft of the second")
+    for one, text in ((page, "draft of the first"), (other, "draft of the second")):
+        field_of(one).fill(text)
+        wait_until_kept(one, IS_DRAFT, text)
+    for one, text in ((page, "draft of the first"), (other, "draft of the second")):
+        one.reload()
+        expect(field_of(one)).to_have_value(text)
     field_of(page).press("Enter")
     field_of(other).press("Enter")
+    wait_until_kept(page, HAVE_ENDED, 6)
     for one in (page, other):
-        # The second one is another way from the same place, or waits for the end of the first.
+        # The second one is another way from the same place, or waited for the end of the first.
         expect(one.locator(".message.waits")).to_have_count(0)
         is_whole(one)
         expect(one.locator(".chats li")).to_have_count(1)
-    kept = page.evaluate(READ_ALL)
-    said = sorted(node["content"] for one in kept for node in one["nodes"].values() if node["role"] == "user")
+    kept = page.evaluate(RECORDS % f"(all) => {NODES}")
+    said = sorted(node["content"] for node in kept if node["role"] == "user")
     assert said == ["Of the first tab", "draft of the first", "draft of the second"]
-    answers = [node for one in kept for node in one["nodes"].values() if node["role"] == "assistant"]
+    answers = [node for node in kept if node["role"] == "assistant"]
     assert [node["content"].strip() for node in answers] == [WHOLE] * 3 and len(engine.requests) == 3
 
 
@@ -185,28 +210,10 @@ def test_two_tabs_that_hear_nothing_of_each_other(context: BrowserContext, addre
         expect(tab.locator(".message.user").last).to_contain_text(text)
         expect(answer_of(tab)).to_have_text("Hello there.")
         expect(tab.locator("[aria-busy=true]")).to_have_count(0)
-    page.wait_for_timeout(500)
-    (kept,) = page.evaluate(READ_ALL)
-    said = sorted(node["content"] for node in kept["nodes"].values() if node["role"] == "user")
+    wait_until_kept(page, HAVE_ENDED, 6)
+    kept = page.evaluate(RECORDS % f"(all) => {NODES}")
+    said = sorted(node["content"] for node in kept if node["role"] == "user")
     assert said == ["Of both", "Of the first", "Of the second"]
-
-
-KEEPS_DRAFT = """(text) => new Promise((done) => {
-    const asked = indexedDB.open("mlx-serve", 1);
-    asked.onsuccess = () => {
-        const all = asked.result.transaction("conversations").objectStore("conversations").getAll();
-        all.onsuccess = () => { asked.result.close(); done(all.result.some((one) => one.text === text)); };
-    };
-})"""
-
-
-READ_ALL = """() => new Promise((done) => {
-    const asked = indexedDB.open("mlx-serve", 1);
-    asked.onsuccess = () => {
-        const all = asked.result.transaction("conversations").objectStore("conversations").getAll();
-        all.onsuccess = () => done(all.result.filter((one) => one.nodes));
-    };
-})"""
 
 
 SENT_AT_ONCE = """() => {
@@ -217,8 +224,7 @@ SENT_AT_ONCE = """() => {
 }"""
 
 
-def test_a_message_that_is_sent_before_a_new_chat_has_its_address(page: Page, engine: FakeEngine) -> None:
-    engine.script = SLOWER
+def test_a_message_that_is_sent_before_a_new_chat_has_its_address(page: Page) -> None:
     ask(page, "The first chat")
     wait_for_words(page)
     page.evaluate(SENT_AT_ONCE)
@@ -228,7 +234,6 @@ def test_a_message_that_is_sent_before_a_new_chat_has_its_address(page: Page, en
 
 
 def test_answers_of_two_chats_at_once(page: Page, engine: FakeEngine) -> None:
-    engine.script = SLOWER
     ask(page, "The first chat")
     wait_for_words(page)
     first = page.url
@@ -238,8 +243,8 @@ def test_answers_of_two_chats_at_once(page: Page, engine: FakeEngine) -> None:
     ask(page, "The second chat")
     wait_for_words(page)
     page.get_by_role("link", name="The first chat").click()
-    is_whole(page)
     expect(page).to_have_url(first)
+    end(engine, page)
     page.get_by_role("link", name="The second chat").click()
     is_whole(page)
     expect(page.locator(".chats").get_by_label("is being answered")).to_have_count(0)
@@ -247,9 +252,7 @@ def test_answers_of_two_chats_at_once(page: Page, engine: FakeEngine) -> None:
 
 
 def test_what_is_sent_while_an_answer_runs_waits(page: Page, engine: FakeEngine) -> None:
-    engine.script = SLOWER
-    ask(page, "A question")
-    wait_for_words(page)
+    begin(page)
     ask(page, "And then?")
     waits = page.locator(".message.waits")
     expect(waits).to_contain_text("And then?")
@@ -260,9 +263,11 @@ def test_what_is_sent_while_an_answer_runs_waits(page: Page, engine: FakeEngine)
     waits.last.get_by_role("button", name="Take back").click()
     expect(field_of(page)).to_have_value("Never mind")
     expect(waits).to_have_count(1)
-    page.wait_for_timeout(100)  # until the browser has written it, which nothing shows
+    wait_until_kept(page, IS_DRAFT, "Never mind")
+    wait_until_kept(page, "(all) => all.some((one) => Object.values(one.queued ?? {}).some((other) => other.gone))")
     page.reload()
     expect(waits).to_have_count(1)
+    engine.max_texts = None
     expect(page.locator(".message.user")).to_have_count(2)
     expect(page.locator(".message.assistant")).to_have_count(2)
     is_whole(page)
@@ -272,7 +277,6 @@ def test_what_is_sent_while_an_answer_runs_waits(page: Page, engine: FakeEngine)
 
 
 def test_what_waits_for_a_stopped_answer_is_sent_when_it_is_asked_for(page: Page, engine: FakeEngine) -> None:
-    engine.script = SLOWER
     ask(page, "A question")
     wait_for_words(page)
     ask(page, "And then?")
@@ -282,9 +286,10 @@ def test_what_waits_for_a_stopped_answer_is_sent_when_it_is_asked_for(page: Page
     expect(page.locator(".message.waits")).to_contain_text("Not sent")
     assert problems_of(page) == ""
     text = answer_of(page).inner_text()
+    wait_until_kept(page, HAVE_ENDED, 2)
     page.reload()
     expect(answer_of(page)).to_have_text(text)
-    engine.script = Script(WORDS)
+    engine.max_texts = None
     page.get_by_role("button", name="Send now").click()
     expect(page.locator(".message.assistant")).to_have_count(2)
     is_whole(page)
@@ -308,17 +313,20 @@ def test_drafts_are_kept_while_they_are_typed(context: BrowserContext, page: Pag
     page.get_by_text("System prompt and settings").click()
     page.get_by_label("System prompt", exact=True).fill("Be terse.")
     field_of(page).press_sequentially("A first thou")
-    page.wait_for_timeout(400)
+    wait_until_kept(
+        page, '(all) => all.some((one) => one.text === "A first thou" && one.conversation.system === "Be terse.")'
+    )
     page.reload()
     expect(field_of(page)).to_have_value("A first thou")
     field_of(page).press("Enter")
     expect(answer_of(page)).to_have_text("Hello there.")
     assert "".join(map(chr, engine.requests[0].tokens)).startswith("<system>Be terse.")
+    wait_until_kept(page, "(all) => all.every((one) => one.nodes)")
     page.reload()
     expect(field_of(page)).to_have_value("")
     page.locator(".message.user").get_by_role("button", name="Edit").click()
     page.get_by_label("Edit the message").fill("A better thought")
-    page.wait_for_timeout(400)
+    wait_until_kept(page, IS_DRAFT, "A better thought")
     page.reload()
     page.locator(".message.user").get_by_role("button", name="Edit").click()
     expect(page.get_by_label("Edit the message")).to_have_value("A better thought")
@@ -340,22 +348,25 @@ class Wire:
         self._open: list[socket.socket] = []
         self._stalled: list[socket.socket] = []
         self._is_cut = False
+        self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        self._is_cut = True
-        for one in self._open:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._is_cut = True
+            for one in self._open:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
 
     def mend(self) -> None:
         self._is_cut = False
 
     def stall(self) -> None:
         """Has all that is open carry nothing any more, and stay open."""
-        self._open, self._stalled = [], self._open
+        with self._lock:
+            self._open, self._stalled = [], self._open
 
     def close(self) -> None:
         self._open += self._stalled
@@ -366,11 +377,12 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                if self._is_cut:
-                    near.close()
-                    continue
-                far = socket.create_connection(("127.0.0.1", self._to))
-                self._open += [near, far]
+                with self._lock:
+                    if self._is_cut:
+                        near.close()
+                        continue
+                    far = socket.create_connection(("127.0.0.1", self._to))
+                    self._open += [near, far]
                 for one, other in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
 
@@ -384,11 +396,19 @@ class Wire:
                 end.shutdown(socket.SHUT_RDWR)
 
 
+@contextlib.contextmanager
+def wire_to(address: str) -> Iterator[Wire]:
+    wire = Wire(int(address.rpartition(":")[2]))
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
 @pytest.fixture
 def wire(address: str) -> Iterator[Wire]:
-    wire = Wire(int(address.rpartition(":")[2]))
-    yield wire
-    wire.close()
+    with wire_to(address) as wire:
+        yield wire
 
 
 def test_a_network_that_goes_and_comes(context: BrowserContext, wire: Wire, engine: FakeEngine) -> None:
@@ -400,6 +420,7 @@ def test_a_network_that_goes_and_comes(context: BrowserContext, wire: Wire, engi
     assert problems_of(page) == ""
     ask(page, "One more")
     wire.mend()
+    engine.max_texts = None
     expect(page.locator(".message.assistant")).to_have_count(2)
     is_whole(page)
     expect(page.locator(".message.assistant .text").first).to_have_text(WHOLE)
@@ -412,16 +433,18 @@ def test_a_network_that_goes_and_comes(context: BrowserContext, wire: Wire, engi
     assert len(engine.requests) == 3 and not engine.cancelled
 
 
-def test_a_connection_of_which_nothing_is_heard_any_more(
-    context: BrowserContext, wire: Wire, engine: FakeEngine
-) -> None:
-    page = opened(context, f"http://127.0.0.1:{wire.port}/#/chat/new")
-    ask(page, "A question")
-    wait_for_words(page)
-    wire.stall()
-    page.wait_for_timeout(300)
-    page.evaluate("() => void dispatchEvent(new Event('online'))")
-    is_whole(page)
+def test_a_connection_of_which_nothing_is_heard_any_more(context: BrowserContext, engine: FakeEngine) -> None:
+    # The browser may ask by another connection that nothing is heard of, until the server closes idle ones.
+    app = create_app(engine, fake_model(context_tokens=4000), ServerConfig())
+    with running(app, Limits(client_seconds=3.0)) as address, wire_to(address) as wire:
+        page = opened(context, f"http://127.0.0.1:{wire.port}/#/chat/new")
+        ask(page, "A question")
+        wait_for_words(page)
+        wire.stall()
+        engine.max_texts = None
+        page.evaluate("() => void dispatchEvent(new Event('online'))")
+        is_whole(page)
+        page.close()
     assert len(engine.requests) == 1
 
 
@@ -445,6 +468,7 @@ def test_a_server_that_is_killed(context: BrowserContext, tmp_path: Path) -> Non
         assert server.port == port
         expect(page.locator(".message.assistant .bad")).to_contain_text("has been started anew")
         assert text and (answer_of(page).text_content() or "").startswith(text)
+        wait_until_kept(page, HAVE_ENDED, 2)
         page.reload()
         expect(page.locator(".message.user")).to_contain_text("one two")
         assert (answer_of(page).text_content() or "").startswith(text)
@@ -453,7 +477,8 @@ def test_a_server_that_is_killed(context: BrowserContext, tmp_path: Path) -> Non
         server.close()
 
 
-def test_a_browser_without_room_says_so_and_loses_nothing_of_what_it_shows(page: Page) -> None:
+def test_a_browser_without_room_says_so_and_loses_nothing_of_what_it_shows(page: Page, engine: FakeEngine) -> None:
+    engine.max_texts = None
     page.evaluate("""() => {
         window.put = IDBObjectStore.prototype.put;
         IDBObjectStore.prototype.put = () => { throw new DOMException("full", "QuotaExceededError"); };
@@ -466,29 +491,35 @@ def test_a_browser_without_room_says_so_and_loses_nothing_of_what_it_shows(page:
     expect(page.get_by_role("alert")).to_have_count(0)
     expect(page.locator(".message.assistant")).to_have_count(2)
     is_whole(page)
+    wait_until_kept(page, HAVE_ENDED, 4)
     page.reload()
     expect(page.locator(".message")).to_have_count(4)
 
 
-def test_a_browser_that_keeps_nothing_says_so_and_answers(context: BrowserContext, address: str) -> None:
+def test_a_browser_that_keeps_nothing_says_so_and_answers(
+    context: BrowserContext, address: str, engine: FakeEngine
+) -> None:
     context.add_init_script("indexedDB.open = () => { throw new DOMException('private', 'InvalidStateError'); }")
     page = opened(context, f"{address}/#/chat/new")
     expect(page.locator(".chats")).to_contain_text("This browser keeps nothing")
     ask(page, "A question")
     wait_for_words(page)
     ask(page, "And then?")
+    engine.max_texts = None
     expect(page.locator(".message.assistant")).to_have_count(2)
     is_whole(page)
 
 
+WITHOUT_LOCKS = "Object.defineProperty(navigator, 'locks', { value: undefined })"
+
+
 def test_without_locks_two_tabs_follow_one_answer(context: BrowserContext, address: str, engine: FakeEngine) -> None:
-    context.add_init_script("Object.defineProperty(navigator, 'locks', { value: undefined })")
+    context.add_init_script(WITHOUT_LOCKS)
     page = opened(context, f"{address}/#/chat/new")
-    ask(page, "A question")
-    expect(page).to_have_url(KEPT)
+    begin(page)
     other = opened(context, page.url)
     wait_for_words(other)
-    is_whole(page)
+    end(engine, page)
     is_whole(other)
     other.reload()
     is_whole(other)
@@ -496,7 +527,35 @@ def test_without_locks_two_tabs_follow_one_answer(context: BrowserContext, addre
     assert len(engine.requests) == 1
 
 
-def test_on_a_phone_enter_breaks_the_line(chromium: Browser, address: str) -> None:
+def test_without_locks_a_question_is_left_for_a_while_to_the_page_that_sends_it(
+    context: BrowserContext, address: str, engine: FakeEngine
+) -> None:
+    context.add_init_script(WITHOUT_LOCKS)
+    engine.max_texts = None
+    on_their_way: list[Route] = []
+    page = opened(context, f"{address}/#/chat/new")
+    page.route("**/v1/responses", lambda route: on_their_way.append(route))
+    with page.expect_request("**/v1/responses"):
+        ask(page, "A question")
+    other = context.new_page()
+    other.add_init_script("window.time = Date.now(); Date.now = () => window.time")
+    other.goto(page.url)
+    expect(other.locator(".message.assistant")).to_have_count(1)
+    assert not engine.requests
+    on_their_way.pop().continue_()
+    is_whole(page)
+    is_whole(other)
+    assert len(engine.requests) == 1
+    with page.expect_request("**/v1/responses"):
+        ask(page, "Another question")
+    expect(other.locator(".message.assistant")).to_have_count(2)
+    page.goto(f"{address}/health")
+    other.evaluate("() => void setInterval(() => { window.time += 10000; }, 10)")
+    is_whole(other)
+    assert len(engine.requests) == 2
+
+
+def test_on_a_phone_enter_breaks_the_line(chromium: Browser, address: str, engine: FakeEngine) -> None:
     context = chromium.new_context(viewport={"width": 400, "height": 800}, has_touch=True, is_mobile=True)
     page = opened(context, f"{address}/#/chat/new")
     field = field_of(page)
@@ -505,7 +564,7 @@ def test_on_a_phone_enter_breaks_the_line(chromium: Browser, address: str) -> No
     field.press_sequentially("two")
     expect(field).to_have_value("one\ntwo")
     page.get_by_role("button", name="Send", exact=True).click()
-    is_whole(page)
+    end(engine, page)
     context.close()
 
 
@@ -513,10 +572,11 @@ def test_a_question_that_is_refused_stays_and_can_be_asked_again(page: Page, eng
     engine.max_waiting = 0
     ask(page, "A question")
     expect(page.locator(".message .bad")).to_be_visible()
+    wait_until_kept(page, HAVE_ENDED, 2)
     page.reload()
     engine.max_waiting = None
     page.get_by_role("button", name="Try again").click()
-    is_whole(page)
+    end(engine, page)
 
 
 def test_a_tool_is_called_and_answered_by_hand(page: Page, engine: FakeEngine) -> None:
@@ -529,6 +589,7 @@ def test_a_tool_is_called_and_answered_by_hand(page: Page, engine: FakeEngine) -
     ask(page, "The weather?")
     expect(page.locator(".call")).to_contain_text('{"city": "Bern"}')
     expect(answer_of(page)).to_have_text("Let me look.")
+    wait_until_kept(page, HAVE_ENDED, 2)
     page.reload()
     engine.script = Script()
     page.get_by_label("What get_weather answers").fill("Sunny")

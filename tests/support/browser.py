@@ -5,8 +5,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
+TIMEOUT_MS = 60_000
+"""Beside other tests on a slow machine an answer takes its time; what fails, fails for another reason."""
+expect.set_options(timeout=TIMEOUT_MS)
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 APPLICATIONS = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",

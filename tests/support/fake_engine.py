@@ -103,6 +103,8 @@ class FakeEngine:
     excess_bytes: int = 0
     """What `try_resize` says that running requests hold beyond any budget."""
     drafts: DraftStats | None = None
+    max_texts: int | None = None
+    """Texts of a request's script after which it waits until this is raised, or None: no waiting."""
 
     def submit(self, request: GenerationRequest) -> Generation:
         if not self.is_running:
@@ -186,10 +188,15 @@ class FakeEngine:
         for count, text in enumerate(script.texts):
             if script.step_seconds:
                 await self._pause(request, script.step_seconds)
+            while self._is_held(count) and request.request_id not in self.cancelled:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
             if request.request_id in self.cancelled:
                 return count
             generation.post([Delta(text, (count,))])
         return len(script.texts)
+
+    def _is_held(self, count: int) -> bool:
+        return self.max_texts is not None and count >= self.max_texts
 
     async def _pause(self, request: GenerationRequest, seconds: float) -> None:
         """Waits like a step that is being evaluated: a cancel ends it."""

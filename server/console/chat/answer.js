@@ -7,12 +7,14 @@ import { inputUpTo, itemsOf } from "./conversation.js";
 const MAX_STREAMS = 3;
 const KEEP_MS = 500;
 const MAX_RETRY_MS = 8000;
+/** How long a page without locks leaves a question to the page that sends it. */
+const OTHERS_MS = 10000;
 const FINISHES = { completed: "stop", incomplete: "length", cancelled: "stopped", failed: "failed" };
 
 /**
  * The answers that this page follows. A message that is being answered has `run`: the response's id, which is null
- * until the server has taken the question, and the number of the last event. One page at a time follows an answer, the
- * next one where that page is closed.
+ * until the server has taken the question, the number of the last event, and the page that sends the question. One page
+ * at a time follows an answer, the next one where that page is closed; without locks, as over plain http, each page does.
  */
 export class Answers {
   /** `changed(node)` is called after each piece, `ended(conversation, node)` at the end, `keep(conversation)` keeps it. */
@@ -73,6 +75,7 @@ export class Answers {
     const { conversation, node } = one;
     // Another page may have followed it meanwhile.
     await this.keep(conversation);
+    if (!navigator.locks) await this.leftToOthers(one);
     one.response = node.run?.id;
     for (let wait = 500; node.run; wait = Math.min(2 * wait, MAX_RETRY_MS)) {
       const from = node.run.number;
@@ -95,6 +98,15 @@ export class Answers {
     }
     this.followed.delete(node.id);
     this.ended(conversation, node);
+  }
+
+  /** Waits for what another page hears of its question; that page may be gone, which only locks would tell. */
+  async leftToOthers({ conversation, node, abort }) {
+    const until = Date.now() + OTHERS_MS;
+    while (node.run && !node.run.id && node.run.page !== this.store.page && !abort.signal.aborted && Date.now() < until) {
+      await new Promise((go) => setTimeout(go, KEEP_MS));
+      await this.keep(conversation);
+    }
   }
 
   /** Takes the events of an answer until its end, or that of the connection. */

@@ -271,7 +271,7 @@ function mount(root, app) {
   /** Has the model answer the message `last`, or go on with the answer `begun`. Both are kept before they are sent. */
   async function ask(conversation, last, begun) {
     const { content = "", reasoning } = begun ?? {};
-    const node = add(conversation, last?.id ?? null, { role: "assistant", content, reasoning, begun: begun && { role: "assistant", content, reasoning }, model: conversation.model, run: { id: null, number: -1 } });
+    const node = add(conversation, last?.id ?? null, { role: "assistant", content, reasoning, begun: begun && { role: "assistant", content, reasoning }, model: conversation.model, run: { id: null, number: -1, page: store.page } });
     isFollowing = true;
     if (conversation === chat) draw();
     await keep(conversation);
