@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from server.app.keys import SHARED
-from server.cli.main import examples_of
+from server.cli.main import COMMANDS
 from server.cli.repl.terminal import history_file, open_history
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
 
 ROOT = Path(__file__).parents[1]
 DOCS = (ROOT / "docs" / "upgrading.md").read_text(encoding="utf-8")
+EXAMPLES = {name: command["examples"] for name, command in COMMANDS.items()}
 PROGRAMS = {
     "mlx-serve": f'cd "{ROOT}" && exec "{sys.executable}" mlx_serve.py "$@"',
     # The machine's own services and tools are not for a test to touch.
@@ -53,7 +54,7 @@ def sh(script: str, environment: Mapping[str, str]) -> None:
 
 def test_nothing_is_left(environment: Mapping[str, str], tmp_path: Path) -> None:
     home = Path(environment["HOME"])
-    used_commands = [*examples_of("completion"), examples_of("config")[1], *examples_of("service install")]
+    used_commands = [*EXAMPLES["completion"], EXAMPLES["config"][1], *EXAMPLES["service install"]]
     sh("\n".join(used_commands), environment)
     keep_something(write("qwen3", tmp_path / "tiny"), environment)
     open_history(history_file({"XDG_STATE_HOME": str(home / ".local" / "state")})).store_string("Hi")

@@ -8,11 +8,13 @@ import pytest
 import typer
 
 from server.cli.main import COMMANDS as NAMES
-from server.cli.main import app, examples_of, execute, load
+from server.cli.main import app, execute, load
 
 ROOT: Any = typer.main.get_command(app)
 ROOT.commands = {name: load(name) for name in ROOT.commands}
-EXAMPLES = {"": ["mlx-serve serve demo", "mlx-serve run demo"]} | {name: examples_of(name) for name in NAMES}
+EXAMPLES = {"": ["mlx-serve serve demo", "mlx-serve run demo"]} | {
+    name: told["examples"] for name, told in NAMES.items()
+}
 
 
 def commands(group: Any = ROOT, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

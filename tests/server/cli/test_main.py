@@ -46,9 +46,10 @@ def test_the_help_has_every_command_once_and_whole_on_a_line_of_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     _, output, _ = run(capsys, *words.split(), "--help")
     assert all(len(line) <= 80 and not re.search(r"\w\.\.\.$", line) for line in output.splitlines())
-    for name, (_, told, _) in COMMANDS.items():
+    for name, command in COMMANDS.items():
         if name.rpartition(" ")[0] == words:
-            assert len(re.findall(rf"^  {name.split()[-1]} +{re.escape(told.partition('.')[0])}$", output, re.M)) == 1
+            told = command["help"].partition(".")[0]
+            assert len(re.findall(rf"^  {name.split()[-1]} +{re.escape(told)}$", output, re.M)) == 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
