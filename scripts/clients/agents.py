@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from scripts.clients.scripted_server import Reply, ScriptedEngine
-from server.cli.recipes import RECIPES, LaunchTarget, environment_of
+from server.cli.recipes import RECIPES, Served, environment_of
 
 TASK = "Change the greeting in greeting.py from hello to goodbye."
 BEFORE = 'print("hello")\n'
@@ -27,8 +27,8 @@ CONTEXT_TOKENS = 100_000
 """What agents are told that the model holds."""
 
 
-def _target(url: str, model: str) -> LaunchTarget:
-    return LaunchTarget(url, model, CONTEXT_TOKENS)
+def _target(url: str, model: str) -> Served:
+    return Served(url, model, CONTEXT_TOKENS)
 
 
 def launch_variables(name: str, url: str, model: str) -> dict[str, str]:

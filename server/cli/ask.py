@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ from server.app.config import DEFAULT_URL, ConfigError, StartError
 from server.app.memory_budget import running, runtime_folder
 from server.cli.models import plain_table
 from server.cli.options import Json, Key, Url, command_group, key_option, model_names
+from server.cli.recipes import Served
 
 logger = logging.getLogger(__name__)
 
@@ -233,14 +233,6 @@ def find_other_program(started: str) -> str | None:
 # ------------------------------------------------------------------------------------------ where a model is loaded
 
 
-@dataclass(frozen=True)
-class Served:
-    """A model as a server names it."""
-
-    url: str
-    model: str
-
-
 class KeyNeeded(StartError):
     """A server that may have the model asks for a key."""
 
@@ -255,8 +247,8 @@ def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served |
     for url in urls:
         try:
             for served in models_at(url, api_key):
-                if name == served or (repository is not None and repository == parse_repository(served)):
-                    return Served(url, served)
+                if name == served.model or (repository is not None and repository == parse_repository(served.model)):
+                    return served
         except KeyNeeded as error:
             locked = locked or error
     if locked is not None:
@@ -264,13 +256,14 @@ def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served |
     return None
 
 
-def models_at(url: str, api_key: str | None) -> list[str]:
+def models_at(url: str, api_key: str | None) -> list[Served]:
     """The models of one of our servers; none of another program. Raises KeyNeeded."""
     status, body = AskedServer(url, api_key, FIND_SECONDS).ask("GET", "/v1/models") or (0, b"")
     if status == http.client.UNAUTHORIZED:
         raise KeyNeeded(url)
     try:
-        return [str(model["id"]) for model in json.loads(body)["data"] if model["owned_by"].startswith(OWNER)]
+        models = [model for model in json.loads(body)["data"] if model["owned_by"].startswith(OWNER)]
+        return [Served(url, one["id"], one.get("context_length") or 0, api_key or "") for one in models]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         logger.debug("%s lists no models: %s", url, error)
         return []

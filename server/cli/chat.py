@@ -113,7 +113,7 @@ def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None
     except KeyNeeded as error:
         typer.echo(f"T{str(error)[1:]} to join it.", err=True)
     if served is not None:
-        return chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}")
+        return chat(JoinedModels(served), opening, f" · joined the server at {served.url}")
     from server.cli.pull import offer
 
     name = offer(config.models[0]) or settle(config.models[0])

@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote, urlencode
 
 import typer
 
 from server.app import memory_budget
 from server.app.config import ConfigError, StartError
 from server.cli import recipes
-from server.cli.ask import AskedServer, Served, find_served, known_urls
+from server.cli.ask import AskedServer, find_served, known_urls
 from server.cli.at_login import own_program
 from server.cli.config import load_model_config
 from server.cli.keys import handling, leave
 from server.cli.options import USUAL_MODEL, Key, command_group
-from server.cli.recipes import RECIPES, LaunchTarget, Recipe, SessionCounts
+from server.cli.recipes import RECIPES, Recipe, Served
 
 app = command_group()
 
@@ -53,7 +52,7 @@ def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], 
 def _wait_for(process: "subprocess.Popen[bytes]", runtime: Path, log: Any) -> str:
     while process.poll() is None:
         url = next((claim.url for claim in memory_budget.running(runtime) if claim.pid == process.pid), "")
-        if url and _get(url, "/health", None) is not None:
+        if url and AskedServer(url, None, ASK_SECONDS).ask("GET", "/health") is not None:
             return url
         time.sleep(POLL_SECONDS)
     log.seek(0)
@@ -61,40 +60,13 @@ def _wait_for(process: "subprocess.Popen[bytes]", runtime: Path, log: Any) -> st
     raise StartError((lines[-1] if lines else "it said nothing").removeprefix("mlx-serve: "))
 
 
-def _get(url: str, path: str, key: str | None) -> dict[str, Any] | None:
+def read_totals(served: Served) -> Mapping[str, float]:
+    """Sums of the server's requests so far; none where the server does not tell them."""
     try:
-        found = AskedServer(url, key, ASK_SECONDS).get(path)
-    except StartError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def describe_target(served: Served, key: str | None) -> LaunchTarget:
-    """The model as an agent must see it."""
-    models = (_get(served.url, "/v1/models", key) or {}).get("data", [])
-    found: dict[str, Any] = next((model for model in models if model.get("id") == served.model), {})
-    return LaunchTarget(served.url, served.model, int(found.get("context_length") or 0), key or "")
-
-
-def look_at_sessions(target: LaunchTarget) -> SessionCounts:
-    """The sessions' counts, if the server gives them."""
-    try:
-        return recipes.count_sessions((_get(target.url, "/v1/sessions", target.key) or {})["data"])
-    except (KeyError, TypeError):
+        totals: Mapping[str, float] = AskedServer(served.url, served.key, ASK_SECONDS).get("/v1/stats")["totals"]
+    except (StartError, KeyError, TypeError):
         return {}
-
-
-def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCounts) -> float:
-    """Prompt tokens per second of sessions with new requests."""
-    turns: list[Any] = []
-    for namespace, name in recipes.changed(before, after):
-        query = urlencode({"namespace": namespace} if namespace and not target.key else {})
-        session = _get(target.url, f"/v1/sessions/{quote(name, safe='')}?{query}", target.key)
-        turns += (session or {}).get("turns") or []
-    try:
-        return recipes.prompt_speed(turns)
-    except (KeyError, TypeError):
-        return 0.0
+    return totals
 
 
 @dataclass(frozen=True)
@@ -139,27 +111,26 @@ def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mappi
     with handling(leave, signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
         served = find_served(model, urls, key)
         if asked.is_shown:
-            target = describe_target(served, key) if served else LaunchTarget(urls[-1], model, key=key or "")
+            target = served or Served(urls[-1], model, key=key or "")
             typer.echo(recipes.as_shell(recipe, target, asked.arguments))
             return 0
         if served is None:
             _tell(f"Starting a server with {model} …")
             command = [*own_program(sys.argv[0]), "serve", model, "--port", "0"]
             url = stack.enter_context(started_server(command, runtime, _tell))
-            served = find_served(model, [url], key) or Served(url, model)
+            served = find_served(model, [url], key) or Served(url, model, key=key or "")
         else:
             _tell(f"Asking the server at {served.url}.")
-        return _run(recipe, describe_target(served, key), asked.arguments, environment)
+        return _run(recipe, served, asked.arguments, environment)
 
 
-def _run(recipe: Recipe, target: LaunchTarget, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    before = look_at_sessions(target)
-    command, seen = recipes.command_of(recipe, target, arguments), recipes.environment_of(recipe, target, environment)
+def _run(recipe: Recipe, served: Served, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    before = read_totals(served)
+    command, seen = recipes.command_of(recipe, served, arguments), recipes.environment_of(recipe, served, environment)
     # Ctrl-C is left to the agent, by a handler: the agent would inherit an ignored signal.
     with handling(lambda *_: None, signal.SIGINT):
         status = subprocess.run(command, env=seen, check=False).returncode
-    after = look_at_sessions(target)
-    _tell(recipes.savings_between(before, after, measure_speed(target, before, after)).describe())
+    _tell(recipes.savings_between(before, read_totals(served)))
     # The shell's exit status of a program ended by a signal.
     return status if status >= 0 else 128 - status
 

@@ -5,9 +5,8 @@ Nothing is written into an agent's own configuration.
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from models.texts import grouped
 from server.app.log_events import percent_text, seconds_text
@@ -25,8 +24,8 @@ Variables = Mapping[str, str | None]
 
 
 @dataclass(frozen=True)
-class LaunchTarget:
-    """The model for an agent."""
+class Served:
+    """A model as a server names it."""
 
     url: str
     model: str
@@ -43,11 +42,11 @@ class Recipe:
     title: str
     program: str
     advice: str
-    variables: Callable[[LaunchTarget], Variables]
-    arguments: Callable[[LaunchTarget], Sequence[str]] = lambda target: ()
+    variables: Callable[[Served], Variables]
+    arguments: Callable[[Served], Sequence[str]] = lambda target: ()
 
 
-def _claude_variables(target: LaunchTarget) -> Variables:
+def _claude_variables(target: Served) -> Variables:
     sizes = {f"ANTHROPIC_DEFAULT_{size}_MODEL": target.model for size in ("HAIKU", "SONNET", "OPUS")}
     window = target.context_tokens if target.context_tokens >= COMPACT_FROM_TOKENS else 0
     return {
@@ -62,7 +61,7 @@ def _claude_variables(target: LaunchTarget) -> Variables:
     }
 
 
-def _codex_arguments(target: LaunchTarget) -> Sequence[str]:
+def _codex_arguments(target: Served) -> Sequence[str]:
     provider = {"name": "mlx-serve", "base_url": f"{target.url}/v1", "wire_api": "responses"}
     if target.key:
         provider["env_key"] = CODEX_KEY
@@ -77,11 +76,11 @@ def _codex_arguments(target: LaunchTarget) -> Sequence[str]:
     return [part for setting in settings for part in ("-c", setting)]
 
 
-def _codex_variables(target: LaunchTarget) -> Variables:
+def _codex_variables(target: Served) -> Variables:
     return {CODEX_KEY: target.key} if target.key else {}
 
 
-def _opencode_variables(target: LaunchTarget) -> Variables:
+def _opencode_variables(target: Served) -> Variables:
     context = target.context_tokens
     limit = {"limit": {"context": context, "output": min(LONGEST_ANSWER_TOKENS, context // 4)}} if context else {}
     provider = {
@@ -110,18 +109,18 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def environment_of(recipe: Recipe, target: LaunchTarget, environment: Mapping[str, str]) -> dict[str, str]:
+def environment_of(recipe: Recipe, target: Served, environment: Mapping[str, str]) -> dict[str, str]:
     """The agent's environment, given the shell's."""
     merged = {**environment, **recipe.variables(target)}
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def command_of(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> list[str]:
+def command_of(recipe: Recipe, target: Served, rest: Sequence[str]) -> list[str]:
     """The command line; a person adds `rest`."""
     return [recipe.program, *recipe.arguments(target), *rest]
 
 
-def as_shell(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> str:
+def as_shell(recipe: Recipe, target: Served, rest: Sequence[str]) -> str:
     """A shell line that starts the agent in the same way."""
     variables = recipe.variables(target)
     unset = [f"-u {name}" for name, value in variables.items() if value is None]
@@ -130,56 +129,17 @@ def as_shell(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> str:
     return " ".join([*start, shlex.join(command_of(recipe, target, rest))])
 
 
-SessionCounts = Mapping[tuple[str, str], tuple[int, int]]
-"""Prompt tokens restored and evaluated, by namespace and id."""
-
-
-@dataclass(frozen=True)
-class LaunchSavings:
-    """Prompt tokens saved; an unknown speed is 0."""
-
-    cached_tokens: int
-    evaluated_tokens: int
-    tokens_per_second: float = 0.0
-
-    def describe(self) -> str:
-        """One line for a person."""
-        total = self.cached_tokens + self.evaluated_tokens
-        if not total:
-            return "Nothing was asked of the server."
-        seconds = self.cached_tokens / self.tokens_per_second if self.tokens_per_second else 0
-        saved = f", which saved about {seconds_text(seconds)}" if seconds >= 1 else ""
-        share = percent_text(self.cached_tokens, total)
-        told = f"{grouped(self.cached_tokens)} of {grouped(total)} prompt tokens ({share}) were reused{saved}"
-        return f"{told}; {grouped(self.evaluated_tokens)} were evaluated."
-
-
-def count_sessions(sessions: Iterable[Mapping[str, Any]]) -> SessionCounts:
-    """Counts `GET /v1/sessions`. Raises KeyError or TypeError."""
-    return {
-        (str(one["namespace"]), str(one["id"])): (int(one["cached_tokens"]), int(one["evaluated_tokens"]))
-        for one in sessions
-    }
-
-
-def changed(before: SessionCounts, after: SessionCounts) -> list[tuple[str, str]]:
-    """Sessions with new requests."""
-    return [name for name, counts in after.items() if before.get(name) != counts]
-
-
-def savings_between(before: SessionCounts, after: SessionCounts, tokens_per_second: float) -> LaunchSavings:
-    """A session that began again counts from its beginning."""
-    cached = evaluated = 0
-    for name in changed(before, after):
-        old, new = before.get(name, (0, 0)), after[name]
-        if new[0] < old[0] or new[1] < old[1]:
-            old = (0, 0)
-        cached, evaluated = cached + new[0] - old[0], evaluated + new[1] - old[1]
-    return LaunchSavings(cached, evaluated, tokens_per_second)
-
-
-def prompt_speed(turns: Sequence[Mapping[str, Any]]) -> float:
-    """Prompt tokens per second; 0 where nothing was evaluated."""
-    tokens = sum(int(turn["evaluated_tokens"]) for turn in turns)
-    milliseconds = sum(float(turn["prompt_ms"]) for turn in turns)
-    return 1000 * tokens / milliseconds if milliseconds else 0.0
+def savings_between(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """One line on what was reused between two `totals` of `/v1/stats`."""
+    cached, evaluated, seconds = (
+        max(after.get(name, 0) - before.get(name, 0), 0)
+        for name in ("cached_tokens", "evaluated_tokens", "saved_seconds")
+    )
+    total = int(cached + evaluated)
+    if not total:
+        return "Nothing was asked of the server."
+    saved = f", which saved about {seconds_text(seconds)}" if seconds >= 1 else ""
+    told = (
+        f"{grouped(int(cached))} of {grouped(total)} prompt tokens ({percent_text(int(cached), total)}) were reused"
+    )
+    return f"{told}{saved}; {grouped(int(evaluated))} were evaluated."

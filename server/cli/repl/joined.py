@@ -8,7 +8,8 @@ from typing import Any
 import httpx2
 
 from models.prompt.shapes import Message
-from server.cli.ask import FIND_SECONDS, Served, bearer, find_served, models_at
+from server.cli.ask import FIND_SECONDS, bearer, find_served, models_at
+from server.cli.recipes import Served
 from server.cli.repl import conversation
 from server.cli.repl.conversation import AnswerCosts, Answerer, AnswerFailed, Manner, Said
 
@@ -18,9 +19,8 @@ _MANNERS = {"reasoning_content": Manner.REASONING, "content": Manner.ANSWER}
 class JoinedModel:
     """A model behind HTTP. Conversations of several programs never mix."""
 
-    def __init__(self, served: Served, api_key: str | None = None) -> None:
+    def __init__(self, served: Served) -> None:
         self._served = served
-        self._headers = bearer(api_key)
         self._session = f"run-{uuid.uuid4().hex[:6]}"
 
     @property
@@ -44,7 +44,7 @@ class JoinedModel:
         timeout = httpx2.Timeout(None, connect=FIND_SECONDS)
         try:
             async with (
-                httpx2.AsyncClient(timeout=timeout, trust_env=False, headers=self._headers) as client,
+                httpx2.AsyncClient(timeout=timeout, trust_env=False, headers=bearer(self._served.key)) as client,
                 client.stream("POST", f"{self._served.url}/v1/chat/completions", json=body) as answer,
             ):
                 if answer.status_code != httpx2.codes.OK:
@@ -61,20 +61,20 @@ class JoinedModel:
 class JoinedModels:
     """The models of one server."""
 
-    def __init__(self, served: Served, api_key: str | None = None) -> None:
-        self._url, self._api_key = served.url, api_key
-        self.current: Answerer = JoinedModel(served, api_key)
+    def __init__(self, served: Served) -> None:
+        self._url, self._api_key = served.url, served.key
+        self.current: Answerer = JoinedModel(served)
 
     def names(self) -> Sequence[str]:
         """The models that the server has or can load."""
-        return models_at(self._url, self._api_key)
+        return [served.model for served in models_at(self._url, self._api_key)]
 
     def change(self, name: str) -> None:
         """Changes to another model of the server. Raises AnswerFailed."""
         found = find_served(name, [self._url], self._api_key)
         if found is None:
             raise AnswerFailed(f"the server at {self._url} has no model {name!r}; /model lists those it has")
-        self.current = JoinedModel(found, self._api_key)
+        self.current = JoinedModel(found)
 
 
 def _parts_of(line: str) -> list[Said | AnswerCosts]:

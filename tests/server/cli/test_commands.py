@@ -17,8 +17,8 @@ from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.cli.ask import Served
 from server.cli.chat import Chat, Opening, Screen, chat
+from server.cli.recipes import Served
 from server.cli.repl import local, terminal
 from server.cli.repl.commands import find_image, is_image
 from server.cli.repl.conversation import (

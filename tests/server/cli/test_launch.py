@@ -13,7 +13,6 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,21 +24,18 @@ from server.cli.launch import Launch, launch, started_server
 from server.cli.main import execute
 from server.cli.recipes import (
     RECIPES,
-    LaunchSavings,
-    LaunchTarget,
+    Served,
     as_shell,
     command_of,
-    count_sessions,
     environment_of,
-    prompt_speed,
     savings_between,
 )
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 
 DOCS = Path(__file__).parents[3] / "docs"
-TARGET = LaunchTarget("http://h:1", 'a "b"/c', 200_000, "key")
-PLAIN = LaunchTarget("http://h:1", "demo")
+TARGET = Served("http://h:1", 'a "b"/c', 200_000, "key")
+PLAIN = Served("http://h:1", "demo")
 
 
 # ----------------------------------------------------------------------------------------------------- recipes
@@ -104,42 +100,27 @@ def test_the_docs_name_every_agent() -> None:
 # ----------------------------------------------------------------------------------------------------- savings
 
 
-def session(name: str, cached: int, evaluated: int, namespace: str = "") -> dict[str, Any]:
-    return {"namespace": namespace, "id": name, "cached_tokens": cached, "evaluated_tokens": evaluated}
-
-
-def test_only_what_happened_in_between_counts() -> None:
-    before = count_sessions([session("old", 100, 10), session("idle", 7, 7), session("gone", 1, 1)])
-    after = count_sessions(
-        [session("old", 150, 30), session("idle", 7, 7), session("new", 5, 50), session("old", 9, 1, "other")]
-    )
-    assert savings_between(before, after, 10.0) == LaunchSavings(50 + 5 + 9, 20 + 50 + 1, 10.0)
-
-
-def test_a_session_that_was_dropped_and_came_again_counts_from_its_beginning() -> None:
-    before, after = count_sessions([session("s", 100, 50)]), count_sessions([session("s", 3, 60)])
-    assert savings_between(before, after, 0) == LaunchSavings(3, 60)
+def totals(cached: int, evaluated: int, seconds: float = 0.0) -> dict[str, float]:
+    return {"cached_tokens": cached, "evaluated_tokens": evaluated, "saved_seconds": seconds, "requests": 7}
 
 
 @pytest.mark.parametrize(
-    ("savings", "said"),
+    ("after", "said"),
     [
-        (LaunchSavings(0, 0), "Nothing was asked of the server."),
-        (LaunchSavings(0, 10), "0 of 10 prompt tokens (0 %) were reused; 10 were evaluated."),
-        (LaunchSavings(9000, 1000, 100.0), "(90 %) were reused, which saved about 90 s; 1 000 were"),
-        (LaunchSavings(720_000, 0, 100.0), "which saved about 2 h 0 min"),
-        (LaunchSavings(50, 0, 100.0), "were reused; 0 were"),
+        (totals(100, 10, 5), "Nothing was asked of the server."),
+        ({}, "Nothing was asked of the server."),
+        (totals(100, 20, 5), "0 of 10 prompt tokens (0 %) were reused; 10 were evaluated."),
+        (
+            totals(9100, 1010, 95.0),
+            "9 000 of 10 000 prompt tokens (90 %) were reused, which saved about 90 s; 1 000 were",
+        ),
+        (totals(720_100, 10, 7205.0), "which saved about 2 h 0 min"),
+        (totals(150, 10, 5.5), "50 of 50 prompt tokens (100 %) were reused; 0 were"),
     ],
 )
-def test_savings_are_one_line(savings: LaunchSavings, said: str) -> None:
-    assert said in savings.describe()
-    assert "\n" not in savings.describe()
-
-
-def test_the_speed_is_that_of_the_turns() -> None:
-    turns = [{"evaluated_tokens": 100, "prompt_ms": 400.0}, {"evaluated_tokens": 0, "prompt_ms": 100.0}]
-    assert prompt_speed(turns) == 200.0
-    assert prompt_speed([]) == 0.0
+def test_only_what_happened_in_between_counts_and_is_one_line(after: dict[str, float], said: str) -> None:
+    assert said in savings_between(totals(100, 10, 5), after)
+    assert "\n" not in savings_between(totals(100, 10, 5), after)
 
 
 # ----------------------------------------------------------------------------------------------------- servers

@@ -13,8 +13,9 @@ from starlette.routing import Route
 
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.cli.ask import KeyNeeded, Served, find_served
+from server.cli.ask import KeyNeeded, find_served
 from server.cli.chat import Chat, Screen, fold
+from server.cli.recipes import Served
 from server.cli.repl.conversation import Manner, Said, WordWrap
 from server.cli.repl.joined import JoinedModels
 from server.engine.request import StepFailed
@@ -132,7 +133,7 @@ def talk_to(url: str, *lines: str) -> tuple[str, Chat]:
     seen: list[str] = []
     typed = iter([*lines, "/bye"])
     chat = Chat(
-        JoinedModels(Served(url, "tiny"), "sesame"),
+        JoinedModels(Served(url, "tiny", key="sesame")),
         Screen(seen.append, lambda: 80),
         read_line=lambda _: next(typed),
     )
@@ -142,7 +143,7 @@ def talk_to(url: str, *lines: str) -> tuple[str, Chat]:
 
 def test_a_server_is_found_by_the_model_that_it_has(url: str) -> None:
     nothing = "http://127.0.0.1:1"
-    assert find_served("tiny", [nothing, url], "sesame") == Served(url, "tiny")
+    assert find_served("tiny", [nothing, url], "sesame") == Served(url, "tiny", fake_model().context_tokens, "sesame")
     assert find_served("other", [nothing, url], "sesame") is None
     assert find_served("tiny", [nothing], "sesame") is None
 
@@ -156,7 +157,7 @@ def test_a_server_that_asks_for_a_key_is_named(url: str) -> None:
 def test_a_short_name_is_the_repository_it_stands_for() -> None:
     model = fake_model(id="mlx-community/Qwen3-0.6B-4bit")
     with running(create_app(FakeEngine(), model, ServerConfig())) as address:
-        found = Served(address, model.id)
+        found = Served(address, model.id, model.context_tokens)
         assert find_served("qwen3:0.6b", [address], None) == found
         assert find_served("https://hf.co/mlx-community/Qwen3-0.6B-4bit", [address], None) == found
         assert find_served("qwen3:4b", [address], None) is None
