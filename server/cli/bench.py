@@ -2,9 +2,9 @@
 
 import contextlib
 import json
-import mmap
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -12,7 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,51 +134,26 @@ def machine() -> dict[str, str]:
         "backend": backend,
     }
     if is_metal:
-        facts["kernels"] = _installed_kernels(str(info["architecture"]), Path(mx.__file__).parent)
+        facts["kernels"] = kernels_text()
     versions = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-serve")}
     return {**facts, **versions, "python": platform.python_version()}
 
 
-TENSOR_KERNELS = {
-    "products": b"steel_gemm_fused_nax_",
-    "quantized products": b"affine_qmm_t_nax_",
-    "products of experts": b"steel_gemm_gather_nax_",
-}
-"""Kernels for the matrix units of M5 and later begin with these names. A build without Metal 4 lacks all of them."""
-USUAL_KERNEL = b"steel_gemm_fused_"
-TENSOR_GENERATION = 17
-TENSOR_MACOS = (26, 2)
+M5_MACOS = 26
+"""MLX's wheel for this macOS and later has kernels for the matrix units of the M5; wheels for others do not."""
 
 
-def _installed_kernels(architecture: str, package: Path) -> str:
-    path = package / "lib" / "mlx.metallib"
+def kernels_text() -> str:
+    """The macOS that the installed MLX was made for, by the tag of its wheel."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-            return tensor_kernels(library, architecture, platform.mac_ver()[0])
-    except (OSError, ValueError) as error:
-        return f"not known: {path} cannot be read ({error})"
-
-
-def tensor_kernels(library: "bytes | mmap.mmap", architecture: str, macos: str) -> str:
-    """Says whether a metallib lists kernels for the chip's matrix units.
-
-    `architecture` is such as `applegpu_g17s`: generation and size. MLX takes these kernels from generation 17 on, for
-    phones (`p`) from 18 on, and from macOS 26.2 on.
-    """
-    if library.find(USUAL_KERNEL) < 0:
-        return "not known: this MLX compiles them when they are needed"
-    missing = [kind for kind, name in TENSOR_KERNELS.items() if library.find(name) < 0]
-    digits = architecture[-3:-1]
-    generation = int(digits) if digits.isdigit() else 0
-    has_units = generation >= TENSOR_GENERATION + architecture.endswith("p")
-    if not has_units:
-        return f"{'without' if missing else 'with'} those for M5, which this chip ({architecture}) does not use"
-    if missing:
-        what = "those" if len(missing) == len(TENSOR_KERNELS) else " and ".join(missing)
-        return f"MISSING: {what} for this chip's matrix units, so prompts are slow here; install another build of MLX"
-    if tuple(int(part) for part in macos.split(".")[:2] if part.isdigit()) < TENSOR_MACOS:
-        return f"with those for this chip's matrix units, which need macOS 26.2 and not {macos}"
-    return "with those for this chip's matrix units"
+        wheel = distribution("mlx-metal").read_text("WHEEL") or ""
+    except PackageNotFoundError:
+        wheel = ""
+    tag = re.search(r"^Tag: .*-macosx_(\d+)_", wheel, re.MULTILINE)
+    if tag is None:
+        return "of an MLX that was not installed from a wheel"
+    rest = "with" if int(tag[1]) >= M5_MACOS else f"without what only MLX for macOS {M5_MACOS} has:"
+    return f"of MLX for macOS {tag[1]}, {rest} those of the M5"
 
 
 def _model_facts(service: "Service") -> dict[str, str]:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import platform
-import re
 import resource
 import shlex
 import shutil
@@ -23,7 +22,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import mlx.core as mx
@@ -49,6 +47,7 @@ from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
 from server.app.service import Service, ServiceOpener, find_float32_bytes, open_service, pool_memory, source_of
 from server.app.upkeep import Upkeep, exclude_from_backups
+from server.cli.bench import kernels_text
 from server.cli.keys import Sigterm, interruptible
 from server.pool.catalog import Catalog
 from server.pool.memory import PoolSettings
@@ -58,8 +57,6 @@ from server.pool.pool import ModelPool
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS = 0.5
-M5_MACOS = 26
-"""MLX's wheel for this macOS and later has kernels for the matrix units of the M5; wheels for others do not."""
 STORE_SECONDS = 5.0
 
 
@@ -101,7 +98,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     yield "rows", stats.rows_form
     yield "drafts", "off (--speculate)" if config.speculate == "off" else stats.drafts_form
     if platform.system() == "Darwin":
-        yield "kernels", kernels_text(_wheel_of("mlx-metal"))
+        yield "kernels", kernels_text()
     if config.insecure_no_key and not config.needs_key:
         yield "key", "none: anyone who reaches the address can use this server"
     yield "address", f"{around.urls[0]}/v1"
@@ -141,22 +138,6 @@ def _disk_facts(service: Service, config: ServerConfig, limit_bytes: int) -> Ite
         room_bytes = free_bytes + service.engine.stats().cache.disk_bytes
         if room_bytes < limit_bytes:
             yield "", f"of which the disk has room for {size_text(room_bytes)}"
-
-
-def kernels_text(wheel: str) -> str:
-    """The macOS that the installed MLX was made for, from its file `WHEEL`."""
-    tag = re.search(r"^Tag: .*-macosx_(\d+)_", wheel, re.MULTILINE)
-    if tag is None:
-        return "of an MLX that was not installed from a wheel"
-    rest = "with" if int(tag[1]) >= M5_MACOS else f"without what only MLX for macOS {M5_MACOS} has:"
-    return f"of MLX for macOS {tag[1]}, {rest} those of the M5"
-
-
-def _wheel_of(distribution: str) -> str:
-    try:
-        return metadata.distribution(distribution).read_text("WHEEL") or ""
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _rest_text(service: Service) -> str:

@@ -13,43 +13,38 @@ from server import measure
 from server.app import memory_budget
 from server.app.memory_budget import Claim
 from server.cli import bench
-from server.cli.bench import BenchResult, tensor_kernels
+from server.cli.bench import BenchResult, kernels_text
 from server.cli.keys import scratch_folder
 from server.cli.main import execute
 from server.measure import Bench, BenchRows
 
-USUAL = b"\x00NAME\x20\x00steel_gemm_fused_nn_float16_float16_bm64\x00affine_qmm_t_float16_gs_64_b_4\x00"
-TENSOR = (
-    USUAL + b"steel_gemm_fused_nax_nn_float16\x00affine_qmm_t_nax_float16_t_gs_64\x00steel_gemm_gather_nax_nt_\x00"
-)
-
 
 @pytest.mark.parametrize(
-    ("library", "architecture", "macos", "said"),
+    ("tag", "text"),
     [
-        (TENSOR, "applegpu_g17s", "26.2", "with those for this chip's matrix units"),
-        (TENSOR, "applegpu_g18p", "27.0", "with those for this chip's matrix units"),
-        (TENSOR, "applegpu_g17s", "26.1", "need macOS 26.2 and not 26.1"),
-        (TENSOR, "applegpu_g17p", "26.2", "with those for M5, which this chip (applegpu_g17p) does not use"),
-        (TENSOR, "applegpu_g13g", "15.5", "with those for M5, which this chip"),
-        (TENSOR, "unknown", "15.5", "with those for M5, which this chip"),
-        (USUAL, "applegpu_g16s", "26.2", "without those for M5, which this chip"),
-        (USUAL, "applegpu_g17g", "26.2", "MISSING: those for this chip's matrix units"),
-        (TENSOR.replace(b"qmm_t_nax", b"qmm_t_"), "applegpu_g17g", "26.2", "MISSING: quantized products for"),
-        (b"arange_float32", "applegpu_g17g", "26.2", "not known: this MLX compiles them"),
+        ("py3-none-macosx_26_0_arm64", "of MLX for macOS 26, with those of the M5"),
+        (
+            "py3-none-macosx_14_0_arm64",
+            "of MLX for macOS 14, without what only MLX for macOS 26 has: those of the M5",
+        ),
+        (None, "of an MLX that was not installed from a wheel"),
     ],
 )
-def test_it_says_whether_mlx_has_the_kernels_of_the_chip(
-    library: bytes, architecture: str, macos: str, said: str
+def test_a_mac_tells_which_kernels_it_has(
+    tag: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert said in tensor_kernels(library, architecture, macos)
+    folder = tmp_path / "mlx_metal-0.31.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-metal\nVersion: 0.31.0\n")
+    if tag is not None:
+        (folder / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: {tag}\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert kernels_text() == text
 
 
-def test_a_metallib_that_is_not_there_is_said(tmp_path: Path) -> None:
-    assert "mlx.metallib cannot be read" in bench._installed_kernels("applegpu_g17s", tmp_path)
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "mlx.metallib").write_bytes(USUAL)
-    assert bench._installed_kernels("applegpu_g17s", tmp_path).startswith("MISSING")
+def test_a_mac_whose_mlx_is_no_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [])
+    assert kernels_text() == "of an MLX that was not installed from a wheel"
 
 
 ROWS = BenchRows(

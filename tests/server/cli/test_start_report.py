@@ -10,7 +10,7 @@ from models.precision import Precision
 from server.app.config import ServerConfig
 from server.app.memory_budget import Claim, Machine, MemoryPlan
 from server.app.service import Service, Wiring, find_float32_bytes, open_service
-from server.cli.serve import Surroundings, facts, kernels_text, round_count, slowness
+from server.cli.serve import Surroundings, facts, round_count, slowness
 from tests.support.tiny_models import write
 
 GB = 10**9
@@ -49,21 +49,6 @@ def test_what_is_wired_is_told_on_a_mac(service: Service, monkeypatch: pytest.Mo
 def test_the_report_says_whether_answers_are_drafted(service: Service) -> None:
     assert told(service)["drafts"] == service.engine.stats().drafts_form
     assert told(service, speculate="off")["drafts"] == "off (--speculate)"
-
-
-@pytest.mark.parametrize(
-    ("tag", "text"),
-    [
-        ("py3-none-macosx_26_0_arm64", "of MLX for macOS 26, with those of the M5"),
-        (
-            "py3-none-macosx_14_0_arm64",
-            "of MLX for macOS 14, without what only MLX for macOS 26 has: those of the M5",
-        ),
-        ("", "of an MLX that was not installed from a wheel"),
-    ],
-)
-def test_a_mac_tells_which_kernels_it_has(tag: str, text: str) -> None:
-    assert kernels_text(f"Wheel-Version: 1.0\nTag: {tag}\n") == text
 
 
 def test_tokens_are_told_once_the_engine_has_measured_them(service: Service) -> None:
