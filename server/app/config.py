@@ -497,8 +497,4 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 class StartError(Exception):
-    """The server cannot start."""
-
-
-class DoctorError(Exception):
-    """`mlx-serve doctor` has nothing to examine."""
+    """A command cannot do what was asked; the message is one sentence for a person."""

@@ -1,15 +1,12 @@
-"""Asks a running server: `ps`, `stop`, `doctor`, and where a model is loaded."""
+"""Asks a running server: `ps`, `stop`, and where a model is loaded."""
 
 import contextlib
 import http.client
 import json
 import logging
 import os
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode, urlsplit
 
@@ -17,10 +14,10 @@ import typer
 
 from models.names import parse_repository
 from models.texts import grouped, size_text
-from server.app.config import DEFAULT_URL, ConfigError, StartError
+from server.app.config import DEFAULT_URL, KEY_VARIABLE, StartError
 from server.app.memory_budget import running, runtime_folder
 from server.cli.models import plain_table
-from server.cli.options import Json, Key, Url, command_group, key_option, model_names
+from server.cli.options import Json, Key, command_group
 from server.cli.recipes import Served
 
 logger = logging.getLogger(__name__)
@@ -31,7 +28,6 @@ TIMEOUT_SECONDS = 30.0
 FOR_EVER_DAYS = 3650
 FIND_SECONDS = 1.0
 """A server that takes longer to list its models is left out."""
-PROGRAM = "mlx-serve"
 OWNER = "mlx-serve/"
 """How `owned_by` of our servers' models begins, before the version."""
 
@@ -52,28 +48,41 @@ def bearer(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
+class NoServer(StartError):
+    """No server answers at an address."""
+
+
+class KeyNeeded(StartError):
+    """A server asks for a key, or for another one."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"the server at {url} asks for a key; give it with --api-key or {KEY_VARIABLE}")
+
+
 class AskedServer:
     """A server, asked by Python's own client, whose import is quick."""
 
     def __init__(self, url: str, api_key: str | None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        self.url = url.rstrip("/")
+        """`url` may have `http://` and `/v1`, or not. Raises StartError."""
+        self.url = _base_url(url)
         self._headers = bearer(api_key)
         self._timeout_seconds = timeout_seconds
 
     def get(self, path: str, query: Mapping[str, str | int] | None = None) -> Any:
-        """Raises StartError."""
-        answer = self.ask("GET", f"{path}?{urlencode(query)}" if query else path)
-        if answer is None:
-            raise StartError(f"no server answers at {self.url}")
-        return self._read(*answer)
+        """The JSON of an answer. Raises StartError."""
+        return self._read(*self._ask("GET", f"{path}?{urlencode(query)}" if query else path))
 
     def find(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any | None:
         """None where no server answers, or knows no such path or model. Raises StartError where it refuses."""
-        answer = self.ask(method, path, body)
-        return None if answer is None or answer[0] == http.client.NOT_FOUND else self._read(*answer)
+        try:
+            status, said = self._ask(method, path, body)
+        except NoServer as error:
+            logger.debug("%s", error)
+            return None
+        return None if status == http.client.NOT_FOUND else self._read(status, said)
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes] | None:
-        """Status and body; None where no server answers."""
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+        """Status and body. Raises NoServer."""
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         try:
             address = urlsplit(self.url)
@@ -83,21 +92,33 @@ class AskedServer:
                 answer = connection.getresponse()
                 return answer.status, answer.read()
         except (OSError, ValueError, http.client.HTTPException) as error:
-            logger.debug("no server at %s: %s", self.url, error)
-            return None
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise NoServer(f"no server answers at {self.url}: {why}; mlx-serve serve starts one") from error
 
     def _read(self, status: int, body: bytes) -> Any:
+        if status == http.client.UNAUTHORIZED:
+            raise KeyNeeded(self.url)
         try:
             found = json.loads(body)
             if status == http.client.OK:
                 return found
             error = found["error"]
             said = error if isinstance(error, str) else str(error["message"])
-        except (ValueError, KeyError, TypeError):
-            said = f"status {status}"
-        if status == http.client.UNAUTHORIZED:
-            said += "; --api-key or MLX_SERVE_API_KEY gives the key"
+        except (ValueError, KeyError, TypeError) as error:
+            raise StartError(f"what answers at {self.url} is not mlx-serve: status {status}") from error
         raise StartError(f"the server at {self.url} refuses: {said}")
+
+
+def _base_url(url: str) -> str:
+    text = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(text)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise StartError(f"{url!r} is no address of a server; write it like {DEFAULT_URL}")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 # ------------------------------------------------------------------------------------------------ what is loaded
@@ -174,70 +195,7 @@ def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool
         raise StartError(f"{name} is not loaded by any server on this machine; mlx-serve ps lists what is")
 
 
-# --------------------------------------------------------------------------------------------------- the doctor
-
-
-@app.command()
-def doctor(
-    url: Url = None,
-    file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
-    ] = None,
-    api_key: Annotated[str | None, key_option("The key that the client sends: a key sees its own sessions.")] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="With --file: the model whose template and tokenizer read it; its weights are not loaded.",
-            autocompletion=model_names,
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Prints what `server/doctor/` finds. Raises ConfigError, DoctorError and ModelError."""
-    from server.doctor.report import examine_file, examine_server
-
-    other = find_other_program(sys.argv[0])
-    if other is not None:
-        typer.echo(f"Another mlx-serve stands first on PATH: {other}; this is {sys.argv[0]}.", err=True)
-    if file is None and model is not None:
-        raise ConfigError("--model is of use with --file only: a server knows its own")
-    if file is None:
-        examine_server(url or usual_url(), api_key, cache_salt, as_json=as_json)
-    elif url is not None:
-        raise ConfigError("give the address of a server or --file, not both")
-    else:
-        reader = None
-        if model is not None:
-            # Else transformers advises to install PyTorch; it reads this when it is imported.
-            os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-            from server.api.openai.recorded import ModelReader  # these two import what a server imports
-            from server.app.service import open_renderer
-
-            reader = ModelReader(open_renderer(model))
-        examine_file(Path(file), reader, as_json=as_json)
-
-
-def find_other_program(started: str) -> str | None:
-    """The program that a shell would start in place of `started`."""
-    first = shutil.which(PROGRAM)
-    is_other = (
-        Path(started).name == PROGRAM and first is not None and Path(first).resolve() != Path(started).resolve()
-    )
-    return first if is_other else None
-
-
 # ------------------------------------------------------------------------------------------ where a model is loaded
-
-
-class KeyNeeded(StartError):
-    """A server that may have the model asks for a key."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(f"the server at {url} asks for a key; give it with --api-key")
 
 
 def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served | None:
@@ -258,12 +216,12 @@ def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served |
 
 def models_at(url: str, api_key: str | None) -> list[Served]:
     """The models of one of our servers; none of another program. Raises KeyNeeded."""
-    status, body = AskedServer(url, api_key, FIND_SECONDS).ask("GET", "/v1/models") or (0, b"")
-    if status == http.client.UNAUTHORIZED:
-        raise KeyNeeded(url)
     try:
-        models = [model for model in json.loads(body)["data"] if model["owned_by"].startswith(OWNER)]
+        listed = AskedServer(url, api_key, FIND_SECONDS).get("/v1/models")
+        models = [model for model in listed["data"] if model["owned_by"].startswith(OWNER)]
         return [Served(url, one["id"], one.get("context_length") or 0, api_key or "") for one in models]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except KeyNeeded:
+        raise
+    except (StartError, KeyError, TypeError, AttributeError) as error:
         logger.debug("%s lists no models: %s", url, error)
         return []

@@ -52,7 +52,7 @@ def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], 
 def _wait_for(process: "subprocess.Popen[bytes]", runtime: Path, log: Any) -> str:
     while process.poll() is None:
         url = next((claim.url for claim in memory_budget.running(runtime) if claim.pid == process.pid), "")
-        if url and AskedServer(url, None, ASK_SECONDS).ask("GET", "/health") is not None:
+        if url and AskedServer(url, None, ASK_SECONDS).find("GET", "/health") is not None:
             return url
         time.sleep(POLL_SECONDS)
     log.seek(0)

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from cache.budget import FolderError
 from models.errors import ModelError
-from server.app.config import ConfigError, DoctorError, StartError
+from server.app.config import ConfigError, StartError
 from server.cli.options import COMPLETE_VARIABLE, command_group
 
 COMMANDS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
@@ -115,7 +115,7 @@ def execute(arguments: Sequence[str]) -> int:
         message = " ".join(error.format_message().split()).rstrip(".")
         command = context.command_path if context else f"mlx-serve{_named(arguments)}"
         told, status = f"{message}; see {command} --help", error.exit_code
-    except (ConfigError, ModelError, StartError, DoctorError, FolderError) as error:
+    except (ConfigError, ModelError, StartError, FolderError) as error:
         told, status = str(error), 2 if isinstance(error, ConfigError) else 1
     typer.echo(f"mlx-serve: {told}", err=True)
     return status

@@ -68,7 +68,7 @@ def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
     )
     found = [Text.assemble(("mlx-serve", "bold"), f"{up}  {screen.url}")]
     if screen.problem is not None:
-        found.append(Text(f"{screen.problem}; trying again", "red"))
+        found.append(Text(f"trying again: {screen.problem}", "red"))
     if screen.shows_help:
         found += [Text(""), *map(Text, HELP)]
     elif stats is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, with_constant_header
 from server.api.sessions import SessionIdError, resolve_session_id
-from server.app.config import DoctorError
+from server.app.config import StartError
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
 from server.diagnosis.compare import Turn, thoughts_apart
 from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
@@ -91,15 +91,17 @@ class CharacterReader:
 
 
 def read_requests(path: Path) -> list[Recorded]:
-    """A file's requests in order. Raises DoctorError."""
+    """A file's requests in order. Raises StartError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
-        raise DoctorError(f"{path} cannot be read: {reason}") from error
+        raise StartError(
+            f"{path} cannot be read: {reason}; --file names one with a recorded request on each line"
+        ) from error
     requests = [_parse_line(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
-        raise DoctorError(f"{path} holds no requests")
+        raise StartError(f"{path} holds no requests")
     return _in_order(requests)
 
 
@@ -113,14 +115,14 @@ def _parse_line(line: str, place: str) -> Recorded:
     try:
         outer = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DoctorError(f"{place} is no JSON: {error}") from error
+        raise StartError(f"{place} is no JSON: {error}") from error
     if not isinstance(outer, dict):
-        raise DoctorError(f"{place} is no JSON object; each line must hold one request")
+        raise StartError(f"{place} is no JSON object; each line must hold one request")
     body = next((outer[name] for name in ("body", "request") if isinstance(outer.get(name), dict)), outer)
     if not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise DoctorError(f"{place} holds no list of messages, as the body of a chat completion does")
+        raise StartError(f"{place} holds no list of messages, as the body of a chat completion does")
     if "system" in body or "anthropic_version" in body:
-        raise DoctorError(f"{place} is a body of the Messages API; only those of chat completions are read")
+        raise StartError(f"{place} is a body of the Messages API; only those of chat completions are read")
     return Recorded(
         prompt=_prompt(outer, body, place),
         session_id=_session_id(outer, body, place),
@@ -137,7 +139,7 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
     tools = _tools(body.get("tools"), place)
     for index, message in enumerate(body["messages"]):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DoctorError(f"{place}: messages[{index}] is no object with a role")
+            raise StartError(f"{place}: messages[{index}] is no object with a role")
     model, namespace = str(body.get("model") or ""), _namespace(outer, body)
     prompt = prompt_of(body["messages"], tools, arguments, model=model, namespace=namespace)
     # The server replaces these values by constants too, so they cost nothing.
@@ -173,7 +175,7 @@ def _tools(tools: Any, place: str) -> Sequence[Mapping[str, Any]]:
     if tools is None:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DoctorError(f"{place}: tools is no list of objects")
+        raise StartError(f"{place}: tools is no list of objects")
     return tools
 
 
@@ -181,7 +183,7 @@ def _session_id(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -
     try:
         return resolve_session_id(outer, {}) or resolve_session_id(body, _headers(outer))
     except SessionIdError as error:
-        raise DoctorError(f"{place}: {error}") from error
+        raise StartError(f"{place}: {error}") from error
 
 
 def _time(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str | float | None:

@@ -214,12 +214,12 @@ def test_where_the_key_is_missing_or_wrong(
     ("status_code", "body", "words"),
     [
         (200, b"<html>hello</html>", "is not mlx-serve"),
-        (200, b"[]", "is not mlx-serve"),
-        (200, b'{"data": 5}', "is not mlx-serve"),
+        (200, b"[]", "in a way that this version cannot read"),
+        (200, b'{"data": 5}', "in a way that this version cannot read"),
         (200, b'{"data": [{"id": "s"}]}', "in a way that this version cannot read"),
         (200, b"\xff", "is not mlx-serve"),
         (404, b"nothing", "is not mlx-serve"),
-        (500, b"oops", "answers with status 500"),
+        (500, b"oops", "is not mlx-serve: status 500"),
     ],
 )
 def test_another_program_is_told_from_mlx_serve(

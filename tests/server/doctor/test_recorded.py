@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.app.config import DoctorError
+from server.app.config import StartError
 from server.diagnosis.prompt import Part
 from server.doctor.findings import NEGLIGIBLE_TOKENS, Checkup, findings_of
 from server.doctor.recorded import checkups_of, read_requests
@@ -67,20 +67,20 @@ def causes(result: Checkup) -> list[tuple[Cause, str, int]]:
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, words: str) -> None:
     path = written(tmp_path, body(user("fine")), "", line)
-    with pytest.raises(DoctorError) as caught:
+    with pytest.raises(StartError) as caught:
         read_requests(path)
     assert str(caught.value).startswith(f"{path} line 3")
     assert words in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_no_text_or_is_empty(tmp_path: Path) -> None:
-    with pytest.raises(DoctorError, match=r"gone\.jsonl cannot be read: No such file"):
+    with pytest.raises(StartError, match=r"gone\.jsonl cannot be read: No such file"):
         read_requests(tmp_path / "gone.jsonl")
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DoctorError, match="no text in UTF-8"):
+    with pytest.raises(StartError, match="no text in UTF-8"):
         read_requests(binary)
-    with pytest.raises(DoctorError, match="holds no requests"):
+    with pytest.raises(StartError, match="holds no requests"):
         read_requests(written(tmp_path, "", "  "))
 
 

@@ -1,118 +1,33 @@
-"""What `mlx-serve doctor` prints. Raises DoctorError."""
+"""`mlx-serve doctor`: which text keeps prompts from being reused, for a running server or recorded requests."""
 
 import json
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import quote, urlencode, urlsplit
-from urllib.request import ProxyHandler, Request, build_opener
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from models.texts import grouped, shared_length, size_text
-from server.app.config import DEFAULT_URL, DoctorError
+from server.app.config import ConfigError, StartError
 from server.app.log_events import percent_text, printable, seconds_text
+from server.cli.ask import AskedServer, usual_url
+from server.cli.options import Json, Url, command_group, key_option, model_names
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
 from server.engine.diagnosis import Cause
 
-if TYPE_CHECKING:
-    from server.doctor.recorded import Reader
+app = command_group()
 
-TIMEOUT_SECONDS = 10.0
-
-
-class Sessions:
-    """Sessions that a key and a salt may see."""
-
-    def __init__(self, url: str, api_key: str | None = None, cache_salt: str | None = None) -> None:
-        """`url` may have `http://` and `/v1`, or not."""
-        self.url = _base_url(url)
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._query = f"?{urlencode({'cache_salt': cache_salt})}" if cache_salt else ""
-        # A proxy for the web is of no use on the way to one's own machine.
-        self._opener = build_opener(ProxyHandler({}))
-
-    def read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """All sessions with their turns, and the refusals."""
-        listed = self._get("/v1/sessions")
-        if listed is None or not isinstance(listed.get("data"), list):
-            raise self._is_another()
-        # A session may have been forgotten since the list was made.
-        found = (self._read_one(str(session["id"]), session.get("namespace")) for session in listed["data"])
-        return [session for session in found if session is not None], list(listed.get("refused", ()))
-
-    def memory_note(self) -> str | None:
-        """What the server says of memory, if that is short."""
-        told = (self._get("/v1/stats") or {}).get("memory")
-        kept = told.get("idle_limit_bytes") if isinstance(told, dict) else None
-        if not isinstance(told, dict) or not isinstance(kept, int):
-            return None
-        kept_text = size_text(kept)
-        return f"Memory of the machine: {told.get('pressure')}. Idle state is cut to {kept_text} until it has enough."
-
-    def _read_one(self, session_id: str, namespace: str | None) -> dict[str, Any] | None:
-        """Without key and salt, which limit what is seen, the server needs the session's namespace."""
-        is_named = namespace and not self._headers and not self._query
-        query = f"?{urlencode({'namespace': namespace})}" if is_named else ""
-        return self._get(f"/v1/sessions/{quote(session_id, safe='')}{query}")
-
-    def _get(self, path: str) -> dict[str, Any] | None:
-        request = Request(self.url + path + self._query, headers=self._headers)
-        try:
-            with self._opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
-                body = json.load(answer)
-        except HTTPError as error:
-            self._check_status(error)
-            return None
-        except URLError as error:
-            raise DoctorError(
-                f"no server answers at {self.url}: {_reason(error)}; mlx-serve serve starts one"
-            ) from error
-        except OSError as error:
-            raise DoctorError(f"the server at {self.url} broke off: {_reason(error)}") from error
-        except Exception as error:  # another program may send anything, even in place of the status line
-            raise self._is_another() from error
-        if not isinstance(body, dict):
-            raise self._is_another()
-        return body
-
-    def _check_status(self, error: HTTPError) -> None:
-        with error:
-            if error.code == 401:
-                raise DoctorError(
-                    f"the server at {self.url} asks for a key; give it with --api-key or MLX_SERVE_API_KEY"
-                ) from error
-            if error.code != 404:
-                raise DoctorError(f"the server at {self.url} answers with status {error.code}") from error
-
-    def _is_another(self) -> DoctorError:
-        return DoctorError(f"what answers at {self.url} is not mlx-serve, or one without /v1/sessions")
-
-
-def _base_url(url: str) -> str:
-    text = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(text)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise DoctorError(f"{url!r} is no address of a server; write it like {DEFAULT_URL}")
-    return text.rstrip("/").removesuffix("/v1")
-
-
-def _reason(error: OSError) -> str:
-    reason = getattr(error, "reason", None) or error
-    return getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-
-
+PROGRAM = "mlx-serve"
 NO_SESSIONS = """\
 No conversations yet. A server that asks for no key shows all of them to its own machine, \
 else each key its own: give the key that the client sends with --api-key."""
@@ -131,40 +46,103 @@ REFUSED: Mapping[str, Callable[[Any], object]] = {
 }
 
 
-def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_json: bool = False) -> None:
-    """Prints a server's losses."""
-    sessions = Sessions(url, api_key, cache_salt)
+@app.command()
+def doctor(
+    url: Url = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
+    ] = None,
+    api_key: Annotated[str | None, key_option("The key that the client sends: a key sees its own sessions.")] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="With --file: the model whose template and tokenizer read it; its weights are not loaded.",
+            autocompletion=model_names,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Prints what was lost, and why. Raises ConfigError, StartError and ModelError."""
+    other = find_other_program(sys.argv[0])
+    if other is not None:
+        typer.echo(f"Another mlx-serve stands first on PATH: {other}; this is {sys.argv[0]}.", err=True)
+    if file is None:
+        if model is not None:
+            raise ConfigError("--model is of use with --file only: a server knows its own")
+        _examine_server(AskedServer(url or usual_url(), api_key), api_key, cache_salt, as_json=as_json)
+    elif url is not None:
+        raise ConfigError("give the address of a server or --file, not both")
+    else:
+        _examine_file(Path(file), model, as_json=as_json)
+
+
+def find_other_program(started: str) -> str | None:
+    """The program that a shell would start in place of `started`."""
+    first = shutil.which(PROGRAM)
+    is_other = (
+        Path(started).name == PROGRAM and first is not None and Path(first).resolve() != Path(started).resolve()
+    )
+    return first if is_other else None
+
+
+def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | None, *, as_json: bool) -> None:
+    """`cache_salt` and the key limit what the server shows."""
+    query = {"cache_salt": cache_salt} if cache_salt else {}
     try:
-        read, told = sessions.read()
-        checkups = [checkup_of(session) for session in read]
-        refused = [{name: kind(refusal[name]) for name, kind in REFUSED.items()} for refusal in told]
+        listed = server.get("/v1/sessions", query)
+        # Without key and salt the server needs the session's namespace.
+        sessions = [_find_session(server, one, query, is_owner=not (api_key or query)) for one in listed["data"]]
+        # A session may have been forgotten since the list was made.
+        checkups = [checkup_of(session) for session in sessions if session is not None]
+        refused = [{name: kind(told[name]) for name, kind in REFUSED.items()} for told in listed["refused"]]
+        memory = server.get("/v1/stats", query)["memory"]
+        kept_bytes, pressure = memory["idle_limit_bytes"], str(memory["pressure"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DoctorError(
-            f"the sessions of {sessions.url} are told in a way that this version cannot read"
-        ) from error
+        raise StartError(f"the sessions of {server.url} are told in a way that this version cannot read") from error
     if as_json:
         _print_json(checkups, refused)
         return
-    note = sessions.memory_note()
     parts = [_report(checkups)] if checkups else [] if refused else [NO_SESSIONS]
     parts += [""] if checkups and refused else []
     parts += [_refused(refused)] if refused else []
-    parts += ["", printable(note)] if note else []
+    if kept_bytes is not None:
+        kept = f"Idle state is cut to {size_text(kept_bytes)} until it has enough."
+        parts += ["", printable(f"Memory of the machine: {pressure}. {kept}")]
     _print(*parts)
 
 
-def examine_file(path: Path, reader: "Reader | None" = None, *, as_json: bool = False) -> None:
-    """Prints what recorded requests would lose."""
-    if path.is_dir() or not os.path.exists(path):  # noqa: PTH110 - pathlib raises where a folder may not be read
-        raise DoctorError(f"there is no file {path}; --file names one with a recorded request on each line")
+def _find_session(
+    server: AskedServer, listed: Mapping[str, Any], query: Mapping[str, str], *, is_owner: bool
+) -> Mapping[str, Any] | None:
+    own = {"namespace": listed["namespace"]} if is_owner and listed["namespace"] else query
+    found: Mapping[str, Any] | None = server.find(
+        "GET", f"/v1/sessions/{quote(listed['id'], safe='')}?{urlencode(own)}"
+    )
+    return found
+
+
+def _examine_file(path: Path, model: str | None, *, as_json: bool) -> None:
     from server.doctor.recorded import checkups_of, read_requests  # need NumPy, which takes its time
 
-    checkups = checkups_of(read_requests(path), reader)
+    requests, reader = read_requests(path), None
+    if model is not None:
+        # Else transformers advises to install PyTorch; it reads this when it is imported.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from server.api.openai.recorded import ModelReader  # these two import what a server imports
+        from server.app.service import open_renderer
+
+        reader = ModelReader(open_renderer(model))
+    checkups = checkups_of(requests, reader)
+    refused = [] if reader is None else reader.refused
     if as_json:
-        _print_json(checkups, [] if reader is None else reader.refused)
+        _print_json(checkups, refused)
         return
     parts: list[RenderableType] = [_report(checkups)] if checkups else []
-    parts += ["", _refused(reader.refused)] if reader is not None and reader.refused else []
+    parts += ["", _refused(refused)] if refused else []
     _print(*parts, *([Text(_unknown(checkups), "dim")] if reader is None else []))
 
 
@@ -178,7 +156,7 @@ def _unknown(checkups: Sequence[Checkup]) -> str:
     return f"Tokens are estimated as characters / 4; --model counts them as the model does.{decides}"
 
 
-def _print_json(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]] = ()) -> None:
+def _print_json(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]]) -> None:
     conversations = [
         {
             "id": one.name,
@@ -189,7 +167,7 @@ def _print_json(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]
         for one in checkups
     ]
     body = {"conversations": conversations, "savings": asdict(savings_of(checkups)), "refused": refused}
-    print(json.dumps(body, ensure_ascii=False, indent=2))  # noqa: T201 - data for another program
+    typer.echo(json.dumps(body, ensure_ascii=False, indent=2))
 
 
 def _finding_body(finding: Finding) -> dict[str, Any]:
