@@ -107,10 +107,8 @@ class ServiceManager:
     """Run once the file is gone."""
     leftover: Path
     """Removed with the file."""
-    former: "ServiceManager | None" = None
-    """The manager of an older version's file, which goes once there is a new one."""
-    folders: Sequence[Path]
-    """Made before the file is written."""
+    former: Path | None = None
+    """An older version's file, which goes once there is a new one."""
     ask: Command
     read: Callable[[Ended], ServiceState]
     """Makes a state of what `ask` printed."""
@@ -120,18 +118,11 @@ class ServiceManager:
     run: Callable[[Command], Ended] = run_program
     """Raises OSError where there is no such program."""
 
-    @property
-    def installed(self) -> "ServiceManager":
-        """Itself, or the older version's if only that has a file. Raises StartError."""
-        is_older = self.former is not None and self._read() is None and self.former._read() is not None
-        return self.former if self.former is not None and is_older else self
-
     def install(self, spec: ServiceSpec) -> None:
         """Writes the file and starts the server, or raises StartError and leaves nothing new."""
-        before = self._read()
+        before = read_own(self.file)
         try:
-            for folder in self.folders:
-                folder.mkdir(parents=True, exist_ok=True)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(self.describe(spec), encoding="utf-8")
         except OSError as error:
             raise StartError(f"{self.file} cannot be written: {reason(error)}") from error
@@ -144,12 +135,12 @@ class ServiceManager:
             else:
                 self.file.write_text(before, encoding="utf-8")
             raise
-        if self.former is not None and self.former._read() is not None:
-            self.former.file.unlink()
+        if self.former is not None and read_own(self.former) is not None:
+            self.former.unlink()
 
     def remove(self) -> bool:
         """Ends the server and deletes the file; False if there was none. Raises StartError."""
-        if self._read() is None:
+        if read_own(self.file) is None:
             return False
         self._call(self.stop)
         try:
@@ -163,19 +154,7 @@ class ServiceManager:
 
     def state(self) -> ServiceState:
         """Raises StartError."""
-        return ServiceState(False) if self._read() is None else self.read(self._call(self.ask))
-
-    def _read(self) -> str | None:
-        """Raises StartError for a file of another program."""
-        try:
-            text = self.file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartError(f"{self.file} cannot be read: {reason(error)}") from error
-        if MARK not in text:
-            raise StartError(f"{self.file} was not written by mlx-serve, so it is left alone; remove or rename it")
-        return text
+        return ServiceState(False) if read_own(self.file) is None else self.read(self._call(self.ask))
 
     def _call(self, command: Command) -> Ended:
         program = command[0].removeprefix("-")
@@ -189,6 +168,19 @@ class ServiceManager:
             hint = next((hint for text, hint in HINTS.items() if text in said), "")
             raise StartError(f"`{' '.join(words)}` failed: {said}{hint}")
         return done
+
+
+def read_own(file: Path) -> str | None:
+    """The text of a file that `install` wrote; None for no file. Raises StartError for a file of another program."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"{file} cannot be read: {reason(error)}") from error
+    if MARK not in text:
+        raise StartError(f"{file} was not written by mlx-serve, so it is left alone; remove or rename it")
+    return text
 
 
 def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = run_program) -> ServiceManager:
@@ -205,7 +197,6 @@ def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = ru
         forget=[(*may_fail, "daemon-reload"), (*may_fail, "reset-failed", UNIT)],
         # Without a manager `disable` leaves this link.
         leftover=folder / "default.target.wants" / UNIT,
-        folders=[folder],
         ask=(*may_fail, "show", UNIT, "--property=ActiveState,SubState,MainPID,ExecMainStatus"),
         read=_unit_state,
         log=("journalctl", "--user", "--unit", UNIT, "--lines", str(LOG_LINES)),
@@ -215,30 +206,18 @@ def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = ru
 
 
 def systemd_unit(spec: ServiceSpec) -> str:
-    """A user's unit. A wrong setting (status 2) is not tried again."""
-    command = " ".join(_systemd_word(word).replace("$", "$$") for word in spec.command)
-    variables = [f"Environment={_systemd_word(f'{name}={value}')}\n" for name, value in spec.environment.items()]
-    return f"""\
-# {MARK}
-[Unit]
-Description=mlx-serve, a local inference server
-StartLimitIntervalSec=300
-StartLimitBurst=5
-
-[Service]
-Type=exec
-ExecStart={command}
-{"".join(variables)}\
-Restart=on-failure
-RestartSec=5
-RestartPreventExitStatus=2
-TimeoutStopSec={spec.stop_seconds}
-LimitNOFILE={MAX_FILES}
-UMask=0077
-
-[Install]
-WantedBy=default.target
-"""
+    """A user's unit, by the file of that name beside this one."""
+    return (
+        Path(__file__)
+        .with_name(UNIT)
+        .read_text(encoding="utf-8")
+        .format(
+            command=" ".join(_systemd_word(word).replace("$", "$$") for word in spec.command),
+            variables=" ".join(_systemd_word(f"{name}={value}") for name, value in spec.environment.items()),
+            stop_seconds=spec.stop_seconds,
+            max_files=MAX_FILES,
+        )
+    )
 
 
 def _systemd_word(word: str) -> str:
@@ -262,12 +241,12 @@ def launchd(
     home: Path,
     run: Callable[[Command], Ended] = run_program,
     pause: Callable[[float], object] = time.sleep,
-    label: str = AGENT,
 ) -> ServiceManager:
     """Launchd's manager of a user's agents, on macOS."""
-    file, log = home / "Library" / "LaunchAgents" / f"{label}.plist", home / "Library" / "Logs" / f"{LABEL}.log"
+    folder, log = home / "Library" / "LaunchAgents", home / "Library" / "Logs" / f"{LABEL}.log"
+    file = folder / f"{AGENT}.plist"
     domain = f"gui/{os.getuid()}"
-    agent = f"{domain}/{label}"
+    agent = f"{domain}/{AGENT}"
     unload = ("-launchctl", "bootout", agent)
 
     def run_to_the_end(command: Command) -> Ended:
@@ -293,8 +272,7 @@ def launchd(
         stop=unload,
         forget=(),
         leftover=log,
-        former=launchd(home, run, pause, FORMER_AGENT) if label == AGENT else None,
-        folders=[file.parent, log.parent],
+        former=folder / f"{FORMER_AGENT}.plist",
         # There is only launchctl's output for people.
         ask=("-launchctl", "print", agent),
         read=_agent_state,
@@ -369,7 +347,7 @@ def install() -> None:
 @_service.command("status")
 def show_state(as_json: Json = False) -> None:
     """Prints the state; exit status 1 if the server does not run. Raises StartError."""
-    manager = find_manager(os.environ).installed
+    manager = find_manager(os.environ)
     state = manager.state()
     if as_json:
         told = {
@@ -391,7 +369,7 @@ def show_log(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
 ) -> None:
     """Shows the log's end, or follows it. Raises StartError."""
-    manager = find_manager(os.environ).installed
+    manager = find_manager(os.environ)
     if not manager.state().is_installed:
         raise StartError(NO_SERVICE)
     command = [*manager.log, *([manager.follow] if follow else [])]
@@ -404,7 +382,7 @@ def show_log(
 @_service.command()
 def remove() -> None:
     """Ends the server and deletes its file; raises StartError."""
-    manager = find_manager(os.environ).installed
+    manager = find_manager(os.environ)
     if manager.remove():
         typer.echo(f"The server has ended, and {manager.file} is deleted.")
     else:
