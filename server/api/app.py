@@ -15,13 +15,13 @@ from starlette.responses import Response
 from server.api.admin import cache, sessions, state
 from server.api.anthropic.api import ANTHROPIC
 from server.api.console import PAGE_ROUTES, needs_no_key
-from server.api.dialect import Api, ApiContext, Endpoint, Operation, find_dialect, routes_of, with_and_without_v1
+from server.api.dialect import ApiContext, Dialect, Endpoint, find_dialect, routes_of, with_and_without_v1
 from server.api.guard import Check, ErrorBoundary, WebAccess, check_key, cross_origin_layer, raise_http_error
 from server.api.llama_cpp.api import LLAMA_CPP
 from server.api.observe import Tracing
 from server.api.ollama.api import OLLAMA
 from server.api.openai.api import OPENAI
-from server.api.openapi import DescribedPath, describe
+from server.api.openapi import describe
 from server.api.responses.api import RESPONSES
 from server.api.wire import JsonBody
 from server.app.config import ServerConfig
@@ -50,7 +50,7 @@ def create_app(
     engine: PooledEngine,
     model: ServedModel,
     config: ServerConfig,
-    apis: Sequence[Api] = APIS,
+    apis: Sequence[Dialect] = APIS,
     keys: KeyRing | None = None,
 ) -> Starlette:
     """The application that serves one model by `engine`."""
@@ -58,7 +58,7 @@ def create_app(
 
 
 def create_pool_app(
-    pool: ModelPool, config: ServerConfig, apis: Sequence[Api] = APIS, keys: KeyRing | None = None
+    pool: ModelPool, config: ServerConfig, apis: Sequence[Dialect] = APIS, keys: KeyRing | None = None
 ) -> Starlette:
     """The application that serves `pool`; `app.state.api` is its `ApiContext`."""
     access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.needs_key)
@@ -85,16 +85,10 @@ def create_pool_app(
     return app
 
 
-def openapi_document(apis: Sequence[Api]) -> dict[str, Any]:
+def openapi_document(apis: Sequence[Dialect]) -> dict[str, Any]:
     """The document of `/openapi.json`."""
-    entries = [
-        DescribedPath(
-            route.path, route.methods or (), route.endpoint, getattr(route, "operation", Operation()), error
-        )
-        for routes, error in (*((api.routes, api.error_body) for api in apis), (ADMIN_ROUTES, apis[0].error_body))
-        for route in routes
-    ]
-    return describe(entries, metadata.version("mlx-serve"))
+    routes = [(dialect, route) for dialect in apis for route in dialect.routes]
+    return describe([*routes, *((apis[0], route) for route in ADMIN_ROUTES)], metadata.version("mlx-serve"))
 
 
 def replace_keys(app: Starlette, keys: KeyRing) -> None:

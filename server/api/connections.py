@@ -25,8 +25,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from server.api.dialect import Dialect
 from server.api.errors import ApiError, Code, retry_later
-from server.api.openai.dialect import OpenAiDialect
 from server.app.config import StartError
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class Connection(H11Protocol):
 
     def _answer(self, error: ApiError) -> None:
         # No path is certain, hence no dialect: the error has the commonest one.
-        response = OpenAiDialect().error_response(error)
+        response = Dialect().error_response(error)
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
         lines += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))

@@ -1,6 +1,6 @@
 """The seam between the server and its dialects.
 
-A dialect is a folder of `server/api/`, handed to the application as one `Api`. A dialect's endpoints get the
+A dialect is a folder of `server/api/`, handed to the application as one `Dialect`. A dialect's endpoints get the
 `ApiContext`, and make an `Exchange` of each checked body; `call.py` does the rest. A field is honoured; has no
 effect, since it could not change the answer; or is refused with a reason, except for values that ask for nothing.
 Unknown fields are ignored.
@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from server.api.activity import Activity, EventLog
 from server.api.errors import ApiError, Code, stopped, wrong
@@ -45,14 +46,48 @@ logger = logging.getLogger(__name__)
 Payload: TypeAlias = Mapping[str, Any]
 
 
-class Dialect:
-    """What all endpoints of one family of clients share; OpenAI's conventions unless overridden. Stateless."""
+class ErrorObject(TypedDict):
+    """The inner object of an error body."""
 
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(TypedDict):
+    """The body of every answer that is not a success."""
+
+    error: ErrorObject
+
+
+def error_object(error: ApiError) -> ErrorObject:
+    """An error in OpenAI's form."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    if error.status == 429:
+        kind = "rate_limit_error"
+    return {"message": error.message, "type": kind, "param": error.param, "code": error.code.value}
+
+
+class Dialect:
+    """The paths of one family of clients, and what they share; OpenAI's conventions unless overridden. Stateless."""
+
+    error_type: Any = ErrorBody
+    """What `error_body` makes."""
+    own_paths: tuple[str, ...] = ()
+    """At and below these, errors are this dialect's, also for unknown paths."""
     stream_media_type = "text/event-stream"
     takes_any_content_type = False
     """Programs may send JSON under any content type, as `curl -d` does."""
     own_header: str | None = None
     """In lower case. Only this dialect's clients send it; their unknown paths are this dialect's."""
+
+    def __init__(self, routes: "Sequence[Endpoint]" = ()) -> None:
+        self.routes = routes
+
+    def owns(self, path: str) -> bool:
+        """Whether an unknown path belongs to this dialect."""
+        return any(path == own or path.startswith(f"{own}/") for own in self.own_paths)
 
     def api_key(self, headers: Mapping[str, str]) -> str:
         """The request's bearer token, or an empty text."""
@@ -77,7 +112,7 @@ class Dialect:
 
     def error_body(self, error: ApiError) -> Payload:
         """An error's JSON object."""
-        return {"error": error.message}
+        return ErrorBody(error=error_object(error))
 
     def error_response(self, error: ApiError) -> Response:
         """The answer to a refused request."""
@@ -113,7 +148,6 @@ class Operation:
     body: Any = None
     answer: Any = dict[str, Any]
     stream: Any = None
-    stream_type: str = "text/event-stream"
     answer_type: str = "application/json"
     query: tuple[str, ...] = ()
 
@@ -136,25 +170,6 @@ def with_and_without_v1(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
     return (*below, *endpoints)
 
 
-@dataclass(frozen=True, eq=False)
-class Api:
-    """What a dialect's folder gives to the application."""
-
-    dialect: Dialect
-    routes: Sequence[Route]
-    error_body: Any = dict[str, Any]
-    own_paths: tuple[str, ...] = ()
-    """At and below these, errors have this API's shape."""
-
-    @property
-    def operations(self) -> Mapping[Callable[..., Any], Operation]:
-        return {route.endpoint: route.operation for route in self.routes if isinstance(route, Endpoint)}
-
-    def owns(self, path: str) -> bool:
-        """Whether an unknown path belongs to this API."""
-        return any(path == own or path.startswith(f"{own}/") for own in self.own_paths)
-
-
 class HeaderRoute(Endpoint):
     """A path shared by two dialects: this one serves requests with its own header."""
 
@@ -167,21 +182,21 @@ class HeaderRoute(Endpoint):
         return super().matches(scope) if self._header in Headers(scope=scope) else (Match.NONE, {})
 
 
-def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
+def routes_of(dialects: Sequence[Dialect]) -> list[tuple[Dialect, Endpoint]]:
     """All routes in matching order: header routes first."""
-    routes = [(api.dialect, route) for api in apis for route in api.routes]
+    routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
     return sorted(routes, key=lambda pair: not isinstance(pair[1], HeaderRoute))
 
 
-def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
-    """A path's dialect; for an unknown path its owner's, the header's, or the first."""
-    for dialect, route in routes_of(apis):
+def find_dialect(dialects: Sequence[Dialect], scope: Scope) -> Dialect:
+    """A path's dialect; for an unknown path its owner, the header's, or the first."""
+    for dialect, route in routes_of(dialects):
         if route.matches(scope)[0] is not Match.NONE:
             return dialect
     headers = Headers(scope=scope)
-    asked = (api.dialect for api in apis if api.owns(scope["path"]))
-    spoken = (api.dialect for api in apis if api.dialect.own_header is not None and api.dialect.own_header in headers)
-    return next(chain(asked, spoken), apis[0].dialect)
+    asked = (one for one in dialects if one.owns(scope["path"]))
+    spoken = (one for one in dialects if one.own_header is not None and one.own_header in headers)
+    return next(chain(asked, spoken), dialects[0])
 
 
 def dialect_of(request: Request) -> Dialect:

@@ -5,8 +5,7 @@ A field that takes more shapes than its type declares (`json_schema_input_type`)
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import TypeAdapter
@@ -14,20 +13,9 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 if TYPE_CHECKING:
-    from server.api.dialect import Operation
+    from server.api.dialect import Dialect, Endpoint
 
 JsonSchema: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class DescribedPath:
-    """A path, and the type of its errors."""
-
-    path: str
-    methods: Collection[str]
-    endpoint: Callable[..., Any]
-    operation: "Operation"
-    error: Any
 
 
 class _Schemas(GenerateJsonSchema):
@@ -39,9 +27,10 @@ class _Schemas(GenerateJsonSchema):
         return {**super().typed_dict_schema(schema), "additionalProperties": False}
 
 
-def describe(entries: Sequence[DescribedPath], version: str) -> JsonSchema:
-    """The document. Two entries for one path and method give either answer."""
-    used = ((one.operation.body, one.operation.answer, one.operation.stream, one.error) for one in entries)
+def describe(routes: "Sequence[tuple[Dialect, Endpoint]]", version: str) -> JsonSchema:
+    """The document. Two routes for one path and method give either answer."""
+    taken = ((dialect.error_type, route.operation) for dialect, route in routes)
+    used = ((one.body, one.answer, one.stream, error) for error, one in taken)
     kinds = dict.fromkeys(kind for group in used for kind in group if kind is not None)
     found, named = TypeAdapter.json_schemas(
         [(kind, "validation", TypeAdapter(kind)) for kind in kinds],
@@ -50,10 +39,10 @@ def describe(entries: Sequence[DescribedPath], version: str) -> JsonSchema:
     )
     schemas = {kind: schema for (kind, _), schema in found.items()}
     paths: dict[str, JsonSchema] = {}
-    for entry in entries:
-        path = paths.setdefault(re.sub(r":[a-z]+}", "}", entry.path), {})
-        for method in sorted(name.lower() for name in set(entry.methods) - {"HEAD"}):
-            path[method] = _either(path.get(method), _described(entry, method, schemas))
+    for dialect, route in routes:
+        path = paths.setdefault(re.sub(r":[a-z]+}", "}", route.path), {})
+        for method in sorted(name.lower() for name in (route.methods or set()) - {"HEAD"}):
+            path[method] = _either(path.get(method), _described(dialect, route, method, schemas))
     return {
         "openapi": "3.1.0",
         "info": {"title": "mlx-serve", "version": version},
@@ -63,26 +52,26 @@ def describe(entries: Sequence[DescribedPath], version: str) -> JsonSchema:
     }
 
 
-def _described(entry: DescribedPath, method: str, schemas: Mapping[Any, Any]) -> JsonSchema:
-    operation = entry.operation
+def _described(dialect: "Dialect", route: "Endpoint", method: str, schemas: Mapping[Any, Any]) -> JsonSchema:
+    operation = route.operation
     content = {operation.answer_type: {"schema": schemas[operation.answer]}}
     if operation.stream is not None:
-        content[operation.stream_type] = {
+        content[dialect.stream_media_type] = {
             # Readers of the document differ on whether a stream's schema describes its text or each event.
             "schema": {"description": "Events, or lines, one after the other; each holds what x-event says."},
             "x-event": schemas[operation.stream],
         }
-    names = re.findall(r"{(\w+)", entry.path)
+    names = re.findall(r"{(\w+)", route.path)
     described: JsonSchema = {
-        "operationId": re.sub(r"\W+", "_", f"{method}{entry.path}").strip("_"),
-        "summary": (inspect.getdoc(entry.endpoint) or "").partition("\n")[0],
+        "operationId": re.sub(r"\W+", "_", f"{method}{route.path}").strip("_"),
+        "summary": (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
         "parameters": [
             {"name": name, "in": "path" if name in names else "query", "required": name in names, "schema": _TEXT}
             for name in (*names, *operation.query)
         ],
         "responses": {
             "200": {"description": "The answer.", "content": content},
-            "default": {"description": "An error.", "content": _json(schemas[entry.error])},
+            "default": {"description": "An error.", "content": _json(schemas[dialect.error_type])},
         },
     }
     if operation.body is not None:

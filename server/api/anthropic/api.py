@@ -30,7 +30,6 @@ from server.api.anthropic.tool_search import SearchFailed, find_tools
 from server.api.anthropic.types import IN_COUNT, IN_MESSAGES, InputMessage, MessagesBody, PromptBody
 from server.api.call import generate, inspect
 from server.api.dialect import (
-    Api,
     ApiContext,
     Dialect,
     Endpoint,
@@ -159,6 +158,7 @@ class AnthropicDialect(Dialect):
     """The Messages API."""
 
     own_header = VERSION_HEADER
+    error_type = MessagesErrorBody
 
     def api_key(self, headers: Mapping[str, str]) -> str:
         """`x-api-key`, else the bearer token."""
@@ -497,4 +497,4 @@ _SHARED_PATHS = (
     HeaderRoute("/v1/models", list_models, Operation(answer=ModelPage), header=VERSION_HEADER),
     HeaderRoute("/v1/models/{model_id:path}", get_model, Operation(answer=ModelInfoBody), header=VERSION_HEADER),
 )
-ANTHROPIC = Api(AnthropicDialect(), (*with_and_without_v1(_ROUTES), *_SHARED_PATHS), MessagesErrorBody)
+ANTHROPIC = AnthropicDialect((*with_and_without_v1(_ROUTES), *_SHARED_PATHS))

@@ -21,7 +21,6 @@ from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
 from server.api.dialect import (
-    Api,
     ApiContext,
     BodyModel,
     Dialect,
@@ -72,6 +71,9 @@ class LlamaCppErrorBody(TypedDict):
 
 class LlamaCppDialect(Dialect):
     """llama.cpp's endpoints beside those of OpenAI."""
+
+    error_type = LlamaCppErrorBody
+    own_paths = ("/slots", "/infill", "/lora-adapters", "/embedding")
 
     def error_body(self, error: ApiError) -> LlamaCppErrorBody:
         """An object whose `code` is the status."""
@@ -463,6 +465,4 @@ _ROUTES = (
         [Endpoint("/chat/completions/input_tokens", count_input_tokens, Operation(ChatBody, InputTokensBody))]
     ),
 )
-LLAMA_CPP = Api(
-    LlamaCppDialect(), _ROUTES, LlamaCppErrorBody, own_paths=("/slots", "/infill", "/lora-adapters", "/embedding")
-)
+LLAMA_CPP = LlamaCppDialect(_ROUTES)

@@ -39,7 +39,6 @@ from models.store.stored_model import ExampleMessage, WeightsPlace
 from server.api import PRODUCT
 from server.api.call import AnswerStream, inspect
 from server.api.dialect import (
-    Api,
     ApiContext,
     BodyModel,
     Endpoint,
@@ -53,7 +52,7 @@ from server.api.dialect import (
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import read_owners_body
 from server.api.ollama import generate
-from server.api.ollama.dialect import ErrorText, OllamaDialect, find_model, line, thinks
+from server.api.ollama.dialect import OllamaDialect, find_model, line, thinks
 from server.api.openapi import explain_unknown_path
 from server.api.params import Incoming
 from server.api.wire import JsonBody
@@ -370,7 +369,7 @@ async def create_model(request: Request) -> Response:
     if body.stream is False:
         return JsonBody(CreateStatus(status=STEPS[-1]))
     lines = b"".join(line(CreateStatus(status=step)) for step in STEPS)
-    return Response(lines, media_type=generate.NDJSON)
+    return Response(lines, media_type=OllamaDialect.stream_media_type)
 
 
 async def copy_model(request: Request) -> Response:
@@ -547,10 +546,10 @@ _ROUTES = (
     Endpoint("/api/ps", ps, Operation(answer=RunningList)),
     Endpoint("/api/version", version, Operation(answer=VersionBody)),
     Endpoint("/", root, Operation(answer=str, answer_type="text/plain")),
-    Endpoint("/api/pull", pull_model, Operation(PullBody, PullStatus, PullStatus, generate.NDJSON)),
-    Endpoint("/api/create", create_model, Operation(CreateBody, CreateStatus, CreateStatus, generate.NDJSON)),
+    Endpoint("/api/pull", pull_model, Operation(PullBody, PullStatus, PullStatus)),
+    Endpoint("/api/create", create_model, Operation(CreateBody, CreateStatus, CreateStatus)),
     Endpoint("/api/copy", copy_model, Operation(CopyBody)),
     Endpoint("/api/delete", delete_model, Operation(DeleteBody), ["DELETE"]),
     *generate.ROUTES,
 )
-OLLAMA = Api(OllamaDialect(), _ROUTES, ErrorText, own_paths=("/api",))
+OLLAMA = OllamaDialect(_ROUTES)

@@ -47,12 +47,18 @@ class ErrorText(TypedDict):
 class OllamaDialect(Dialect):
     """Ollama's endpoints."""
 
+    error_type = ErrorText
+    own_paths = ("/api",)
     stream_media_type = "application/x-ndjson"
     takes_any_content_type = True  # Ollama's own examples use `curl -d` without a type.
 
     def wants_stream(self, fields: Mapping[str, Any]) -> bool:
         """Returns True unless `stream` is false."""
         return fields.get("stream") is not False
+
+    def error_body(self, error: ApiError) -> ErrorText:
+        """The error's text."""
+        return {"error": error.message}
 
     def error_frame(self, error: ApiError) -> bytes:
         """A line with the error's text."""

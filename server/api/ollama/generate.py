@@ -41,7 +41,6 @@ from server.api.ollama.dialect import (
     IN_MESSAGE,
     KeepAlive,
     OllamaBody,
-    OllamaDialect,
     find_model,
     follow_up,
     line,
@@ -501,14 +500,10 @@ def _written_alone(vectors: Sequence[Vector]) -> str:
     return f'{{"embedding":{vector_json(vectors[0]) if vectors else "[]"}}}'
 
 
-NDJSON = OllamaDialect.stream_media_type
+_GENERATION = Operation(OllamaGenerateBody, OllamaGenerateAnswer, OllamaGenerateAnswer)
 ROUTES = (
-    Endpoint("/api/chat", chat, Operation(OllamaChatBody, OllamaChatAnswer, OllamaChatAnswer, NDJSON)),
-    Endpoint(
-        "/api/generate",
-        generate_text,
-        Operation(OllamaGenerateBody, OllamaGenerateAnswer, OllamaGenerateAnswer, NDJSON),
-    ),
+    Endpoint("/api/chat", chat, Operation(OllamaChatBody, OllamaChatAnswer, OllamaChatAnswer)),
+    Endpoint("/api/generate", generate_text, _GENERATION),
     Endpoint("/api/embed", embed, Operation(EmbedBody, EmbedAnswer)),
     Endpoint("/api/embeddings", embed_prompt, Operation(EmbeddingPromptBody, EmbeddingAnswer)),
 )

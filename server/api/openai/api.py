@@ -8,8 +8,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from server.api import PRODUCT
-from server.api.dialect import Api, Endpoint, Operation, context_of, with_and_without_v1
-from server.api.openai.dialect import ErrorBody, OpenAiDialect
+from server.api.dialect import Dialect, Endpoint, Operation, context_of, with_and_without_v1
 from server.api.openai.generate import (
     ChatChunk,
     ChatCompletion,
@@ -141,4 +140,4 @@ _ROUTES = (
     Endpoint("/models/{model_id:path}", get_model, Operation(answer=ModelBody)),
 )
 _LM_STUDIO = Endpoint("/api/v1/models", list_models_as_lm_studio, Operation(answer=LmStudioModels))
-OPENAI = Api(OpenAiDialect(), (*with_and_without_v1(_ROUTES), _LM_STUDIO), ErrorBody)
+OPENAI = Dialect((*with_and_without_v1(_ROUTES), _LM_STUDIO))

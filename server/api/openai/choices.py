@@ -11,9 +11,8 @@ from typing_extensions import TypedDict
 from models.output.pieces import Piece, TokenLogprob
 from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
-from server.api.dialect import Payload
+from server.api.dialect import ErrorObject, Payload, error_object
 from server.api.errors import explain, wrong
-from server.api.openai.dialect import DONE, ErrorObject, error_body
 from server.api.openai.types import BACKGROUND_TIER, DEFAULT_TIER, GenerationBody, StreamOptions
 from server.api.record import costs_of
 from server.api.wire import body_of, sse_event
@@ -24,6 +23,7 @@ from server.pool.served import TokenReader
 FAILED = "error"
 """Finish reason of a failed choice, if others succeeded."""
 MAX_SEED = 2**63
+DONE = b"data: [DONE]\n\n"
 LEAST = -9999.0
 """Stands for a log-probability of minus infinity."""
 
@@ -325,7 +325,7 @@ class ChoiceExchange(Exchange):
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
         if isinstance(end, Failed):
-            return FAILED, {"error": error_body(explain(end.error, self.request.request_id))["error"]}
+            return FAILED, {"error": error_object(explain(end.error, self.request.request_id))}
         token, text = end.stop_token, end.stop_text
         asked = token if token in self.request.stop_token_ids else None
         is_calls = self.parser.made_calls and end.reason is FinishReason.STOP

@@ -16,9 +16,9 @@ from typing_extensions import TypedDict
 
 from server.api.call import AnswerStream, inspect
 from server.api.dialect import (
-    Api,
     ApiContext,
     BodyModel,
+    Dialect,
     Endpoint,
     Operation,
     Payload,
@@ -28,7 +28,6 @@ from server.api.dialect import (
 )
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
-from server.api.openai.dialect import ErrorBody, OpenAiDialect, error_body
 from server.api.params import Incoming
 from server.api.responses.background import KEPT_SECONDS, BackgroundRun, BackgroundRuns
 from server.api.responses.create import (
@@ -304,13 +303,13 @@ def _body(conversation: StoredConversation) -> ConversationBody:
     }
 
 
-class ResponsesDialect(OpenAiDialect):
+class ResponsesDialect(Dialect):
     """The endpoints of responses and conversations."""
 
     def error_frame(self, error: ApiError) -> bytes:
         """An `error` event, which clients raise."""
         told = {"code": error.code.value, "message": error.message, "param": error.param}
-        return sse_event({"type": "error", "sequence_number": 0, **told, **error_body(error)}, "error")
+        return sse_event({"type": "error", "sequence_number": 0, **told, **self.error_body(error)}, "error")
 
 
 _RESPONSE, _CONVERSATION = "/responses/{response_id}", "/conversations/{conversation_id}"
@@ -333,4 +332,4 @@ _ROUTES = (
         _CONVERSATION + "/items/{item_id}", delete_item, Operation(answer=ConversationBody, query=_SALT), ["DELETE"]
     ),
 )
-RESPONSES = Api(ResponsesDialect(), with_and_without_v1(_ROUTES), ErrorBody)
+RESPONSES = ResponsesDialect(with_and_without_v1(_ROUTES))

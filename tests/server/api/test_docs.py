@@ -22,11 +22,10 @@ from server.api.admin.cache import (
 from server.api.admin.sessions import DeletedBody, RefusalBody, SessionDetail, SessionList, TurnBody
 from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody, RequestCountsBody
 from server.api.app import ADMIN_ROUTES, APIS
-from server.api.dialect import Rule, Rules, Treatment
+from server.api.dialect import ErrorObject, Rule, Rules, Treatment
 from server.api.errors import Code
 from server.api.openai.api import ModelBody, ModelList
 from server.api.openai.choices import PromptTokensDetails, Usage
-from server.api.openai.dialect import ErrorObject
 from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.openai.generate import (
     ChatChoice,

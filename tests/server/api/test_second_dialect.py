@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
@@ -30,7 +29,7 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.app import APIS, create_app
 from server.api.call import generate
 from server.api.conversation import Conversation
-from server.api.dialect import Api, ApiContext, Dialect, HeaderRoute, Payload, namespace_of
+from server.api.dialect import ApiContext, Dialect, Endpoint, HeaderRoute, Payload, namespace_of
 from server.api.errors import ApiError, Code
 from server.api.params import GenerationParams, Incoming, build_request
 from server.api.wire import JsonBody, json_text, sse_comment, sse_event
@@ -171,8 +170,8 @@ async def list_models(request: Request) -> Response:
 
 
 SHARED = HeaderRoute("/v1/models", list_models, header="x-events", methods=["GET"])
-EVENTS = Api(EventDialect(), [Route("/ask", ask, methods=["POST"]), SHARED])
-LINES = Api(LineDialect(), [Route("/lines", ask_in_lines, methods=["POST"])])
+EVENTS = EventDialect([Endpoint("/ask", ask, methods=["POST"]), SHARED])
+LINES = LineDialect([Endpoint("/lines", ask_in_lines, methods=["POST"])])
 
 
 def client_of(engine: FakeEngine, renderer: FakeRenderer | None = None, **settings: Any) -> TestClient:
