@@ -16,6 +16,7 @@ from cache.budget import CacheEvent, Happening
 from models.adapter import client_namespace
 from server.api.record import Moment, OpenRequest, RequestRecord, Told, miss_of
 from server.api.wire import json_text
+from server.engine.diagnosis import Miss
 from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.names import ModelChange
 from server.pool.served import EnginePort
@@ -202,13 +203,14 @@ MAX_NAMESPACES = 1024
 class LostTokens:
     """Tokens evaluated again for one reason."""
 
+    reason: str
     count: int = 0
     tokens: int = 0
 
 
 @dataclass
 class Sums:
-    """Sums of ended requests."""
+    """Sums of ended requests since the start."""
 
     requests: int = 0
     succeeded: int = 0
@@ -218,11 +220,12 @@ class Sums:
     cached_tokens: int = 0
     evaluated_tokens: int = 0
     completion_tokens: int = 0
+    lost_tokens: int = 0
     saved_seconds: float = 0.0
-    restored: dict[str, int] = field(default_factory=lambda: {"live": 0, "memory": 0, "disk": 0})
-    """Tokens by tier."""
-    lost: dict[str, LostTokens] = field(default_factory=dict)
-    """By reason."""
+    restored_tokens: dict[str, int] = field(default_factory=lambda: {"live": 0, "memory": 0, "disk": 0})
+    """By tier."""
+    misses: list[LostTokens] = field(default_factory=list)
+    """The costliest reason first."""
 
     def add(self, record: RequestRecord) -> None:
         """Adds a request."""
@@ -239,11 +242,18 @@ class Sums:
         self.evaluated_tokens += counts.evaluated_tokens
         self.saved_seconds += record.saved_seconds
         if first.tier is not None:
-            self.restored[first.tier] = self.restored.get(first.tier, 0) + counts.cached_tokens
+            self.restored_tokens[first.tier] += counts.cached_tokens
         for miss in record.turn.misses:
-            lost = self.lost.setdefault(miss.reason.value, LostTokens())
-            lost.count += 1
-            lost.tokens += miss.lost_tokens
+            self._add_miss(miss)
+
+    def _add_miss(self, miss: Miss) -> None:
+        lost = next((one for one in self.misses if one.reason == miss.reason), LostTokens(miss.reason.value))
+        if not lost.count:
+            self.misses.append(lost)
+        lost.count += 1
+        lost.tokens += miss.lost_tokens
+        self.lost_tokens += miss.lost_tokens
+        self.misses.sort(key=lambda one: -one.tokens)
 
 
 class Totals:

@@ -25,7 +25,7 @@ from server.api.errors import explain, stopped
 from server.api.guard import key_name_of, known_key_of
 from server.api.params import Incoming
 from server.api.record import Arrival
-from server.api.sessions import Origin, SessionIdError, ascii_text
+from server.api.sessions import SessionIdError, ascii_text
 from server.api.wire import JsonBody, check_amount, check_messages, not_finite, parse_object, read_body
 from server.app.log_events import TextsEmbedded
 from server.pool.names import ModelNotLoaded, ModelSource
@@ -221,7 +221,7 @@ class Call:
         """Called on another thread."""
         check_amount(self._raw)
         fields, is_finite = parse_object(self._raw)
-        self._http.state.origin = self._origin_of(fields)
+        self._http.state.asked_as = self._asked_as(fields)
         self._wants_stream = self._may_stream and self._dialect.wants_stream(fields)
         check_messages(fields)
         name = self._http.state.request_id.removeprefix("req_")
@@ -231,14 +231,14 @@ class Call:
             raise not_finite()
         return plan
 
-    def _origin_of(self, fields: Mapping[str, Any]) -> Origin:
-        """Where a refusal is recorded, as far as known."""
+    def _asked_as(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:
+        """The namespace and session of a refusal, as far as known."""
         salt = fields.get("cache_salt")
         try:
             session_id = self._dialect.session_id(fields, self._http.headers)
         except SessionIdError:
             session_id = None
-        return Origin(namespace_of(self._http, salt if isinstance(salt, str) else None), session_id)
+        return namespace_of(self._http, salt if isinstance(salt, str) else None), session_id
 
     # ------------------------------------------------------------------------------------------------- answering
 

@@ -32,7 +32,7 @@ from server.api import PRODUCT
 from server.api.dialect import Body, Dialect, Rules, context_of, dialect_of, namespace_of, parse_body
 from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
-from server.api.sessions import Origin, Refusal, ascii_text
+from server.api.sessions import Refusal, ascii_text
 from server.api.wire import parse_object, read_body
 from server.app.keys import ApiKey
 from server.app.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
@@ -319,11 +319,11 @@ def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
     if scope["method"] != "POST" or error.code in _OF_STRANGERS:
         return
     request = Request(scope)
-    origin = getattr(request.state, "origin", None) or Origin(namespace_of(request, None))
+    namespace, session_id = getattr(request.state, "asked_as", None) or (namespace_of(request, None), None)
     path, reason = cut(scope["path"], MAX_PATH_LENGTH), cut(error.message, MAX_REASON_LENGTH)
     param = error.param and cut(error.param, MAX_PATH_LENGTH)
-    refusal = Refusal(origin, request_id, time.time(), path, error.status, error.code.value, param, reason)
-    context_of(request).refusals.record(refusal)
+    told = (path, error.status, error.code.value, param, reason)
+    context_of(request).refusals.record(Refusal(request_id, namespace, session_id, time.time(), *told))
 
 
 class _TrackedSend:

@@ -23,6 +23,10 @@ class _Schemas(GenerateJsonSchema):
         taken = schema.get("json_schema_input_schema")
         return {} if taken is None else self.generate_inner(taken)
 
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
+        record = super().dataclass_schema(schema)
+        return {**record, "required": list(record["properties"]), "additionalProperties": False}
+
     def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
         return {**super().typed_dict_schema(schema), "additionalProperties": False}
 

@@ -166,19 +166,12 @@ _Key: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The namespace and session of a request."""
-
-    namespace: str
-    session_id: str | None = None
-
-
-@dataclass(frozen=True)
 class Refusal:
-    """A refused request, the last of equal ones."""
+    """Equal refusals of requests, by the last of them."""
 
-    origin: Origin
-    request_id: str
+    id: str
+    namespace: str
+    session_id: str | None
     ended: float
     """Seconds since 1970."""
     path: str
@@ -197,13 +190,13 @@ class Refusals:
 
     def record(self, refusal: Refusal) -> None:
         """Keeps or counts a refusal."""
-        known = self._namespaces.setdefault(refusal.origin.namespace, OrderedDict())
+        known = self._namespaces.setdefault(refusal.namespace, OrderedDict())
         key = refusal.path, refusal.code, refusal.message
         before = known.pop(key, None)
         known[key] = refusal if before is None else replace(refusal, count=before.count + 1)
         if len(known) > MAX_REFUSALS:
             known.popitem(last=False)
-        self._namespaces.move_to_end(refusal.origin.namespace)
+        self._namespaces.move_to_end(refusal.namespace)
         if len(self._namespaces) > MAX_NAMESPACES:
             self._namespaces.popitem(last=False)
 
@@ -217,7 +210,7 @@ class Refusals:
     def forget(self, namespace: str, session_id: str) -> None:
         """Drops a session's refusals."""
         known = self._namespaces.get(namespace, OrderedDict())
-        for key in [key for key, one in known.items() if one.origin.session_id == session_id]:
+        for key in [key for key, one in known.items() if one.session_id == session_id]:
             del known[key]
 
 

@@ -203,11 +203,11 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 # One encoder for all: building one per chunk of a stream costs more than encoding the chunk.
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=vars).encode
 
 
 def json_text(value: Any) -> str:
-    """`value` as JSON without half characters; raises ValueError or TypeError."""
+    """`value` as JSON, a record as its fields, without half characters; raises ValueError or TypeError."""
     return well_formed(_encode(value))
 
 

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from cache.budget import PinLimit
+from cache.disk.index import DiskWrites
 from cache.snapshots import RestorePointKind
 from cache.views import CacheView, EdgeDetail, EdgeView, NamespaceView
 from models.adapter import client_namespace
@@ -92,13 +93,6 @@ class DiskNodeBody(EdgeBody):
     memory_id: int | None
 
 
-class DiskWritesBody(TypedDict):
-    """Bytes written to disk today."""
-
-    today_bytes: int
-    budget_bytes: int | None
-
-
 class NamespaceBody(TypedDict):
     """What a namespace holds of a model or an adapter."""
 
@@ -120,7 +114,7 @@ class CacheStateBody(TypedDict):
     namespaces: list[NamespaceBody] | None
     budget_bytes: int
     bytes: CacheBytesBody
-    disk_writes: DiskWritesBody | None
+    disk_writes: DiskWrites | None
     evictions: int
     pinned_sessions: list[str]
     num_nodes: int
@@ -271,7 +265,6 @@ def _state_body(
         namespace=namespace,
         namespaces=every,
         bytes=body_of(CacheBytesBody, view.state, point=view.state.recurrent),
-        disk_writes=None if view.disk_writes is None else body_of(DiskWritesBody, view.disk_writes),
         pinned_sessions=list(view.pinned),
         truncated=len(view.nodes) < view.num_nodes or view.is_disk_truncated,
         nodes=[

@@ -13,7 +13,7 @@ from server.api.dialect import Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code
 from server.api.guard import listed_namespace, visible_namespace
 from server.api.record import MissBody, miss_body, miss_of
-from server.api.sessions import SessionRecord, TurnRecord
+from server.api.sessions import Refusal, SessionRecord, TurnRecord
 from server.api.wire import JsonBody, body_of
 from server.app.keys import KeyRing
 from server.engine.commands import ForgetSession
@@ -69,27 +69,12 @@ class SessionDetail(SessionBody):
     turns: list[TurnBody]
 
 
-class RefusalBody(TypedDict):
-    """Equal refusals, by the last of them."""
-
-    id: str
-    namespace: str
-    session_id: str | None
-    ended: float
-    path: str
-    status: int
-    code: str
-    param: str | None
-    message: str
-    count: int
-
-
 class SessionList(TypedDict):
     """Sessions, the last used first, and refusals."""
 
     object: str
     data: list[SessionBody]
-    refused: list[RefusalBody]
+    refused: list[Refusal]
 
 
 class DeletedBody(TypedDict):
@@ -105,9 +90,7 @@ async def list_sessions(request: Request) -> Response:
     context = context_of(request)
     namespace = listed_namespace(request)
     data = [_session_body(session, context.keys) for session in context.sessions.sessions(namespace)]
-    refusals = context.refusals.of(namespace)
-    refused = [body_of(RefusalBody, one, id=one.request_id, **vars(one.origin)) for one in refusals]
-    return JsonBody(SessionList(object="list", data=data, refused=refused))
+    return JsonBody(SessionList(object="list", data=data, refused=list(context.refusals.of(namespace))))
 
 
 async def get_session(request: Request) -> Response:

@@ -24,16 +24,8 @@ from server.api.errors import ApiError, Code, stopped
 from server.api.guard import is_authorised, is_owner, listed_namespace, read_owners_body
 from server.api.record import OpenRequest
 from server.api.wire import JsonBody, body_of, number_asked, sse_comment
-from server.engine.request import EngineStats
+from server.engine.request import DraftStats, EngineStats, RequestCounts
 from server.pool.names import ModelSource
-
-
-class RequestCountsBody(TypedDict):
-    """Unfinished requests by phase."""
-
-    waiting: int
-    prefilling: int
-    decoding: int
 
 
 class CacheCountsBody(TypedDict):
@@ -52,7 +44,7 @@ class CacheCountsBody(TypedDict):
 class EngineBody(TypedDict):
     """What one engine does and holds."""
 
-    requests: RequestCountsBody
+    requests: RequestCounts
     preemptions: int
     cache: CacheCountsBody
     open_requests: int
@@ -118,8 +110,12 @@ def status_of(context: ApiContext) -> str:
 
 
 def _engine_body(stats: EngineStats) -> EngineBody:
-    requests, cache = body_of(RequestCountsBody, stats.requests), body_of(CacheCountsBody, stats.cache)
-    return EngineBody(requests=requests, preemptions=stats.num_preempted, cache=cache, open_requests=stats.num_open)
+    return {
+        "requests": stats.requests,
+        "preemptions": stats.num_preempted,
+        "cache": body_of(CacheCountsBody, stats.cache),
+        "open_requests": stats.num_open,
+    }
 
 
 class SlotCountsBody(TypedDict):
@@ -140,17 +136,6 @@ class MovedBody(TypedDict):
     disk_read_bytes: int
 
 
-class DraftsBody(TypedDict):
-    """What became of drafts since the model was loaded; tokens by source."""
-
-    drafted: dict[str, int]
-    accepted: dict[str, int]
-    steps: int
-    """Decode steps with a draft."""
-    tokens: int
-    """Answers' tokens from these steps."""
-
-
 class ModelStatsBody(TypedDict):
     """What a loaded model does and holds."""
 
@@ -162,7 +147,7 @@ class ModelStatsBody(TypedDict):
     cache: CacheCountsBody
     moved: MovedBody
     disk_budget_bytes: int | None
-    drafts: DraftsBody | None
+    drafts: DraftStats | None
     """None where no answer is drafted."""
 
 
@@ -194,39 +179,6 @@ class OpenRequestBody(TypedDict):
     tier: str | None
 
 
-class RestoredBody(TypedDict):
-    """Restored tokens by tier."""
-
-    live: int
-    memory: int
-    disk: int
-
-
-class LostBody(TypedDict):
-    """Tokens evaluated again for one reason."""
-
-    reason: str
-    count: int
-    tokens: int
-
-
-class TotalsBody(TypedDict):
-    """Sums of ended requests since the start."""
-
-    requests: int
-    succeeded: int
-    failed: int
-    cancelled: int
-    prompt_tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    completion_tokens: int
-    lost_tokens: int
-    saved_seconds: float
-    restored_tokens: RestoredBody
-    misses: list[LostBody]
-
-
 class MemoryBody(TypedDict):
     """What the machine says of its memory."""
 
@@ -249,7 +201,7 @@ class StatsBody(TypedDict):
     models: list[ModelStatsBody]
     loading: list[LoadingBody]
     requests: list[OpenRequestBody]
-    totals: TotalsBody
+    totals: Sums
     sessions: int
 
 
@@ -269,7 +221,7 @@ async def get_stats(request: Request) -> Response:
         "models": [_model_body(context, model_id, one.stats()) for model_id, one in context.pool.engines.items()],
         "loading": [{"id": model_id, "step": step} for model_id, step in context.pool.loading.items()],
         "requests": [_request_body(one, now) for one in context.activity.open_requests(namespace)],
-        "totals": _totals_body(context.activity.totals.of(namespace)),
+        "totals": context.activity.totals.of(namespace),
         "sessions": sum(1 for _ in context.sessions.sessions(namespace)),
     }
     return JsonBody(body)
@@ -287,7 +239,7 @@ def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> Model
         "cache": body_of(CacheCountsBody, stats.cache),
         "moved": body_of(MovedBody, stats.cache.moved),
         "disk_budget_bytes": context.config.cache_disk_bytes if stats.cache.keeps_on_disk else None,
-        "drafts": None if stats.drafts is None else body_of(DraftsBody, stats.drafts),
+        "drafts": stats.drafts,
     }
 
 
@@ -305,18 +257,6 @@ def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
         seconds=round(now - one.arrival.received, 3),
         prompt_tokens=len(one.request.tokens),
         completion_tokens=one.predicted_tokens,
-    )
-
-
-def _totals_body(sums: Sums) -> TotalsBody:
-    lost = [body_of(LostBody, one, reason=reason) for reason, one in sums.lost.items()]
-    return body_of(
-        TotalsBody,
-        sums,
-        lost_tokens=sum(one["tokens"] for one in lost),
-        saved_seconds=round(sums.saved_seconds, 3),
-        restored_tokens=sums.restored,
-        misses=sorted(lost, key=lambda one: -one["tokens"]),
     )
 
 

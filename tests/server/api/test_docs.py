@@ -7,20 +7,20 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from cache.disk.index import DiskWrites
 from server.api.admin.cache import (
     CacheBytesBody,
     CacheEdgeBody,
     CacheStateBody,
     ClearedBody,
     DiskNodeBody,
-    DiskWritesBody,
     NamespaceBody,
     NodeBody,
     PinnedBody,
     PrimedBody,
 )
-from server.api.admin.sessions import DeletedBody, RefusalBody, SessionDetail, SessionList, TurnBody
-from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody, RequestCountsBody
+from server.api.admin.sessions import DeletedBody, SessionDetail, SessionList, TurnBody
+from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody
 from server.api.app import ADMIN_ROUTES, APIS
 from server.api.dialect import ErrorObject, Rule, Rules, Treatment
 from server.api.errors import Code
@@ -46,9 +46,10 @@ from server.api.sessions import (
     MAX_TURNS,
     SESSION_HEADERS,
     SESSION_METADATA,
+    Refusal,
 )
 from server.engine.diagnosis import MissReason
-from server.engine.request import DraftSource
+from server.engine.request import DraftSource, RequestCounts
 from tests.support.docs import Page
 
 ROOT = Path(__file__).parents[3]
@@ -137,7 +138,7 @@ def test_every_field_of_an_answer_is_documented() -> None:
     assert all(f"prompt_tokens_details.{name}`" in answer for name in get_type_hints(PromptTokensDetails))
 
 
-@pytest.mark.parametrize("kind", [ModelBody, ModelList, HealthBody, EngineBody, RequestCountsBody, CacheCountsBody])
+@pytest.mark.parametrize("kind", [ModelBody, ModelList, HealthBody, EngineBody, RequestCounts, CacheCountsBody])
 def test_every_field_of_models_and_health_is_documented(kind: Any) -> None:
     assert all(f"`{name}`" in section("Models and health") for name in get_type_hints(kind))
 
@@ -146,7 +147,7 @@ def test_every_field_of_sessions_is_documented() -> None:
     text = section("Sessions and their costs")
     of_session, of_turn = text.split("| field of a turn |")
     of_turn, of_refusal = of_turn.split("| field of a refusal |")
-    assert set(rows(of_refusal)) == set(get_type_hints(RefusalBody))
+    assert set(rows(of_refusal)) == set(get_type_hints(Refusal))
     assert f"last {MAX_REFUSALS} refusals" in text and f"{MAX_NAMESPACES}\nnamespaces" in text
     assert set(rows(of_session)) == set(get_type_hints(SessionDetail))
     assert set(rows(of_turn)) == set(get_type_hints(TurnBody))
@@ -164,7 +165,7 @@ def test_every_field_of_sessions_is_documented() -> None:
         DiskNodeBody,
         CacheEdgeBody,
         CacheBytesBody,
-        DiskWritesBody,
+        DiskWrites,
         ClearedBody,
         PrimedBody,
         PinnedBody,

@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.api.app import create_app
-from server.api.sessions import MAX_NAMESPACES, MAX_REFUSALS, Origin, Refusal, Refusals
+from server.api.sessions import MAX_NAMESPACES, MAX_REFUSALS, Refusal, Refusals
 from server.app.config import ServerConfig
 from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -97,4 +97,4 @@ def test_refusals_are_bounded() -> None:
 
 
 def refusal(namespace: str, message: str) -> Refusal:
-    return Refusal(Origin(namespace), "req_1", 1.0, CHAT, 400, "invalid_value", None, message)
+    return Refusal("req_1", namespace, None, 1.0, CHAT, 400, "invalid_value", None, message)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from server.api.activity import MAX_NAMESPACES, PACE_TOKENS, Pace, Totals
+from server.api.activity import MAX_NAMESPACES, PACE_TOKENS, LostTokens, Pace, Totals
 from server.api.record import Arrival, OpenRequest, RequestRecord
 from server.engine.diagnosis import Miss, MissReason, Reuse
 from server.engine.request import (
@@ -56,8 +56,8 @@ def test_sums_are_kept_by_namespace_and_of_all() -> None:
     ours, every = totals.of("ours"), totals.of(None)
     assert (ours.requests, ours.succeeded, ours.prompt_tokens, ours.cached_tokens) == (2, 2, 200, 120)
     assert ours.evaluated_tokens == 80 and ours.completion_tokens == 10 and ours.saved_seconds == 2.0
-    assert ours.restored == {"live": 0, "memory": 60, "disk": 60}
-    assert ours.lost["evicted"].count == 1 and ours.lost["evicted"].tokens == 40
+    assert ours.restored_tokens == {"live": 0, "memory": 60, "disk": 60}
+    assert ours.misses == [LostTokens("evicted", count=1, tokens=40)]
     assert (every.requests, every.saved_seconds) == (3, 3.0)
     assert totals.of("nobody").requests == 0
 
