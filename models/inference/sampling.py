@@ -146,7 +146,7 @@ class _Xtc:
 
     @classmethod
     def of(cls, rows: Sequence[RowSampling]) -> "_Xtc | None":
-        return cls(list(rows)) if any(map(_asks_for_xtc, rows)) else None
+        return cls(list(rows)) if [row for row in rows if row.params.uses_xtc] else None
 
     def apply_to(self, scaled: mx.array) -> mx.array:
         thresholds = [_xtc_threshold(row) for row in self.rows]
@@ -157,12 +157,8 @@ class _Xtc:
         return mx.where(scaled <= ceiling, scaled, -math.inf)
 
 
-def _asks_for_xtc(row: RowSampling) -> bool:
-    return row.params.xtc_probability > 0 and not row.params.is_greedy
-
-
 def _xtc_threshold(row: RowSampling) -> float:
-    is_struck = _asks_for_xtc(row) and row.chance() < row.params.xtc_probability
+    is_struck = row.params.uses_xtc and row.chance() < row.params.xtc_probability
     return row.params.xtc_threshold if is_struck else ALL_MASS
 
 
@@ -218,9 +214,10 @@ class _Batch:
         params = [row.params for row in rows]
         self._bias = _BiasEntries.of(params)
         self._penalties = [*bans_of(self._rows, vocab_size), *penalties_of(self._rows, vocab_size)]
-        self._is_greedy = None if all(p.is_greedy for p in params) else mx.array([p.is_greedy for p in params])
-        self._temperature = column(1.0 if p.is_greedy else p.temperature for p in params)
-        self._filters = filters_of(self._rows, vocab_size)
+        is_greedy = [p.is_greedy for p in params]
+        self._is_greedy = None if all(is_greedy) else mx.array(is_greedy)
+        self._temperature = column([1.0 if p.is_greedy else p.temperature for p in params])
+        self._filters = [] if all(is_greedy) else filters_of(self._rows, vocab_size)
 
     def is_for(self, rows: Sequence[RowSampling]) -> bool:
         return len(rows) == len(self._rows) and all(a is b for a, b in zip(rows, self._rows, strict=True))

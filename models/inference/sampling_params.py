@@ -1,6 +1,7 @@
 """How a sequence's tokens are chosen, and which values are allowed. Knows no logits and no MLX."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from models.errors import InvalidParameter
 
@@ -63,23 +64,27 @@ class SamplingParams:
     """No `end_token_ids` among as many first tokens."""
     end_token_ids: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
-    @property
+    @cached_property
+    def uses_xtc(self) -> bool:
+        return self.xtc_probability > 0 and not self.is_greedy
+
+    @cached_property
     def looks_back(self) -> bool:
         return self.is_penalised or self.is_dry or self.longest_bad_word > 1
 
-    @property
+    @cached_property
     def longest_bad_word(self) -> int:
         return max(map(len, self.bad_words), default=0)
 
-    @property
+    @cached_property
     def is_dry(self) -> bool:
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
-    @property
+    @cached_property
     def is_penalised(self) -> bool:
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0) and self.repeat_last_n != 0

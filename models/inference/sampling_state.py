@@ -6,7 +6,6 @@ tokens unread, and gives the state back. A grammar wins over tokens ruled out. W
 `of` returns None.
 """
 
-import copy
 import hashlib
 import math
 import secrets
@@ -184,8 +183,8 @@ class RowSampling:
         return self._moved(num_accepted + 1)
 
     def _moved(self, num_draws: int) -> "RowSampling":
-        moved = copy.copy(self)
-        moved.position += num_draws
+        moved = object.__new__(RowSampling)
+        vars(moved).update(vars(self), position=self.position + num_draws)
         return moved
 
     def key(self) -> bytes:
@@ -229,6 +228,8 @@ class Penalty(Protocol):
 
 def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
     """Penalties that a row uses, in the order of applying."""
+    if not [row for row in rows if row.params.looks_back]:
+        return []
     found: list[Penalty | None] = [
         _Repetition.of(rows, vocab_size),
         _Occurrences.of(rows, vocab_size),
@@ -480,15 +481,15 @@ class _EarlyEnds(Penalty):
 
     def __init__(self, rows: Sequence[RowSampling]) -> None:
         self._rows = rows
-        self._early: tuple[int, ...] = ()
+        self._early = list[int]()
         self._entries: tuple[mx.array, mx.array] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[RowSampling]) -> "_EarlyEnds | None":
-        return cls(rows) if any(map(_is_early, rows)) else None
+        return cls(rows) if _early(rows) else None
 
     def apply_to(self, logits: mx.array) -> mx.array:
-        early = tuple(index for index, row in enumerate(self._rows) if _is_early(row))
+        early = _early(self._rows)
         if early != self._early:
             self._early, self._entries = early, self._entries_of(early, logits.shape[-1])
         if self._entries is None:
@@ -501,8 +502,8 @@ class _EarlyEnds(Penalty):
         return (mx.array([row for row, _ in known]), mx.array([token for _, token in known])) if known else None
 
 
-def _is_early(row: RowSampling) -> bool:
-    return row.position < row.params.min_tokens
+def _early(rows: Sequence[RowSampling]) -> list[int]:
+    return [index for index, row in enumerate(rows) if row.position < row.params.min_tokens]
 
 
 def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
