@@ -106,10 +106,10 @@ class Lease:
         self._record_all()
         return self.is_lost or self._recorder.reclaimer.try_grow(self._slot, max_tokens, needed)
 
-    def append(self, token: int) -> None:
-        """Records one token of a decode step; the first is the prompt's last."""
+    def append(self, *tokens: int) -> None:
+        """Records tokens of a decode step; the first of all is the prompt's last."""
         if not self.is_lost:
-            self._slot.log.append(np.array([token], np.int32))
+            self._slot.log.append(np.array(tokens, np.int32))
 
     def keep(self, kind: RestorePointKind) -> None:
         """Captures a restore point at the end. The caches must be evaluated."""

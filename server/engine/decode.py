@@ -68,12 +68,11 @@ class DecodePipeline:
     def step(self) -> None:
         """Launches the next step and reads the one before; a step with drafts is read too."""
         begun = self._clock()
-        sequences = self.next_sequences()
         if self._feeds is None:
-            self._step_plain(sequences)
+            self._step_plain(self.next_sequences())
         elif not self._is_under_way:
             self._step_known(self._feeds, begun)
-        elif self._feeds.may_pay(sequences):
+        elif self._feeds.may_pay(sequences := self.next_sequences()):
             self.read()
             self._step_known(self._feeds, self._feeds.has_left(begun))
         else:

@@ -193,7 +193,7 @@ class FeedSteps:
         return fault
 
     def _prepared(self, feeds: list[Feed]) -> Step:
-        is_bound = any(mask is not None for feed in feeds for mask in feed.masks)
+        is_bound = any(feed.sequence.output.is_bound for feed in feeds)
         for feed in feeds:
             feed.sequence.decode.row.known = [*feed.sequence.decode.known]
         step = self._runner.prepare(

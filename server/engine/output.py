@@ -120,6 +120,7 @@ class Output:
         self._reasoning = ReasoningWatch(request.thinking) if request.thinking is not None else None
         self._grammar = GrammarConstraint(request.grammar, self._reasoning) if request.grammar is not None else None
         self._calls = CallWatch(request.single_call, self._reasoning) if request.single_call is not None else None
+        self._bounds = [bound for bound in (self._grammar, self._calls) if bound is not None]
 
     @property
     def rest(self) -> Delta:
@@ -176,7 +177,7 @@ class Output:
         self._note(token, logprob)
         text = self._decode(token)
         deltas = self._emit(text) if len(self.tokens) > self._request.sampling.min_tokens else self._emit_all(text)
-        if self.stop_text is not None or self._is_complete:
+        if self.stop_text is not None or any(bound.is_complete for bound in self._bounds):
             return [*deltas, *self.end(FinishReason.STOP)]
         if len(self.tokens) >= self._request.max_tokens:
             return [*deltas, *self.end(FinishReason.LENGTH)]
@@ -219,10 +220,6 @@ class Output:
         if self._calls is not None:
             self._calls.accept(token, text)
         return text
-
-    @property
-    def _is_complete(self) -> bool:
-        return any(bound is not None and bound.is_complete for bound in (self._grammar, self._calls))
 
     def _emit(self, text: str) -> list[Delta]:
         emitted, self.stop_text, _ = self._stops.push(text)

@@ -159,9 +159,8 @@ class Sequence:
 
     def record(self) -> None:
         """Adds the known tokens, now evaluated, to the lease's log."""
-        if self.lease is not None:
-            for token in self.decode.known:
-                self.lease.append(token)
+        if self.lease is not None and self.decode.known:
+            self.lease.append(*self.decode.known)
             self.decode.known = []
 
     def progress(self) -> list[Event]:

@@ -10,6 +10,7 @@ Knows neither model nor clock: seconds are handed in. Worker thread only.
 
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -578,7 +579,7 @@ class Speculation:
         self._drafted = dict.fromkeys(DraftSource, 0)
         self._accepted = dict.fromkeys(DraftSource, 0)
         self._num_steps = self._num_tokens = 0
-        self._excess: dict[int, Excess] = {}
+        self._excess = defaultdict[int, Excess](Excess)
         """By the number of rows, roughly."""
         self._is_expected = False
         """Whether the drafter drafted in the latest step with drafts, or was to."""
@@ -785,4 +786,4 @@ class Speculation:
         return max(MIN_CHANCE, excess.scale * self._cost.token * num_rows / plain)
 
     def _excess_of(self, num_rows: int) -> Excess:
-        return self._excess.setdefault(num_rows.bit_length(), Excess())
+        return self._excess[num_rows.bit_length()]
