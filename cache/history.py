@@ -1,4 +1,4 @@
-"""What was said before, searched for what a running output may say next. Worker thread only. Pure.
+"""Texts that a running output may repeat: what was said before, or is expected. Worker thread only. Pure.
 
 A place holds one token of a text. Hash chains, as LZ77 compressors have them, lead from an output's last three tokens
 to where these stood before, the newest first; a place counts only where the tokens agree. All namespaces share one
@@ -12,7 +12,7 @@ ring of places, so that the oldest text of all makes way for a new one. Invarian
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -330,6 +330,20 @@ class History:
         text.stop = 0
 
 
+class Follower(Protocol):
+    """Follows a text with a row's output."""
+
+    @property
+    def match_length(self) -> int:
+        """Tokens on which row and text agree; 0 if the row follows nothing."""
+
+    def push(self, token: int) -> None:
+        """Takes the row's next token."""
+
+    def next_tokens(self, limit: int) -> list[int]:
+        """Up to `limit` tokens of the text from here on."""
+
+
 class HistoryFollower:
     """Where the continuation of an output stood before, if anywhere."""
 
@@ -382,3 +396,93 @@ class HistoryFollower:
 def _salt(namespace: str) -> int:
     """Unknown to clients, else one could choose a `cache_salt` whose texts crowd another's out of chains."""
     return hash(namespace) & _HASH_MASK
+
+
+class PredictionFollower:
+    """Follows a client's prediction.
+
+    After a divergence the row's last `SHORTEST_MATCH` tokens are looked up: their next place counts, else the first.
+    """
+
+    def __init__(self, prediction: TokenArray) -> None:
+        self._tokens = array("i", prediction.tobytes())
+        self._at = 0
+        """Place of the next token; after a divergence, of the last one that agreed."""
+        self.match_length = 1
+        """Before the first token nothing disagrees."""
+        self._last: tuple[int, ...] = ()
+        codes = _codes(prediction)
+        # Sorted by code, then by place.
+        order = np.argsort(codes, kind="stable")
+        self._codes, self._stops = codes[order], order + SHORTEST_MATCH
+        self._is_said = bytearray(len(prediction))
+        self._num_apart = 0
+        """Tokens of the row since both agreed."""
+
+    @property
+    def num_confirmed(self) -> int:
+        return self._is_said.count(1)
+
+    @property
+    def num_missed(self) -> int:
+        return self._is_said.count(0)
+
+    def push(self, token: int) -> None:
+        """As `Follower.push`."""
+        self._last = (*self._last[1 - SHORTEST_MATCH :], token)
+        self._num_apart += 1
+        if self.match_length and self._at < len(self._tokens) and self._tokens[self._at] == token:
+            self._at += 1
+            self.match_length += 1
+            self._confirm()
+        else:
+            self._find()
+
+    def next_tokens(self, limit: int) -> list[int]:
+        """As `Follower.next_tokens`."""
+        return self._tokens[self._at : self._at + limit].tolist() if self.match_length else []
+
+    def _find(self) -> None:
+        self.match_length = 0
+        if len(self._last) < SHORTEST_MATCH:
+            return
+        (code,) = _codes(np.array(self._last, np.int32))
+        first, end = np.searchsorted(self._codes, (code, code + 1))
+        if first < end:
+            place = first + np.searchsorted(self._stops[first:end], self._at, side="right")
+            self.match_length, self._at = SHORTEST_MATCH, int(self._stops[place if place < end else first])
+            self._confirm()
+
+    def _confirm(self) -> None:
+        num_tokens = min(self._num_apart, SHORTEST_MATCH)
+        self._is_said[self._at - num_tokens : self._at] = bytes([1]) * num_tokens
+        self._num_apart = 0
+
+
+class ForcedText:
+    """Follows what an output must say next."""
+
+    def __init__(self, forced: Callable[[], Sequence[int]]) -> None:
+        """`forced` returns all of it that is known."""
+        self._forced = forced
+        self._tokens = [*forced()]
+
+    @property
+    def match_length(self) -> int:
+        """All forced tokens have the same odds."""
+        return LONGEST_COMPARED + 1 if self._tokens else 0
+
+    def push(self, token: int) -> None:
+        """Takes the row's next token."""
+        self._tokens = self._tokens[1:] if self._tokens[:1] == [token] else []
+        self._tokens = self._tokens or [*self._forced()]
+
+    def next_tokens(self, limit: int) -> list[int]:
+        """As `Follower.next_tokens`."""
+        return self._tokens[:limit]
+
+
+def _codes(tokens: TokenArray) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """A number for each `SHORTEST_MATCH` tokens in a row, 21 bits a token."""
+    wide = tokens.astype(np.int64)
+    return wide[:-2] << 42 | wide[1:-1] << 21 | wide[2:]

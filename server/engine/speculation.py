@@ -8,26 +8,22 @@ every token, drafted or not; costs from every step of the engine, measured whole
 Knows neither model nor clock: seconds are handed in. Worker thread only.
 """
 
-from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cache.history import History, LiveText
-from server.engine.request import DraftSource, DraftStats, GenerationRequest, TokenArray
+from cache.history import SHORTEST_MATCH, Follower, ForcedText, History, LiveText, PredictionFollower
+from server.engine.request import DraftSource, DraftStats, GenerationRequest
 
 MIN_GAIN = 0.03
 """Part of the tokens per second that drafts must add."""
 MIN_CHANCE = 0.02
 """A draft ends before a token that is less likely to be reached and accepted."""
-NGRAM = 3
-"""Tokens that must agree before a text is followed."""
 MAX_OWN_TOKENS = 8192
 """Of a prompt that must not join the history."""
 _RELAX = 0.01
@@ -46,113 +42,6 @@ PRIOR_ODDS = {
     DraftSource.GRAMMAR: (0.99,) * 6,
 }
 """By class of match length, of the drafter by place in a draft; before anything is known of a model."""
-
-
-# --------------------------------------------------------------------------------------------------- what is followed
-
-
-class Follower(Protocol):
-    """Follows a text with a row's output."""
-
-    @property
-    def match_length(self) -> int:
-        """Tokens on which row and text agree; 0 if the row follows nothing."""
-
-    def push(self, token: int) -> None:
-        """Takes the row's next token."""
-
-    def next_tokens(self, limit: int) -> list[int]:
-        """Up to `limit` tokens of the text from here on."""
-
-
-class PredictionFollower:
-    """Follows a client's prediction.
-
-    After a divergence the row's last `NGRAM` tokens are looked up: their next place counts, else the first.
-    """
-
-    def __init__(self, prediction: TokenArray) -> None:
-        self._tokens = array("i", prediction.tobytes())
-        self._at = 0
-        """Place of the next token; after a divergence, of the last one that agreed."""
-        self.match_length = 1
-        """Before the first token nothing disagrees."""
-        self._last: tuple[int, ...] = ()
-        codes = _codes(prediction)
-        # Sorted by code, then by place.
-        order = np.argsort(codes, kind="stable")
-        self._codes, self._stops = codes[order], order + NGRAM
-        self._is_said = bytearray(len(prediction))
-        self._num_apart = 0
-        """Tokens of the row since both agreed."""
-
-    @property
-    def num_confirmed(self) -> int:
-        return self._is_said.count(1)
-
-    @property
-    def num_missed(self) -> int:
-        return self._is_said.count(0)
-
-    def push(self, token: int) -> None:
-        """As `Follower.push`."""
-        self._last = (*self._last[1 - NGRAM :], token)
-        self._num_apart += 1
-        if self.match_length and self._at < len(self._tokens) and self._tokens[self._at] == token:
-            self._at += 1
-            self.match_length += 1
-            self._confirm()
-        else:
-            self._find()
-
-    def next_tokens(self, limit: int) -> list[int]:
-        """As `Follower.next_tokens`."""
-        return self._tokens[self._at : self._at + limit].tolist() if self.match_length else []
-
-    def _find(self) -> None:
-        self.match_length = 0
-        if len(self._last) < NGRAM:
-            return
-        (code,) = _codes(np.array(self._last, np.int32))
-        first, end = np.searchsorted(self._codes, (code, code + 1))
-        if first < end:
-            place = first + np.searchsorted(self._stops[first:end], self._at, side="right")
-            self.match_length, self._at = NGRAM, int(self._stops[place if place < end else first])
-            self._confirm()
-
-    def _confirm(self) -> None:
-        num_tokens = min(self._num_apart, NGRAM)
-        self._is_said[self._at - num_tokens : self._at] = bytes([1]) * num_tokens
-        self._num_apart = 0
-
-
-class ForcedText:
-    """Follows what an output must say next."""
-
-    def __init__(self, forced: Callable[[], Sequence[int]]) -> None:
-        """`forced` returns all of it that is known."""
-        self._forced = forced
-        self._tokens = [*forced()]
-
-    @property
-    def match_length(self) -> int:
-        """All forced tokens have the same odds."""
-        return _LONGEST if self._tokens else 0
-
-    def push(self, token: int) -> None:
-        """Takes the row's next token."""
-        self._tokens = self._tokens[1:] if self._tokens[:1] == [token] else []
-        self._tokens = self._tokens or [*self._forced()]
-
-    def next_tokens(self, limit: int) -> list[int]:
-        """As `Follower.next_tokens`."""
-        return self._tokens[:limit]
-
-
-def _codes(tokens: TokenArray) -> NDArray[np.int64]:
-    """A number for each `NGRAM` tokens in a row, 21 bits a token."""
-    wide = tokens.astype(np.int64)
-    return wide[:-2] << 42 | wide[1:-1] << 21 | wide[2:]
 
 
 # ------------------------------------------------------------------------------------------------------------- odds
@@ -599,12 +488,12 @@ class Speculation:
         is_kept = request.cache_prompt and not request.is_volatile and not request.is_idle_work
         own = history.begin(namespace, session_id)
         if is_kept:
-            for text in (request.tokens[max(0, num_matched - NGRAM) :], *request.quotable):
+            for text in (request.tokens[max(0, num_matched - SHORTEST_MATCH) :], *request.quotable):
                 history.add(namespace, text, session_id)
         if not request.speculates:
             return Drafting((), own, None, is_kept=is_kept)
         hidden = () if is_kept else request.quotable
-        for text in (*hidden, request.tokens[-NGRAM if is_kept else -MAX_OWN_TOKENS :]):
+        for text in (*hidden, request.tokens[-SHORTEST_MATCH if is_kept else -MAX_OWN_TOKENS :]):
             for token in text.tolist():
                 own.push(token)
         texts: list[FollowedText | ExpectedText] = []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.history import History
+from cache.history import ForcedText, History
 from models.inference.grammar import GrammarCompiler, LlguidanceMatcher
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ from models.loader import load
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.request import DraftSource, Failed, Finished
-from server.engine.speculation import Drafting, ForcedText, Speculation
+from server.engine.speculation import Drafting, Speculation
 from tests.server.engine.test_drafts import CLOSED, prompt_of
 from tests.support import fake_runner, tiny_models
 from tests.support.engine_driver import Collected, Harness

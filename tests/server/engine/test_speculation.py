@@ -16,13 +16,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cache.history import History
+from cache.history import History, PredictionFollower
 from server.engine.request import DraftSource, GenerationRequest
 from server.engine.speculation import (
     Drafting,
     Excess,
     Overrun,
-    PredictionFollower,
     Speculation,
     choose,
 )
