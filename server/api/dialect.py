@@ -31,12 +31,11 @@ from server.api.activity import Activity, EventLog
 from server.api.errors import ApiError, Code, stopped, wrong
 from server.api.observe import Metrics, Tracing
 from server.api.planning import Planning
-from server.api.rate_limits import RateLimits
 from server.api.record import RequestLog, RequestRecord, Subscriber, Told
 from server.api.sessions import Refusals, SessionRecords, resolve_session_id
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
 from server.app.config import ServerConfig
-from server.app.keys import KeyRing, namespace_of_key
+from server.app.keys import KeyRing, RateLimits, namespace_of_key
 from server.diagnosis.account import Conversations
 from server.pool.pool import ModelPool
 from server.pool.served import EnginePort, ServedModel

@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from models.errors import EmbeddingUnsupported, InvalidParameter, PromptTooLong
 from models.prompt.chat_template import ChatTemplateError
-from server.api.rate_limits import OverLimit
 from server.api.sessions import SessionIdError
+from server.app.keys import OverLimit
 from server.engine.request import AnswerUnbound, EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
 from server.pool.names import ModelInUse, ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 

@@ -9,9 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.api.app import create_app, replace_keys
-from server.api.rate_limits import OverLimit, RateLimits, duration_text
 from server.app.config import ServerConfig
-from server.app.keys import ApiKey, KeyRing, digest_of
+from server.app.keys import ApiKey, KeyRing, OverLimit, RateLimits, digest_of, duration_text
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 CHAT = "/v1/chat/completions"
