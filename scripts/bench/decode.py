@@ -167,7 +167,7 @@ class EngineSide:
         self._num_steps = 0
         for number, (prompt, said) in enumerate(zip(prompts, self._said, strict=True)):
             greedy = SamplingParams(temperature=0)
-            self._worker.submit(GenerationRequest(f"{number}", prompt, max_tokens, greedy), said)
+            self._worker.submit(GenerationRequest(f"{number}", prompt, max_tokens, sampling=greedy), said)
         while not all(said.tokens for said in self._said):
             self._worker.step()
 

@@ -244,7 +244,9 @@ class Side:
             # Drafts run beyond an end that is said, not beyond the most tokens.
             max_tokens = len(text.answer) + (MAX_FEED_TOKENS if self._ends else 0)
             greedy = SamplingParams(temperature=0)
-            self._worker.submit(GenerationRequest(f"{row}", prompt, max_tokens, greedy, quotable=quotable), said)
+            self._worker.submit(
+                GenerationRequest(f"{row}", prompt, max_tokens, sampling=greedy, quotable=quotable), said
+            )
         while not all(said.tokens for said in self._said):
             self._worker.step()
 

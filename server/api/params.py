@@ -26,7 +26,7 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api.conversation import Conversation
 from server.api.dialect import BodyModel, Rules, Whole, context_of, dialect_of, no_effect, read_by
 from server.api.errors import Code, context_exceeded, wrong
-from server.engine.request import GenerationRequest, Priority, TokenArray
+from server.engine.request import GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -96,23 +96,12 @@ class Incoming:
     request_id: str
 
 
-@dataclass(frozen=True)
-class GenerationParams:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GenerationParams(GenerationOptions):
     """All but the prompt; each field is valid by itself."""
 
-    sampling: SamplingParams
     max_tokens: int | None = None
     """None: as many as the server allows. 0 only evaluates the prompt."""
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    keeps_stop: bool = False
-    """The answer includes its stop string or token."""
-    cache_prompt: bool = True
-    is_volatile: bool = False
-    speculates: bool = True
-    prediction: TokenArray | None = None
-    priority: Priority = Priority.INTERACTIVE
-    ignore_eos: bool = False
     max_thinking_tokens: int | None = None
     """None: no limit."""
     is_single_call: bool = False
@@ -132,25 +121,17 @@ def build_request(
     incoming: Incoming, model: ServedModel, prompt: RenderedPrompt, params: GenerationParams, namespace: str
 ) -> GenerationRequest:
     """A valid request; raises ApiError or SessionIdError."""
+    options = {option.name: getattr(params, option.name) for option in fields(GenerationOptions)}
     return GenerationRequest(
         request_id=incoming.request_id,
         tokens=prompt.tokens,
         max_tokens=_fitting_max_tokens(len(prompt.tokens), params, model, incoming),
-        sampling=params.sampling,
-        stop=params.stop or model.defaults.stop,
-        stop_token_ids=params.stop_token_ids,
-        keeps_stop=params.keeps_stop,
+        **{**options, "stop": params.stop or model.defaults.stop},
         session_id=dialect_of(incoming.http).session_id(incoming.fields, incoming.http.headers),
         namespace=namespace,
         adapter=model.adapter,
-        cache_prompt=params.cache_prompt,
-        is_volatile=params.is_volatile,
-        speculates=params.speculates,
-        prediction=params.prediction,
-        priority=params.priority,
         restore_points=prompt.restore_points,
         outline=prompt.outline,
-        ignore_eos=params.ignore_eos,
         quotable=_quotable(prompt, params, model),
         thinking=model.thinking(prompt.text, params.max_thinking_tokens, prompt.begun) if prompt.text else None,
         single_call=_call_markers(model) if params.is_single_call else None,

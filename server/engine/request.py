@@ -41,15 +41,10 @@ class Priority(IntEnum):
     BACKGROUND = 1
 
 
-@dataclass(frozen=True, eq=False)
-class GenerationRequest:
-    """One prompt to continue. Its maker has validated every field."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GenerationOptions:
+    """What a client may ask of any prompt's continuation."""
 
-    request_id: str
-    tokens: TokenArray
-    """Shape [num_tokens], int32, one token or more, never written to."""
-    max_tokens: int
-    """0 evaluates the prompt only, and keeps a restore point at its end."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """`min_tokens` also holds back stop strings; the engine fills in `end_token_ids`."""
     stop: tuple[str, ...] = ()
@@ -58,6 +53,28 @@ class GenerationRequest:
     """Tokens that end the output beside the model's ends of turn, which may be ignored."""
     keeps_stop: bool = False
     """The output ends with the stop itself."""
+    cache_prompt: bool = True
+    """False: neither reuse nor keep state."""
+    is_volatile: bool = False
+    """The state of the request is never written to disk."""
+    priority: Priority = Priority.INTERACTIVE
+    ignore_eos: bool = False
+    """For benchmarks."""
+    speculates: bool = True
+    """False: every token has a decode step of its own."""
+    prediction: TokenArray | None = None
+    """What the client expects of the answer: a text for drafts only."""
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest(GenerationOptions):
+    """One prompt to continue. Its maker has validated every field."""
+
+    request_id: str
+    tokens: TokenArray
+    """Shape [num_tokens], int32, one token or more, never written to."""
+    max_tokens: int
+    """0 evaluates the prompt only, and keeps a restore point at its end."""
     session_id: str | None = None
     """A hint for affinity and order, never a key to tokens."""
     namespace: str = ""
@@ -65,27 +82,16 @@ class GenerationRequest:
     adapter: Adapter | None = None
     prompt_logprobs: int | None = None
     """Likely tokens to report for each prompt token, at `Finished`. Needs `cache_prompt` to be false."""
-    cache_prompt: bool = True
-    """False: neither reuse nor keep state."""
-    is_volatile: bool = False
-    """The state of the request is never written to disk."""
-    priority: Priority = Priority.INTERACTIVE
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
     is_idle_work: bool = False
     """Any other request ends this one."""
-    ignore_eos: bool = False
-    """For benchmarks."""
     thinking: Thinking | None = None
     """None where reasoning cannot be told apart."""
     single_call: CallMarkers | None = None
     """Set where the output ends after the first call."""
     grammar: OutputGrammar | None = None
     """The grammar of the answer behind its reasoning."""
-    speculates: bool = True
-    """False: every token has a decode step of its own."""
-    prediction: TokenArray | None = None
-    """What the client expects of the answer: a text for drafts only."""
     quotable: tuple[TokenArray, ...] = ()
     """New tool results as calls quote them: texts for drafts, as the prompt is."""
 

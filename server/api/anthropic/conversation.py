@@ -238,8 +238,8 @@ def read_params(body: MessagesBody, conversation: Conversation, model: ServedMod
     sampling = changed_sampling(model.sampling, body, model.vocab_size)
     check(sampling, model.vocab_size)
     return GenerationParams(
-        sampling,
-        body.max_tokens,
+        sampling=sampling,
+        max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         max_thinking_tokens=body.thinking_wish().max_tokens,
         is_single_call=bool(conversation.callable_tools)

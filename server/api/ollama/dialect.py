@@ -150,7 +150,7 @@ def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
     sampling = options_sampling(options, model)
     check(sampling, model.vocab_size)
     grammar = None if body.format is None else AnswerGrammar("format", json_grammar(body.format))
-    return GenerationParams(sampling, options.limit, stop=options.stops, grammar=grammar)
+    return GenerationParams(sampling=sampling, max_tokens=options.limit, stop=options.stops, grammar=grammar)
 
 
 def offered_tools(tools: Sequence[Mapping[str, Any]] | None, model: ServedModel) -> Sequence[Mapping[str, Any]]:

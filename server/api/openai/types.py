@@ -625,8 +625,8 @@ def read_params(body: GenerationBody, model: ServedModel) -> GenerationParams:
     check_token_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
     is_background = body.priority == "background" or (body.priority is None and body.service_tier == BACKGROUND_TIER)
     return GenerationParams(
-        sampling,
-        body.limit(),
+        sampling=sampling,
+        max_tokens=body.limit(),
         stop=tuple(body.stop or (body.options.stops if body.options is not None else ())),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         keeps_stop=body.include_stop_str_in_output is True or body.no_stop_trim is True,

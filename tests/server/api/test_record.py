@@ -28,7 +28,7 @@ from server.engine.request import (
 
 ARRIVAL = Arrival("/v1/chat/completions", received=100.0, key_name="alice")
 REQUEST = GenerationRequest(
-    "r-1", np.zeros(50, np.int32), 9, SamplingParams(seed=7), session_id="s", namespace="ours"
+    "r-1", np.zeros(50, np.int32), 9, sampling=SamplingParams(seed=7), session_id="s", namespace="ours"
 )
 MISS = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 2, before="secret", after="words", lost_tokens=8)
 STARTED = Started(3, 50, Reuse(30, 30, 0.5, MISS, 8, (MISS,)), restore_ms=500.0, tier="disk")

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
-from models.inference.sampling_params import SamplingParams
 from models.output.pieces import (
     Piece,
     Reasoning,
@@ -149,7 +148,7 @@ def opened(kind: type[Exchange], context: ApiContext, incoming: Incoming) -> Exc
     messages: list[Message] = [{"role": "user", "content": [{"text": incoming.fields["ask"]}]}]
     conversation = Conversation(model.renderer, messages, TOOLS, {}, namespace)
     prompt = conversation.render()
-    params = GenerationParams(SamplingParams(), incoming.fields.get("limit"), prompt_param="ask")
+    params = GenerationParams(max_tokens=incoming.fields.get("limit"), prompt_param="ask")
     request = build_request(incoming, model, prompt, params, namespace)
     is_streamed = incoming.fields.get("stream", False)
     return kind(Question(model, request, prompt, conversation), is_streamed=is_streamed)

@@ -75,7 +75,7 @@ def served():  # type: ignore[no-untyped-def]  # noqa: ANN201
 def request(name: str = "r", length: int = 10, max_tokens: int = 5) -> GenerationRequest:
     """Returns a request that generates exactly `max_tokens`."""
     tokens = np.arange(1, length + 1, dtype=np.int32)
-    return GenerationRequest(name, tokens, max_tokens, SamplingParams(temperature=0), ignore_eos=True)
+    return GenerationRequest(name, tokens, max_tokens, sampling=SamplingParams(temperature=0), ignore_eos=True)
 
 
 async def collect(generation: Generation) -> list[Event]:
