@@ -174,7 +174,7 @@ class Call:
             await asyncio.gather(gone, task, return_exceptions=True)
 
     async def _respond(self) -> Response:
-        key = known_key_of(self._http)
+        key = known_key_of(self._http.scope)
         if self._is_limited and key is not None:
             usage = self._context.rate_limits.admit(key, self._http.state.answer_headers)
             self._stack.callback(lambda: usage.end(self._num_tokens))

@@ -174,16 +174,16 @@ def key_of(request: Request) -> ApiKey | None:
     return context_of(request).keys.find(dialect_of(request).api_key(request.headers))
 
 
-def known_key_of(request: Request) -> ApiKey | None:
+def known_key_of(scope: Scope) -> ApiKey | None:
     """The key found by `check_key`; None if none is required."""
-    key = request.scope["state"].get("key")
-    return key if isinstance(key, ApiKey) else None
+    key: ApiKey | None = scope["state"]["key"]
+    return key
 
 
 def key_name_of(scope: Scope) -> str | None:
     """The name of the key found by `check_key`, if any."""
-    key = scope["state"].get("key")
-    return key.name or None if isinstance(key, ApiKey) else None
+    key = known_key_of(scope)
+    return None if key is None else key.name or None
 
 
 def is_authorised(request: Request) -> bool:
@@ -289,7 +289,7 @@ class ErrorBoundary:
         request_id, dialect = f"req_{uuid.uuid4().hex}", self._find_dialect(scope)
         headers = {"x-request-id": request_id, "server": PRODUCT, "x-served-by": self._server_name}
         headers.update(dialect.answer_headers(request_id))
-        scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect, answer_headers=headers)
+        scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect, answer_headers=headers, key=None)
         tracked = _TrackedSend(send, headers)
         try:
             for check in self._checks:

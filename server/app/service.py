@@ -92,7 +92,6 @@ class Service:
     loaded: LoadedModel
     engine: Engine
     memory: MemoryPlan
-    stored_bytes: int
     seconds_per_token: float | None
     """Measured on one matrix; None on a GPU."""
     wiring: Wiring
@@ -132,7 +131,6 @@ def open_service(
         loaded,
         engine,
         plan,
-        opened.model.facts.stored_bytes,
         seconds_per_token=None if _is_on_gpu() else seconds_per_token(loaded.model, _active_share(loaded.config)),
         wiring=Wiring(machine, is_wanted=config.wire_weights),
         named=None if source.label is None else opened.model.labelled(source.label, source.defaults),

@@ -74,7 +74,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     """Labels and texts; an empty label continues the line before."""
     model = service.asked_for
     yield "model", f"{model.id}, {count_text(model.facts.num_parameters)} parameters"
-    held, on_disk = size_text(service.memory.weights_bytes), size_text(service.stored_bytes)
+    held, on_disk = size_text(service.memory.weights_bytes), size_text(service.model.facts.stored_bytes)
     is_as_stored, precision = service.loaded.precision is Precision.STORED, service.loaded.precision.value
     yield "weights", held if is_as_stored else f"{held}, as {precision}: fastest on this CPU ({on_disk} on disk)"
     if service.opened.variants:

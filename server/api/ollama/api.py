@@ -139,11 +139,20 @@ class VersionBody(TypedDict):
     version: str
 
 
-class ShowBody(BodyModel):
-    """Body of `POST /api/show`."""
-
+class _NamingBody(BodyModel):
     model: str | None = None
     name: str | None = None
+
+    @property
+    def named(self) -> str:
+        """Raises ApiError (400) if there is none."""
+        if not (self.model or self.name):
+            raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
+        return self.model or self.name or ""
+
+
+class ShowBody(_NamingBody):
+    """Body of `POST /api/show`."""
 
 
 async def root(request: Request) -> Response:
@@ -179,7 +188,7 @@ def show(context: ApiContext, incoming: Incoming) -> Payload:
     """Describes one model."""
     body = parse_body(ShowBody, dict(incoming.fields), {})
     try:
-        model = find_model(context, body.model or body.name)
+        model = find_model(context, body.named)
         return _with_name(_shown(model), model.id, model.parent_id)
     except ModelNotLoaded as error:
         source = error.source
@@ -308,18 +317,6 @@ class CopyBody(BodyModel):
 
     source: str
     destination: str
-
-
-class _NamingBody(BodyModel):
-    model: str | None = None
-    name: str | None = None
-
-    @property
-    def named(self) -> str:
-        """Raises ApiError (400) if there is none."""
-        if not (self.model or self.name):
-            raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
-        return self.model or self.name or ""
 
 
 class DeleteBody(_NamingBody):

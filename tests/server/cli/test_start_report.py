@@ -109,7 +109,8 @@ def test_a_disk_with_less_room_than_it_may_take_is_told(service: Service, tmp_pa
 def test_weights_that_are_not_held_as_stored_say_so(service: Service) -> None:
     plan = MemoryPlan(25 * GB, 3 * GB, 16 * GB, 0)
     loaded = replace(service.loaded, precision=Precision.FLOAT32)
-    converted = replace(service, loaded=loaded, memory=plan, stored_bytes=423_000_000)
+    model = replace(service.model, facts=replace(service.model.facts, stored_bytes=423_000_000))
+    converted = replace(service, loaded=loaded, memory=plan, opened=replace(service.opened, model=model))
     assert told(converted)["weights"] == "3.0 GB, as float32: fastest on this CPU (423.0 MB on disk)"
 
 
