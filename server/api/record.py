@@ -344,6 +344,13 @@ class Costs(TypedDict):
     cache: CacheBody | None
 
 
+class CostsAtEnd(TypedDict, total=False):
+    """What an answer cost, once it has ended."""
+
+    timings: TimingsBody
+    cache: CacheBody | None
+
+
 def costs_of(finished: Finished, session_id: str | None) -> Costs:
     """Timings and reuse of a finished request."""
     return {"timings": timings_of(finished.timings), "cache": cache_of(finished.started, session_id)}

@@ -12,16 +12,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 from typing_extensions import TypedDict
 
-from models.output.pieces import (
-    Piece,
-    Reasoning,
-    Text,
-    ToolArguments,
-    ToolCallCut,
-    ToolCallEnded,
-    ToolCallFailed,
-    ToolCallStarted,
-)
+from models.output import pieces
+from models.output.pieces import Piece
 from models.texts import enclose, opened, read_object
 
 _DIGEST: Final = "mlx-serve-1:"
@@ -125,24 +117,24 @@ class AnswerContent:
     def add(self, piece: Piece) -> list[BlockEvent]:
         """Takes a piece; returns its events."""
         match piece:
-            case Text(text):
+            case pieces.Text(text):
                 return [*self._ready("text"), self._grow(text, {"type": "text_delta", "text": text})]
-            case Reasoning(text):
+            case pieces.Reasoning(text):
                 events = self._ready("thinking", is_hidden=not self._shows_thinking)
                 delta = self._grow(text, {"type": "thinking_delta", "thinking": text})
                 return [*events, delta] if self._shows_thinking else events
-            case ToolCallStarted(call_id, name):
+            case pieces.ToolCallStarted(call_id, name):
                 kind, prefix = ("server_tool_use", "srvtoolu_") if name in self._searches else ("tool_use", "toolu_")
                 # The model's own id stays.
                 own_id = f"{prefix}{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
                 return self._begin(_Open({"type": kind, "id": own_id, "name": name}))
-            case ToolArguments(text):
+            case pieces.ToolArguments(text):
                 return [self._grow(text, {"type": "input_json_delta", "partial_json": text})]
-            case ToolCallEnded() | ToolCallCut():
+            case pieces.ToolCallEnded() | pieces.ToolCallCut():
                 return self.close()
-            case ToolCallFailed(text):
+            case pieces.ToolCallFailed(text):
                 self._open = None
-                return [self._stop(), *self.add(Text(text))]
+                return [self._stop(), *self.add(pieces.Text(text))]
 
     def close(self) -> list[BlockEvent]:
         """Ends the open block; returns its events."""

@@ -45,10 +45,15 @@ def _as_blocks(value: Any) -> Any:
 
 
 _NOT_TEXT: Final = ("image", "document", "file", "audio", "video")
-_READ: Final = (
-    *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
-    *("tool_reference", "tool_addition", "tool_removal", "server_tool_use", "tool_search_tool_result"),
-)
+_BLOCKS_OF: Final = {
+    "user": ("text", "tool_result"),
+    "assistant": (
+        *("text", "tool_use", "thinking", "redacted_thinking"),
+        *("server_tool_use", "tool_search_tool_result"),
+    ),
+    "system": ("text", "tool_addition", "tool_removal"),
+}
+_READ: Final = {"tool_reference"}.union(*_BLOCKS_OF.values())
 
 
 def _known(value: Any) -> Any:
@@ -208,15 +213,6 @@ _Block: TypeAlias = (
     | ToolChangeBlock
 )
 ContentBlock: TypeAlias = Annotated[Annotated[_Block, Field(discriminator="type")], BeforeValidator(_known)]
-
-_BLOCKS_OF: Final = {
-    "user": ("text", "tool_result"),
-    "assistant": (
-        *("text", "tool_use", "thinking", "redacted_thinking"),
-        *("server_tool_use", "tool_search_tool_result"),
-    ),
-    "system": ("text", "tool_addition", "tool_removal"),
-}
 
 
 class InputMessage(BodyModel):

@@ -41,7 +41,7 @@ from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import read_conversation, text_prompt
 from server.api.openai.types import ChatBody, GenerationBody, as_limit, read_params
 from server.api.params import Incoming, build_request, check_token_ids
-from server.api.record import CacheBody, TimingsBody, costs_of
+from server.api.record import CostsAtEnd, costs_of
 from server.api.wire import JsonBody, body_of, sse_event
 from server.engine.commands import DescribeSlots, SlotState
 from server.engine.request import Delta, Finished, FinishReason, Started
@@ -346,7 +346,7 @@ class LlamaCompletionBody(GenerationBody):
     return_tokens: bool | None = None
 
 
-class LlamaCompletion(TypedDict):
+class LlamaCompletion(CostsAtEnd):
     """An answer, also each event; the last has all fields."""
 
     index: int
@@ -363,8 +363,6 @@ class LlamaCompletion(TypedDict):
     stop_type: NotRequired[str]
     stopping_word: NotRequired[str]
     tokens_cached: NotRequired[int]
-    timings: NotRequired[TimingsBody]
-    cache: NotRequired[CacheBody | None]
 
 
 @generate("cmpl-")

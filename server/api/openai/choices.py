@@ -73,7 +73,14 @@ class PromptIds(TypedDict, total=False):
     prompt_token_ids: list[int]
 
 
-class ChoiceEnd(TypedDict, total=False):
+class ChoiceHead(TypedDict):
+    """Which choice, and how it ended, if it has."""
+
+    index: int
+    finish_reason: str | None
+
+
+class ChoiceEnd(ChoiceHead, total=False):
     """A choice's tokens if requested, and its end, in vLLM's and SGLang's words."""
 
     token_ids: list[int]

@@ -12,17 +12,8 @@ from typing_extensions import TypedDict
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
 from models.inference.sampling_params import MAX_TOP_LOGPROBS
-from models.output.pieces import (
-    Piece,
-    Reasoning,
-    Text,
-    TokenLogprob,
-    ToolArguments,
-    ToolCallCut,
-    ToolCallEnded,
-    ToolCallFailed,
-    ToolCallStarted,
-)
+from models.output import pieces
+from models.output.pieces import Piece, TokenLogprob
 from models.prompt.chat_template import RenderedPrompt, plain_text
 from models.prompt.shapes import Message
 from server.api.answer import Question
@@ -55,7 +46,7 @@ from server.api.openai.types import (
     template_message,
 )
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, check_token_ids, shows_tools
-from server.api.record import CacheBody, TimingsBody
+from server.api.record import Costs, CostsAtEnd
 from server.app.config import ServerConfig
 from server.engine.request import Failed, Finished, TokenArray
 from server.pool.served import ServedModel
@@ -121,37 +112,29 @@ class MessageBody(TypedDict):
 class ChunkChoice(ChoiceEnd):
     """What a chunk adds to one choice."""
 
-    index: int
     delta: DeltaBody
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
 
 
 class ChatChoice(ChoiceEnd):
     """One choice of an answer."""
 
-    index: int
     message: MessageBody
     logprobs: ChatLogprobs | None
-    finish_reason: str
 
 
-class ChatChunk(AnswerHead, PromptIds):
+class ChatChunk(AnswerHead, PromptIds, CostsAtEnd):
     """One `data:` line of a stream."""
 
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
-    timings: NotRequired[TimingsBody]
-    cache: NotRequired[CacheBody | None]
 
 
-class ChatCompletion(AnswerHead, PromptIds):
+class ChatCompletion(AnswerHead, PromptIds, Costs):
     """The body of a whole answer."""
 
     choices: list[ChatChoice]
     usage: Usage
-    timings: TimingsBody
-    cache: CacheBody | None
 
 
 @generate("chatcmpl-")
@@ -269,26 +252,26 @@ class ChatExchange(ChoiceExchange):
 
     def _delta(self, piece: Piece) -> DeltaBody | None:
         match piece:
-            case Text(text):
+            case pieces.Text(text):
                 self._said += text
                 return {"content": text}
-            case ToolCallFailed(text):
+            case pieces.ToolCallFailed(text):
                 self._calls.pop()
                 self._said += text
                 return {"content": text}
-            case Reasoning(text):
+            case pieces.Reasoning(text):
                 self._reasoning += text
                 return {"reasoning_content": text, "reasoning": text}
-            case ToolCallStarted(call_id, name):
+            case pieces.ToolCallStarted(call_id, name):
                 self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
                 self._num_streamed += 1
                 first: FunctionDelta = {"name": name, "arguments": ""}
                 index = self._num_streamed - 1
                 return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": first}]}
-            case ToolArguments(text):
+            case pieces.ToolArguments(text):
                 self._calls[-1]["function"]["arguments"] += text
                 return {"tool_calls": [{"index": self._num_streamed - 1, "function": {"arguments": text}}]}
-            case ToolCallEnded() | ToolCallCut():
+            case pieces.ToolCallEnded() | pieces.ToolCallCut():
                 return None
 
     @property
@@ -345,19 +328,15 @@ class CompletionBody(GenerationBody):
 class TextChoice(ChoiceEnd, PromptIds):
     """One choice, or a chunk of it."""
 
-    index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: str | None
 
 
-class TextCompletion(AnswerHead):
+class TextCompletion(AnswerHead, CostsAtEnd):
     """The body of an answer, and each `data:` line of a stream."""
 
     choices: list[TextChoice]
     usage: NotRequired[Usage | None]
-    timings: NotRequired[TimingsBody]
-    cache: NotRequired[CacheBody | None]
 
 
 @generate("cmpl-")
@@ -416,7 +395,7 @@ class CompletionExchange(ChoiceExchange):
 
     def take(self, piece: Piece) -> Payload:
         """Keeps more text; returns it."""
-        assert isinstance(piece, Text), "a plain completion is text"
+        assert isinstance(piece, pieces.Text), "a plain completion is text"
         self._texts.append(piece.text)
         return {"text": piece.text}
 
