@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
@@ -25,7 +25,7 @@ from server.api.dialect import ApiContext, Body, Payload, Rules, namespace_of, p
 from server.api.errors import ApiError, Code, explain, wrong
 from server.api.openai.types import GenerationBody, read_params
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, shows_tools
-from server.api.record import CacheBody, TimingsBody, costs_of
+from server.api.record import CostsAtEnd, costs_of
 from server.api.responses.background import BackgroundRun, BackgroundRuns
 from server.api.responses.items import Item, check_items, read_messages, search_outputs
 from server.api.responses.output import AnswerOutput, ItemBody, ResponseEvent, ToolSet
@@ -96,7 +96,7 @@ class ReasoningBody(TypedDict):
     summary: str | None
 
 
-class ResponseBody(TypedDict):
+class ResponseBody(CostsAtEnd):
     """One response, finished or not."""
 
     id: str
@@ -130,8 +130,6 @@ class ResponseBody(TypedDict):
     usage: ResponseUsage | None
     user: str | None
     metadata: Mapping[str, str]
-    timings: NotRequired[TimingsBody]
-    cache: NotRequired[CacheBody | None]
 
 
 def usage_of(finished: Finished) -> ResponseUsage:
@@ -398,7 +396,7 @@ class ResponseExchange(Exchange):
         return self.written(answer) if self._run is None else self._run.events()
 
     async def written(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields numbered events, whoever reads them."""
+        """Yields numbered events, whoever reads them; the last one tells any failure."""
         async for event in self._told(answer):
             yield self._numbered(event)
 
@@ -424,7 +422,7 @@ class ResponseExchange(Exchange):
         return {**self._response, "output": self._output.so_far} if is_open else self._response
 
     async def broken_off(self, error: ApiError | None) -> bytes:
-        """As `Written.broken_off`."""
+        """The last event of a response that took too long, or, without an error, was cancelled."""
         return self._numbered(await self._cut("cancelled" if error is None else "failed", error))
 
     def _numbered(self, event: ResponseEvent) -> bytes:

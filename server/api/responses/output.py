@@ -10,16 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
-from models.output.pieces import (
-    Piece,
-    Reasoning,
-    Text,
-    ToolArguments,
-    ToolCallCut,
-    ToolCallEnded,
-    ToolCallFailed,
-    ToolCallStarted,
-)
+from models.output import pieces
+from models.output.pieces import Piece
 from models.texts import enclose, opened, read_object
 
 SEARCH: Final = "tool_search"
@@ -311,24 +303,24 @@ class AnswerOutput:
     def add(self, piece: Piece) -> list[ResponseEvent]:
         """Takes a piece; returns its events."""
         match piece:
-            case Text(text):
+            case pieces.Text(text):
                 return [*self._ready(_MESSAGE), *self._grow(text)]
-            case Reasoning(text):
+            case pieces.Reasoning(text):
                 return [*self._ready(self._reasoning, is_enclosed=self._is_enclosed), *self._grow(text)]
-            case ToolCallStarted(call_id, name):
+            case pieces.ToolCallStarted(call_id, name):
                 # An unknown name is a function's.
                 tool = self._tools.by_name.get(name) or ClientTool(name)
                 return self._begin(_CALLS[tool.kind](call_id, tool))
-            case ToolArguments(text):
+            case pieces.ToolArguments(text):
                 return self._grow(text)
-            case ToolCallEnded():
+            case pieces.ToolCallEnded():
                 return self.close()
-            case ToolCallCut():
+            case pieces.ToolCallCut():
                 return []  # the end of the answer ends the call too, as incomplete
-            case ToolCallFailed(text):
+            case pieces.ToolCallFailed(text):
                 # No event ends the failed call, so that clients do not run it.
                 self._open = None
-                return self.add(Text(text))
+                return self.add(pieces.Text(text))
 
     def close(self, status: Status = "completed") -> list[ResponseEvent]:
         """Ends the open item; returns its events."""
