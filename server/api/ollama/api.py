@@ -52,7 +52,7 @@ from server.api.dialect import (
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import read_owners_body
 from server.api.ollama import generate
-from server.api.ollama.dialect import OllamaDialect, find_model, line, thinks
+from server.api.ollama.generate import OllamaDialect, find_model, line, thinks
 from server.api.openapi import explain_unknown_path
 from server.api.params import Incoming
 from server.api.wire import JsonBody

@@ -22,8 +22,7 @@ from models.names import DEMO
 from server.api import embedding
 from server.api.app import create_app
 from server.api.dialect import BodyModel, Rules
-from server.api.ollama.dialect import IN_EMBED, IN_EMBEDDING
-from server.api.ollama.generate import EmbedBody, EmbeddingPromptBody
+from server.api.ollama.generate import IN_EMBED, IN_EMBEDDING, EmbedBody, EmbeddingPromptBody
 from server.api.openai.vectors import IN_EMBEDDINGS, IN_RERANK, EmbeddingsBody, RerankBody
 from server.app.config import ServerConfig
 from server.app.log_events import RequestRefused, TextsEmbedded

@@ -19,11 +19,10 @@ from server.api.anthropic.types import IN_MESSAGES, IN_PROMPT, MessagesBody, Pro
 from server.api.app import create_app
 from server.api.dialect import Rules, Treatment
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
-from server.api.ollama.dialect import IN_BOTH as IN_OLLAMA
-from server.api.ollama.dialect import IN_CHAT as IN_OLLAMA_CHAT
-from server.api.ollama.dialect import IN_GENERATE, OllamaBody
-from server.api.ollama.dialect import IN_MESSAGE as IN_OLLAMA_MESSAGE
-from server.api.ollama.generate import OllamaChatBody, OllamaGenerateBody, OllamaMessage
+from server.api.ollama.generate import IN_BOTH as IN_OLLAMA
+from server.api.ollama.generate import IN_CHAT as IN_OLLAMA_CHAT
+from server.api.ollama.generate import IN_GENERATE, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage
+from server.api.ollama.generate import IN_MESSAGE as IN_OLLAMA_MESSAGE
 from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.openai.generate import CompletionBody
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody

@@ -14,7 +14,7 @@ from models.prompt.chat_template import ChatRenderer
 from models.texts import enclose
 from server.api.app import create_app
 from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
-from server.api.ollama.dialect import IN_CHAT, IN_GENERATE, IN_MESSAGE
+from server.api.ollama.generate import IN_CHAT, IN_GENERATE, IN_MESSAGE
 from server.api.params import IN_OPTIONS
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving

@@ -7,10 +7,14 @@ import pytest
 
 from server.api.dialect import Rules, Treatment
 from server.api.ollama.api import DetailsBody, RunningBody, ShowBody, ShownBody, TagBody
-from server.api.ollama.dialect import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, OllamaBody
 from server.api.ollama.generate import (
+    IN_BOTH,
+    IN_CHAT,
+    IN_GENERATE,
+    IN_MESSAGE,
     CallResult,
     FunctionResult,
+    OllamaBody,
     OllamaChatAnswer,
     OllamaChatBody,
     OllamaGenerateAnswer,
