@@ -20,6 +20,11 @@ from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.anthropic.content import AnswerContent, BlockBody, BlockEvent, ServerToolUseBody, ToolSearchResultBody
 from server.api.anthropic.conversation import (
+    IN_COUNT,
+    IN_MESSAGES,
+    InputMessage,
+    MessagesBody,
+    PromptBody,
     as_function,
     find_model,
     read_conversation,
@@ -27,7 +32,6 @@ from server.api.anthropic.conversation import (
     template_messages,
 )
 from server.api.anthropic.tool_search import SearchFailed, find_tools
-from server.api.anthropic.types import IN_COUNT, IN_MESSAGES, InputMessage, MessagesBody, PromptBody
 from server.api.call import generate, inspect
 from server.api.dialect import (
     ApiContext,

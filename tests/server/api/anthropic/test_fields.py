@@ -13,7 +13,7 @@ from server.api.anthropic.api import (
     TokenCountBody,
     error_type,
 )
-from server.api.anthropic.types import IN_MESSAGES, MessagesBody, PromptBody
+from server.api.anthropic.conversation import IN_MESSAGES, MessagesBody, PromptBody
 from server.api.dialect import Treatment
 from server.api.errors import Code
 from tests.server.api.test_docs import reasons, rows, table

@@ -11,8 +11,7 @@ from models.output.grammar import CompiledGrammar, Grammar
 from models.output.pieces import ReasoningFormat
 from models.texts import enclose
 from server.api.anthropic.content import sign
-from server.api.anthropic.conversation import read_conversation, read_params
-from server.api.anthropic.types import MAX_CACHE_POINTS, MessagesBody
+from server.api.anthropic.conversation import MAX_CACHE_POINTS, MessagesBody, read_conversation, read_params
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.diagnosis import Cause, Miss, MissReason

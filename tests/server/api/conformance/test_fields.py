@@ -14,8 +14,8 @@ from openai.types.responses import input_token_count_params, response_create_par
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from server.api.anthropic.types import IN_COUNT as IN_MESSAGE_COUNT
-from server.api.anthropic.types import IN_MESSAGES, IN_PROMPT, MessagesBody, PromptBody
+from server.api.anthropic.conversation import IN_COUNT as IN_MESSAGE_COUNT
+from server.api.anthropic.conversation import IN_MESSAGES, IN_PROMPT, MessagesBody, PromptBody
 from server.api.app import create_app
 from server.api.dialect import Rules, Treatment
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
