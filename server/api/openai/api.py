@@ -1,14 +1,41 @@
-"""The paths of OpenAI's dialect, LM Studio's included."""
+"""The paths of OpenAI's dialect, LM Studio's included.
+
+`POST /v1/rerank` is that of Cohere and Jina. A model made for reranking judges each document with the query; another
+compares their vectors by the cosine.
+"""
 
 import asyncio
-from typing import Any
+import base64
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, NotRequired
 
+import numpy as np
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from models.formats import Vector, judged_text
 from server.api import PRODUCT
-from server.api.dialect import Dialect, Endpoint, Operation, context_of, with_and_without_v1
+from server.api.call import compute
+from server.api.dialect import (
+    ApiContext,
+    BodyModel,
+    Dialect,
+    Endpoint,
+    Operation,
+    Rules,
+    Whole,
+    context_of,
+    no_effect,
+    parse_body,
+    read_by,
+    refused,
+    with_and_without_v1,
+)
+from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
+from server.api.errors import wrong
 from server.api.openai.generate import (
     ChatChunk,
     ChatCompletion,
@@ -18,9 +45,185 @@ from server.api.openai.generate import (
     create_completion,
 )
 from server.api.openai.types import ChatBody
-from server.api.openai.vectors import ROUTES
-from server.api.wire import JsonBody, body_of
+from server.api.params import Incoming
+from server.api.wire import JsonBody, body_of, json_text
 from server.pool.served import ListedModel
+
+_OF_VECTORS: Rules = {
+    **no_effect("it only says who asks", "user"),
+    **no_effect("vectors depend on their text only", "session_id cache_salt priority"),
+    **refused(
+        "a text that is too long is answered with an error, never cut",
+        "max_tokens_per_doc max_chunks_per_doc truncate_prompt_tokens=-1",
+    ),
+}
+
+
+def _as_list(value: Any) -> Any:
+    is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
+    return [value] if is_one else value
+
+
+class EmbeddingsBody(BodyModel):
+    """Body of `POST /v1/embeddings`."""
+
+    model: str | None = None
+    input: Annotated[
+        list[str | list[int]],
+        Field(min_length=1, max_length=MAX_TEXTS),
+        BeforeValidator(_as_list, json_schema_input_type=str | list[int] | list[str | list[int]]),
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Whole, Field(ge=1)] | None = None
+    """Number of first numbers of each vector to return."""
+
+
+IN_EMBEDDINGS: Rules = {
+    **_OF_VECTORS,
+    **read_by(EmbeddingsBody),
+    **refused("texts have the tokens that the tokenizer puts around them", "add_special_tokens=true"),
+    **refused("a vector has the length 1", "normalize=true embd_normalize=2"),
+    **refused("texts are embedded as they are, without a template", "task input_type messages=[]"),
+}
+
+
+class EmbeddingBody(TypedDict):
+    """The vector of one text."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """What the texts took."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    """The vectors, in the order of the texts."""
+
+    object: Literal["list"]
+    model: str
+    usage: EmbeddingUsage
+    data: list[EmbeddingBody]
+
+
+@compute
+def create_embeddings(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
+    """Answers with vectors."""
+    body = parse_body(EmbeddingsBody, incoming.fields, IN_EMBEDDINGS)
+    reader = TextReader(context.find_model(body.model))
+    texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
+    write = partial(_written_vectors, body, reader.model.id, reader.num_tokens)
+    return EmbeddingWork(reader.model, texts, write)
+
+
+def _written_vectors(body: EmbeddingsBody, model_id: str, num_tokens: int, vectors: Sequence[Vector]) -> str:
+    encode = _base64_json if body.encoding_format == "base64" else vector_json
+    data = [
+        f'{{"object":"embedding","index":{place},"embedding":{encode(vector)}}}'
+        for place, vector in enumerate(shortened(vectors, body.dimensions))
+    ]
+    usage: EmbeddingUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return object_json({"object": "list", "model": model_id, "usage": usage}, "data", data)
+
+
+def _base64_json(vector: Vector) -> str:
+    return json_text(base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode())
+
+
+def _as_text(value: Any) -> Any:
+    return value.get("text") if isinstance(value, dict) else value
+
+
+class RankedText(TypedDict):
+    """A document as it was sent."""
+
+    text: str
+
+
+_Document = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
+
+
+class RerankBody(BodyModel):
+    """Body of `POST /v1/rerank`."""
+
+    model: str | None = None
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[list[_Document], Field(min_length=1, max_length=MAX_TEXTS - 1)]
+    top_n: Annotated[Whole, Field(ge=1)] | None = None
+    return_documents: bool | None = None
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+    """The meaning of a match, for models that judge."""
+
+
+IN_RERANK: Rules = {
+    **_OF_VECTORS,
+    **read_by(RerankBody),
+    **refused("a document is a text, or an object with a text", 'rank_fields=[]|["text"]'),
+}
+
+
+class RankedDocument(TypedDict):
+    """A document, and how well it matches."""
+
+    index: int
+    relevance_score: float
+    """The probability of a match, or the cosine."""
+    document: NotRequired[RankedText]
+
+
+class RankedList(TypedDict):
+    """The documents, the best match first."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RankedDocument]
+
+
+@compute
+def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
+    """Answers with the documents in their order."""
+    body = parse_body(RerankBody, incoming.fields, IN_RERANK)
+    model = context.find_model(body.model)
+    how, documents = model.reranking, [(text, f"documents[{place}]") for place, text in enumerate(body.documents)]
+    if how is None and body.instruction is not None:
+        raise wrong("instruction", f"{model.id} compares vectors of texts and takes no instruction")
+    reader = TextReader(model, judges=how is not None)
+    if how is not None:
+        asked = [(judged_text(body.query, document, body.instruction), place) for document, place in documents]
+        texts = [reader.read_pair(text, place) for text, place in asked]
+    else:
+        texts = [reader.read(text, place) for text, place in [(body.query, "query"), *documents]]
+
+    def write(vectors: Sequence[Vector]) -> str:
+        if how is not None:
+            scores = [float(judgement[0]) for judgement in vectors]
+        else:
+            query, *others = vectors
+            scores = [float(query @ other) for other in others]
+        # Documents with equal scores keep their order.
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
+        answer: RankedList = {
+            "id": f"rerank-{incoming.request_id}",
+            "model": model.id,
+            "usage": {"prompt_tokens": reader.num_tokens, "total_tokens": reader.num_tokens},
+            "results": [_ranked(body, place, scores[place]) for place in order],
+        }
+        return json_text(answer)
+
+    return EmbeddingWork(model, texts, write, reading=how)
+
+
+def _ranked(body: RerankBody, place: int, score: float) -> RankedDocument:
+    ranked: RankedDocument = {"index": place, "relevance_score": score}
+    if body.return_documents:
+        ranked["document"] = {"text": body.documents[place]}
+    return ranked
 
 
 class ModelBody(TypedDict):
@@ -133,7 +336,8 @@ def _lm_studio_model(model: ListedModel) -> LmStudioModel:
 
 
 _ROUTES = (
-    *ROUTES,
+    Endpoint("/embeddings", create_embeddings, Operation(EmbeddingsBody, EmbeddingList)),
+    Endpoint("/rerank", rerank, Operation(RerankBody, RankedList)),
     Endpoint("/chat/completions", create_chat_completion, Operation(ChatBody, ChatCompletion, ChatChunk)),
     Endpoint("/completions", create_completion, Operation(CompletionBody, TextCompletion, TextCompletion)),
     Endpoint("/models", list_models, Operation(answer=ModelList)),

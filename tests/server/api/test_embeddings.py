@@ -23,7 +23,7 @@ from server.api import embedding
 from server.api.app import create_app
 from server.api.dialect import BodyModel, Rules
 from server.api.ollama.generate import IN_EMBED, IN_EMBEDDING, EmbedBody, EmbeddingPromptBody
-from server.api.openai.vectors import IN_EMBEDDINGS, IN_RERANK, EmbeddingsBody, RerankBody
+from server.api.openai.api import IN_EMBEDDINGS, IN_RERANK, EmbeddingsBody, RerankBody
 from server.app.config import ServerConfig
 from server.app.log_events import RequestRefused, TextsEmbedded
 from tests.server.api.test_live import Live, serving, user
