@@ -11,7 +11,7 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -33,21 +33,43 @@ class Draft:
     generated: TokenIds
 
 
+class Penalties(NamedTuple):
+    """What a window's tokens cost; the defaults are nothing."""
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
 @dataclass(frozen=True)
 class PenaltyWindow:
-    """A sequence's last tokens, including the prompt's."""
+    """The last tokens of a sequence, and their penalties."""
 
+    penalties: Penalties
     counts: mx.array
     """Of each token in the window, float32 `[vocab_size]`."""
     recent: mx.array
     """Int32 `[length]`; empty for an unbounded window, which no token leaves."""
 
     @classmethod
-    def of(cls, length: int, held: Sequence[TokenIds], vocab_size: int) -> "PenaltyWindow":
+    def of(cls, penalties: Penalties, length: int, held: Sequence[TokenIds], vocab_size: int) -> "PenaltyWindow":
         """The window at the end of the lists `held`."""
         found = last_tokens(held, length, vocab_size)
         counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
-        return cls(mx.array(counts, mx.float32), mx.array([] if length == ALL_TOKENS else found, mx.int32))
+        return cls(penalties, mx.array(counts, mx.float32), mx.array([] if length == ALL_TOKENS else found, mx.int32))
+
+
+def _windows_of(params: SamplingParams, prompt: TokenIds, emitted: TokenIds, vocab_size: int) -> list[PenaltyWindow]:
+    """Without `repeat_last_n`, repetition counts in prompt and output, the others in the output."""
+    if not params.is_penalised:
+        return []
+    others = Penalties(presence=params.presence_penalty, frequency=params.frequency_penalty)
+    repetition, everything = Penalties(params.repetition_penalty), (prompt, emitted)
+    if params.repeat_last_n is not None:
+        penalties = others._replace(repetition=params.repetition_penalty)
+        return [PenaltyWindow.of(penalties, params.repeat_last_n, everything, vocab_size)]
+    wanted = [(one, held) for one, held in ((repetition, everything), (others, (emitted,))) if one != Penalties()]
+    return [PenaltyWindow.of(one, ALL_TOKENS, held, vocab_size) for one, held in wanted]
 
 
 def last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
@@ -136,12 +158,8 @@ class RowSampling:
         self._vocab_size = vocab_size
         self.seed = secrets.randbits(63) if chosen is None else chosen
         self.position = len(emitted)
-        self.counts: mx.array | None = None
-        """Of output tokens, float32 `[vocab_size]`, for presence and frequency penalties."""
-        self.divisors: mx.array | None = None
-        """`repetition_penalty` for seen tokens, else 1, float32 `[vocab_size]`."""
-        self.window: PenaltyWindow | None = None
-        """All penalties look at it, instead of the two above."""
+        self.windows = _windows_of(params, prompt, emitted, vocab_size)
+        """In the order of applying."""
         self.repeated: RepeatedEnds | None = None
         self.output_end: mx.array | None = None
         """Int32, for bad words of more than one token."""
@@ -149,15 +167,6 @@ class RowSampling:
             self.output_end = mx.array(last_tokens((emitted,), params.longest_bad_word - 1, vocab_size))
         if params.is_dry:
             self.repeated = RepeatedEnds.of(params, (prompt, emitted), vocab_size)
-        if not params.is_penalised:
-            return
-        if params.repeat_last_n is not None:
-            self.window = PenaltyWindow.of(params.repeat_last_n, (prompt, emitted), vocab_size)
-            return
-        if (params.presence_penalty, params.frequency_penalty) != (0.0, 0.0):
-            self.counts = mx.array(np.bincount(np.asarray(emitted, np.int64), minlength=vocab_size), mx.float32)
-        if params.repetition_penalty != 1.0:
-            self.divisors = mx.array(_divisors(params.repetition_penalty, (prompt, emitted), vocab_size))
 
     def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
         """The state after the output `emitted`."""
@@ -199,15 +208,6 @@ class RowSampling:
         return hashlib.blake2b(f"{self.seed}:{self.position}{suffix}".encode(), digest_size=8).digest()
 
 
-def _divisors(penalty: float, held: Iterable[TokenIds], vocab_size: int) -> NDArray[np.float32]:
-    divisors = np.ones(vocab_size, np.float32)
-    for token_ids in held:
-        ids = np.asarray(token_ids, np.int64)
-        # A prompt may hold ids beyond the model's logits: they are never drawn.
-        divisors[ids[ids < vocab_size]] = penalty
-    return divisors
-
-
 MAX_PENALTY = 1e9
 """Nothing gets less likely above; infinity could leave a row without a token."""
 
@@ -231,72 +231,20 @@ def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
     if not [row for row in rows if row.params.looks_back]:
         return []
     found: list[Penalty | None] = [
-        _Repetition.of(rows, vocab_size),
-        _Occurrences.of(rows, vocab_size),
-        _Windowed.of(rows, vocab_size),
+        *(
+            _Windowed.of(rows, place, vocab_size)
+            for place in range(max((len(row.windows) for row in rows), default=0))
+        ),
         _Dry.of(rows, vocab_size),
     ]
     return [penalty for penalty in found if penalty is not None]
 
 
 @dataclass
-class _Repetition(Penalty):
-    divisors: mx.array
-    penalties: mx.array
-
-    @classmethod
-    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Repetition | None":
-        divisors = _stacked([row.divisors for row in rows], mx.ones(vocab_size))
-        if divisors is None:
-            return None
-        return cls(
-            divisors=divisors,
-            penalties=mx.array([1.0 if row.divisors is None else row.params.repetition_penalty for row in rows]),
-        )
-
-    def apply_to(self, logits: mx.array) -> mx.array:
-        return mx.where(logits > 0, logits / self.divisors, logits * self.divisors)
-
-    def count(self, tokens: mx.array) -> None:
-        self.divisors[mx.arange(tokens.size), tokens] = self.penalties
-
-    def give_back(self, rows: Sequence[RowSampling]) -> None:
-        for index, row in enumerate(rows):
-            if row.divisors is not None:
-                row.divisors = self.divisors[index]
-
-
-@dataclass
-class _Occurrences(Penalty):
-    counts: mx.array
-    presence: mx.array
-    frequency: mx.array
-
-    @classmethod
-    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Occurrences | None":
-        counts = _stacked([row.counts for row in rows], mx.zeros(vocab_size))
-        if counts is None:
-            return None
-        return cls(
-            counts=counts,
-            presence=column(0.0 if row.counts is None else row.params.presence_penalty for row in rows),
-            frequency=column(0.0 if row.counts is None else row.params.frequency_penalty for row in rows),
-        )
-
-    def apply_to(self, logits: mx.array) -> mx.array:
-        return logits - self.presence * (self.counts > 0) - self.frequency * self.counts
-
-    def count(self, tokens: mx.array) -> None:
-        self.counts = self.counts.at[mx.arange(tokens.size), tokens].add(mx.array(1.0))
-
-    def give_back(self, rows: Sequence[RowSampling]) -> None:
-        for index, row in enumerate(rows):
-            if row.counts is not None:
-                row.counts = self.counts[index]
-
-
-@dataclass
 class _Windowed(Penalty):
+    """One window of each row, by `place` among the row's."""
+
+    place: int
     counts: mx.array
     recent: mx.array
     oldest: mx.array
@@ -307,22 +255,20 @@ class _Windowed(Penalty):
     frequency: mx.array
 
     @classmethod
-    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Windowed | None":
-        windows = [row.window for row in rows]
-        counts = _stacked([None if window is None else window.counts for window in windows], mx.zeros(vocab_size))
-        if counts is None:
-            return None
-        params = [SamplingParams() if row.window is None else row.params for row in rows]
-        lengths = [0 if window is None else window.recent.size for window in windows]
+    def of(cls, rows: Sequence[RowSampling], place: int, vocab_size: int) -> "_Windowed":
+        windows = [row.windows[place] if place < len(row.windows) else None for row in rows]
+        penalties = [Penalties() if one is None else one.penalties for one in windows]
+        lengths = [0 if one is None else one.recent.size for one in windows]
         longest = max(1, *lengths)
         return cls(
-            counts=counts,
+            place=place,
+            counts=mx.stack([mx.zeros(vocab_size) if one is None else one.counts for one in windows]),
             recent=mx.stack([padded(None if one is None else one.recent, longest) for one in windows]),
             oldest=mx.array([min(longest - length, longest - 1) for length in lengths])[:, None],
             forgets=mx.array([float(length > 0) for length in lengths]),
-            repetition=column(one.repetition_penalty for one in params),
-            presence=column(one.presence_penalty for one in params),
-            frequency=column(one.frequency_penalty for one in params),
+            repetition=column(one.repetition for one in penalties),
+            presence=column(one.presence for one in penalties),
+            frequency=column(one.frequency for one in penalties),
         )
 
     def apply_to(self, logits: mx.array) -> mx.array:
@@ -341,9 +287,11 @@ class _Windowed(Penalty):
 
     def give_back(self, rows: Sequence[RowSampling]) -> None:
         for index, row in enumerate(rows):
-            if row.window is not None:
-                first = self.recent.shape[1] - row.window.recent.size
-                row.window = PenaltyWindow(self.counts[index], self.recent[index, first:])
+            for window in row.windows[self.place : self.place + 1]:
+                first = self.recent.shape[1] - window.recent.size
+                row.windows[self.place] = PenaltyWindow(
+                    window.penalties, self.counts[index], self.recent[index, first:]
+                )
 
 
 @dataclass
@@ -365,10 +313,9 @@ class _Dry(Penalty):
     @classmethod
     def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Dry | None":
         states = [row.repeated for row in rows]
-        nothing_breaks = mx.zeros(vocab_size, mx.bool_)
-        is_breaker = _stacked([None if one is None else one.is_breaker for one in states], nothing_breaks)
-        if is_breaker is None:
+        if not any(states):
             return None
+        nothing_breaks = mx.zeros(vocab_size, mx.bool_)
         params = [row.params if row.repeated is not None else SamplingParams() for row in rows]
         windows = [0 if one is None else one.recent.size for one in states]
         longest = max(windows)
@@ -376,7 +323,7 @@ class _Dry(Penalty):
         return cls(
             recent=mx.stack([padded(None if one is None else one.recent, longest) for one in states]),
             lengths=mx.stack([padded(None if one is None else one.lengths, longest, 0) for one in states]),
-            is_breaker=is_breaker,
+            is_breaker=mx.stack([nothing_breaks if one is None else one.is_breaker for one in states]),
             num_before=mx.maximum(mx.arange(longest) - starts, 0),
             multiplier=column(one.dry_multiplier for one in params),
             base=column(one.dry_base for one in params),
@@ -403,12 +350,6 @@ class _Dry(Penalty):
                 first = self.recent.shape[1] - row.repeated.recent.size
                 recent, lengths = self.recent[index, first:], self.lengths[index, first:]
                 row.repeated = RepeatedEnds(recent, lengths, row.repeated.is_breaker)
-
-
-def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | None:
-    if all(row is None for row in rows):
-        return None
-    return mx.stack([missing if row is None else row for row in rows])
 
 
 def bans_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
