@@ -17,7 +17,7 @@ from cache.lease import Lease, PrivateLease, Recorder, Tier
 from cache.memory_tier import MemoryTier, Pins, path_nodes
 from cache.pager import Pager
 from cache.reclaim import Heads, Reclaimer, is_in_place
-from cache.slots import Lookup, LookupResult, RequestClock, Slot, SlotView, choose_slot, look_up
+from cache.slots import Lookup, LookupResult, RequestClock, Slot, choose_slot, look_up
 from cache.snapshots import RestorePoint, RestorePointKind, Snapshot, deepest_up_to
 from cache.trie import Match, Node, NodeMatch, PrefixTrie
 from cache.types import TokenArray
@@ -184,7 +184,7 @@ class Admission:
             return None
         self.clock.begin(request.namespace, request.session_id, is_background=request.is_background)
         found, is_promoted = self._look_up(request)
-        slot = self._choose_slot(request, found)
+        slot = choose_slot(self.pager.slots, found, request.namespace, request.session_id)
         if slot is None:
             return None
         found = self._leave_end(request, found)
@@ -219,22 +219,6 @@ class Admission:
         self.memory.order.used(trie.namespace, tip, self.clock.now)
         self.memory.order.ended(trie.namespace, tip)
         return self._look_again(request, found)
-
-    def _choose_slot(self, request: CacheRequest, found: LookupResult) -> Slot | None:
-        views = [
-            SlotView(
-                slot=slot.index,
-                is_leased=slot.is_leased,
-                offset=slot.offset,
-                common=shared,
-                is_same_session=slot.runs_session(request.namespace, request.session_id),
-                turn_start=slot.turn.start,
-                last_used=slot.turn.last_used,
-            )
-            for slot, shared in zip(self.pager.slots, found.shared, strict=True)
-        ]
-        index = choose_slot(views, found.stored)
-        return None if index is None else self.pager.slots[index]
 
     def _capacity(self, request: CacheRequest) -> int:
         """Fewer tokens than expected, if the budget is too small."""

@@ -7,7 +7,6 @@ only the trie node where their sequence ends. The clock counts requests, not sec
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from cache.snapshots import RestorePointKind, deepest, rows_before
 from cache.trie import Match, Node, NodeMatch, Place, PrefixTrie
@@ -81,48 +80,6 @@ def _ends_a_turn(landing: Node) -> bool:
     """Whether this is more than a conversation's shared beginning."""
     turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
     return landing.parent is not None and (not landing.children or landing.kind in turns)
-
-
-class SlotView(NamedTuple):
-    """What `choose_slot` knows of one slot."""
-
-    slot: int
-    is_leased: bool
-    offset: int
-    common: int
-    """Tokens shared with the reusable prompt."""
-    is_same_session: bool
-    turn_start: int
-    last_used: int
-
-    @property
-    def continues(self) -> bool:
-        return 0 < self.offset == self.common
-
-    @property
-    def rewinds(self) -> bool:
-        """A retry, an edit or another rendering of this conversation."""
-        if self.common == 0:
-            return False
-        return self.common * 2 >= self.offset if self.is_same_session else self.common >= self.turn_start > 0
-
-
-def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
-    """The index of the slot for a request; None while all are leased.
-
-    First the one that the request continues, unless the trie restores deeper; then the conversation's own; then an
-    empty one; then the least recently used.
-    """
-    idle = [view for view in views if not view.is_leased]
-    if not idle:
-        return None
-    going_on = [view for view in idle if view.continues and view.offset >= stored_offset]
-    rewinding = [view for view in idle if view.rewinds]
-    if going_on:
-        return max(going_on, key=lambda view: (view.offset, view.is_same_session, view.last_used)).slot
-    if rewinding:
-        return max(rewinding, key=lambda view: (view.is_same_session, view.common, view.last_used)).slot
-    return min(idle, key=lambda view: (view.offset > 0, view.last_used, view.slot)).slot
 
 
 NEW_SESSION_COUNT = 200
@@ -229,3 +186,25 @@ def node_at(path: Sequence[Node], offset: int) -> list[Node]:
 
 def _continued(slot: Slot, shared: int) -> int:
     return shared if shared == slot.offset else 0
+
+
+def choose_slot(slots: Iterable[Slot], found: LookupResult, namespace: str, session_id: str | None) -> Slot | None:
+    """The slot for a request; None while all are leased.
+
+    First the one that the request continues, unless the trie restores deeper; then the conversation's own; then an
+    empty one; then the least recently used.
+    """
+    idle = [slot for slot in slots if not slot.is_leased]
+    shared, own = found.shared, {slot.index: slot.runs_session(namespace, session_id) for slot in idle}
+    continued = [slot for slot in idle if max(found.stored, 1) <= _continued(slot, shared[slot.index])]
+    rewound = [slot for slot in idle if _rewinds(slot, shared[slot.index], is_own=own[slot.index])]
+    if continued:
+        return max(continued, key=lambda slot: (slot.offset, own[slot.index], slot.turn.last_used))
+    if rewound:
+        return max(rewound, key=lambda slot: (own[slot.index], shared[slot.index], slot.turn.last_used))
+    return min(idle, key=lambda slot: (slot.offset > 0, slot.turn.last_used, slot.index), default=None)
+
+
+def _rewinds(slot: Slot, shared: int, *, is_own: bool) -> bool:
+    """A retry, an edit or another rendering of the slot's conversation."""
+    return shared > 0 and (shared * 2 >= slot.offset if is_own else shared >= slot.turn.start > 0)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from cache import eviction as policy
 from cache import snapshots
 from cache.budget import Ledger
-from cache.slots import SlotView, choose_slot
+from cache.slots import LookupResult, Slot, SlotTurn, choose_slot
 from cache.snapshots import KeptPoint, RestorePoint, RestorePointKind
+from cache.trie import Match, Node
 from cache.types import TokenLog
 
 # ----------------------------------------------------------------------------------------------------- placement
@@ -190,8 +191,12 @@ def view(
     is_same_session: bool = False,
     turn_start: int = 0,
     last_used: int = 0,
-) -> SlotView:
-    return SlotView(index, is_leased, offset, common, is_same_session, turn_start, last_used)
+) -> tuple[Slot, int]:
+    """A slot, and how many tokens it shares with the prompt."""
+    log, root = TokenLog(), Node(None, np.empty(0, np.int32), 0)
+    log.append(np.zeros(offset, np.int32))
+    turn = SlotTurn(session_id="ours" if is_same_session else "another", start=turn_start, last_used=last_used)
+    return Slot(index, [], log, root, turn=turn, is_leased=is_leased), common
 
 
 @pytest.mark.parametrize(
@@ -237,8 +242,10 @@ def view(
         "going on before rewinding",
     ],
 )
-def test_choice_of_a_slot(views: list[SlotView], stored_offset: int, expected: int | None) -> None:
-    assert choose_slot(views, stored_offset) == expected
+def test_choice_of_a_slot(views: list[tuple[Slot, int]], stored_offset: int, expected: int | None) -> None:
+    slots, shared = [slot for slot, _ in views], [common for _, common in views]
+    found = choose_slot(slots, LookupResult(Match([], 0), stored_offset, shared, 0), "", "ours")
+    assert (found.index if found is not None else None) == expected
 
 
 # ----------------------------------------------------------------------------------------------------- token log
