@@ -18,8 +18,8 @@ from cache.memory_tier import MemoryTier, Pins, path_nodes
 from cache.pager import Pager
 from cache.reclaim import Heads, Reclaimer, is_in_place
 from cache.slots import Lookup, LookupResult, RequestClock, Slot, choose_slot, look_up
-from cache.snapshots import RestorePoint, RestorePointKind, Snapshot, deepest_up_to
-from cache.trie import Match, Node, NodeMatch, PrefixTrie
+from cache.snapshots import RestorePoint, RestorePointKind, deepest_up_to
+from cache.trie import Match, Node, NodeMatch, PrefixTrie, Snapshot
 from cache.types import TokenArray
 
 MAX_READS = 8

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from cache.budget import Ledger
-from cache.snapshots import RestorePointKind, Snapshot
+from cache.snapshots import RestorePointKind
 from cache.trie import Node
 from cache.types import LayerKinds
 
@@ -340,7 +340,7 @@ class Valuation:
         if not self._needs_snapshots:
             return True
         snapshot = node.snapshot
-        return isinstance(snapshot, Snapshot) and (snapshot.recurrent is not None or not self._layout.has_recurrent)
+        return snapshot is not None and (snapshot.recurrent is not None or not self._layout.has_recurrent)
 
     def _base(self, node: Node) -> int:
         if not self._needs_snapshots:

@@ -15,9 +15,8 @@ from typing import NamedTuple
 from cache.budget import CacheEvent, EvictionReason, Happening, Journal, Ledger, PinLimit
 from cache.eviction import Candidate, Chance, EvictionOrder, Shares, over_share
 from cache.layers.layout import Layout
-from cache.layers.state import Segment
-from cache.snapshots import KEPT_POINTS, Snapshot, has_shared_rows
-from cache.trie import Node, PrefixTrie
+from cache.snapshots import KEPT_POINTS, has_shared_rows
+from cache.trie import Node, PrefixTrie, Snapshot
 from cache.types import TokenArray
 
 
@@ -56,9 +55,9 @@ class Holdings:
 def _holding_of(node: Node) -> Holding:
     span_bytes = node.span.num_bytes if node.span is not None else 0
     snapshot = node.snapshot
-    if not isinstance(snapshot, Snapshot):
+    if snapshot is None:
         return Holding(len(node.tokens), span_bytes)
-    window_bytes = snapshot.window.num_bytes if isinstance(snapshot.window, Segment) else 0
+    window_bytes = snapshot.window.num_bytes if snapshot.window is not None else 0
     return Holding(len(node.tokens), span_bytes, window_bytes, snapshot.num_bytes - window_bytes)
 
 
@@ -270,7 +269,7 @@ class MemoryTier:
     def _evict_snapshot(self, trie: PrefixTrie, node: Node, reason: EvictionReason) -> None:
         """Drops a node's snapshot, except window rows that restore points below need."""
         snapshot = node.snapshot
-        assert isinstance(snapshot, Snapshot)
+        assert snapshot is not None
         rest = Snapshot(snapshot.offset, snapshot.window, None) if has_shared_rows(self._layout, node) else None
         if rest is None or rest.num_bytes < snapshot.num_bytes:
             num_bytes = snapshot.num_bytes - (rest.num_bytes if rest is not None else 0)

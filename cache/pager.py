@@ -18,8 +18,8 @@ from cache.layers.layout import Layout
 from cache.layers.state import RowSource, Segment
 from cache.memory_tier import MemoryTier
 from cache.slots import Slot
-from cache.snapshots import RestorePointKind, Snapshot, cover, is_restorable, window_rows
-from cache.trie import Node, PrefixTrie
+from cache.snapshots import RestorePointKind, cover, is_restorable, window_rows
+from cache.trie import Node, PrefixTrie, Snapshot
 from cache.types import LayerCache, SharedBuffers, TokenArray, TokenLog
 
 CLEAR_BYTES = 64 << 20
@@ -98,7 +98,7 @@ class Pager:
 
     def _source(self, node: Node) -> RowSource:
         if node.span is not None:
-            return node.span  # type: ignore[return-value]
+            return node.span
         self._separate(node.home)
         return self.layout.live_rows(node.home.caches, node.start, node.stop)
 
@@ -107,7 +107,7 @@ class Pager:
             self.layout.load_windows(slot.caches, window_rows(self.layout, path, offset), offset)
         if self.layout.has_recurrent:
             snapshot = path[-1].snapshot
-            if not isinstance(snapshot, Snapshot) or snapshot.recurrent is None or snapshot.offset != offset:
+            if snapshot is None or snapshot.recurrent is None or snapshot.offset != offset:
                 raise AssertionError(f"no recurrent state to restore at {offset}")
             self.layout.put_recurrent(slot.caches, snapshot.recurrent)
 
@@ -353,4 +353,4 @@ class Pager:
 
 
 def _is_whole(node: Node) -> bool:
-    return not isinstance(node.span, Segment) or node.span.is_whole
+    return node.span is None or node.span.is_whole

@@ -9,33 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cache.trie import Match, Node, NodeMatch
 from cache.types import LayerKinds
 
 if TYPE_CHECKING:
-    from cache.layers.state import RecurrentState, Segment
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Window and recurrent state to restore `offset`; window rows may serve later ones."""
-
-    offset: int
-    window: "Segment | None"
-    recurrent: "RecurrentState | None"
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.window.num_bytes if self.window else 0) + (self.recurrent.num_bytes if self.recurrent else 0)
-
-    def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
-        """The window rows before `offset`, if any, and the rest."""
-        if self.window is None or self.window.start >= offset:
-            return None, self
-        before, after = self.window.split(offset)
-        return Snapshot(offset, before, None), Snapshot(self.offset, after, self.recurrent)
+    from cache.layers.state import Segment
 
 
 def deepest(layout: LayerKinds, match: NodeMatch) -> int:
@@ -47,7 +27,7 @@ def deepest(layout: LayerKinds, match: NodeMatch) -> int:
         return next((offset for node, offset in ends if _can_restore(layout, node, offset, None)), 0)
     deepest, cover = 0, None
     for node in match.path:
-        cover = _extended(cover, node.snapshot)
+        cover = _extended(cover, _window(node))
         offset = min(node.stop, match.length)
         if _can_restore(layout, node, offset, cover):
             deepest = offset
@@ -66,10 +46,7 @@ def is_restorable(layout: LayerKinds, node: Node) -> bool:
 
 
 def _can_restore(layout: LayerKinds, node: Node, offset: int, cover: tuple[int, int] | None) -> bool:
-    snapshot = node.snapshot
-    if not isinstance(snapshot, Snapshot):
-        return False
-    if layout.has_recurrent and (offset != node.stop or snapshot.recurrent is None):
+    if node.snapshot is None or (layout.has_recurrent and (offset != node.stop or node.snapshot.recurrent is None)):
         return False
     if not layout.window:
         return True
@@ -80,7 +57,7 @@ def cover(path: Sequence[Node]) -> tuple[int, int] | None:
     """The last unbroken range of window rows."""
     cover = None
     for node in path:
-        cover = _extended(cover, node.snapshot)
+        cover = _extended(cover, _window(node))
     return cover
 
 
@@ -123,12 +100,11 @@ def _shares_rows(layout: LayerKinds, node: Node, rows: "Segment") -> bool:
 
 
 def _window(node: Node) -> "Segment | None":
-    return node.snapshot.window if isinstance(node.snapshot, Snapshot) else None
+    return node.snapshot.window if node.snapshot is not None else None
 
 
-def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
+def _extended(cover: tuple[int, int] | None, window: "Segment | None") -> tuple[int, int] | None:
     """The later range alone if the two do not meet."""
-    window = snapshot.window if isinstance(snapshot, Snapshot) else None
     if window is None:
         return cover
     if cover is not None and window.start <= cover[1]:

@@ -12,11 +12,14 @@ object per token. Invariants:
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
 import numpy as np
 
 from cache.types import TOKEN_BYTES, TokenArray, common_prefix_length
+
+if TYPE_CHECKING:
+    from cache.layers.state import RecurrentState, Segment
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -262,43 +265,32 @@ class TokenTrie(Generic[TrieNode]):
         return node
 
 
-class Span(Protocol):
-    """Immutable state of the tokens `[start, stop)`, sliceable at any token."""
+@dataclass(frozen=True)
+class Snapshot:
+    """Window and recurrent state to restore `offset`; window rows may serve later ones."""
 
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that dropping the span frees."""
-
-    def split(self, offset: int) -> tuple[Any, Any]:
-        """`[start, offset)` and `[offset, stop)`, each owning its bytes."""
-
-    def join(self, later: Any) -> Any:
-        """One span of this one and `later`, which starts at `stop`."""
-
-
-class NodeSnapshot(Protocol):
-    """Immutable state at its node's `stop`, like `cache.snapshots.Snapshot`."""
+    offset: int
+    window: "Segment | None"
+    recurrent: "RecurrentState | None"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that dropping the snapshot frees."""
+        return (self.window.num_bytes if self.window else 0) + (self.recurrent.num_bytes if self.recurrent else 0)
 
-    def split(self, offset: int) -> tuple[Any, Any]:
-        """What remains valid at `offset`, if anything, and at `stop`."""
+    def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
+        """The window rows before `offset`, if any, and the rest."""
+        if self.window is None or self.window.start >= offset:
+            return None, self
+        before, after = self.window.split(offset)
+        return Snapshot(offset, before, None), Snapshot(self.offset, after, self.recurrent)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node(TokenNode):
     """One edge, its state, and its use."""
 
-    span: Span | None = None
-    snapshot: NodeSnapshot | None = None
+    span: "Segment | None" = None
+    snapshot: Snapshot | None = None
     home: Any = None
     """The span's slot; None if stored."""
     last_used: int = 0
@@ -409,7 +401,7 @@ class PrefixTrie(TokenTrie[Node]):
         super().remove(leaf)
         self._count_bytes(-num_bytes)
 
-    def store(self, node: Node, span: Span) -> None:
+    def store(self, node: Node, span: "Segment") -> None:
         """Stores a span on a node, which is no longer live."""
         node.home = None
         node.span = span
@@ -424,7 +416,7 @@ class PrefixTrie(TokenTrie[Node]):
         node.home = home
         self._changed(node)
 
-    def snap(self, node: Node, snapshot: NodeSnapshot | None) -> None:
+    def snap(self, node: Node, snapshot: Snapshot | None) -> None:
         """Replaces or drops the node's snapshot."""
         before = node.num_bytes
         node.snapshot = snapshot

@@ -19,8 +19,8 @@ from cache.disk.tier import DiskTier
 from cache.disk.tree import START, DiskPlace
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
-from cache.snapshots import KeptPoint, Snapshot, window_rows
-from cache.trie import Node, NodeMatch
+from cache.snapshots import KeptPoint, window_rows
+from cache.trie import Node, NodeMatch, Snapshot
 from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class DiskConnector:
             is_wanted or not self._layout.needs_snapshots or self.tier.tree.goes_on(disk_path.place, node.stop)
         )
         if node.span is not None and not node.children and is_needed and not node.is_volatile:
-            self._save_span(disk_path, node, cast(Segment, node.span))
+            self._save_span(disk_path, node, node.span)
         if is_wanted:
             self._save_snapshot(disk_path, node)
 
@@ -154,7 +154,7 @@ class DiskConnector:
         for node in path:
             has_gap = any(first < node.stop and node.start < last for first, last in gaps)
             if has_gap and node.stop <= stop and not node.is_volatile:
-                segment = cast(Segment, node.span) if node.span is not None else live_rows(node)
+                segment = node.span if node.span is not None else live_rows(node)
                 self._save_span(disk_path, node, segment, used_at)
                 yield
         for node in wanted:
@@ -178,14 +178,15 @@ class DiskConnector:
 
     def _has_whole_snapshot(self, node: Node) -> bool:
         snapshot = node.snapshot
-        return isinstance(snapshot, Snapshot) and (snapshot.recurrent is not None or not self._layout.has_recurrent)
+        return snapshot is not None and (snapshot.recurrent is not None or not self._layout.has_recurrent)
 
     def _save_span(self, disk_path: "_DiskPath", node: Node, segment: Segment, used_at: int | None = None) -> None:
         tokens = disk_path.tokens[: node.stop]
         self.tier.write_span(disk_path.namespace, tokens, segment, near=disk_path.place, used_at=used_at)
 
     def _save_snapshot(self, disk_path: "_DiskPath", node: Node, used_at: int | None = None) -> None:
-        snapshot = cast(Snapshot, node.snapshot)
+        snapshot = node.snapshot
+        assert snapshot is not None
         window = snapshot.window
         if window is not None:
             first = max(0, snapshot.offset - self._layout.window)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -82,7 +83,7 @@ def insert(trie: PrefixTrie, start: Node, tokens: TokenArray) -> Node:
     end = trie.extend(start, tokens)
     for node in end.path():
         if node.span is None:
-            trie.store(node, Rows(node.start, node.stop))
+            trie.store(node, cast(Any, Rows(node.start, node.stop)))
     return end
 
 

@@ -12,6 +12,7 @@ All three know the same requests, sizes and budget as the real cache, and have n
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -94,10 +95,10 @@ class TreeRival:
         for part in tip.path():
             part.last_used = self._clock
             if part.span is None:
-                self._trie.store(part, SizedSegment(part.start, part.stop, self._sizes.bytes_per_token))
+                self._trie.store(part, cast(Any, SizedSegment(part.start, part.stop, self._sizes.bytes_per_token)))
         if is_end and tip.snapshot is None and tip.parent is not None:
             self._num_captured += 1
-            self._trie.snap(tip, _Snapshot(tip.stop, self._sizes.snapshot_bytes))
+            self._trie.snap(tip, cast(Any, _Snapshot(tip.stop, self._sizes.snapshot_bytes)))
         return tip
 
     def _evict(self) -> None:

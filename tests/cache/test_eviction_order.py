@@ -10,8 +10,8 @@ from cache.layers.state import RecurrentState
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.slots import Lookup
-from cache.snapshots import RestorePointKind, Snapshot
-from cache.trie import Node, PrefixTrie
+from cache.snapshots import RestorePointKind
+from cache.trie import Node, PrefixTrie, Snapshot
 from tests.support import cache_driver, fake_model
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")

@@ -15,7 +15,8 @@ from cache.layers import state
 from cache.layers.state import Segment
 from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
-from cache.snapshots import RestorePoint, RestorePointKind, Snapshot
+from cache.snapshots import RestorePoint, RestorePointKind
+from cache.trie import Snapshot
 from cache.types import LayerCache, TokenArray
 from tests.support import cache_driver, fake_model
 

@@ -21,8 +21,8 @@ from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.reclaim import Reclaimer
 from cache.slots import Slot
-from cache.snapshots import Snapshot, has_shared_rows
-from cache.trie import Node, PrefixTrie
+from cache.snapshots import has_shared_rows
+from cache.trie import Node, PrefixTrie, Snapshot
 from tests.cache.worlds import FakeWorld, RealWorld, World
 from tests.support import fake_model, tiny_models
 from tests.support.disk_driver import open_tier

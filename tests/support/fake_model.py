@@ -12,8 +12,7 @@ import numpy as np
 from cache.layers.layout import HeadedKVCache
 from cache.layers.state import RecurrentState, Segment, arrays_in
 from cache.prefix_cache import PrefixCache
-from cache.snapshots import Snapshot
-from cache.trie import Node
+from cache.trie import Node, Snapshot
 from cache.types import LayerCache, TokenArray
 
 # isort: split
