@@ -88,7 +88,7 @@ def test_a_copy_is_ones_own_to_signal_and_wait_for() -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.01)
         process.terminate()
-        assert process.wait(10) == -signal.SIGTERM
+        assert process.wait(120) == -signal.SIGTERM
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
 

@@ -74,7 +74,7 @@ def keep_something(model: Path, environment: Mapping[str, str]) -> None:
     try:
         body = b'{"input": "Tell me something.", "max_output_tokens": 16, "store": true}'
         url, headers = f"http://127.0.0.1:{server.port}/v1/responses", {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=120) as answer:
             assert answer.status == 200
         server.signal(signal.SIGTERM)
         assert server.wait() == 0

@@ -335,7 +335,7 @@ class WrittenAtOnce(DiskTier):
 
     def _write(self, *args: Any) -> bool:
         is_written = super()._write(*args)
-        assert self.queue.wait(10)
+        assert self.queue.wait(120)
         return is_written
 
 

@@ -81,7 +81,7 @@ def page(chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
 
 def ask(address: str, *messages: Any, **fields: Any) -> Any:
     body = {"messages": messages, "max_tokens": 12, "temperature": 0, **fields}
-    answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -149,7 +149,7 @@ def test_a_running_request_has_a_lane(page: Page, demo: str) -> None:
     page.goto(demo)
     page.get_by_text("slots answer").wait_for()
     with httpx.stream(
-        "POST", f"{demo}/v1/chat/completions", timeout=60,
+        "POST", f"{demo}/v1/chat/completions", timeout=120,
         json={"messages": [ADA], "stream": True, "max_tokens": 20_000, "ignore_eos": True, "session_id": "lane"},
     ) as answer:  # fmt: skip
         pieces = answer.iter_bytes()
@@ -247,7 +247,7 @@ def test_a_session_shows_its_turns_and_the_words_that_changed(page: Page, demo: 
 def test_the_owner_sees_what_clients_with_a_key_of_their_own_have(page: Page, demo: str) -> None:
     for key in ("mine", "theirs"):
         body = {"messages": [SYSTEM, ADA], "max_tokens": 2, "session_id": "same name"}
-        httpx.post(f"{demo}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        httpx.post(f"{demo}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=120)
     ids = {one["namespace"] for one in httpx.get(f"{demo}/v1/sessions").json()["data"] if one["id"] == "same name"}
     assert len(ids) == 2
     page.goto(f"{demo}/#/sessions")
@@ -475,7 +475,7 @@ def test_hostile_texts_stay_texts(chromium: Browser) -> None:
         with page.expect_response("**/v1/events"):
             page.goto(f"{address}/#/requests")
         num_taken = 0
-        with httpx.Client(base_url=address, timeout=60) as client:
+        with httpx.Client(base_url=address, timeout=120) as client:
             for text in BARE:
                 answer[0] = text
                 body = {"messages": [{"role": "user", "content": text}], "session_id": text[:256]}

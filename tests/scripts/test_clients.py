@@ -28,7 +28,7 @@ def served() -> Iterator[tuple[OpenAI, ScriptedEngine]]:
 
 def wait_for_idle_work(engine: ScriptedEngine) -> None:
     """Until the reply was evaluated as the next prompt shows it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while engine.stats().num_open or not any(exchange.is_idle_work for exchange in engine.exchanges):
         assert time.monotonic() < deadline, "the engine did not work while it was idle"
         time.sleep(0.005)

@@ -20,7 +20,7 @@ from server.engine.request import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 120.0
 LIMITS = Limits(client_seconds=0.4, max_connections=6)
 PATIENT = Limits(client_seconds=1.5, max_connections=6)
 """For clients that must be waited for, however late a busy machine has them go on."""

@@ -12,7 +12,7 @@ from models.hub import PlannedFile, PullChecking, PullEvent, PullProgress
 from server.app.pulls import Pulls
 
 FILE = PlannedFile("model.safetensors", 100, "ab" * 32)
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 120.0
 
 
 class Hub:

@@ -13,7 +13,7 @@ from server.pool.names import ModelSource
 from server.pool.served import ListedModel, ModelFacts
 from tests.support.fake_engine import FakeEngine, fake_model
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 120.0
 
 
 @dataclass

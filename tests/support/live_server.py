@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from server.api.connections import HttpConfig, Limits
 
-START_SECONDS = 20.0
+START_SECONDS = 120.0
 
 
 class QuickServer(uvicorn.Server):

@@ -62,7 +62,7 @@ class HeldFiles(CountingFiles):
     def before(self, operation: str) -> None:
         super().before(operation)
         if operation == "rename":
-            assert self.gate.wait(10)
+            assert self.gate.wait(120)
 
 
 @contextlib.contextmanager

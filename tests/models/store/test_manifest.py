@@ -76,7 +76,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(120)
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert set(Manifest(tmp_path).models()) == {
         f"{prefix}{number}:latest" for prefix in "abc" for number in range(10)

@@ -26,7 +26,7 @@ JSON = {"Content-Type": "application/json"}
 
 SYSTEM = {"role": "system", "content": "You are a careful assistant. " * 12}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 120.0
 
 
 def user(text: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ JSON = {"Content-Type": "application/json"}
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 120.0
 
 SLOW = Script(texts=("word ",) * 2000, step_seconds=0.01)
 LONG_PREFILL = Script(prefill_seconds=0.5)
@@ -259,7 +259,7 @@ def test_the_client_does_not_see_the_comments(client: openai.OpenAI, engine: Fak
 
 
 def test_each_piece_of_text_leaves_at_once(address: str, engine: FakeEngine) -> None:
-    engine.script = Script(texts=("a", "b", "c"), step_seconds=0.3)
+    engine.script, engine.max_texts = Script(texts=("a", "b", "c")), 1
     connection = post_raw(address, {"stream": True})
     received = b""
     with contextlib.closing(connection):
@@ -267,6 +267,7 @@ def test_each_piece_of_text_leaves_at_once(address: str, engine: FakeEngine) -> 
             received += (part := connection.recv(65536))
             assert part, received
         assert b'"content":"b"' not in received
+        engine.max_texts = None
         while b"[DONE]" not in received:
             received += (part := connection.recv(65536))
             assert part, received

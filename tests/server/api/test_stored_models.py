@@ -32,7 +32,7 @@ class Server:
         self.pool = pool
         self._manifest = manifest
         self._folder = folder
-        self.http = httpx.Client(base_url=address, timeout=60)
+        self.http = httpx.Client(base_url=address, timeout=120)
 
     def store(self, name: str, defaults: ModelDefaults) -> None:
         place = WeightsPlace("folder", str(self._folder))

@@ -76,7 +76,7 @@ def serving(collector: Collector, script: Script | None = None) -> Iterator[http
     """A client; at the end all spans are sent."""
     config = ServerConfig(otlp=collector.url, name="mac-1")
     app = create_app(FakeEngine(script or Script(hit_tokens=3)), fake_model(), config)
-    with running(app) as address, httpx.Client(base_url=address, timeout=20) as client:
+    with running(app) as address, httpx.Client(base_url=address, timeout=120) as client:
         yield client
         until(lambda: not client.get("/v1/stats").json()["requests"])
         app.state.api.tracing.close()

@@ -150,7 +150,7 @@ def test_a_server_is_started_and_ended(tmp_path: Path) -> None:
 
 
 def _connect(url: str) -> None:
-    socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5)
+    socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=120)
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ for command in ("serve --help", "run --help", "list", "ps", "pull", "cache list"
     if slow:
         sys.exit(f"{command} loaded {slow}")
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
 
 

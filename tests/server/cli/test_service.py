@@ -91,7 +91,7 @@ def test_systemd_understands_the_unit(command: list[str], tmp_path: Path) -> Non
         ["systemd-analyze", "verify", "--user", str(unit)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
         env=environment,
     )

@@ -207,7 +207,7 @@ def test_the_tree_of_a_running_server_is_printed(tmp_path: Path, monkeypatch: py
     with demo() as address:
         for text in ("My name is Ada.", "My name is Bob."):
             body = {"messages": [SYSTEM, {"role": "user", "content": text}], "max_tokens": 1}
-            assert httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).status_code == 200
+            assert httpx.post(f"{address}/v1/chat/completions", json=body, timeout=120).status_code == 200
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
         monkeypatch.setattr(ask, "DEFAULT_URL", address)
         for _ in range(40):  # an idle engine still evaluates the replies
@@ -239,7 +239,7 @@ class Terminal:
         self._other = other
         self.text = ""
 
-    def wait_for(self, text: str, seconds: float = 30.0) -> None:
+    def wait_for(self, text: str, seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.text:
             assert time.monotonic() < deadline, self.text[-2000:]
@@ -285,7 +285,7 @@ def test_it_is_watched_and_left(how: str) -> None:
             screen.type("q")
         else:
             screen.process.send_signal({"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}[how])
-        status = screen.process.wait(20)
+        status = screen.process.wait(120)
         assert status == {"q": 0, "Ctrl-C": 130, "SIGTERM": 143}[how]
         screen.wait_for("\x1b[?1049l")
         assert screen.is_as_before()

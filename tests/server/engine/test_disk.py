@@ -195,13 +195,13 @@ def answer(engine: Engine, number: int) -> Started:
         generation = engine.submit(GenerationRequest(f"r{number}", tokens, 4, ignore_eos=True))
         return [event async for event in generation]
 
-    events = asyncio.run(asyncio.wait_for(collect(), 20))
+    events = asyncio.run(asyncio.wait_for(collect(), 120))
     assert isinstance(events[-1], Finished)
     return next(event for event in events if isinstance(event, Started))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.005)

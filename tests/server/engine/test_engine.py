@@ -40,10 +40,17 @@ class GatedRunner(FakeRunner):
         super().__init__("T")
         self.gate = threading.Event()
         self.gate.set()
+        self._is_at_gate = threading.Event()
+
+    async def reaches_gate(self) -> None:
+        """Returns once a step waits."""
+        assert await asyncio.to_thread(self._is_at_gate.wait, 120)
 
     def prepare(self, rows, previous, **how):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
         """Waits for the gate, then decodes."""
-        assert self.gate.wait(20)
+        if not self.gate.is_set():
+            self._is_at_gate.set()
+        assert self.gate.wait(120)
         return super().prepare(rows, previous, **how)
 
 
@@ -85,7 +92,7 @@ async def collect(generation: Generation) -> list[Event]:
 
 def test_a_request_comes_back_as_events(served: Served) -> None:
     async def run() -> list[Event]:
-        return await asyncio.wait_for(collect(served.engine.submit(request())), 10)
+        return await asyncio.wait_for(collect(served.engine.submit(request())), 120)
 
     events = asyncio.run(run())
     assert isinstance(events[0], Started) and isinstance(events[-1], Finished)
@@ -102,7 +109,7 @@ def test_cancel_ends_a_running_request(served: Served) -> None:
                 generation.cancel()
         return events
 
-    last = asyncio.run(asyncio.wait_for(run(), 10))[-1]
+    last = asyncio.run(asyncio.wait_for(run(), 120))[-1]
     assert isinstance(last, Finished) and last.reason is FinishReason.CANCELLED
     assert last.timings.predicted_tokens < 180
 
@@ -115,8 +122,8 @@ def test_a_full_queue_says_so_at_once_and_takes_requests_again_later(served: Ser
             served.engine.submit(request("one too many"))
         assert refusal.value.retry_after_seconds > 0
         served.runner.gate.set()
-        await asyncio.wait_for(asyncio.gather(*map(collect, running)), 10)
-        await asyncio.wait_for(collect(served.engine.submit(request("now"))), 10)
+        await asyncio.wait_for(asyncio.gather(*map(collect, running)), 120)
+        await asyncio.wait_for(collect(served.engine.submit(request("now"))), 120)
 
     asyncio.run(run())
 
@@ -130,7 +137,7 @@ def test_what_nobody_waits_for_takes_no_place_in_the_queue_and_holds_up_no_shutd
         running.append(asyncio.ensure_future(collect(served.engine.submit(request("r2")))))
         assert served.engine.stats().num_open == 3
         served.runner.gate.set()
-        assert await served.engine.drain(10)
+        assert await served.engine.drain(120)
         assert all(isinstance(events[-1], Finished) for events in await asyncio.gather(*running, *ahead))
 
     asyncio.run(run())
@@ -140,12 +147,12 @@ def test_stats_answer_while_the_device_is_busy(served: Served) -> None:
     async def run() -> None:
         served.runner.gate.clear()
         generation = served.engine.submit(request())
-        await asyncio.sleep(0.05)
+        await served.runner.reaches_gate()
         # Until the gate opens the device is busy, so an answer that waited for it would never come.
-        stats = await asyncio.wait_for(asyncio.to_thread(served.engine.stats), 10)
+        stats = await asyncio.wait_for(asyncio.to_thread(served.engine.stats), 120)
         assert stats.num_open == 1
         served.runner.gate.set()
-        await asyncio.wait_for(collect(generation), 10)
+        await asyncio.wait_for(collect(generation), 120)
 
     asyncio.run(run())
 
@@ -162,7 +169,7 @@ def test_after_a_cancel_the_counts_are_those_of_an_engine_without_requests(serve
         while served.engine.stats().requests != RequestCounts():  # noqa: ASYNC110 - there is nothing to be told by
             await asyncio.sleep(0.005)
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_drain_waits_for_running_requests_and_takes_no_more(served: Served) -> None:
@@ -173,11 +180,20 @@ def test_drain_waits_for_running_requests_and_takes_no_more(served: Served) -> N
         with pytest.raises(EngineStopped):
             served.engine.submit(request("late"))
         served.runner.gate.set()
-        drained = await served.engine.drain(10)
+        drained = await served.engine.drain(120)
         assert isinstance((await running)[-1], Finished)
         return drained
 
     assert asyncio.run(run())
+
+
+async def begin_to_stop(served: Served) -> asyncio.Future[None]:
+    """Returns once an engine whose step waits has been told to stop."""
+    await served.runner.reaches_gate()
+    stopping = asyncio.ensure_future(asyncio.to_thread(served.engine.stop))
+    while served.engine._inbox._messages.empty():  # noqa: ASYNC110 - there is nothing to be told by
+        await asyncio.sleep(0.001)
+    return stopping
 
 
 def test_stop_tells_running_requests_that_the_engine_is_gone() -> None:
@@ -186,10 +202,10 @@ def test_stop_tells_running_requests_that_the_engine_is_gone() -> None:
     async def run() -> Event:
         served.runner.gate.clear()
         generation = served.engine.submit(request(max_tokens=150))
-        await asyncio.sleep(0.05)
-        threading.Timer(0.1, served.runner.gate.set).start()
-        await asyncio.to_thread(served.engine.stop)
-        return (await asyncio.wait_for(collect(generation), 10))[-1]
+        stopping = await begin_to_stop(served)
+        served.runner.gate.set()
+        await stopping
+        return (await asyncio.wait_for(collect(generation), 120))[-1]
 
     last = asyncio.run(run())
     assert isinstance(last, Failed) and isinstance(last.error, EngineStopped)
@@ -202,7 +218,7 @@ def test_a_prompt_without_room_is_the_callers_fault(served: Served) -> None:
             with pytest.raises(ValueError, match="room"):
                 served.engine.submit(bad)
         for length in (190, 199):
-            events = await asyncio.wait_for(collect(served.engine.submit(request(length=length, max_tokens=99))), 10)
+            events = await asyncio.wait_for(collect(served.engine.submit(request(length=length, max_tokens=99))), 120)
             assert events[-1].timings.predicted_tokens == 200 - length  # type: ignore[union-attr]
 
     asyncio.run(run())
@@ -230,8 +246,8 @@ def test_a_bug_between_requests_fails_them_and_the_engine_goes_on(served: Served
 
     async def run() -> None:
         await served.engine.execute(sabotage)
-        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("a"))), 10))[-1], Failed)
-        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 10))[-1], Finished)
+        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("a"))), 120))[-1], Failed)
+        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 120))[-1], Finished)
 
     asyncio.run(run())
 
@@ -242,21 +258,19 @@ def stop_while_asking(served: Served) -> list[Any]:
     async def run() -> list[Any]:
         served.runner.gate.clear()
         served.engine.submit(request(max_tokens=150))
-        await asyncio.sleep(0.05)
-        stopping = asyncio.ensure_future(asyncio.to_thread(served.engine.stop))
-        await asyncio.sleep(0.05)
+        stopping = await begin_to_stop(served)
         asked = [asyncio.ensure_future(served.engine.execute(lambda worker: 1)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         served.runner.gate.set()
         await stopping
-        return list(await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10))
+        return list(await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 120))
 
     return asyncio.run(run())
 
 
 def test_a_command_runs_on_the_worker_thread_of_an_idle_engine(served: Served) -> None:
     async def run() -> Any:
-        return await asyncio.wait_for(served.engine.execute(lambda worker: threading.current_thread().name), 10)
+        return await asyncio.wait_for(served.engine.execute(lambda worker: threading.current_thread().name), 120)
 
     assert asyncio.run(run()) == "mlx-serve-engine"
 
@@ -275,7 +289,7 @@ def test_commands_and_requests_are_handled_in_the_order_of_their_arrival(served:
         after = asyncio.ensure_future(served.engine.execute(waiting))
         await asyncio.sleep(0)
         served.runner.gate.set()
-        return list(await asyncio.wait_for(asyncio.gather(before, after), 10))
+        return list(await asyncio.wait_for(asyncio.gather(before, after), 120))
 
     assert asyncio.run(run()) in ([1, 2], [0, 1]), "a command overtook a request, or fell behind one"
 
@@ -287,8 +301,8 @@ def test_the_error_of_a_command_reaches_who_asked_and_nobody_else(served: Served
     async def run() -> Event:
         generation = served.engine.submit(request())
         with pytest.raises(LookupError, match="not there"):
-            await asyncio.wait_for(served.engine.execute(fail), 10)
-        return (await asyncio.wait_for(collect(generation), 10))[-1]
+            await asyncio.wait_for(served.engine.execute(fail), 120)
+        return (await asyncio.wait_for(collect(generation), 120))[-1]
 
     assert isinstance(asyncio.run(run()), Finished)
 
@@ -301,7 +315,7 @@ def test_a_command_that_nobody_waits_for_runs_and_its_error_is_logged(
 
     async def run() -> int:
         served.engine.execute_later(fail)
-        return await asyncio.wait_for(served.engine.execute(lambda worker: 1), 10)
+        return await asyncio.wait_for(served.engine.execute(lambda worker: 1), 120)
 
     assert asyncio.run(run()) == 1
     assert "not there" in caplog.text
@@ -315,7 +329,7 @@ def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Ser
     async def run() -> None:
         served.runner.gate.clear()
         generation = served.engine.submit(request())
-        await asyncio.sleep(0.05)
+        await served.runner.reaches_gate()
         asked = [asyncio.ensure_future(served.engine.execute(lambda worker: ran.append(1))) for _ in range(64)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
@@ -323,8 +337,8 @@ def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Ser
         asked[0].cancel()
         await asyncio.sleep(0)
         served.runner.gate.set()
-        await asyncio.wait_for(asyncio.gather(*asked[1:], collect(generation)), 10)
-        await asyncio.wait_for(served.engine.execute(lambda worker: ran.append(1)), 10)
+        await asyncio.wait_for(asyncio.gather(*asked[1:], collect(generation)), 120)
+        await asyncio.wait_for(served.engine.execute(lambda worker: ran.append(1)), 120)
 
     asyncio.run(run())
     assert len(ran) == 64, "63 of those that waited, and one more once the queue had a place again"
@@ -345,7 +359,7 @@ def last_events(served: Served, sabotage: Callable[[Any], None]) -> list[Event]:
         served.runner.gate.clear()
         generations = [served.engine.submit(request(name)) for name in ("a", "b", "c")]
         served.runner.gate.set()
-        return [events[-1] for events in await asyncio.wait_for(asyncio.gather(*map(collect, generations)), 10)]
+        return [events[-1] for events in await asyncio.wait_for(asyncio.gather(*map(collect, generations)), 120)]
 
     return asyncio.run(run())
 
@@ -384,10 +398,10 @@ def ends_of(served: Served, sabotage: Callable[[Worker], object]) -> list[type]:
 
     async def run() -> list[Event]:
         reading = aiter(served.engine.submit(request("long", max_tokens=60)))
-        await asyncio.wait_for(anext(reading), 10)
+        await asyncio.wait_for(anext(reading), 120)
         await served.engine.execute(sabotage)
-        struck = await asyncio.wait_for(collect(served.engine.submit(request("struck"))), 10)
-        after = await asyncio.wait_for(collect(served.engine.submit(request("after"))), 10)
+        struck = await asyncio.wait_for(collect(served.engine.submit(request("struck"))), 120)
+        after = await asyncio.wait_for(collect(served.engine.submit(request("after"))), 120)
         return [[event async for event in reading][-1], struck[-1], after[-1]]
 
     return [type(event) for event in asyncio.run(run())]
@@ -434,11 +448,11 @@ def test_a_bug_while_a_request_is_cancelled_or_texts_are_taken_leaves_the_engine
         generation = served.engine.submit(request("a", max_tokens=100))
         await served.engine.execute(sabotage)
         generation.cancel()
-        assert isinstance((await asyncio.wait_for(collect(generation), 10))[-1], Failed)
+        assert isinstance((await asyncio.wait_for(collect(generation), 120))[-1], Failed)
         with pytest.raises(StepFailed, match="a bug"):
-            await asyncio.wait_for(served.engine.embed([np.array([1], np.int32)], Pooling.MEAN), 10)
+            await asyncio.wait_for(served.engine.embed([np.array([1], np.int32)], Pooling.MEAN), 120)
         await served.engine.execute(lambda worker: vars(worker).pop("_end_idle_work"))
-        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 10))[-1], Finished)
+        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 120))[-1], Finished)
 
     asyncio.run(run())
 
@@ -459,10 +473,10 @@ def test_a_request_that_cannot_be_ended_keeps_no_other_from_its_end() -> None:
     async def run() -> None:
         readings = [aiter(served.engine.submit(request(name, max_tokens=100))) for name in ("a", "b")]
         for reading in readings:
-            await asyncio.wait_for(anext(reading), 10)
+            await asyncio.wait_for(anext(reading), 120)
         await served.engine.execute(sabotage)
         assert [type([event async for event in reading][-1]) for reading in readings] == [Failed, Failed]
-        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("c"))), 10))[-1], Finished)
+        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("c"))), 120))[-1], Finished)
 
     asyncio.run(run())
     served.engine.stop()
@@ -495,11 +509,11 @@ def test_a_device_that_takes_no_more_work_ends_the_engine(
 
     async def run() -> None:
         answers = [collect(served.engine.submit(request(f"r{number}"))) for number in range(num_requests)]
-        for events in await asyncio.wait_for(asyncio.gather(*answers), 10):
+        for events in await asyncio.wait_for(asyncio.gather(*answers), 120):
             assert isinstance(events[-1], Failed)
 
     asyncio.run(run())
     # By itself, and `/health` says so before the device is tried again.
-    served.engine._thread.join(20)
+    served.engine._thread.join(120)
     assert not served.engine._thread.is_alive()
     assert was_running_at_end == [False]

@@ -25,7 +25,7 @@ from server.pool.pool import ModelPool
 from tests.support.fake_opener import FakeOpener, catalog
 
 MIB = 1 << 20
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 120.0
 
 
 def make_pool(opener: FakeOpener, **settings: Any) -> ModelPool:

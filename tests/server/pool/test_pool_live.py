@@ -25,7 +25,7 @@ from server.pool.pool import ModelPool
 from tests.support import tiny_models
 from tests.support.live_server import running
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 MIB = 1 << 20
 CHAT = "/v1/chat/completions"
 LONG = [{"role": "user", "content": "Tell me of rivers, hills and the sea. " * 20}]

@@ -20,7 +20,7 @@ from server.app.service import open_service
 from server.engine import engine as engine_module
 from tests.server.api.test_live import until
 from tests.support import tiny_models
-from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.live_server import running
 
 SYSTEM = {"role": "system", "content": "You are a careful assistant. " * 60}
@@ -37,10 +37,10 @@ class Listening:
         self._address, self._headers = f"{str(client.base_url).rstrip('/')}{path}", headers
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self.begun.wait(10)
+        assert self.begun.wait(120)
 
     def _run(self) -> None:
-        with httpx.stream("GET", self._address, headers=self._headers, timeout=30) as answer:
+        with httpx.stream("GET", self._address, headers=self._headers, timeout=120) as answer:
             for line in answer.iter_lines():
                 self.begun.set()
                 if line.startswith("data: "):
@@ -81,7 +81,7 @@ def serving(folder: Path, **settings: Any) -> Iterator[httpx.Client]:
     try:
         with (
             draining(create_app(service.engine, service.model, config)) as address,
-            httpx.Client(base_url=address, timeout=30.0) as client,
+            httpx.Client(base_url=address, timeout=120) as client,
         ):
             yield client
     finally:
@@ -240,7 +240,7 @@ def test_a_time_that_is_none_is_refused(seconds: str) -> None:
 def test_only_so_many_listen_and_who_leaves_makes_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "MAX_LISTENERS", 2)
     app = create_app(FakeEngine(), fake_model(), ServerConfig())
-    with running(app) as address, httpx.Client(base_url=address, timeout=10) as client:
+    with running(app) as address, httpx.Client(base_url=address, timeout=120) as client:
         with client.stream("GET", "/v1/events"), client.stream("GET", "/events"):
             refused = client.get("/v1/events")
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_listeners"
@@ -249,8 +249,8 @@ def test_only_so_many_listen_and_who_leaves_makes_place(monkeypatch: pytest.Monk
 
 
 def test_an_open_request_is_shown_with_its_phase() -> None:
-    app = create_app(FakeEngine(Script(step_seconds=2.0)), fake_model(), ServerConfig())
-    with running(app) as address, httpx.Client(base_url=address, timeout=10) as client:
+    app = create_app(FakeEngine(max_texts=1), fake_model(), ServerConfig())
+    with running(app) as address, httpx.Client(base_url=address, timeout=120) as client:
         body = {"messages": [USER], "stream": True, "session_id": "s"}
         with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             pieces = answer.iter_bytes()  # dropped, it would close the connection

@@ -18,7 +18,7 @@ from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 120.0
 HI: Any = {"role": "user", "content": "Hi"}
 ASK: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": [HI]}
 TOOLS: Any = [{"name": "get_weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]

@@ -103,7 +103,7 @@ def test_a_context_goes_on_in_place(live: Live) -> None:
         "stream": False,
     }
     named = {"x-session-id": "a context"}
-    second = httpx.post(f"{live.address}/api/generate", json=body, headers=named, timeout=20).json()
+    second = httpx.post(f"{live.address}/api/generate", json=body, headers=named, timeout=120).json()
     # The last token of an answer that was cut off is not evaluated.
     assert second["cache"]["hit_tokens"] >= len(first.context) - 1
     assert (second["cache"]["kept"], second["cache"]["miss"]) == (1, None)

@@ -31,8 +31,8 @@ class Served:
         self.manifest = manifest
         self.folder = folder
         self.pool = pool
-        self.client = ollama.Client(address, timeout=60)
-        self.http = httpx.Client(base_url=address, timeout=60)
+        self.client = ollama.Client(address, timeout=120)
+        self.http = httpx.Client(base_url=address, timeout=120)
 
 
 @pytest.fixture(scope="module")

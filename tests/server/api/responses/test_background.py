@@ -49,7 +49,7 @@ def begin(client: openai.OpenAI, **fields: Any) -> Any:
 
 def wait_for(told: Callable[[], Any]) -> Any:
     """What `told` returns once it is true."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (found := told()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
