@@ -20,13 +20,15 @@ import typer
 from rich.console import Console
 
 from models.names import settle
+from models.output.pieces import Reasoning, Text
 from server.app.config import ServerConfig
-from server.app.log import num_columns
+from server.app.log import configure_logging, num_columns
 from server.cli.ask import KeyNeeded, find_served, known_urls
 from server.cli.keys import keys_unseen, loading
 from server.cli.repl.commands import NO_IMAGES, QUOTES, Commands, find_image, is_image
-from server.cli.repl.conversation import AnswerFailed, Dialogue, Manner, ModelChoice, Said, WordWrap
+from server.cli.repl.conversation import AnswerFailed, Dialogue, ModelChoice, WordWrap
 from server.cli.repl.joined import JoinedModels
+from server.engine.request import Timings
 
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
@@ -44,7 +46,7 @@ class Screen:
         self._columns = columns
         self._is_coloured = is_coloured
         self._wrap = WordWrap()
-        self._manner = Manner.ANSWER
+        self._is_reasoning = False
 
     def note(self, text: str, *, is_quiet: bool = False) -> None:
         """Shows the program's own lines."""
@@ -59,29 +61,30 @@ class Screen:
         else:
             self.note(f"mlx-serve: {text}")
 
-    def show(self, said: Said) -> None:
+    def show(self, said: Text | Reasoning) -> None:
         """Shows the next part of an answer."""
+        is_reasoning = isinstance(said, Reasoning)
         if self._columns is None:
-            if said.manner is Manner.ANSWER:
+            if not is_reasoning:
                 self._write(said.text)
             return
-        if said.manner is not self._manner:
-            self._change_manner(said.manner, self._columns())
+        if is_reasoning is not self._is_reasoning:
+            self._turn_to(is_reasoning, self._columns())
         self._write(self._wrap.feed(said.text, self._columns()))
 
     def end(self, mark: str = "") -> None:
         """Ends an answer's line, with `mark` behind the last word."""
         rest = self._wrap.finish(self._columns()) if self._columns is not None else ""
-        reset = _RESET if self._manner is Manner.REASONING and self._is_coloured else ""
+        reset = _RESET if self._is_reasoning and self._is_coloured else ""
         self._write(f"{rest}{mark}{reset}\n")
-        self._wrap, self._manner = WordWrap(), Manner.ANSWER
+        self._wrap, self._is_reasoning = WordWrap(), False
 
-    def _change_manner(self, manner: Manner, columns: int) -> None:
+    def _turn_to(self, is_reasoning: bool, columns: int) -> None:
         rest = self._wrap.finish(columns)
         gap = "" if self._wrap.is_at_start else "\n\n"
-        colour = (_DIM if manner is Manner.REASONING else _RESET) if self._is_coloured else ""
+        colour = (_DIM if is_reasoning else _RESET) if self._is_coloured else ""
         self._write(f"{rest}{gap}{colour}")
-        self._wrap, self._manner = WordWrap(), manner
+        self._wrap, self._is_reasoning = WordWrap(), is_reasoning
 
 
 def fold(line: str, width: int) -> str:
@@ -119,7 +122,8 @@ def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None
     name = offer(config.models[0]) or settle(config.models[0])
     with loading(name):
         from server.cli.repl.local import LocalModels
-    with LocalModels(replace(config, models=(name, *config.models[1:]))) as models:
+    configure_logging("warning")
+    with contextlib.closing(LocalModels(replace(config, models=(name, *config.models[1:])))) as models:
         return chat(models, opening)
 
 
@@ -147,7 +151,7 @@ def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
             return _answer_once(Chat(models, screen, dialogue), opening.question)
         from server.cli.repl.terminal import line_reader
 
-        screen.note(f"{models.current.name}{about} · /help for help, Ctrl-D to leave")
+        screen.note(f"{models.name}{about} · /help for help, Ctrl-D to leave")
         Chat(models, screen, dialogue, read_line=line_reader(opening.history)).run()
     except BrokenPipeError:
         # The reader of the answer has closed the pipe; buffered text must go nowhere.
@@ -232,14 +236,14 @@ class Chat:
 
     async def _stream(self, reply: list[str]) -> None:
         dialogue = self.dialogue
-        dialogue.costs = None
-        answer = self.models.current.answer(dialogue.prompt(), dialogue.number, dialogue.parameters)
+        dialogue.timings = None
+        answer = self.models.answer(dialogue.prompt(), dialogue.number, dialogue.parameters)
         async with contextlib.aclosing(answer) as parts:
             async for part in parts:
-                if not isinstance(part, Said):
-                    dialogue.costs = part
+                if isinstance(part, Timings):
+                    dialogue.timings = part
                     continue
-                if part.manner is Manner.ANSWER:
+                if isinstance(part, Text):
                     reply.append(part.text)
                 self.screen.show(part)
 

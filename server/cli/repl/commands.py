@@ -167,21 +167,21 @@ class Commands:
         return conversation.describe({name: said[name]}) if name in said else f"{name} is as the model recommends."
 
     def _show(self, _: str) -> str:
-        about = f"model    {self._models.current.name}\nsystem   {self._dialogue.system or 'none'}"
+        about = f"model    {self._models.name}\nsystem   {self._dialogue.system or 'none'}"
         said = conversation.describe(self._dialogue.parameters)
         return f"{about}\nmessages {len(self._dialogue.turns)}\n{said}"
 
     def _change_model(self, name: str) -> str:
-        current = self._models.current.name
+        current = self._models.name
         if not name:
             others = [other for other in self._models.names() if other != current]
             return "\n".join([f"{current}, which you are talking to", *others])
         self._models.change(name)
-        return f"{self._models.current.name} goes on with the conversation."
+        return f"{self._models.name} goes on with the conversation."
 
     def _save(self, name: str) -> str:
         path = _path(name, "/save")
-        save_text(path, self._dialogue.dump(self._models.current.name))
+        save_text(path, self._dialogue.dump(self._models.name))
         return f"Saved in {path}."
 
     def _load(self, name: str) -> str:
@@ -190,12 +190,12 @@ class Commands:
             model = self._dialogue.load(read_text(path))
         except NotAConversation as error:
             raise FileRefused(f"{path} cannot be loaded: {error}") from error
-        other = f" It was with {model}: /model {model}" if model != self._models.current.name else ""
+        other = f" It was with {model}: /model {model}" if model != self._models.name else ""
         return f"{len(self._dialogue.turns)} messages.{other}"
 
     def _describe_last_answer(self, _: str) -> str:
-        if self._dialogue.costs is not None:
-            return self._dialogue.costs.describe()
+        if self._dialogue.timings is not None:
+            return conversation.describe_timings(self._dialogue.timings)
         return "The last answer was not measured." if self._dialogue.last_message else "Nothing was answered yet."
 
 

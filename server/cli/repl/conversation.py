@@ -9,80 +9,52 @@ import json
 import unicodedata
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from rich.cells import cell_len
 
 from models.errors import InvalidParameter
 from models.inference.sampling_params import SamplingParams, check
+from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
+from server.engine.request import Timings
+
+AnswerPart: TypeAlias = Text | Reasoning | Timings
+"""A part of an answer; its timings come last."""
 
 
-class Manner(StrEnum):
-    """Answer or reasoning."""
-
-    ANSWER = "answer"
-    REASONING = "reasoning"
-
-
-@dataclass(frozen=True)
-class Said:
-    """A part of an answer, never empty."""
-
-    text: str
-    manner: Manner = Manner.ANSWER
-
-
-@dataclass(frozen=True)
-class AnswerCosts:
-    """Tokens and milliseconds of one answer; `cached_tokens + evaluated_tokens` = prompt tokens."""
-
-    cached_tokens: int
-    evaluated_tokens: int
-    prompt_ms: float
-    predicted_tokens: int
-    predicted_ms: float
-
-    def describe(self) -> str:
-        """Two lines, of prompt and answer."""
-        prompt_tokens = self.cached_tokens + self.evaluated_tokens
-        share = self.cached_tokens / prompt_tokens if prompt_tokens else 0
-        # The time runs from the first token to the last, so one token fewer was made in it.
-        seconds = self.predicted_ms / 1000
-        speed = f", {(self.predicted_tokens - 1) / seconds:.1f} tokens/s" if seconds else ""
-        return (
-            f"prompt: {prompt_tokens} tokens, {self.cached_tokens} cached ({share:.0%}), "
-            f"{self.evaluated_tokens} evaluated in {self.prompt_ms:.0f} ms\n"
-            f"answer: {self.predicted_tokens} tokens{speed}"
-        )
+def describe_timings(timings: Timings) -> str:
+    """Two lines, of prompt and answer."""
+    prompt_tokens = timings.cache_tokens + timings.evaluated_tokens
+    share = timings.cache_tokens / prompt_tokens if prompt_tokens else 0
+    # The time runs from the first token to the last, so one token fewer was made in it.
+    seconds = timings.predicted_ms / 1000
+    speed = f", {(timings.predicted_tokens - 1) / seconds:.1f} tokens/s" if seconds else ""
+    return (
+        f"prompt: {prompt_tokens} tokens, {timings.cache_tokens} cached ({share:.0%}), "
+        f"{timings.evaluated_tokens} evaluated in {timings.prompt_ms:.0f} ms\n"
+        f"answer: {timings.predicted_tokens} tokens{speed}"
+    )
 
 
 class AnswerFailed(Exception):
     """The answer is missing or incomplete; the message is one sentence."""
 
 
-class Answerer(Protocol):
-    """A model that can answer."""
+class ModelChoice(Protocol):
+    """Models to talk to, one at a time."""
 
     @property
     def name(self) -> str: ...
 
     def answer(
         self, turns: Sequence[Message], conversation: int, parameters: Mapping[str, Any]
-    ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, costs last; a cancel stops the model. Raises AnswerFailed.
+    ) -> AsyncGenerator[AnswerPart, None]:
+        """Yields an answer; a cancel stops the model. Raises AnswerFailed.
 
         Missing `parameters` are as the model recommends.
         """
         ...
-
-
-class ModelChoice(Protocol):
-    """Models to change between."""
-
-    @property
-    def current(self) -> Answerer: ...
 
     def names(self) -> Sequence[str]:
         """May read the disk, or ask a server."""
@@ -91,12 +63,6 @@ class ModelChoice(Protocol):
     def change(self, name: str) -> None:
         """Raises ModelError or AnswerFailed; then the current model stays."""
         ...
-
-
-def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
-    """Reads an answer's `timings`. Raises KeyError or ValueError."""
-    counts = (int(timings["cache_n"]), int(timings["prompt_n"]), float(timings["prompt_ms"]))
-    return AnswerCosts(*counts, int(timings["predicted_n"]), float(timings["predicted_ms"]))
 
 
 _FOR_PROGRAMS = ("logit_bias", "allowed_token_ids", "bad_words", "top_logprobs", "dry_")
@@ -182,7 +148,7 @@ class Dialogue:
     parameters: dict[str, Any] = field(default_factory=dict)
     number: int = 1
     """Number by which a server tells this conversation from earlier ones."""
-    costs: AnswerCosts | None = None
+    timings: Timings | None = None
     last_message: str = ""
     is_answered: bool = False
 
@@ -194,7 +160,7 @@ class Dialogue:
     def start_anew(self) -> None:
         """Keeps the system message and the parameters."""
         self.turns.clear()
-        self.costs, self.last_message, self.is_answered = None, "", False
+        self.timings, self.last_message, self.is_answered = None, "", False
         self.number += 1
 
     def dump(self, model: str) -> str:

@@ -1,4 +1,4 @@
-"""Answers from a server's loaded model."""
+"""Answers from a server's loaded models."""
 
 import json
 import uuid
@@ -7,17 +7,19 @@ from typing import Any
 
 import httpx2
 
+from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
 from server.cli.ask import FIND_SECONDS, bearer, find_served, models_at
 from server.cli.recipes import Served
 from server.cli.repl import conversation
-from server.cli.repl.conversation import AnswerCosts, Answerer, AnswerFailed, Manner, Said
+from server.cli.repl.conversation import AnswerFailed, AnswerPart
+from server.engine.request import Timings
 
-_MANNERS = {"reasoning_content": Manner.REASONING, "content": Manner.ANSWER}
+_KINDS: Mapping[str, type[Reasoning | Text]] = {"reasoning_content": Reasoning, "content": Text}
 
 
-class JoinedModel:
-    """A model behind HTTP. Conversations of several programs never mix."""
+class JoinedModels:
+    """The models of one server. Conversations of several programs never mix."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -29,8 +31,8 @@ class JoinedModel:
 
     async def answer(
         self, turns: Sequence[Message], number: int, parameters: Mapping[str, Any]
-    ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """As `Answerer.answer`; the server notices a cancel by the closed connection."""
+    ) -> AsyncGenerator[AnswerPart, None]:
+        """As `ModelChoice.answer`; the server notices a cancel by the closed connection."""
         arguments = conversation.template_arguments(parameters)
         body = {
             "model": self._served.model,
@@ -57,27 +59,19 @@ class JoinedModel:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise AnswerFailed(f"what the server at {self._served.url} sends cannot be read") from error
 
-
-class JoinedModels:
-    """The models of one server."""
-
-    def __init__(self, served: Served) -> None:
-        self._url, self._api_key = served.url, served.key
-        self.current: Answerer = JoinedModel(served)
-
     def names(self) -> Sequence[str]:
         """The models that the server has or can load."""
-        return [served.model for served in models_at(self._url, self._api_key)]
+        return [served.model for served in models_at(self._served.url, self._served.key)]
 
     def change(self, name: str) -> None:
         """Changes to another model of the server. Raises AnswerFailed."""
-        found = find_served(name, [self._url], self._api_key)
+        found = find_served(name, [self._served.url], self._served.key)
         if found is None:
-            raise AnswerFailed(f"the server at {self._url} has no model {name!r}; /model lists those it has")
-        self.current = JoinedModel(found)
+            raise AnswerFailed(f"the server at {self._served.url} has no model {name!r}; /model lists those it has")
+        self._served = found
 
 
-def _parts_of(line: str) -> list[Said | AnswerCosts]:
+def _parts_of(line: str) -> list[AnswerPart]:
     """Raises AnswerFailed for the server's error."""
     if not line.startswith("data: {"):
         return []
@@ -85,10 +79,13 @@ def _parts_of(line: str) -> list[Said | AnswerCosts]:
     if "error" in chunk:
         raise AnswerFailed(_message_of(line.removeprefix("data: ")))
     deltas = [choice["delta"] for choice in chunk.get("choices", ())]
-    said: list[Said | AnswerCosts] = [
-        Said(delta[field], manner) for delta in deltas for field, manner in _MANNERS.items() if delta.get(field)
+    parts: list[AnswerPart] = [
+        kind(delta[field]) for delta in deltas for field, kind in _KINDS.items() if delta.get(field)
     ]
-    return said + ([conversation.costs_of(chunk["timings"])] if chunk.get("timings") else [])
+    if told := chunk.get("timings"):
+        counts = (int(told["cache_n"]), int(told["prompt_n"]), float(told["prompt_ms"]))
+        parts.append(Timings(*counts, int(told["predicted_n"]), float(told["predicted_ms"])))
+    return parts
 
 
 def _message_of(body: str | bytes) -> str:

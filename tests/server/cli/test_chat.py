@@ -23,12 +23,11 @@ from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from server.cli.chat import Chat, Opening, Screen, chat
-from server.cli.repl.conversation import AnswerCosts, Dialogue
-from server.cli.repl.local import LocalModel
-from server.engine.request import StepFailed
+from server.cli.repl.conversation import Dialogue, describe_timings
+from server.engine.request import StepFailed, Timings
 from tests.support import forked
 from tests.support.fake_engine import FakeEngine, Script, fake_model
-from tests.support.one_model import OneModel
+from tests.support.local_models import local_models
 from tests.support.tiny_models import write
 
 
@@ -60,8 +59,8 @@ class Talk:
         self._lines = iter(lines)
         self._seen: list[str] = []
         self.on_write: Callable[[str], None] = lambda text: None
-        answerer = LocalModel(fake_model(renderer=self.transcript, **model), self.engine)
-        self.chat = Chat(OneModel(answerer), Screen(self._write), Dialogue(system), read_line=self._read)
+        models = local_models(fake_model(renderer=self.transcript, **model), self.engine)
+        self.chat = Chat(models, Screen(self._write), Dialogue(system), read_line=self._read)
 
     def run(self) -> str:
         self.chat.run()
@@ -131,8 +130,8 @@ def test_stats_are_of_the_last_answer_and_gone_after_new() -> None:
 
 
 def test_speed_counts_the_tokens_made_between_the_first_and_the_last() -> None:
-    assert AnswerCosts(0, 10, 5.0, 101, 500.0).describe().endswith("answer: 101 tokens, 200.0 tokens/s")
-    assert AnswerCosts(0, 10, 5.0, 1, 0.0).describe().endswith("answer: 1 tokens")
+    assert describe_timings(Timings(0, 10, 5.0, 101, 500.0)).endswith("answer: 101 tokens, 200.0 tokens/s")
+    assert describe_timings(Timings(0, 10, 5.0, 1, 0.0)).endswith("answer: 1 tokens")
 
 
 def test_an_unknown_command_is_not_sent_to_the_model_but_a_path_is() -> None:
@@ -347,7 +346,7 @@ def test_a_pipe_is_one_message(folder: Path) -> None:
 
 def test_an_empty_pipe_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    assert chat(OneModel(LocalModel(fake_model(), FakeEngine())), Opening()) == 1
+    assert chat(local_models(fake_model(), FakeEngine()), Opening()) == 1
     assert capsys.readouterr() == ("", "mlx-serve: there is no question: standard input is empty\n")
 
 
@@ -359,8 +358,8 @@ def test_what_is_piped_stands_below_the_question(
     question: str, piped: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transcript = Transcript()
-    answerer = LocalModel(fake_model(renderer=transcript), FakeEngine(Script(texts=("Hello", " there."))))
+    models = local_models(fake_model(renderer=transcript), FakeEngine(Script(texts=("Hello", " there."))))
     monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
-    assert chat(OneModel(answerer), Opening("Be kind.", question)) == 0
+    assert chat(models, Opening("Be kind.", question)) == 0
     assert transcript.texts == [f"system: Be kind.|user: {message}"]
     assert capsys.readouterr().out == "Hello there.\n"

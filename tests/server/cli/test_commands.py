@@ -5,8 +5,10 @@ import os
 import stat
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,11 +31,11 @@ from server.cli.repl.conversation import (
     parse_parameter,
 )
 from server.cli.repl.joined import JoinedModels
-from server.cli.repl.local import LocalModel, LocalModels
+from server.cli.repl.local import LocalModels
 from server.cli.repl.terminal import history_file, open_history
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
-from tests.support.one_model import OneModel
+from tests.support.local_models import local_models
 
 
 def talk(models: ModelChoice, *lines: str, dialogue: Dialogue | None = None) -> str:
@@ -66,14 +68,14 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def models(engine: FakeEngine) -> OneModel:
-    return OneModel(LocalModel(fake_model(renderer=Renderer()), engine))
+def models(engine: FakeEngine) -> LocalModels:
+    return local_models(fake_model(renderer=Renderer()), engine)
 
 
 # -------------------------------------------------------------------------------------------------- parameters
 
 
-def test_what_is_set_rules_the_answers_until_it_is_unset(models: OneModel, engine: FakeEngine) -> None:
+def test_what_is_set_rules_the_answers_until_it_is_unset(models: LocalModels, engine: FakeEngine) -> None:
     lines = ("/set", "/set temperature 0.2", "/set seed 7", "/set max_tokens 5", "Hi", "/set", "/set seed default")
     shown = talk(models, *lines, "/new", "Again", "/set seed")
     first, second = engine.requests
@@ -98,7 +100,7 @@ def test_what_is_set_rules_the_answers_until_it_is_unset(models: OneModel, engin
         ("/set think maybe", "think is on or off, not 'maybe'"),
     ],
 )
-def test_a_wrong_parameter_is_told_and_changes_nothing(line: str, words: str, models: OneModel) -> None:
+def test_a_wrong_parameter_is_told_and_changes_nothing(line: str, words: str, models: LocalModels) -> None:
     dialogue = Dialogue()
     assert words in talk(models, line, dialogue=dialogue)
     assert dialogue.parameters == {}
@@ -118,7 +120,7 @@ def test_parameters_reach_a_joined_server(engine: FakeEngine) -> None:
 def test_thinking_is_told_to_the_template(engine: FakeEngine) -> None:
     renderer = Renderer()
     lines = ("Hi", "/set think off", "Hi", "/set think on", "Hi")
-    talk(OneModel(LocalModel(fake_model(renderer=renderer), engine)), *lines)
+    talk(local_models(fake_model(renderer=renderer), engine), *lines)
     assert renderer.template_kwargs == [None, {"enable_thinking": False}, {"enable_thinking": True}]
 
 
@@ -137,7 +139,7 @@ def test_every_parameter_can_be_typed() -> None:
 # --------------------------------------------------------------------------------------------- saving, loading
 
 
-def test_a_saved_conversation_goes_on_where_it_was(models: OneModel, tmp_path: Path) -> None:
+def test_a_saved_conversation_goes_on_where_it_was(models: LocalModels, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     first = Dialogue()
     shown = talk(models, "/system Be brief.", "/set seed 7", "Hi", f"/save {file}", dialogue=first)
@@ -151,7 +153,7 @@ def test_a_saved_conversation_goes_on_where_it_was(models: OneModel, tmp_path: P
     assert second.number == 2, "it is no continuation of what was said before"
 
 
-def test_a_saved_conversation_may_be_replaced_and_nothing_else(models: OneModel, tmp_path: Path) -> None:
+def test_a_saved_conversation_may_be_replaced_and_nothing_else(models: LocalModels, tmp_path: Path) -> None:
     other = tmp_path / "notes.txt"
     other.write_text("notes")
     assert "no saved conversation; choose another name" in talk(models, f"/save {other}")
@@ -164,7 +166,7 @@ def test_a_saved_conversation_may_be_replaced_and_nothing_else(models: OneModel,
 
 
 @pytest.mark.parametrize("name", ["/save", "/load", "/load {}/none", "/load {}", "/save {}/none/talk.json"])
-def test_a_file_that_cannot_be_used_is_one_line(name: str, models: OneModel, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_is_one_line(name: str, models: LocalModels, tmp_path: Path) -> None:
     shown = talk(models, name.format(tmp_path))
     assert shown.count("\n") == 1
     assert any(word in shown for word in ("needs the name", "cannot be read", "no file", "cannot be written"))
@@ -194,7 +196,7 @@ def test_what_is_damaged_changes_nothing(record: Any) -> None:
     assert dialogue == Dialogue("Be kind.", [{"role": "user", "content": "Hi"}])
 
 
-def test_a_conversation_with_another_model_names_it(models: OneModel, tmp_path: Path) -> None:
+def test_a_conversation_with_another_model_names_it(models: LocalModels, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     file.write_text(json.dumps({**GOOD, "model": "a/b"}))
     assert "0 messages. It was with a/b: /model a/b\n" in talk(models, f"/load {file}")
@@ -203,11 +205,12 @@ def test_a_conversation_with_another_model_names_it(models: OneModel, tmp_path: 
 # ------------------------------------------------------------------------------------------------ other models
 
 
-def test_what_is_talked_to_is_shown(models: OneModel) -> None:
+def test_what_is_talked_to_is_shown(models: LocalModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "installed", list)
     shown = talk(models, "/system Be brief.", "/show", "/model", "/model other")
     assert "model    tiny\nsystem   Be brief.\nmessages 0\nNothing is set" in shown
     assert "tiny, which you are talking to\n" in shown
-    assert "there is no other model here than tiny\n" in shown
+    assert "There is no model 'other'" in shown
 
 
 def test_a_server_has_other_models(engine: FakeEngine) -> None:
@@ -226,30 +229,21 @@ class Loader:
         self.events: list[str] = []
         self.broken = ""
 
-    def __call__(self, config: ServerConfig) -> "Loaded":
-        return Loaded(self, config.models[0])
-
-
-class Loaded:
-    def __init__(self, loader: Loader, name: str) -> None:
-        self._loader, self._name = loader, name
-
-    def __enter__(self) -> LocalModel:
-        if self._name == self._loader.broken:
+    def __call__(self, config: ServerConfig) -> Any:
+        [name] = config.models
+        if name == self.broken:
             raise ModelNotFound("it is broken")
-        self._loader.events.append(f"load {self._name}")
-        return LocalModel(
-            fake_model(id=self._name, renderer=Renderer()), FakeEngine(Script(texts=("I am ", self._name)))
-        )
-
-    def __exit__(self, *_: object) -> None:
-        self._loader.events.append(f"unload {self._name}")
+        self.events.append(f"load {name}")
+        engine = FakeEngine(Script(texts=("I am ", name)))
+        engine.stop = lambda: self.events.append(f"unload {name}")  # type: ignore[method-assign]
+        model = fake_model(id=name, renderer=Renderer())
+        return SimpleNamespace(asked_for=model, engine=engine, start=lambda: None)
 
 
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
     loader = Loader()
-    monkeypatch.setattr(local, "local_model", loader)
+    monkeypatch.setattr(local, "open_service", loader)
     monkeypatch.setattr(local, "resolve", _resolve)
     return loader
 
@@ -261,7 +255,7 @@ def _resolve(name: str) -> Path:
 
 
 def test_another_model_takes_the_place_of_the_one_that_is_loaded(loader: Loader) -> None:
-    with LocalModels(ServerConfig(models=("a",))) as models:
+    with closing(LocalModels(ServerConfig(models=("a",)))) as models:
         shown = talk(models, "Hi", "/model unknown", "/model a", "/model b", "Hi")
     assert "there is no such model\n" in shown
     assert "b goes on with the conversation.\nI am b\n" in shown
@@ -270,7 +264,7 @@ def test_another_model_takes_the_place_of_the_one_that_is_loaded(loader: Loader)
 
 def test_the_old_model_comes_back_when_the_new_one_cannot_be_loaded(loader: Loader) -> None:
     loader.broken = "b"
-    with LocalModels(ServerConfig(models=("a",))) as models:
+    with closing(LocalModels(ServerConfig(models=("a",)))) as models:
         shown = talk(models, "/model b", "Hi")
     assert "it is broken\nI am a\n" in shown
     assert loader.events == ["load a", "unload a", "load a", "unload a"]
@@ -301,7 +295,7 @@ def test_what_is_only_spoken_of_is_no_image(text: str) -> None:
 
 
 def test_an_image_is_refused_politely_and_the_conversation_stays(
-    image: Path, models: OneModel, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    image: Path, models: LocalModels, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dialogue = Dialogue()
     talk(models, "Hi", f"What is in '{image}'?", dialogue=dialogue)
@@ -316,7 +310,7 @@ def test_an_image_from_a_pipe_is_told_apart_from_text(data: bytes) -> None:
 
 
 def test_an_image_from_a_pipe_ends_with_status_1(
-    models: OneModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: LocalModels, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO("\ufffdPNG\n\x1a\n"))
     assert chat(models, Opening(question="What is it?")) == 1

@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from models.output.pieces import Reasoning, Text
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.cli.ask import KeyNeeded, find_served
 from server.cli.chat import Chat, Screen, fold
 from server.cli.recipes import Served
-from server.cli.repl.conversation import Manner, Said, WordWrap
+from server.cli.repl.conversation import WordWrap
 from server.cli.repl.joined import JoinedModels
 from server.engine.request import StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -85,7 +86,7 @@ def test_the_second_column_stays_one(line: str, width: int, folded: str) -> None
 # ------------------------------------------------------------------------------------------------------- screen
 
 
-def shown_by(*said: Said, **options: object) -> str:
+def shown_by(*said: Text | Reasoning, **options: object) -> str:
     seen: list[str] = []
     screen = Screen(seen.append, **options)  # type: ignore[arg-type]
     for part in said:
@@ -94,7 +95,7 @@ def shown_by(*said: Said, **options: object) -> str:
     return "".join(seen)
 
 
-REASONING_AND_ANSWER = (Said("Let me", Manner.REASONING), Said(" think.", Manner.REASONING), Said("Yes.\nNo."))
+REASONING_AND_ANSWER = (Reasoning("Let me"), Reasoning(" think."), Text("Yes.\nNo."))
 
 
 def test_thoughts_are_dim_on_a_terminal() -> None:
@@ -103,7 +104,7 @@ def test_thoughts_are_dim_on_a_terminal() -> None:
 
 
 def test_thoughts_alone_leave_nothing_dim() -> None:
-    assert shown_by(Said("Hm", Manner.REASONING), columns=lambda: 40, is_coloured=True) == "\x1b[2mHm\x1b[0m\n"
+    assert shown_by(Reasoning("Hm"), columns=lambda: 40, is_coloured=True) == "\x1b[2mHm\x1b[0m\n"
 
 
 def test_without_colours_there_are_no_codes() -> None:
@@ -111,7 +112,7 @@ def test_without_colours_there_are_no_codes() -> None:
 
 
 def test_in_a_pipe_there_is_the_answer_only_unwrapped() -> None:
-    assert shown_by(*REASONING_AND_ANSWER, Said(" word" * 30)) == "Yes.\nNo." + " word" * 30 + "\n"
+    assert shown_by(*REASONING_AND_ANSWER, Text(" word" * 30)) == "Yes.\nNo." + " word" * 30 + "\n"
 
 
 # ------------------------------------------------------------------------------------------------ joined server
