@@ -16,8 +16,7 @@ from models.names import parse_repository
 from models.texts import grouped, size_text
 from server.app.config import DEFAULT_URL, KEY_VARIABLE, StartError
 from server.app.memory_budget import running, runtime_folder
-from server.cli.models import plain_table
-from server.cli.options import Json, Key, command_group
+from server.cli.options import Json, Key, command_group, plain_table, print_json
 from server.cli.recipes import Served
 
 logger = logging.getLogger(__name__)
@@ -143,7 +142,7 @@ def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> N
             refusals.append(error)
     found = [_loaded(model, url) for url, answer in answers if answer for model in answer["models"]]
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
     elif found:
         typer.echo(plain_table([HEADINGS, *map(_cells, found)]))
     elif idle := [url for url, answer in answers if answer]:
@@ -188,7 +187,7 @@ def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool
     answers = [(url, AskedServer(url, api_key).find("POST", "/v1/models/unload", asked)) for url in urls]
     done = [url for url, answer in answers if answer and answer.get("changed")]
     if as_json:
-        typer.echo(json.dumps({"name": name, "servers": done}, indent=2))
+        print_json({"name": name, "servers": done})
     elif done:
         typer.echo(f"{name} is unloaded.")
     if not done:

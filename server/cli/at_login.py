@@ -1,6 +1,5 @@
 """`mlx-serve service install|status|logs|remove`: a server at login, by launchd or systemd."""
 
-import json
 import os
 import platform
 import plistlib
@@ -19,7 +18,7 @@ from models.errors import reason
 from models.names import resolve
 from server.app.config import MAX_FILES, PREFIX, StartError
 from server.cli.config import config_file, load_config
-from server.cli.options import Json, command_group
+from server.cli.options import Json, command_group, print_json
 
 app = command_group()
 _service = command_group(invoke_without_command=True)
@@ -350,13 +349,8 @@ def show_state(as_json: Json = False) -> None:
     manager = find_manager(os.environ)
     state = manager.state()
     if as_json:
-        told = {
-            "installed": state.is_installed,
-            "running": state.is_running,
-            "pid": state.pid,
-            "detail": state.detail,
-        }
-        typer.echo(json.dumps({**told, "file": str(manager.file)}, indent=2))
+        figures = {"installed": state.is_installed, "running": state.is_running, "pid": state.pid}
+        print_json({**figures, "detail": state.detail, "file": str(manager.file)})
     elif not state.is_installed:
         typer.echo(f"T{NO_SERVICE[1:]}.")
     else:

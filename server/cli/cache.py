@@ -1,6 +1,5 @@
 """`mlx-serve cache`: the prefix tree of a running server, and the folders of `--cache-disk`."""
 
-import json
 import os
 import time
 from collections import defaultdict
@@ -18,8 +17,7 @@ from models.texts import grouped, size_text
 from server.app.config import ConfigError, StartError
 from server.cli.ask import AskedServer, usual_url
 from server.cli.config import load_config
-from server.cli.models import plain_table
-from server.cli.options import Json, Key, Url, command_group
+from server.cli.options import Json, Key, Url, command_group, plain_table, print_json
 from server.cli.top import clean
 
 app = command_group()
@@ -42,7 +40,7 @@ def show_folders(cache_dir: Folder = None, as_json: Json = False) -> None:
     """Prints one line for each model's folder; raises ConfigError and FolderUnusable."""
     folder, found = _find(cache_dir)
     if as_json:
-        typer.echo(json.dumps([_record(entry) for entry in found], indent=2))
+        print_json([_record(entry) for entry in found])
     elif not found:
         typer.echo(f"Nothing is kept in {folder}. `mlx-serve serve --cache-disk 20GB` keeps conversations there.")
     else:
@@ -197,7 +195,7 @@ def show_tree(
     query = {name: value for name, value in asked.items() if value is not None}
     cache = AskedServer(url or usual_url(), api_key).get("/v1/cache", query)
     if as_json:
-        typer.echo(json.dumps(cache, indent=2, ensure_ascii=False))
+        print_json(cache)
         return
     console = Console(highlight=False)
     for line in tree_lines(cache, depth):

@@ -1,7 +1,6 @@
 """`mlx-serve config`, and settings from all sources."""
 
 import inspect
-import json
 import os
 import textwrap
 from collections.abc import Callable, Mapping
@@ -15,8 +14,7 @@ from models.names import used_last
 from server.app import config
 from server.app.config import SETTINGS, ConfigError, Layer, ServerConfig, SettingOrigin, ToldSetting
 from server.app.keys import read_private
-from server.cli.models import plain_table
-from server.cli.options import Json, command_group, model_names
+from server.cli.options import Json, command_group, model_names, plain_table, print_json
 
 app = command_group()
 
@@ -121,7 +119,7 @@ def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
     file = config_file(os.environ)
     if as_json:
         records = [_record(name, told) for name, told in settings.items()]
-        typer.echo(json.dumps({"file": str(file), "exists": file.is_file(), "settings": records}, indent=2))
+        print_json({"file": str(file), "exists": file.is_file(), "settings": records})
     else:
         typer.echo(plain_table([_row(*entry) for entry in settings.items()]))
         typer.echo(f"\nfile: {file}{'' if file.is_file() else ', which is not there'}")

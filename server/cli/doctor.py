@@ -1,6 +1,5 @@
 """`mlx-serve doctor`: which text keeps prompts from being reused, for a running server or recorded requests."""
 
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from models.texts import grouped, shared_length, size_text
 from server.app.config import ConfigError, StartError
 from server.app.log_events import percent_text, printable, seconds_text
 from server.cli.ask import AskedServer, usual_url
-from server.cli.options import Json, Url, command_group, key_option, model_names
+from server.cli.options import Json, Url, command_group, key_option, model_names, print_json
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
 from server.engine.diagnosis import Cause
 
@@ -130,8 +129,6 @@ def _examine_file(path: Path, model: str | None, *, as_json: bool) -> None:
 
     requests, reader = read_requests(path), None
     if model is not None:
-        # Else transformers advises to install PyTorch; it reads this when it is imported.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from server.api.openai.recorded import ModelReader  # these two import what a server imports
         from server.app.service import open_renderer
 
@@ -167,7 +164,7 @@ def _print_json(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]
         for one in checkups
     ]
     body = {"conversations": conversations, "savings": asdict(savings_of(checkups)), "refused": refused}
-    typer.echo(json.dumps(body, ensure_ascii=False, indent=2))
+    print_json(body)
 
 
 def _finding_body(finding: Finding) -> dict[str, Any]:

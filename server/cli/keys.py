@@ -146,8 +146,6 @@ def loading(model: str) -> Iterator[str | None]:
     """
     from rich.console import Console
 
-    # Else transformers advises to install PyTorch; it reads this when it is imported.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     resolve(model)
     console = Console()
     with interruptible():

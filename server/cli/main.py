@@ -106,6 +106,8 @@ def main() -> NoReturn:
 
 def execute(arguments: Sequence[str]) -> int:
     """Runs one command; errors go to standard error."""
+    # Else transformers advises to install PyTorch; it reads this when it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if COMPLETE_VARIABLE in os.environ:
         completion_init()
     try:

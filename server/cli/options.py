@@ -1,13 +1,16 @@
-"""Options and arguments that several commands share.
+"""Options, arguments and forms of output that several commands share.
 
 Each command's file imports this one, so it imports only what is quick.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 import typer.core
+from rich.cells import cell_len
 from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from server.app.config import KEY_VARIABLE, ConfigError
@@ -67,6 +70,21 @@ AnyModel = Annotated[
     str,
     typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a name of your own.", autocompletion=model_names),
 ]
+
+
+def print_json(value: Any) -> None:
+    """Prints what a program asked for."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def plain_table(rows: Sequence[tuple[str, ...]]) -> str:
+    """One line per row, however long; columns as wide as their longest cell."""
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 SHELLS = ("bash", "zsh", "fish")

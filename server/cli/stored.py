@@ -1,10 +1,10 @@
-"""`mlx-serve show`, `cp`, `tag`, `rm`, `create` and `verify`."""
+"""`mlx-serve list`, `show`, `cp`, `tag`, `rm`, `create` and `verify`."""
 
 import contextlib
-import json
-import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +19,55 @@ from models.store.modelfile import WITHOUT_EFFECT, Modelfile, modelfile_of, para
 from models.store.stored_model import StoredModel, WeightsPlace
 from models.texts import grouped, size_text
 from server.app.config import StartError
-from server.cli.options import AnyModel, Force, Json, OwnName, command_group
+from server.cli.options import AnyModel, Force, Json, OwnName, command_group, plain_table, print_json
 
 app = command_group()
 
 STANDARD_INPUT = "-"
+
+LIST_HEADINGS = ("NAME", "SIZE", "WEIGHTS", "ARCHITECTURE", "MODIFIED")
+
+
+@app.command("list")
+def show_installed(as_json: Json = False) -> None:
+    """Prints the models that `serve` and `run` find by name."""
+    models = names.installed()
+    if as_json:
+        print_json([_figures(model) for model in models])
+        return
+    typer.echo(plain_table([LIST_HEADINGS, *map(_cells, models)]))
+    if sys.stdout.isatty() and not any("/" in model.name for model in models):
+        typer.echo("\nMore models: mlx-serve pull qwen3:0.6b, or any repository of MLX weights.")
+
+
+def _figures(model: InstalledModel) -> dict[str, str | int | None]:
+    return {
+        "name": model.name,
+        "short_name": model.short_name or None,
+        "size_bytes": model.size_bytes,
+        "architecture": model.architecture,
+        "quantization": model.quantization or None,
+        "path": str(model.path),
+        "modified": datetime.fromtimestamp(_modified(model), UTC).isoformat(timespec="seconds"),
+        "from": None if model.stored is None else str(model.stored.weights),
+    }
+
+
+def _cells(model: InstalledModel) -> tuple[str, ...]:
+    size, age = size_text(model.size_bytes), age_text(time.time() - _modified(model))
+    return model.short_name or model.name, size, model.quantization, model.architecture, age
+
+
+def _modified(model: InstalledModel) -> float:
+    return model.path.stat().st_mtime if model.stored is None else model.stored.modified.timestamp()
+
+
+def age_text(seconds: float) -> str:
+    """A time in the past such as `3 days ago`."""
+    for unit, length in (("year", 31_536_000), ("month", 2_592_000), ("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}{'s' if seconds >= 2 * length else ''} ago"
+    return "just now"
 
 
 @app.command()
@@ -33,8 +77,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Prints what a model is; raises ModelError."""
-    # Else transformers advises to install PyTorch; it reads this when it is imported.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     place, stored = names.place_of(name), names.find_stored(name)
     if as_modelfile:
         if stored is None:
@@ -45,7 +87,7 @@ def show(
     model = names.describe(name if stored is None else stored.short_name, folder)
     record = _record(model, place, stored)
     if as_json:
-        typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
+        print_json(record)
     else:
         for label, text in _facts(record, place):
             first, *others = text.splitlines() or [""]
@@ -129,7 +171,7 @@ def check_files(
     if as_json:
         faults = [{"file": one.name, "fault": one.fault} for one in found.faults]
         counts = {"name": name, "files": found.num_files, "compared": found.num_compared}
-        typer.echo(json.dumps({**counts, "faults": faults, "removed": removed}, indent=2))
+        print_json({**counts, "faults": faults, "removed": removed})
     elif found.faults:
         typer.echo("\n".join(f"{one.name}: {one.fault}" for one in found.faults))
         typer.echo(f"mlx-serve: {_advice(name, place, are_removed=bool(removed))}", err=True)
@@ -264,4 +306,7 @@ def _confirm(question: str, *, is_forced: bool) -> None:
 
 
 def _tell(record: dict[str, Any], sentence: str, as_json: bool) -> None:
-    typer.echo(json.dumps(record, indent=2) if as_json else sentence)
+    if as_json:
+        print_json(record)
+    else:
+        typer.echo(sentence)

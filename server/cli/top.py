@@ -1,6 +1,5 @@
 """`mlx-serve top`: a server's `/v1/stats`, drawn for a terminal of any size."""
 
-import json
 import os
 import select
 import signal
@@ -21,7 +20,7 @@ from server.app.config import StartError
 from server.app.log_events import one_line, percent_text, seconds_text
 from server.cli.ask import AskedServer, usual_url
 from server.cli.keys import handling, keys_unseen, leave
-from server.cli.options import Key, Url, command_group
+from server.cli.options import Key, Url, command_group, print_json
 
 app = command_group()
 
@@ -220,7 +219,7 @@ def top(
     stats = watched.stats()
     console = Console(highlight=False)
     if as_json:
-        typer.echo(json.dumps(stats, indent=2, ensure_ascii=False))
+        print_json(stats)
     elif once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         for line in lines(stats, TopPage(url, console.width if console.is_terminal else 100, height=60)):
             console.print(line, soft_wrap=True)

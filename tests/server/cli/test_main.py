@@ -233,7 +233,7 @@ def long_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     model = names.InstalledModel("org/猫", folder, 2_500_000, "llama", "4 bit", "cat:1b")
     own = names.InstalledModel("猫", folder, 1000, "llama", "")
-    monkeypatch.setattr("server.cli.models.installed", lambda: [model, own])
+    monkeypatch.setattr("models.names.installed", lambda: [model, own])
     return folder
 
 
