@@ -19,7 +19,7 @@ from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.cli.chat import Chat, Opening, Screen, chat
+from server.cli.chat import Chat, JoinedModels, Opening, Screen, chat
 from server.cli.recipes import Served
 from server.cli.repl import local, terminal
 from server.cli.repl.commands import find_image, is_image
@@ -30,7 +30,6 @@ from server.cli.repl.conversation import (
     ParameterError,
     parse_parameter,
 )
-from server.cli.repl.joined import JoinedModels
 from server.cli.repl.local import LocalModels
 from server.cli.repl.terminal import history_file, open_history
 from tests.support.fake_engine import FakeEngine, Script, fake_model
