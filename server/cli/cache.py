@@ -15,10 +15,10 @@ from cache.budget import DiskInUse, FolderUnusable
 from cache.disk.model_folders import ModelFolder, find_all, remove
 from models.texts import grouped, size_text
 from server.app.config import ConfigError, StartError
+from server.app.log_events import printable
 from server.cli.ask import AskedServer, usual_url
 from server.cli.config import load_config
 from server.cli.options import Json, Key, Url, command_group, plain_table, print_json
-from server.cli.top import clean
 
 app = command_group()
 _cache = command_group(invoke_without_command=True)
@@ -128,7 +128,7 @@ def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterat
     memory = size_text(held["span"] + held["window"] + held["point"] + held["live"])
     disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
     sums = f"{grouped(cache['num_tokens'])} tokens on {grouped(cache['num_nodes'])} edges, {memory} in memory{disk}"
-    yield Text.assemble((clean(cache["model"]), "bold"), f"  {sums}")
+    yield Text.assemble((printable(cache["model"]), "bold"), f"  {sums}")
     nodes: Sequence[_Edge] = cache["nodes"]
     yield from _branches(nodes, max_depth, lambda edge: _said(edge, edge["tier"]))
     on_disk = [edge for edge in cache["disk_nodes"] if edge["memory_tokens"] < edge["tokens"]]
@@ -176,7 +176,7 @@ def _said(edge: _Edge, tier: str) -> Text:
         "on disk too" if edge.get("disk_tokens", 0) >= edge["tokens"] else "",
     ]
     told = ", ".join(filter(None, marks))
-    about, words = f"{grouped(edge['tokens'])} {tier}{size}", clean(edge["preview"].replace("\n", " "))
+    about, words = f"{grouped(edge['tokens'])} {tier}{size}", printable(edge["preview"].replace("\n", " "))
     return Text.assemble((about, STYLES[tier]), f"  {words}", (f"  ({told})" if told else "", "dim"))
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from models.texts import grouped, size_text
 from server.app.config import StartError
-from server.app.log_events import one_line, percent_text, seconds_text
+from server.app.log_events import one_line, percent_text, printable, seconds_text
 from server.cli.ask import AskedServer, usual_url
 from server.cli.keys import handling, keys_unseen, leave
 from server.cli.options import Key, Url, command_group, print_json
@@ -25,8 +25,6 @@ from server.cli.options import Key, Url, command_group, print_json
 app = command_group()
 
 BAR = 20
-NARROW = 60
-"""Below so many columns fewer figures are shown."""
 HELP = (
     "q, Ctrl-C      leave",
     "up, down       move through the requests",
@@ -55,39 +53,26 @@ class TopPage:
     shows_help: bool = False
 
 
-def clean(text: str) -> str:
-    """Removes cursor movements."""
-    return "".join(letter if letter.isprintable() else "·" for letter in text)
-
-
-def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
+def lines(stats: Mapping[str, Any], screen: TopPage) -> list[Text]:
     """As many lines as fit."""
-    up = (
-        "" if stats is None else f" {stats['version']}  up {seconds_text(stats['uptime_seconds'])}  {stats['status']}"
-    )
+    up = f" {stats['version']}  up {seconds_text(stats['uptime_seconds'])}  {stats['status']}"
     found = [Text.assemble(("mlx-serve", "bold"), f"{up}  {screen.url}")]
     if screen.problem is not None:
         found.append(Text(f"trying again: {screen.problem}", "red"))
     if screen.shows_help:
         found += [Text(""), *map(Text, HELP)]
-    elif stats is not None:
+    else:
         found += _body(stats, screen, screen.height - len(found))
     for line in found:
         line.truncate(screen.width, overflow="ellipsis")
     return found[: screen.height]
 
 
-def max_scroll(stats: Mapping[str, Any] | None) -> int:
-    """How far requests can be scrolled."""
-    return 0 if stats is None else max(0, len(stats["requests"]) - 1)
-
-
 def _body(stats: Mapping[str, Any], screen: TopPage, height: int) -> list[Text]:
-    is_narrow = screen.width < NARROW
-    found = [*_totals(stats, is_narrow=is_narrow), Text("")]
+    found = [*_totals(stats), Text("")]
     for model in stats["models"]:
-        found += _model(model, is_narrow=is_narrow)
-    found += [Text(f"{clean(one['id'])} is being loaded: {clean(one['step'])}") for one in stats["loading"]]
+        found += _model(model)
+    found += [Text(f"{printable(one['id'])} is being loaded: {printable(one['step'])}") for one in stats["loading"]]
     if not stats["models"] and not stats["loading"]:
         found.append(Text("no model is loaded"))
     found.append(Text(""))
@@ -96,62 +81,60 @@ def _body(stats: Mapping[str, Any], screen: TopPage, height: int) -> list[Text]:
     return [*found, *_requests(stats["requests"], screen, room), *again]
 
 
-def _totals(stats: Mapping[str, Any], *, is_narrow: bool) -> Iterator[Text]:
+def _totals(stats: Mapping[str, Any]) -> Iterator[Text]:
     totals = stats["totals"]
     share = percent_text(totals["cached_tokens"], totals["prompt_tokens"])
     saved = f"{grouped(totals['cached_tokens'])} tokens ({share})"
     yield Text.assemble("saved ", (saved, "bold"), f", {seconds_text(totals['saved_seconds'])}")
     ended = f"requests {grouped(totals['requests'])}, failed {totals['failed']}, left early {totals['cancelled']}"
-    yield Text(f"requests {grouped(totals['requests'])}" if is_narrow else f"{ended}, sessions {stats['sessions']}")
+    yield Text(f"{ended}, sessions {stats['sessions']}")
 
 
-def _model(model: Mapping[str, Any], *, is_narrow: bool) -> Iterator[Text]:
+def _model(model: Mapping[str, Any]) -> Iterator[Text]:
     slots, cache = model["slots"], model["cache"]
-    busy, bar = slots["prefilling"] + slots["decoding"], BAR // 2 if is_narrow else BAR
-    yield Text.assemble((clean(model["id"]), "bold"), f"  {busy} of {slots['total']} slots, {model['waiting']} wait")
+    busy = slots["prefilling"] + slots["decoding"]
+    yield Text.assemble(
+        (printable(model["id"]), "bold"), f"  {busy} of {slots['total']} slots, {model['waiting']} wait"
+    )
     budget = cache["budget_bytes"]
     held = [(cache["live_bytes"], "green"), (cache["stored_bytes"], "blue")]
     said = f"live {size_text(cache['live_bytes'])}, stored {size_text(cache['stored_bytes'])} of {size_text(budget)}"
-    yield Text.assemble("memory ", gauge(held, budget, bar), f" {said}")
+    yield Text.assemble("memory ", gauge(held, budget, BAR), f" {said}")
     if model["disk_budget_bytes"] is not None:
         disk = size_text(cache["disk_bytes"])
         held = [(cache["disk_bytes"], "yellow")]
         of_disk = f" {disk} of {size_text(model['disk_budget_bytes'])}"
-        yield Text.assemble("disk   ", gauge(held, model["disk_budget_bytes"], bar), of_disk)
+        yield Text.assemble("disk   ", gauge(held, model["disk_budget_bytes"], BAR), of_disk)
 
 
 def _requests(requests: Sequence[Mapping[str, Any]], screen: TopPage, room: int) -> Iterator[Text]:
     if not requests:
         yield Text("no request is running", "dim")
         return
-    is_narrow = screen.width < NARROW
-    yield Text(_row(("SLOT", "SESSION", "PHASE", "PROMPT", "OUTPUT", "TIME"), is_narrow=is_narrow), "bold")
+    yield Text(_row("SLOT", "SESSION", "PHASE", "PROMPT", "OUTPUT", "TIME"), "bold")
     order = sorted(requests, key=lambda one: (one["slot"] is None, one["slot"] or 0, one["received"]))
     first = min(screen.first, max(0, len(order) - 1))
     shown = order[first : first + max(1, room - 1)]
     for one in shown:
-        yield Text(_request(one, screen.speeds.get(one["id"]), is_narrow=is_narrow))
+        yield Text(_request(one, screen.speeds.get(one["id"])))
     left = len(order) - first - len(shown)
     if first or left:
         yield Text(f"{first} before, {left} behind: up and down move", "dim")
 
 
-def _request(one: Mapping[str, Any], speed: float | None, *, is_narrow: bool) -> str:
+def _request(one: Mapping[str, Any], speed: float | None) -> str:
     done = one["cached_tokens"] + one["evaluated_tokens"]
     is_prefill = one["phase"] == "prefill"
     prompt = f"{percent_text(done, one['prompt_tokens'])} of " if is_prefill else ""
     output = f"{grouped(one['completion_tokens'])}"
     if speed and not is_prefill:
         output += f" {speed:.0f}/s"
-    slot, session = "-" if one["slot"] is None else str(one["slot"]), clean(one["session_id"] or "-")
+    slot, session = "-" if one["slot"] is None else str(one["slot"]), printable(one["session_id"] or "-")
     told = f"{prompt}{grouped(one['prompt_tokens'])}"
-    return _row((slot, session, one["phase"], told, output, seconds_text(one["seconds"])), is_narrow=is_narrow)
+    return _row(slot, session, one["phase"], told, output, seconds_text(one["seconds"]))
 
 
-def _row(cells: Sequence[str], *, is_narrow: bool) -> str:
-    slot, session, phase, prompt, output, time = cells
-    if is_narrow:
-        return f"{slot:>3} {set_cell_size(one_line(session, 14), 14)} {phase:<7} {prompt:>10}"
+def _row(slot: str, session: str, phase: str, prompt: str, output: str, time: str) -> str:
     return f"{slot:>4} {set_cell_size(one_line(session, 24), 24)} {phase:<8} {prompt:>14} {output:>14} {time:>8}"
 
 
@@ -178,29 +161,15 @@ def gauge(parts: Sequence[tuple[float, str]], whole: float, width: int) -> Text:
 TIMEOUT_SECONDS = 5.0
 
 
-class Watched:
-    """A server, read again and again."""
-
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self._server = AskedServer(url, api_key, TIMEOUT_SECONDS)
-        self.found: dict[str, Any] | None = None
-        self.speeds: dict[str, float] = {}
-
-    def stats(self) -> dict[str, Any]:
-        """The server's figures. Raises StartError."""
-        found: dict[str, Any] = self._server.get("/v1/stats")
-        self._measure(found)
-        return found
-
-    def _measure(self, found: dict[str, Any]) -> None:
-        before = {one["id"]: one["completion_tokens"] for one in self.found["requests"]} if self.found else {}
-        passed = found["time"] - self.found["time"] if self.found else 0.0
-        self.speeds = {
-            one["id"]: (one["completion_tokens"] - before[one["id"]]) / passed
-            for one in found["requests"]
-            if one["id"] in before and passed > 0
-        }
-        self.found = found
+def speeds_between(before: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str, float]:
+    """Tokens per second of each request that both figures have."""
+    passed = stats["time"] - before["time"]
+    tokens = {one["id"]: one["completion_tokens"] for one in before["requests"]}
+    return {
+        one["id"]: (one["completion_tokens"] - tokens[one["id"]]) / passed
+        for one in stats["requests"]
+        if one["id"] in tokens and passed > 0
+    }
 
 
 @app.command()
@@ -214,26 +183,25 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print the object of /v1/stats.")] = False,
 ) -> None:
     """Draws a server's figures. Raises StartError."""
-    url = url or usual_url()
-    watched = Watched(url, api_key)
-    stats = watched.stats()
+    server = AskedServer(url or usual_url(), api_key, TIMEOUT_SECONDS)
+    stats = server.get("/v1/stats")
     console = Console(highlight=False)
     if as_json:
         print_json(stats)
     elif once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        for line in lines(stats, TopPage(url, console.width if console.is_terminal else 100, height=60)):
+        for line in lines(stats, TopPage(server.url, console.width if console.is_terminal else 100, height=60)):
             console.print(line, soft_wrap=True)
     else:
-        _watch(console, watched, TopPage(url, console.width, console.height), interval)
+        _watch(console, server, stats, interval)
 
 
-def _watch(console: Console, watched: Watched, screen: TopPage, interval_seconds: float) -> None:
+def _watch(console: Console, server: AskedServer, stats: Mapping[str, Any], interval_seconds: float) -> None:
+    screen = TopPage(server.url, console.width, console.height)
     # Ended from outside, the terminal must not stay without echo.
     ended_in_order = handling(leave, signal.SIGTERM)
     with ended_in_order, keys_unseen(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            screen = replace(screen, width=console.width, height=console.height, speeds=watched.speeds)
-            stats = watched.found
+            screen = replace(screen, width=console.width, height=console.height)
             live.update(Group(*lines(stats, screen)), refresh=True)
             due = time.monotonic() + interval_seconds
             while (left := due - time.monotonic()) > 0:
@@ -241,14 +209,14 @@ def _watch(console: Console, watched: Watched, screen: TopPage, interval_seconds
                 if key in ("q", "Q"):
                     return
                 first = screen.first + {"up": -1, "down": 1}.get(key, 0)
-                screen = replace(screen, first=min(max(0, first), max_scroll(stats)))
+                screen = replace(screen, first=min(max(0, first), max(0, len(stats["requests"]) - 1)))
                 if key in ("h", "?"):
                     screen = replace(screen, shows_help=not screen.shows_help)
                 if key:
                     live.update(Group(*lines(stats, screen)), refresh=True)
             try:
-                watched.stats()
-                screen = replace(screen, problem=None)
+                before, stats = stats, server.get("/v1/stats")
+                screen = replace(screen, problem=None, speeds=speeds_between(before, stats))
             except StartError as error:
                 screen = replace(screen, problem=str(error))
 

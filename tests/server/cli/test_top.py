@@ -24,7 +24,7 @@ from server.app.service import open_service
 from server.cli import ask
 from server.cli.cache import tree_lines
 from server.cli.main import app
-from server.cli.top import BAR, TopPage, Watched, clean, gauge, lines, max_scroll
+from server.cli.top import BAR, TopPage, gauge, lines, speeds_between
 from server.pool.pool import ModelPool
 from tests.support import forked
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -83,7 +83,7 @@ def test_everything_is_there_on_a_common_terminal() -> None:
 @pytest.mark.parametrize("height", [5, 12, 24, 60])
 def test_no_line_is_wider_than_the_terminal_and_no_page_higher(width: int, height: int) -> None:
     many = [request(n, session_id="名前" * 30, slot=None if n > 8 else n) for n in range(100)]
-    for found in (stats(*many), stats(), None):
+    for found in (stats(*many), stats()):
         for shows_help in (False, True):
             page = shown(found, width=width, height=height, shows_help=shows_help, problem="no server answers")
             assert len(page) <= height
@@ -95,12 +95,10 @@ def test_requests_are_scrolled_through_and_those_that_wait_come_last() -> None:
     first, later = shown(many), shown(many, first=10)
     assert any("session 0 " in line for line in first) and not any("session 0 " in line for line in later)
     assert any("session 10 " in line for line in later) and any("before" in line for line in later)
-    assert max_scroll(many) == 30 and max_scroll(None) == max_scroll(stats()) == 0
     assert any("session 99" in line for line in shown(many, first=30, height=40))
 
 
 def test_nothing_that_is_shown_moves_the_cursor() -> None:
-    assert clean("a\x1b[2J\r\n\u202eb\x07") == "a·[2J···b·"
     hostile = stats(request(0, session_id="\x1b[2J\x1b]0;owned\x07"), loading=[{"id": "\x1b[H", "step": "\x9b5n"}])
     assert not re.search(r"[\x00-\x1f\x7f-\x9f]", "".join(shown(hostile)))
     cache = tree([edge(1, None, 0, 9, preview="\x1b[2Jhello\nyou")])
@@ -183,12 +181,10 @@ def test_what_is_wrong_is_one_sentence(command: tuple[str, ...]) -> None:
         assert run("top", address, "--once", "--json", "--api-key", "sesame").exit_code == 0
 
 
-def test_the_speed_is_that_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched("http://x", None)
-    watched._measure(stats(request(0, completion_tokens=10), time=10.0))
-    assert watched.speeds == {}
-    watched._measure(stats(request(0, completion_tokens=50), request(1), time=12.0))
-    assert watched.speeds == {"r0": 20.0}
+def test_the_speed_is_that_between_two_looks() -> None:
+    before = stats(request(0, completion_tokens=10), time=10.0)
+    assert speeds_between(before, stats(request(0, completion_tokens=50), request(1), time=12.0)) == {"r0": 20.0}
+    assert speeds_between(before, before) == {}
 
 
 @contextmanager
