@@ -1,5 +1,7 @@
 """Rows that a runner decodes with drafts, step by step; and an engine whose every step drafts."""
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from models.inference.runner import DecodeRow, Runner
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft
 from models.mlx_lm_import import ArraysCache
+from tests.support import tiny_models
 from tests.support.engine_driver import Harness
 from tests.support.tiny_mtp import learned_texts, plain, prompt
 
@@ -25,10 +28,10 @@ SAMPLINGS = (
 
 
 class Predicting:
-    """Stands for `Speculation`: each row gets drafts of the drafter, whatever they cost."""
+    """Stands for `Speculation`: each row gets drafts of the drafter, whatever they cost, of these lengths in turn."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+    def __init__(self, *lengths: int) -> None:
+        self._lengths = itertools.cycle(lengths)
         self.num_steps = self.num_accepted = 0
         self.stats = None
 
@@ -42,7 +45,8 @@ class Predicting:
     def plan(
         self, rows: Sequence[object], limits: list[int], predict: Callable[[list[int]], list[list[int]]]
     ) -> list[list[int]]:
-        return predict([min(limit, self._length) for limit in limits])
+        length = next(self._lengths)
+        return predict([min(limit, length) for limit in limits])
 
     def learn(
         self, rows: object, fed: object, drafted: Sequence[int], accepted: Sequence[int], seconds: float
@@ -127,6 +131,18 @@ def lengths(caches: Sequence[LayerCache]) -> Iterator[int]:
     for cache in leaves_of(caches):
         if not isinstance(cache, ArraysCache) and cache.offset:
             yield cache.offset
+
+
+@functools.cache
+def runner_of(name: str) -> Runner:
+    """Of a tiny model without a drafter; one for all tests, as a new one would probe its model again."""
+    return Runner(tiny_models.build(name), vocab_size=tiny_models.VOCAB, max_probe_seconds=float("inf"))
+
+
+@functools.cache
+def answers_without(name: str) -> list[list[int]]:
+    """What a model without a drafter answers."""
+    return answers(Harness(runner=runner_of(name), num_slots=2))
 
 
 def answers(harness: Harness) -> list[list[int]]:

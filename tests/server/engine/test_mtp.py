@@ -12,7 +12,7 @@ from models.weights import MTP_FILE
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from tests.support import fake_runner, tiny_models
-from tests.support.drafting import GREEDY, Predicting, answers
+from tests.support.drafting import GREEDY, Predicting, answers, answers_without
 from tests.support.engine_driver import Harness
 from tests.support.tiny_mtp import (
     CONFIGS,
@@ -27,13 +27,13 @@ NAMES = ("qwen3", "qwen3_5", "deepseek_v3")
 
 
 @functools.cache
-def runner_for(name: str, has_module: bool) -> Runner:
-    drafter = MtpDrafter(model_of(name), trained_module_of(name)) if has_module else None
+def runner_for(name: str) -> Runner:
+    drafter = MtpDrafter(model_of(name), trained_module_of(name))
     return Runner(model_of(name), vocab_size=tiny_models.VOCAB, drafter=drafter, max_probe_seconds=float("inf"))
 
 
-def harness_for(name: str, speculation: Predicting | None, **sizes: int) -> Harness:
-    runner = runner_for(name, speculation is not None)
+def harness_for(name: str, speculation: Predicting, **sizes: int) -> Harness:
+    runner = runner_for(name)
     runner.overlaps = fake_runner.OVERLAPS
     return Harness(runner=runner, speculation=speculation, **sizes)  # type: ignore[arg-type]
 
@@ -41,9 +41,7 @@ def harness_for(name: str, speculation: Predicting | None, **sizes: int) -> Harn
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_of_a_module_change_no_token(name: str) -> None:
-    plain = answers(harness_for(name, None, num_slots=2))
-    for length in (1, 3):
-        assert answers(harness_for(name, Predicting(length), num_slots=2)) == plain
+    assert answers(harness_for(name, Predicting(1, 3), num_slots=2)) == answers_without(name)
 
 
 @pytest.mark.usefixtures("overlaps")
@@ -60,7 +58,7 @@ def test_an_answer_that_a_module_expects_takes_half_the_steps(name: str) -> None
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 def test_a_module_that_fails_costs_each_answer_a_replay_at_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, harness, num_asked = answers(harness_for(name, None)), harness_for(name, Predicting(2)), 0
+    harness, num_asked = harness_for(name, Predicting(2)), 0
 
     def fail(*_: object) -> list[list[int]]:
         nonlocal num_asked
@@ -68,8 +66,8 @@ def test_a_module_that_fails_costs_each_answer_a_replay_at_most(name: str, monke
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(MtpDrafter, "_chain", fail)
-    assert answers(harness) == plain
-    assert 0 < num_asked <= len(plain)
+    assert answers(harness) == answers_without(name)
+    assert 0 < num_asked <= len(answers_without(name))
 
 
 @pytest.mark.parametrize(("speculate", "has_module"), [("auto", True), ("history", False), ("off", False)])
