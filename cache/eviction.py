@@ -12,13 +12,12 @@ number of namespaces that hold anything; those over it lose state first.
 import bisect
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from cache.budget import Ledger
 from cache.snapshots import RestorePointKind
 from cache.trie import Node
 from cache.types import LayerKinds
@@ -144,8 +143,8 @@ class Queue:
         self._num_candidates -= 1
         return heapq.heappop(heap.entries)[-1]
 
-    def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
-        """Removes outdated candidates, a heap a step; yields how many it held and lost.
+    def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[int]:
+        """Removes outdated candidates, a heap a step; yields how many it held.
 
         Other calls between steps are allowed.
         """
@@ -154,9 +153,8 @@ class Queue:
                 num_held = len(heap.entries)
                 heap.entries = [entry for entry in heap.entries if is_current(entry[-1])]
                 heapq.heapify(heap.entries)
-                num_removed = num_held - len(heap.entries)
-                self._num_candidates -= num_removed
-                yield num_held, num_removed
+                self._num_candidates -= num_held - len(heap.entries)
+                yield num_held
 
     def _first(self, now: int) -> "_Heap | None":
         if now != self._now:
@@ -416,36 +414,6 @@ def over_share(held_bytes: Mapping[str, int], budget_bytes: int) -> set[str]:
     return {name for name, num_bytes in active.items() if num_bytes * len(active) > budget_bytes}
 
 
-class Shares:
-    """Each namespace's bytes, and which are over their share."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.held: dict[str, int] = {}
-        self._ledger = ledger
-        self._over: set[str] | None = set()
-        """None when outdated."""
-        self._budget_bytes = ledger.budget_bytes
-
-    def add(self, namespace: str, num_bytes: int) -> None:
-        """Counts a namespace's new bytes; negative for released ones."""
-        before, held = len(self.held), self.held.pop(namespace, 0) + num_bytes
-        assert held >= 0, f"more bytes were dropped in {namespace!r} than stored"
-        if held:
-            self.held[namespace] = held
-        if len(self.held) != before:
-            self._over = None
-        elif self._over is not None and before > 1:
-            is_over = held * before > self._budget_bytes
-            (self._over.add if is_over else self._over.discard)(namespace)
-
-    def over(self) -> set[str]:
-        """The namespaces over their share. Do not change the set."""
-        if self._over is None or self._budget_bytes != self._ledger.budget_bytes:
-            self._budget_bytes = self._ledger.budget_bytes
-            self._over = over_share(self.held, self._budget_bytes)
-        return self._over
-
-
 class FairQueue:
     """Candidates of all namespaces, first those over their share."""
 
@@ -453,99 +421,59 @@ class FairQueue:
         """Calls `find_over_share` before each candidate: evictions change the answer."""
         self._find_over_share = find_over_share
         self._queues: dict[str, Queue] = {}
-        self._over, self._all = _Ranking(self._queues), _Ranking(self._queues)
-        self._num_candidates = 0
-        self._sweeping: Iterator[tuple[int, int]] = iter(())
+        self._now = 0
+        self._ranks: dict[str, tuple[bool, float]] = {}
+        """Each queue's, at `_now`."""
+        self._sweeping: Iterator[int] = iter(())
 
     def __len__(self) -> int:
-        return self._num_candidates
+        return sum(map(len, self._queues.values()))
 
     def push(self, namespace: str, candidate: Candidate) -> None:
         """See `Queue.push`."""
-        if candidate.num_bytes <= 0:
-            return
         if namespace not in self._queues:
             self._queues[namespace] = Queue()
-            if len(self._queues) == 2:
-                # Candidates added while there was only one namespace were not ranked.
-                self._over.forget()
-                self._all.forget()
         self._queues[namespace].push(candidate)
-        self._num_candidates += 1
-        if len(self._queues) > 1:
-            self._over.pushed(namespace)
-            self._all.pushed(namespace)
+        self._rank(namespace)
 
     def pop(self, now: int) -> Candidate | None:
         """Removes and returns the next candidate, if any."""
-        if len(self._queues) == 1:
-            (only,) = self._queues.values()
-            candidate = only.pop(now)
-        else:
-            candidate = self._over.pop(self._find_over_share(), now) or self._all.pop(self._queues.keys(), now)
-        self._num_candidates -= candidate is not None
+        if now != self._now:
+            self._now = now
+            self._rank_all()
+        names = self._find_over_share() & self._ranks.keys() or self._ranks.keys()
+        name = min(names, key=lambda name: (self._ranks[name], name), default=None)
+        if name is None:
+            return None
+        candidate = self._queues[name].pop(now)
+        self._rank(name)
         return candidate
+
+    def _rank_all(self) -> None:
+        for name in list(self._queues):
+            self._rank(name)
+
+    def _rank(self, name: str) -> None:
+        if len(self._queues[name]):
+            self._ranks[name] = self._queues[name].rank(self._now)
+        else:
+            del self._queues[name]
+            self._ranks.pop(name, None)
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
         """Removes outdated candidates among the next `num_candidates` or a few more; repeated calls reach all."""
         has_restarted = False
         while num_candidates > 0:
-            step = next(self._sweeping, None)
-            if step is not None:
-                num_seen, num_removed = step
+            num_seen = next(self._sweeping, None)
+            if num_seen is not None:
                 num_candidates -= num_seen
-                self._num_candidates -= num_removed
             elif has_restarted:
-                return
+                break
             else:
-                self._sweeping, has_restarted = self._sweep_all(is_current), True
-
-    def _sweep_all(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
-        for queue in list(self._queues.values()):
-            yield from queue.sweep(is_current)
-
-
-class _Ranking:
-    """All namespaces are ranked again when the clock moves."""
-
-    def __init__(self, queues: dict[str, Queue]) -> None:
-        """Removes emptied queues from the caller's `queues`."""
-        self._queues = queues
-        self._now = -1
-        self._names: set[str] = set()
-        self._firsts: list[tuple[tuple[bool, float], str]] = []
-        """A heap; no rank in it is too high."""
-
-    def pushed(self, name: str) -> None:
-        if name in self._names:
-            heapq.heappush(self._firsts, (self._queues[name].rank(self._now), name))
-
-    def forget(self) -> None:
-        self._now, self._names, self._firsts = -1, set(), []
-
-    def pop(self, names: Set[str], now: int) -> Candidate | None:
-        if now != self._now or not names <= self._names:
-            self._rank(names, now)
-        while self._firsts:
-            rank, name = self._firsts[0]
-            queue = self._queues.get(name)
-            if queue is None or not len(queue):
-                heapq.heappop(self._firsts)
-                self._queues.pop(name, None)
-            elif name not in names:
-                heapq.heappop(self._firsts)
-                self._names.discard(name)
-            elif (risen := queue.rank(now)) != rank:
-                heapq.heapreplace(self._firsts, (risen, name))
-            else:
-                return queue.pop(now)
-        return None
-
-    def _rank(self, names: Set[str], now: int) -> None:
-        self._now, self._names = now, set(names)
-        filled = [name for name in names if name in self._queues and len(self._queues[name])]
-        self._firsts = [(self._queues[name].rank(now), name) for name in filled]
-        heapq.heapify(self._firsts)
+                queues = list(self._queues.values())
+                self._sweeping = itertools.chain.from_iterable(queue.sweep(is_current) for queue in queues)
+                has_restarted = True
+        self._rank_all()
 
 
 MANY_CHANGED = 64

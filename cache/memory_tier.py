@@ -10,56 +10,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 from cache.budget import CacheEvent, EvictionReason, Happening, Journal, Ledger, PinLimit
-from cache.eviction import Candidate, Chance, EvictionOrder, Shares, over_share
+from cache.eviction import Candidate, Chance, EvictionOrder, over_share
 from cache.layers.layout import Layout
 from cache.snapshots import KEPT_POINTS, has_shared_rows
-from cache.trie import Node, PrefixTrie, Snapshot
+from cache.trie import Holding, Node, PrefixTrie, Snapshot
 from cache.types import TokenArray
-
-
-class Holding(NamedTuple):
-    """Tokens on edges, and stored bytes by kind."""
-
-    num_tokens: int = 0
-    span_bytes: int = 0
-    window_bytes: int = 0
-    recurrent_bytes: int = 0
-
-
-class Holdings:
-    """The sum over the nodes of one trie."""
-
-    def __init__(self) -> None:
-        self.total = Holding()
-        self._nodes: dict[Node, Holding] = {}
-
-    def update(self, node: Node) -> None:
-        """Counts a node again, or no more if it left the trie."""
-        before = self._nodes.pop(node, Holding())
-        after = Holding()
-        if node.parent is not None and node.parent.children.get(node.tokens.item(0)) is node:
-            after = self._nodes[node] = _holding_of(node)
-        changes = zip(self.total, before, after, strict=True)
-        self.total = Holding(*(total - old + new for total, old, new in changes))
-
-    def check(self, nodes: list[Node]) -> None:
-        """Asserts that exactly these nodes are counted."""
-        assert {node: _holding_of(node) for node in nodes} == self._nodes, "a change of a node was not counted"
-        sums = (sum(column) for column in zip(Holding(), *self._nodes.values(), strict=True))
-        assert self.total == Holding(*sums), f"{self.total} is not the sum over the nodes"
-
-
-def _holding_of(node: Node) -> Holding:
-    span_bytes = node.span.num_bytes if node.span is not None else 0
-    snapshot = node.snapshot
-    if snapshot is None:
-        return Holding(len(node.tokens), span_bytes)
-    window_bytes = snapshot.window.num_bytes if snapshot.window is not None else 0
-    return Holding(len(node.tokens), span_bytes, window_bytes, snapshot.num_bytes - window_bytes)
-
 
 MAX_NAMESPACES = 1024
 """The most namespaces, since eviction visits all."""
@@ -67,11 +25,6 @@ FORGOTTEN_PART = 64
 """At the limit, one in so many is forgotten at once."""
 MAX_EXTRA = 32
 """Superseded or unusable candidates evicted beyond a round's target."""
-
-
-class _Namespace(NamedTuple):
-    trie: PrefixTrie
-    holdings: Holdings
 
 
 class MemoryTier:
@@ -86,11 +39,12 @@ class MemoryTier:
         self.find_awaited: Callable[[], Set[Node]] = frozenset
         """Nodes that waiting requests will restore: they are evicted last."""
         self._layout = layout
-        self._namespaces: dict[str, _Namespace] = {}
+        self._tries: dict[str, PrefixTrie] = {}
         """In order of last use."""
-        self._shares = Shares(self.ledger)
+        self._held = Counter[str]()
+        """Stored bytes."""
         self._empty_leaves: dict[Node, PrefixTrie] = {}
-        self.order = EvictionOrder(layout, self._shares.over)
+        self.order = EvictionOrder(layout, self._find_over_share)
         """Must be told how nodes are used."""
 
     def trie(self, namespace: str, in_use: Iterable[str]) -> PrefixTrie:
@@ -98,42 +52,33 @@ class MemoryTier:
 
         Beyond `MAX_NAMESPACES`, the least recently used lose all unpinned state.
         """
-        found = self._namespaces.pop(namespace, None)
+        found = self._tries.pop(namespace, None)
         if found is None:
             used = set(in_use)
-            self._forget_idle([name for name in self._namespaces if name not in used])
-            found = self._make_namespace(namespace)
-        self._namespaces[namespace] = found
-        return found.trie
+            self._forget_idle([name for name in self._tries if name not in used])
+            found = self._make_trie(namespace)
+        self._tries[namespace] = found
+        return found
 
-    def _make_namespace(self, name: str) -> _Namespace:
-        holdings, store, add = Holdings(), self.ledger.store, self._shares.add
-        update, order_changed, order_snapped = holdings.update, self.order.changed, self.order.snapped
+    def _make_trie(self, name: str) -> PrefixTrie:
+        store, held = self.ledger.store, self._held
 
         def count_bytes(num_bytes: int) -> None:
             store(num_bytes)
-            add(name, num_bytes)
+            held[name] += num_bytes
 
-        def changed(node: Node) -> None:
-            update(node)
-            order_changed(name, node)
-
-        def snapped(node: Node) -> None:
-            update(node)
-            order_snapped(name, node)
-
-        return _Namespace(PrefixTrie(count_bytes, name, changed, snapped), holdings)
+        return PrefixTrie(count_bytes, name, partial(self.order.changed, name), partial(self.order.snapped, name))
 
     def _forget_idle(self, idle: Sequence[str]) -> None:
-        is_full = len(self._namespaces) >= MAX_NAMESPACES
+        is_full = len(self._tries) >= MAX_NAMESPACES
         limit = MAX_NAMESPACES - MAX_NAMESPACES // FORGOTTEN_PART
-        for name in sorted(idle, key=lambda name: self._namespaces[name].trie.num_nodes > 0):
-            trie = self._namespaces[name].trie
-            if is_full and len(self._namespaces) >= limit:
+        for name in sorted(idle, key=lambda name: self._tries[name].num_nodes > 0):
+            trie = self._tries[name]
+            if is_full and len(self._tries) >= limit:
                 self._drop_idle(trie)
             if not trie.num_nodes:
-                del self._namespaces[name]
-                self.evictions.pop(name, None)
+                del self._tries[name]
+                del self._held[name], self.evictions[name]
 
     def _drop_idle(self, trie: PrefixTrie) -> None:
         while leaves := [node for node in trie.nodes() if not node.children and _is_evictable(node)]:
@@ -142,31 +87,32 @@ class MemoryTier:
 
     @property
     def namespaces(self) -> list[str]:
-        return list(self._namespaces)
+        return list(self._tries)
 
     def find_trie(self, namespace: str) -> PrefixTrie:
         """A namespace's trie, or an empty one not stored."""
-        found = self._namespaces.get(namespace)
-        return PrefixTrie() if found is None else found.trie
+        return self._tries.get(namespace) or PrefixTrie()
 
-    def holdings(self, namespace: str) -> Holdings:
+    def holding(self, namespace: str) -> Holding:
         """What a namespace's trie holds."""
-        found = self._namespaces.get(namespace)
-        return Holdings() if found is None else found.holdings
+        return self.find_trie(namespace).held
+
+    def _find_over_share(self) -> set[str]:
+        return over_share(self._held, self.ledger.budget_bytes)
 
     def nodes(self) -> Iterator[tuple[PrefixTrie, Node]]:
         """Every node with its trie, parents first."""
-        for trie, _ in self._namespaces.values():
+        for trie in self._tries.values():
             for node in trie.nodes():
                 yield trie, node
 
     @property
     def num_nodes(self) -> int:
-        return sum(trie.num_nodes for trie, _ in self._namespaces.values())
+        return sum(trie.num_nodes for trie in self._tries.values())
 
     def clear(self, namespace: str | None) -> None:
         """Drops one namespace's state, or all, that lives in no slot."""
-        tries = [trie for name, (trie, _) in self._namespaces.items() if namespace in (None, name)]
+        tries = [trie for name, trie in self._tries.items() if namespace in (None, name)]
         for trie in tries:
             while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
                 for node in leaves:
@@ -234,7 +180,7 @@ class MemoryTier:
     def _evict_one(self, victim: Candidate, kept: Collection[Node]) -> None:
         namespace, node = victim.key
         if node not in kept and _is_evictable(node):
-            trie, reason = self._namespaces[namespace].trie, _reason_of(victim)
+            trie, reason = self._tries[namespace], _reason_of(victim)
             if node.children:
                 self._evict_snapshot(trie, node, reason)
             else:
@@ -288,17 +234,15 @@ class MemoryTier:
 
     def check(self) -> None:
         """Asserts the invariants."""
-        for trie, holdings in self._namespaces.values():
+        for trie in self._tries.values():
             trie.check()
-            holdings.check(list(trie.nodes()))
         self.order.check((trie.namespace, node) for trie, node in self.nodes())
         stored = sum(node.num_bytes for _, node in self.nodes())
         assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
         held = Counter[str]()
         for trie, node in self.nodes():
             held[trie.namespace] += node.num_bytes
-        assert +held == Counter(self._shares.held), f"{held} stored by namespace, {self._shares.held} counted"
-        assert self._shares.over() == over_share(held, self.ledger.budget_bytes), "a share was not kept up"
+        assert +held == +self._held, f"{held} stored by namespace, {self._held} counted"
 
 
 def _rounds(guards_sessions: bool, awaited: Set[Node]) -> Iterator[tuple[bool, Set[Node]]]:

@@ -10,9 +10,9 @@ object per token. Invariants:
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -285,6 +285,19 @@ class Snapshot:
         return Snapshot(offset, before, None), Snapshot(self.offset, after, self.recurrent)
 
 
+class Holding(NamedTuple):
+    """Tokens on edges, and stored bytes by kind."""
+
+    num_tokens: int = 0
+    span_bytes: int = 0
+    window_bytes: int = 0
+    recurrent_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.span_bytes + self.window_bytes + self.recurrent_bytes
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Node(TokenNode):
     """One edge, its state, and its use."""
@@ -318,6 +331,13 @@ class Node(TokenNode):
     @property
     def num_bytes(self) -> int:
         return (self.span.num_bytes if self.span else 0) + (self.snapshot.num_bytes if self.snapshot else 0)
+
+    @property
+    def holding(self) -> Holding:
+        span_bytes = self.span.num_bytes if self.span is not None else 0
+        rows = self.snapshot.window if self.snapshot is not None else None
+        window_bytes = rows.num_bytes if rows is not None else 0
+        return Holding(len(self.tokens), span_bytes, window_bytes, self.num_bytes - span_bytes - window_bytes)
 
     def divide_state(self, upper: "Node", offset: int) -> None:
         """Splits span and snapshot."""
@@ -377,48 +397,67 @@ class PrefixTrie(TokenTrie[Node]):
         snapped: Callable[[Node], None] = lambda node: None,
     ) -> None:
         super().__init__(Node, namespace, changed)
+        self.held = Holding()
+        """The sum over all nodes."""
         self._count_bytes = count_bytes
         self._snapped = snapped
 
     def split(self, node: Node, offset: int) -> Node:
         """Cuts `node` at `offset`; the halves may take more bytes."""
-        before = node.num_bytes
+        before = node.holding
         upper = super().split(node, offset)
-        self._count_bytes(upper.num_bytes + node.num_bytes - before)
+        self._count([before], [upper.holding, node.holding])
         return upper
 
     def absorb_parent(self, node: Node) -> None:
         """As `TokenTrie.absorb_parent`."""
-        before = node.num_bytes + (node.parent.num_bytes if node.parent is not None else 0)
+        before = [one.holding for one in (node, node.parent) if one is not None]
         super().absorb_parent(node)
-        self._count_bytes(node.num_bytes - before)
+        self._count(before, [node.holding])
 
     def remove(self, leaf: Node) -> None:
         """Removes a leaf and its state; no slot may end there."""
         if leaf.num_slots:
             raise ValueError(f"{leaf} is not a removable leaf")
-        num_bytes = leaf.num_bytes
+        before = leaf.holding
         super().remove(leaf)
-        self._count_bytes(-num_bytes)
+        self._count([before], [])
 
     def store(self, node: Node, span: "Segment") -> None:
         """Stores a span on a node, which is no longer live."""
-        node.home = None
-        node.span = span
-        self._count_bytes(span.num_bytes)
+        before = node.holding
+        node.home, node.span = None, span
+        self._count([before], [node.holding])
         self._changed(node)
 
     def make_live(self, node: Node, home: Any) -> None:
         """Records a span as live in slot `home`; drops a stored copy."""
-        if node.span is not None:
-            self._count_bytes(-node.span.num_bytes)
-            node.span = None
-        node.home = home
+        before = node.holding
+        node.home, node.span = home, None
+        self._count([before], [node.holding])
         self._changed(node)
 
     def snap(self, node: Node, snapshot: Snapshot | None) -> None:
         """Replaces or drops the node's snapshot."""
-        before = node.num_bytes
+        before = node.holding
         node.snapshot = snapshot
-        self._count_bytes(node.num_bytes - before)
+        self._count([before], [node.holding])
         self._snapped(node)
+
+    def check(self) -> None:
+        """Asserts the module's invariants."""
+        super().check()
+        sums = Holding(*map(sum, zip(Holding(), *(node.holding for node in self.nodes()), strict=True)))
+        assert self.held == sums, f"{self.held} counted, {sums} held"
+
+    def _add(self, parent: Node, tokens: TokenArray) -> Node:
+        node = super()._add(parent, tokens)
+        self._count([], [node.holding])
+        return node
+
+    def _count(self, before: Sequence[Holding], after: Sequence[Holding]) -> None:
+        """Of nodes that have changed; one that came or left is in one of both."""
+        held = self.held
+        less, more = (map(sum, zip(Holding(), *some, strict=True)) for some in (before, after))
+        self.held = Holding(*(one - old + new for one, old, new in zip(held, less, more, strict=True)))
+        self._count_bytes(self.held.num_bytes - held.num_bytes)

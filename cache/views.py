@@ -210,7 +210,7 @@ class CacheReports:
             nodes=[_view(node, shared.on_disk.get(node, 0)) for node in _in_order(trie, max_nodes)],
             disk_nodes=[_disk_view(edge, shared.in_memory[edge]) for edge in on_disk.edges],
             num_nodes=trie.num_nodes,
-            num_tokens=memory.holdings(namespace).total.num_tokens,
+            num_tokens=memory.holding(namespace).num_tokens,
             num_disk_nodes=on_disk.num_edges,
             is_disk_truncated=on_disk.is_truncated,
             state=self.bytes_of(namespace),
@@ -242,14 +242,14 @@ class CacheReports:
         """Bytes of one namespace."""
         live = sum(self._pager.live_bytes(slot) for slot in self._pager.all_live if slot.namespace == namespace)
         disk = self._tier.space.bytes_of(namespace) if self._tier is not None else 0
-        held = self._memory.holdings(namespace).total
+        held = self._memory.holding(namespace)
         return StateBytes(held.span_bytes, held.window_bytes, held.recurrent_bytes, live, disk)
 
     def _namespace_view(self, namespace: str) -> NamespaceView:
         return NamespaceView(
             namespace,
             self._memory.find_trie(namespace).num_nodes,
-            self._memory.holdings(namespace).total.num_tokens,
+            self._memory.holding(namespace).num_tokens,
             self._tier.tree.num_edges(namespace) if self._tier is not None else 0,
             self.bytes_of(namespace),
         )

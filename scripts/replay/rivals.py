@@ -33,6 +33,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class _Snapshot(SizedRecurrent):
+    window = None
+
     def split(self, offset: int) -> "tuple[None, _Snapshot]":
         """Returns nothing for `offset`, and all for the old stop."""
         return None, self

@@ -72,7 +72,7 @@ class KeptState:
 
     def forget(self, namespace: str) -> tuple[int, int]:
         """Drops a namespace; returns its tokens and bytes."""
-        num_tokens = self.prefix_cache.memory.holdings(namespace).total.num_tokens
+        num_tokens = self.prefix_cache.memory.holding(namespace).num_tokens
         before = self.num_bytes
         self.prefix_cache.clear(namespace)
         return num_tokens, before - self.num_bytes

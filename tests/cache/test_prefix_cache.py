@@ -87,7 +87,7 @@ def test_namespaces_that_hold_nothing_are_forgotten() -> None:
     prefix_cache.clear()
     prefix_cache.check()
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="new").left == 3
-    assert len(prefix_cache.memory._namespaces) <= 2
+    assert len(prefix_cache.memory.namespaces) <= 2
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="salt 3").left == 3
 
 

@@ -163,7 +163,7 @@ def test_namespaces_are_bounded_in_number_and_the_idle_ones_go(monkeypatch: pyte
         if number % 3 == 0:  # between two of these other sequences have its slot
             assert cache.peek(np.array([*prompt, 9], np.int32), namespace="regular") == (len(prompt) if number else 0)
             cache_driver.run(cache, prompt, namespace="regular")
-        assert len(cache.memory._namespaces) <= 8 + 1
+        assert len(cache.memory.namespaces) <= 8 + 1
     assert len(cache.memory.evictions) <= 8 + 1
     assert cache.peek(np.array([*prompt, 9], np.int32), namespace="busy") == len(prompt)
     assert cache.peek(np.array([*prompt, 9], np.int32), namespace="pinned") == len(prompt)

@@ -47,6 +47,7 @@ class _Mark:
 
     num_bytes: int
     is_divisible: bool = False
+    window = None
 
     def split(self, offset: int) -> "tuple[_Mark | None, _Mark]":
         if not self.is_divisible:

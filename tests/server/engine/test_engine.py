@@ -418,7 +418,7 @@ def test_a_bug_on_the_way_from_the_queue_into_a_slot_fails_one_request(place: st
         owner, name = {
             "decoder": (worker, "_make_decoder"),
             "prefetch": (cache, "prefetch"),
-            "pins": (cache.memory_tier, "release_expired"),
+            "pins": (cache.pins, "release_expired"),
             "begin": (cache, "begin"),
             "started": (prefill, "_post_started"),
             "drafting": (prefill._speculation, "begin"),
