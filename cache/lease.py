@@ -207,7 +207,7 @@ class Recorder:
         self.memory.order.ended(trie.namespace, tip)
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
-        """Stores what restoring the sequence takes, if there is memory."""
+        """Stores what restoring the sequence takes, if there is memory; else nothing is evicted for it."""
         trie, node = self.pager.trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
@@ -215,10 +215,13 @@ class Recorder:
         if self.layout.needs_snapshots and not is_restorable(self.layout, node):
             node.kind, before = kind, node.snapshot
             trie.snap(node, self.pager.snapshot(slot))
-            self._mark_superseded(slot)
-            self.reclaimer.free_excess(is_background=slot.turn.is_background)
-            if self.pager.ledger.excess_bytes() > 0:  # nothing more may be evicted
+            marked, excess = self._mark_superseded(slot), self.pager.ledger.excess_bytes()
+            is_background = slot.turn.is_background
+            if self.reclaimer.free(excess, protected=[node], is_background=is_background, or_nothing=True) > 0:
                 trie.snap(node, before)
+                for older, last_used in marked:
+                    older.last_used = last_used
+                    self.memory.order.changed(trie.namespace, older)
 
     def measure(self, slot: Slot) -> None:
         """Charges a slot's allocated bytes."""
@@ -280,11 +283,13 @@ class Recorder:
         slot.is_leased, slot.turn.last_used = False, self.clock.now
         self.pager.ledger.reserve(slot.index, 0)
 
-    def _mark_superseded(self, slot: Slot) -> None:
+    def _mark_superseded(self, slot: Slot) -> list[tuple[Node, int]]:
+        """Nodes whose snapshots go first from now on, and when they were used last."""
         nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
         nodes[slot.tip.stop] = slot.tip
         points = [snapshots.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]
-        for offset in snapshots.superseded(points, slot.turn.landing):
-            node = nodes[offset]
-            if node.last_used and not node.is_explicit:
-                self.memory.supersede(self.pager.trie(slot.namespace), node)
+        found = [nodes[offset] for offset in snapshots.superseded(points, slot.turn.landing)]
+        marked = [(node, node.last_used) for node in found if node.last_used and not node.is_explicit]
+        for node, _ in marked:
+            self.memory.supersede(self.pager.trie(slot.namespace), node)
+        return marked

@@ -154,6 +154,7 @@ class Reclaimer:
     def _evictable_bytes(self, protected: Sequence[Node]) -> int:
         """The most that evicting all but `protected` frees; less if state is pinned."""
         kept = sum(node.span.num_bytes for node in path_nodes(protected) if node.span is not None)
+        kept += sum(node.snapshot.num_bytes for node in set(protected) if node.snapshot is not None)
         return self.ledger.stored_bytes - kept
 
     def free_excess(self, *, protected: Sequence[Node] = (), is_background: bool = False) -> None:

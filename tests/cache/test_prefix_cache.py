@@ -61,6 +61,24 @@ def fake_snapshot(offset: int) -> Any:
     return Snapshot(offset, None, None)
 
 
+def test_a_restore_point_without_memory_costs_no_other() -> None:
+    """All that may be evicted is less than the point takes: the point is given up, and the earlier ones stay."""
+    prefix_cache, other, own = make("R", num_slots=1), list(range(101, 141)), list(range(1, 41))
+    cache_driver.run(prefix_cache, other)
+    lease = begin(prefix_cache, [*own, *range(41, 61)])
+    for offset in (10, 20, 30):
+        evaluate(lease, own[lease.offset : offset])
+        lease.keep(RestorePointKind.TURN_END)
+    evaluate(lease, own[30:])
+    ledger = prefix_cache.ledger
+    ledger.budget_bytes = ledger.charged_bytes - ledger.stored_bytes
+    before = [(node.stop, node.last_used, node.snapshot) for _, node in prefix_cache.memory.nodes() if node.snapshot]
+    lease.keep(RestorePointKind.TURN_END)
+    after = [(node.stop, node.last_used, node.snapshot) for _, node in prefix_cache.memory.nodes() if node.snapshot]
+    assert len(before) >= 4 and after == before
+    prefix_cache.check()
+
+
 def test_a_layer_that_the_model_never_uses_is_left_alone() -> None:
     """Some models hand out a cache for layers that share another layer's keys and values."""
 
