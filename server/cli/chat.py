@@ -9,9 +9,7 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
-import textwrap
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,8 +37,6 @@ from server.engine.request import Timings
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
 
-_TWO_COLUMNS = re.compile(r"\S.*?\s{2,}")
-
 
 class Screen:
     """Wraps answers and dims reasoning; without `columns` plain answers only."""
@@ -57,7 +53,8 @@ class Screen:
     def note(self, text: str, *, is_quiet: bool = False) -> None:
         """Shows the program's own lines."""
         if self._columns is not None:
-            text = "\n".join(fold(line, self._columns()) for line in text.split("\n"))
+            wrap, columns = WordWrap(), self._columns()
+            text = wrap.feed(text, columns) + wrap.finish(columns)
         self._write(f"{_DIM}{text}{_RESET}\n" if is_quiet and self._is_coloured else f"{text}\n")
 
     def complain(self, text: str) -> None:
@@ -91,16 +88,6 @@ class Screen:
         colour = (_DIM if is_reasoning else _RESET) if self._is_coloured else ""
         self._write(f"{rest}{gap}{colour}")
         self._wrap, self._is_reasoning = WordWrap(), is_reasoning
-
-
-def fold(line: str, width: int) -> str:
-    """Breaks a line at words; the second of two columns stays a column, where there is space."""
-    column = _TWO_COLUMNS.match(line)
-    if column is None or 2 * column.end() > width:
-        wrap = WordWrap()
-        return wrap.feed(line, width) + wrap.finish(width)
-    indent = " " * column.end()
-    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, replace_whitespace=False)
 
 
 PROMPT = ">>> "

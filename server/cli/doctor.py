@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,14 +35,8 @@ SHORTEST_SECONDS = 60.0
 PIPE_WIDTH = 200
 LEAD_CHARACTERS = 20
 """Shown before the changed words."""
-REFUSED: Mapping[str, Callable[[Any], object]] = {
-    "path": str,
-    "session_id": lambda value: None if value is None else str(value),
-    "status": int,
-    "code": str,
-    "message": str,
-    "count": int,
-}
+REFUSED = ("path", "session_id", "status", "code", "message", "count")
+"""What is told of a refusal."""
 
 
 @app.command()
@@ -97,7 +91,7 @@ def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | 
         sessions = [_find_session(server, one, query, is_owner=not (api_key or query)) for one in listed["data"]]
         # A session may have been forgotten since the list was made.
         checkups = [checkup_of(session) for session in sessions if session is not None]
-        refused = [{name: kind(told[name]) for name, kind in REFUSED.items()} for told in listed["refused"]]
+        refused = [{name: told[name] for name in REFUSED} for told in listed["refused"]]
         memory = server.get("/v1/stats", query)["memory"]
         kept_bytes, pressure = memory["idle_limit_bytes"], str(memory["pressure"])
     except (KeyError, TypeError, ValueError) as error:

@@ -65,7 +65,15 @@ class ModelChoice(Protocol):
         ...
 
 
-_FOR_PROGRAMS = ("logit_bias", "allowed_token_ids", "bad_words", "top_logprobs", "dry_")
+_FOR_PROGRAMS = (
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "top_logprobs",
+    "dry_",
+    "min_tokens",
+    "end_token_ids",
+)
 SAMPLING = tuple(field.name for field in fields(SamplingParams) if not field.name.startswith(_FOR_PROGRAMS))
 MAX_TOKENS, THINK = "max_tokens", "think"
 NAMES = (*SAMPLING, MAX_TOKENS, THINK)
@@ -80,30 +88,22 @@ class ParameterError(ValueError):
 
 def parse_parameter(name: str, text: str) -> Any:
     """Reads what a person typed; raises ParameterError."""
+    check_name(name)
     if name == THINK:
         if text.lower() not in _SWITCH:
             raise ParameterError(f"think is on or off, not {text!r}")
         return _SWITCH[text.lower()]
     try:
-        value = int(text) if name in _WHOLE else float(text)
+        value: Any = int(text) if name in _WHOLE else float(text)
+        if name in SAMPLING:
+            check(replace(SamplingParams(), **{name: value}), vocab_size=1)
+    except InvalidParameter as error:
+        raise ParameterError(str(error)) from error
     except ValueError:
         raise ParameterError(f"{name} is a {'whole ' if name in _WHOLE else ''}number, not {text!r}") from None
-    check_value(name, value)
-    return value
-
-
-def check_value(name: str, value: Any) -> None:
-    """Raises ParameterError for another kind, or out of range."""
-    check_name(name)
-    if name == THINK and not isinstance(value, bool):
-        raise ParameterError(f"think is true or false, not {value!r}")
-    if name == MAX_TOKENS and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+    if name == MAX_TOKENS and value < 1:
         raise ParameterError(f"max_tokens is a whole number above 0, not {value!r}")
-    if name in SAMPLING:
-        try:
-            check(replace(SamplingParams(), **{name: value}), vocab_size=1)
-        except InvalidParameter as error:
-            raise ParameterError(str(error)) from error
+    return value
 
 
 def check_name(name: str) -> None:
@@ -174,12 +174,11 @@ class Dialogue:
         record = _record(text)
         turns = [_message(message) for message in record["messages"]]
         try:
-            for name, value in record["parameters"].items():
-                check_value(name, value)
+            parameters = {name: parse_parameter(name, str(value)) for name, value in record["parameters"].items()}
         except ParameterError as error:
             raise NotAConversation(f"its parameters cannot be used: {error}") from error
         self.start_anew()
-        self.system, self.parameters = record["system"], dict(record["parameters"])
+        self.system, self.parameters = record["system"], parameters
         self.turns.extend(turns)
         self.is_answered = [turn["role"] for turn in turns[-2:]] == ["user", "assistant"]
         self.last_message = turns[-2]["content"] if self.is_answered else ""

@@ -96,6 +96,7 @@ def test_what_is_set_rules_the_answers_until_it_is_unset(models: LocalModels, en
         ("/set temperature warm", "temperature is a number, not 'warm'"),
         ("/set max_tokens 0", "max_tokens is a whole number above 0, not 0"),
         ("/set top_k 1.5", "top_k is a whole number, not '1.5'"),
+        ("/set end_token_ids 3", "there is no parameter 'end_token_ids'"),
         ("/set think maybe", "think is on or off, not 'maybe'"),
     ],
 )

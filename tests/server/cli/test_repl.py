@@ -15,7 +15,7 @@ from models.output.pieces import Reasoning, Text
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.cli.ask import KeyNeeded, find_served
-from server.cli.chat import Chat, JoinedModels, Screen, fold
+from server.cli.chat import Chat, JoinedModels, Screen
 from server.cli.recipes import Served
 from server.cli.repl.conversation import WordWrap
 from server.engine.request import StepFailed
@@ -70,19 +70,13 @@ def test_it_does_not_matter_in_which_pieces_text_comes(words: list[str], width: 
     assert wrapped(text, width, by=by) == wrapped(text, width)
 
 
-@pytest.mark.parametrize(
-    ("line", "width", "folded"),
-    [
-        ("/new      forget it all now", 22, "/new      forget it\n          all now"),
-        ("/new      forget it all now", 15, "/new\nforget it all\nnow"),
-        ("short", 80, "short"),
-    ],
-)
-def test_the_second_column_stays_one(line: str, width: int, folded: str) -> None:
-    assert [part.rstrip() for part in fold(line, width).split("\n")] == folded.split("\n")
-
-
 # ------------------------------------------------------------------------------------------------------- screen
+
+
+def test_the_programs_own_lines_are_broken_at_words() -> None:
+    seen: list[str] = []
+    Screen(seen.append, lambda: 15).note("/new      forget it all now")
+    assert seen == ["/new\nforget it all\nnow\n"]
 
 
 def shown_by(*said: Text | Reasoning, **options: object) -> str:
