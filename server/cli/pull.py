@@ -128,9 +128,11 @@ def convert(
         with (
             handling(leave, signal.SIGTERM),
             scratch_folder(target.parent, ".part-") as part,
-            _bar(f"converting {name}") as tell,
+            _bar(Console(markup=False, highlight=False), f"converting {name}") as update,
         ):
-            convert_weights(folder, name, part / "model", bits, tell)
+            convert_weights(
+                folder, name, part / "model", bits, lambda done, total: update(completed=done, total=total)
+            )
             # Weights without a name would be in the way of the next time.
             with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 (part / "model").rename(target)
@@ -178,12 +180,12 @@ def _check_result(name: str, folder: Path, bits: int | None, target: Path) -> No
 
 
 @contextmanager
-def _bar(told: str) -> Iterator[Callable[[int, int], object]]:
-    console = Console(markup=False, highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+def _bar(console: Console, told: str) -> Iterator[Callable[..., None]]:
+    """Yields what changes the bar, which a terminal alone shows: `completed`, `total` and `description`."""
+    figures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), *figures)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(told, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        yield partial(progress.update, progress.add_task(told, total=None))
 
 
 def choose(name: str, limit_bytes: int) -> ShortName | None:
@@ -226,28 +228,12 @@ def about(model: ShortName) -> str:
     return f"about {size_text(model.num_bytes)}"
 
 
-def _on_bars(progress: Progress, name: str) -> TellPull:
-    whole = progress.add_task(name, total=None)
-    part = progress.add_task("", visible=False)
-    num_files, shown_file = 1, ""
-
-    def tell(event: PullEvent) -> None:
-        nonlocal num_files, shown_file
-        match event:
-            case PullPlanned(files=files):
-                num_files = sum(bool(file.digest) for file in files)
-            case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
-                progress.update(whole, completed=done, total=total)
-                if file is not None and num_files > 1:
-                    if shown_file != file.name:
-                        shown_file = file.name
-                        progress.reset(part, description=file.name, total=file.num_bytes, visible=True)
-                    progress.update(part, completed=here)
-            case PullChecking(file=file):
-                shown = part if progress.tasks[part].visible else whole
-                progress.update(shown, description=f"checking {file.name}")
-
-    return tell
+def _on_bar(update: Callable[..., None], name: str, event: PullEvent) -> None:
+    match event:
+        case PullProgress(done_bytes=done, total_bytes=total):
+            update(description=name, completed=done, total=total)
+        case PullChecking():
+            update(description=f"checking {name}")
 
 
 def _in_lines(console: Console, name: str) -> TellPull:
@@ -298,9 +284,8 @@ def _reporting(console: Console, name: str, *, as_json: bool) -> Iterator[TellPu
     elif not console.is_terminal:
         yield _in_lines(console, name)
     else:
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
-            yield _on_bars(progress, name)
+        with _bar(console, name) as update:
+            yield partial(_on_bar, update, name)
 
 
 def _stop_pull(name: str) -> NoReturn:
