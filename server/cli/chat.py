@@ -31,7 +31,7 @@ from server.cli.keys import keys_unseen, loading
 from server.cli.recipes import Served
 from server.cli.repl import conversation
 from server.cli.repl.commands import NO_IMAGES, QUOTES, Commands, find_image, is_image
-from server.cli.repl.conversation import AnswerFailed, AnswerPart, Dialogue, ModelChoice, WordWrap
+from server.cli.repl.conversation import AnswerPart, ChatError, Dialogue, ModelChoice, WordWrap
 from server.engine.request import Timings
 
 _DIM = "\x1b[2m"
@@ -219,7 +219,7 @@ class Chat:
         except KeyboardInterrupt:
             self.was_interrupted = True
             self.screen.end(" …")
-        except AnswerFailed as error:
+        except ChatError as error:
             if reply:
                 self.screen.end(" …")
             self.screen.complain(str(error))
@@ -306,34 +306,34 @@ class JoinedModels:
                 client.stream("POST", f"{self._served.url}/v1/chat/completions", json=body) as answer,
             ):
                 if answer.status_code != httpx2.codes.OK:
-                    raise AnswerFailed(_message_of(await answer.aread()))
+                    raise ChatError(_message_of(await answer.aread()))
                 async for line in answer.aiter_lines():
                     for part in _parts_of(line):
                         yield part
         except httpx2.HTTPError as error:
-            raise AnswerFailed(f"the server at {self._served.url} does not answer any more") from error
+            raise ChatError(f"the server at {self._served.url} does not answer any more") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise AnswerFailed(f"what the server at {self._served.url} sends cannot be read") from error
+            raise ChatError(f"what the server at {self._served.url} sends cannot be read") from error
 
     def names(self) -> Sequence[str]:
         """The models that the server has or can load."""
         return [served.model for served in models_at(self._served.url, self._served.key)]
 
     def change(self, name: str) -> None:
-        """Changes to another model of the server. Raises AnswerFailed."""
+        """Changes to another model of the server. Raises ChatError."""
         found = find_served(name, [self._served.url], self._served.key)
         if found is None:
-            raise AnswerFailed(f"the server at {self._served.url} has no model {name!r}; /model lists those it has")
+            raise ChatError(f"the server at {self._served.url} has no model {name!r}; /model lists those it has")
         self._served = found
 
 
 def _parts_of(line: str) -> list[AnswerPart]:
-    """Raises AnswerFailed for the server's error."""
+    """Raises ChatError for the server's error."""
     if not line.startswith("data: {"):
         return []
     chunk = json.loads(line.removeprefix("data: "))
     if "error" in chunk:
-        raise AnswerFailed(_message_of(line.removeprefix("data: ")))
+        raise ChatError(_message_of(line.removeprefix("data: ")))
     deltas = [choice["delta"] for choice in chunk.get("choices", ())]
     parts: list[AnswerPart] = [
         kind(delta[field]) for delta in deltas for field, kind in _KINDS.items() if delta.get(field)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from models.errors import ModelError, reason
 from server.cli.repl import conversation
-from server.cli.repl.conversation import AnswerFailed, Dialogue, ModelChoice, NotAConversation, ParameterError
+from server.cli.repl.conversation import ChatError, Dialogue, ModelChoice
 
 MAX_BYTES = 256 * 2**20
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".heic")
@@ -18,17 +18,13 @@ _PATH = re.compile(r"""(?P<quote>['"])(?P<quoted>.+?)(?P=quote)|(?P<bare>(?:\\.|
 _SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd\ufffd\ufffd\x00\x10JFIF")
 
 
-class FileRefused(Exception):
-    """The message is one sentence."""
-
-
 def save_text(path: Path, text: str) -> None:
-    """Writes for the owner alone, completely or not at all. Raises FileRefused.
+    """Writes for the owner alone, completely or not at all. Raises ChatError.
 
     Of existing files only a saved conversation is replaced.
     """
     if path.exists() and not (path.is_file() and conversation.is_conversation(read_text(path))):
-        raise FileRefused(f"{path} is there already and is no saved conversation; choose another name")
+        raise ChatError(f"{path} is there already and is no saved conversation; choose another name")
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             new = Path(folder) / path.name
@@ -39,19 +35,19 @@ def save_text(path: Path, text: str) -> None:
                 os.fsync(file.fileno())
             new.replace(path)
     except (OSError, UnicodeEncodeError) as error:
-        raise FileRefused(f"{path} cannot be written: {reason(error)}") from error
+        raise ChatError(f"{path} cannot be written: {reason(error)}") from error
 
 
 def read_text(path: Path) -> str:
-    """Raises FileRefused."""
+    """Raises ChatError."""
     try:
         if not path.is_file() and path.exists():
-            raise FileRefused(f"{path} is no file")
+            raise ChatError(f"{path} is no file")
         if path.stat().st_size > MAX_BYTES:
-            raise FileRefused(f"{path} is too long for a conversation")
+            raise ChatError(f"{path} is too long for a conversation")
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise FileRefused(f"{path} cannot be read: {reason(error)}") from error
+        raise ChatError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def find_image(text: str) -> str | None:
@@ -131,7 +127,7 @@ class Commands:
             return None if "\n" in text else f"There is no command /{match[1]}; /? lists them"
         try:
             return command((match[2] or "").strip())
-        except (ParameterError, FileRefused, ModelError, AnswerFailed) as error:
+        except (ChatError, ModelError) as error:
             return str(error)
 
     def _start_anew(self, _: str) -> str:
@@ -158,7 +154,7 @@ class Commands:
         if not name:
             return conversation.describe(said)
         if name == "system":
-            raise ParameterError("the system message is no parameter; /system TEXT sets it")
+            raise ChatError("the system message is no parameter; /system TEXT sets it")
         conversation.check_name(name)
         if value.strip() == "default":
             said.pop(name, None)
@@ -186,10 +182,11 @@ class Commands:
 
     def _load(self, name: str) -> str:
         path = _path(name, "/load")
+        text = read_text(path)
         try:
-            model = self._dialogue.load(read_text(path))
-        except NotAConversation as error:
-            raise FileRefused(f"{path} cannot be loaded: {error}") from error
+            model = self._dialogue.load(text)
+        except ChatError as error:
+            raise ChatError(f"{path} cannot be loaded: {error}") from error
         other = f" It was with {model}: /model {model}" if model != self._models.name else ""
         return f"{len(self._dialogue.turns)} messages.{other}"
 
@@ -201,5 +198,5 @@ class Commands:
 
 def _path(name: str, command: str) -> Path:
     if not name:
-        raise FileRefused(f"{command} needs the name of a file")
+        raise ChatError(f"{command} needs the name of a file")
     return Path(name).expanduser().absolute()

@@ -37,8 +37,8 @@ def describe_timings(timings: Timings) -> str:
     )
 
 
-class AnswerFailed(Exception):
-    """The answer is missing or incomplete; the message is one sentence."""
+class ChatError(Exception):
+    """What a person asked for failed; the message is one sentence."""
 
 
 class ModelChoice(Protocol):
@@ -50,7 +50,7 @@ class ModelChoice(Protocol):
     def answer(
         self, turns: Sequence[Message], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[AnswerPart, None]:
-        """Yields an answer; a cancel stops the model. Raises AnswerFailed.
+        """Yields an answer; a cancel stops the model. Raises ChatError.
 
         Missing `parameters` are as the model recommends.
         """
@@ -61,7 +61,7 @@ class ModelChoice(Protocol):
         ...
 
     def change(self, name: str) -> None:
-        """Raises ModelError or AnswerFailed; then the current model stays."""
+        """Raises ModelError or ChatError; then the current model stays."""
         ...
 
 
@@ -82,36 +82,32 @@ _WHOLE = ("top_k", "seed", "repeat_last_n", MAX_TOKENS)
 _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
-class ParameterError(ValueError):
-    """No such parameter or value; the message is one sentence."""
-
-
 def parse_parameter(name: str, text: str) -> Any:
-    """Reads what a person typed; raises ParameterError."""
+    """Reads what a person typed; raises ChatError."""
     check_name(name)
     if name == THINK:
         if text.lower() not in _SWITCH:
-            raise ParameterError(f"think is on or off, not {text!r}")
+            raise ChatError(f"think is on or off, not {text!r}")
         return _SWITCH[text.lower()]
     try:
         value: Any = int(text) if name in _WHOLE else float(text)
         if name in SAMPLING:
             check(replace(SamplingParams(), **{name: value}), vocab_size=1)
     except InvalidParameter as error:
-        raise ParameterError(str(error)) from error
+        raise ChatError(str(error)) from error
     except ValueError:
-        raise ParameterError(f"{name} is a {'whole ' if name in _WHOLE else ''}number, not {text!r}") from None
+        raise ChatError(f"{name} is a {'whole ' if name in _WHOLE else ''}number, not {text!r}") from None
     if name == MAX_TOKENS and value < 1:
-        raise ParameterError(f"max_tokens is a whole number above 0, not {value!r}")
+        raise ChatError(f"max_tokens is a whole number above 0, not {value!r}")
     return value
 
 
 def check_name(name: str) -> None:
-    """Raises ParameterError."""
+    """Raises ChatError."""
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
-        raise ParameterError(f"there is no parameter {name!r}; {hint}")
+        raise ChatError(f"there is no parameter {name!r}; {hint}")
 
 
 def describe(parameters: Mapping[str, Any]) -> str:
@@ -133,10 +129,6 @@ def template_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 FORMAT = "mlx-serve conversation 1"
 """A file that does not begin so is never overwritten."""
-
-
-class NotAConversation(ValueError):
-    """Says why, without the file's name."""
 
 
 @dataclass
@@ -170,13 +162,10 @@ class Dialogue:
         return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
     def load(self, text: str) -> str:
-        """Continues a saved conversation; returns its model. Raises NotAConversation, and changes nothing then."""
+        """Continues a saved conversation; returns its model. Raises ChatError, and changes nothing then."""
         record = _record(text)
         turns = [_message(message) for message in record["messages"]]
-        try:
-            parameters = {name: parse_parameter(name, str(value)) for name, value in record["parameters"].items()}
-        except ParameterError as error:
-            raise NotAConversation(f"its parameters cannot be used: {error}") from error
+        parameters = {name: parse_parameter(name, str(value)) for name, value in record["parameters"].items()}
         self.start_anew()
         self.system, self.parameters = record["system"], parameters
         self.turns.extend(turns)
@@ -189,7 +178,7 @@ def is_conversation(text: str) -> bool:
     """Whether `/save` wrote a text."""
     try:
         _record(text)
-    except NotAConversation:
+    except ChatError:
         return False
     return True
 
@@ -199,11 +188,11 @@ def _record(text: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(text)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise NotAConversation("it is no conversation that /save wrote")
+        raise ChatError("it is no conversation that /save wrote")
     kinds = {"model": str, "system": str, "parameters": dict, "messages": list}
     wrong = next((name for name, kind in kinds.items() if not isinstance(record.get(name), kind)), None)
     if wrong is not None:
-        raise NotAConversation(f"its {wrong!r} is missing or damaged")
+        raise ChatError(f"its {wrong!r} is missing or damaged")
     return record
 
 
@@ -211,7 +200,7 @@ def _message(message: Any) -> Message:
     match message:
         case {"role": "user" | "assistant" as role, "content": str(content)}:
             return {"role": role, "content": content}
-    raise NotAConversation("one of its messages is damaged")
+    raise ChatError("one of its messages is damaged")
 
 
 FENCE = "```"

@@ -18,7 +18,7 @@ from models.prompt.shapes import Message
 from server.app.config import ServerConfig
 from server.app.service import Service, open_service
 from server.cli.repl import conversation
-from server.cli.repl.conversation import AnswerFailed, AnswerPart
+from server.cli.repl.conversation import AnswerPart, ChatError
 from server.engine.messages import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
 from server.pool.served import ServedModel
@@ -74,14 +74,14 @@ class LocalModels:
     ) -> AsyncGenerator[AnswerPart, None]:
         """As `ModelChoice.answer`."""
         if self._service is None:
-            raise AnswerFailed("no model is loaded; /model NAME loads one")
+            raise ChatError("no model is loaded; /model NAME loads one")
         model = self._service.asked_for
         try:
             arguments = {**model.defaults.template_arguments, **conversation.template_arguments(parameters)}
             prompt = model.renderer.render(model.defaults.conversation(turns), template_kwargs=arguments or None)
             generation = self._service.engine.submit(self._request(model, prompt, number, parameters))
         except (ModelError, EngineError, ValueError) as error:
-            raise AnswerFailed(str(error)) from error
+            raise ChatError(str(error)) from error
         parser = model.output_parser((), prompt.text)
         try:
             async for part in _follow(generation, parser):
@@ -124,7 +124,7 @@ async def _follow(generation: Generation, parser: OutputParser) -> AsyncIterator
         elif isinstance(event, Finished):
             pieces = parser.finish(is_complete=event.reason is FinishReason.STOP)
         elif isinstance(event, Failed):
-            raise AnswerFailed(str(event.error)) from event.error
+            raise ChatError(str(event.error)) from event.error
         for piece in pieces:
             if isinstance(piece, Text | Reasoning) and piece.text:
                 yield piece

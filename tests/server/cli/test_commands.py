@@ -24,10 +24,9 @@ from server.cli.recipes import Served
 from server.cli.repl import local, terminal
 from server.cli.repl.commands import find_image, is_image
 from server.cli.repl.conversation import (
+    ChatError,
     Dialogue,
     ModelChoice,
-    NotAConversation,
-    ParameterError,
     parse_parameter,
 )
 from server.cli.repl.local import LocalModels
@@ -129,10 +128,10 @@ def test_every_parameter_can_be_typed() -> None:
     assert parse_parameter("top_p", "0.9") == 0.9
     assert parse_parameter("repeat_last_n", "-1") == -1
     assert parse_parameter("xtc_probability", "0.5") == 0.5
-    with pytest.raises(ParameterError):
+    with pytest.raises(ChatError):
         parse_parameter("logit_bias", "1")
     for name in ("bad_words", "allowed_token_ids", "dry_breakers", "dry_multiplier"):
-        with pytest.raises(ParameterError, match="there is no parameter"):
+        with pytest.raises(ChatError, match="there is no parameter"):
             parse_parameter(name, "1")
 
 
@@ -191,7 +190,7 @@ GOOD = {"format": "mlx-serve conversation 1", "model": "m", "system": "", "param
 )
 def test_what_is_damaged_changes_nothing(record: Any) -> None:
     dialogue = Dialogue("Be kind.", [{"role": "user", "content": "Hi"}])
-    with pytest.raises(NotAConversation):
+    with pytest.raises(ChatError):
         dialogue.load(json.dumps(record))
     assert dialogue == Dialogue("Be kind.", [{"role": "user", "content": "Hi"}])
 
