@@ -59,17 +59,20 @@ class _Chains:
     def num_bytes(self) -> int:
         return sum(map(sys.getsizeof, (self.tokens, self.before, self.newest)))
 
-    def append(self, token: int, hashed: int) -> None:
-        """Adds a token behind the last place; `hashed` is that of the last three."""
-        place = len(self.tokens)
-        self.tokens.append(token)
-        if place < SHORTEST_MATCH:
-            self.before.append(_NOWHERE)
-            return
-        self.before.append(self.newest[hashed >> self.shift])
-        self.newest[hashed >> self.shift] = place
-        if place > _CHAIN_LENGTH * len(self.newest):
-            self._split_chains()
+    def link(self, salt: int) -> int:
+        """Adds the tokens behind those in chains to them; returns the hash of the last three."""
+        tokens, hashed = self.tokens, 0
+        for place in range(len(self.before), len(tokens)):
+            if place < SHORTEST_MATCH:
+                self.before.append(_NOWHERE)
+                continue
+            mixed = (tokens[place - 2] * _MULTIPLIER ^ tokens[place - 1]) * _MULTIPLIER ^ tokens[place]
+            hashed = (mixed + salt) * _MULTIPLIER & _HASH_MASK
+            self.before.append(self.newest[hashed >> self.shift])
+            self.newest[hashed >> self.shift] = place
+            if place > _CHAIN_LENGTH * len(self.newest):
+                self._split_chains()
+        return hashed
 
     def grow(self, num_places: int) -> None:
         """Has `num_places` at least."""
@@ -128,7 +131,7 @@ class _Chains:
 
 
 def _hashes(tokens: TokenArray, salt: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    """Of each three tokens in a row; as `LiveText.push` has it."""
+    """Of each three tokens in a row; as `_Chains.link` has it."""
     words, multiplier = tokens.astype(np.uint32), np.uint32(_MULTIPLIER)
     mixed = (words[:-2] * multiplier ^ words[1:-1]) * multiplier ^ words[2:]
     return (mixed + np.uint32(salt)) * multiplier
@@ -149,16 +152,15 @@ class LiveText:
         self.is_forgotten = False
         self._history = history
         self._salt = _salt(namespace)
-        self._last = (0, 0)
 
     def push(self, token: int) -> None:
         """Adds a token."""
-        first, second = self._last
-        self._last = second, token
-        mixed = (first * _MULTIPLIER ^ second) * _MULTIPLIER ^ token
-        self.hashed = (mixed + self._salt) * _MULTIPLIER & _HASH_MASK
-        self.chains.append(token, self.hashed)
+        self.tokens.append(token)
         self.stop += 1
+
+    def link(self) -> None:
+        """Before a search: adds the tokens pushed since the last one to the chains."""
+        self.hashed = self.chains.link(self._salt)
 
     def end(self, keeps: bool) -> None:
         """With `keeps` the output joins the history, unless its namespace or session was forgotten meanwhile."""
@@ -337,6 +339,10 @@ class Follower(Protocol):
     def match_length(self) -> int:
         """Tokens on which row and text agree; 0 if the row follows nothing."""
 
+    @property
+    def expected(self) -> int | None:
+        """The text's next token."""
+
     def push(self, token: int) -> None:
         """Takes the row's next token."""
 
@@ -355,6 +361,7 @@ class HistoryFollower:
         self._next = own.stop
         """The place in `_text` of the next token."""
         self._length = 0
+        self.expected: int | None = None
 
     @property
     def match_length(self) -> int:
@@ -363,12 +370,14 @@ class HistoryFollower:
 
     def push(self, token: int) -> None:
         """Takes the output's next token, which `own` has already."""
-        if self._length and self._tokens[self._next] == token:
+        if token == self.expected:
             self._next += 1
             self._length += 1
             if self._next < self._text.stop:
+                self.expected = self._tokens[self._next]
                 return
         self._look_up()
+        self.expected = self._tokens[self._next] if self.match_length else None
 
     def next_tokens(self, limit: int) -> list[int]:
         """What followed before, `limit` tokens at most; a repetition is expected to go on."""
@@ -379,6 +388,7 @@ class HistoryFollower:
 
     def _look_up(self) -> None:
         own = self._own
+        own.link()
         self._length = 0
         if own.stop <= SHORTEST_MATCH:
             return
@@ -420,6 +430,11 @@ class PredictionFollower:
         """Tokens of the row since both agreed."""
 
     @property
+    def expected(self) -> int | None:
+        """As `Follower.expected`."""
+        return self._tokens[self._at] if self.match_length and self._at < len(self._tokens) else None
+
+    @property
     def num_confirmed(self) -> int:
         return self._is_said.count(1)
 
@@ -431,7 +446,7 @@ class PredictionFollower:
         """As `Follower.push`."""
         self._last = (*self._last[1 - SHORTEST_MATCH :], token)
         self._num_apart += 1
-        if self.match_length and self._at < len(self._tokens) and self._tokens[self._at] == token:
+        if token == self.expected:
             self._at += 1
             self.match_length += 1
             self._confirm()
@@ -472,9 +487,14 @@ class ForcedText:
         """All forced tokens have the same odds."""
         return LONGEST_COMPARED + 1 if self._tokens else 0
 
+    @property
+    def expected(self) -> int | None:
+        """As `Follower.expected`."""
+        return self._tokens[0] if self._tokens else None
+
     def push(self, token: int) -> None:
         """Takes the row's next token."""
-        self._tokens = self._tokens[1:] if self._tokens[:1] == [token] else []
+        self._tokens = self._tokens[1:] if token == self.expected else []
         self._tokens = self._tokens or [*self._forced()]
 
     def next_tokens(self, limit: int) -> list[int]:

@@ -30,6 +30,7 @@ import numpy as np
 from mlx.nn.layers.quantized import quantize
 from mlx_lm.models import llama, qwen3_5
 
+from cache.history import History
 from cache.prefix_cache import PrefixCache
 from cache.types import LayerCache
 from models.inference.drafters import Drafter, drafter_of
@@ -425,6 +426,39 @@ def add_to(report: Report, line: Line, ours: Side, plain: Side) -> None:
         report.add_verdict(f"{line.name}, tokens per step", ours.tokens_per_step, target)
 
 
+PLANNED = (("copying", rewriting, 1), ("copying", rewriting, 8), ("agent", agent, 1), ("agent", agent, 8))
+MAX_PLANNING = 40.0
+"""Microseconds."""
+
+
+def planning_microseconds(make: Callable[[int], Text], num_rows: int) -> float:
+    """Of this process on the CPU, per row and step: planner, history and all that is pushed, without a model."""
+    encode = Vocabulary(VOCAB).encode
+    speculation = Speculation(History(), {1: 0.01, 32: 0.015}, feeds_together=True, max_feed_tokens=MAX_FEED_TOKENS)
+    texts = [encode(make(seed).answer) for seed in range(1, num_rows + 1)]
+    prompts = [np.array(encode(make(seed).prompt), np.int32) for seed in range(1, num_rows + 1)]
+    rows = [speculation.begin(GenerationRequest("", prompt, 1), 0) for prompt in prompts]
+    at, is_plain, num_steps, begun = [0] * num_rows, False, 0, time.process_time()
+    while all(place < len(text) for place, text in zip(at, texts, strict=True)):
+        drafts: list[list[int]] = [[] for _ in rows]
+        if not is_plain or speculation.may_draft(rows):
+            drafts = speculation.plan(rows, [MAX_FEED_TOKENS] * num_rows)
+        accepted, is_plain = list[int](), not any(drafts)
+        for index, (row, draft, text) in enumerate(zip(rows, drafts, texts, strict=True)):
+            said = text[at[index] : at[index] + len(draft) + 1]
+            accepted.append([*map(int.__eq__, draft, said), False].index(False))
+            for token in said[: accepted[-1] + 1]:
+                row.push(token)
+            at[index] += accepted[-1] + 1
+        if is_plain:
+            speculation.observe(num_rows, 0.01, 0.0)
+        else:
+            drafted = [len(draft) for draft in drafts]
+            speculation.learn(rows, [1 + number for number in drafted], drafted, accepted, 0.01)
+        num_steps += 1
+    return (time.process_time() - begun) / num_steps / num_rows * 1e6
+
+
 def main() -> None:
     """Prints the table; writes it as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -433,7 +467,8 @@ def main() -> None:
     parser.add_argument(
         "--cpu", action="store_true", help="count seconds of this process on the CPU, not on the clock"
     )
-    parser.add_argument("--only", choices=[line.name for line in LINES], action="append", help="these lines alone")
+    names = [*(line.name for line in LINES), "planner"]
+    parser.add_argument("--only", choices=names, action="append", help="these lines alone")
     options = parser.parse_args()
     clock = time.process_time if options.cpu else time.monotonic
     columns = ["rows", "tokens/s without", "with drafts", "ratio", "tokens per step", "drafted", "accepted", "tokens"]
@@ -443,6 +478,9 @@ def main() -> None:
             print(f"{line.name} …", file=sys.stderr, flush=True)
             add_to(report, line, *measure(line, options.seconds, clock))
             print("    " + "  ".join(report.rows[-1]), file=sys.stderr, flush=True)
+    for name, make, num_rows in PLANNED if options.only is None or "planner" in options.only else ():
+        found = min(planning_microseconds(make, num_rows) for _ in range(3))
+        report.add_verdict(f"planner, {num_rows} x {name}, µs per row and step", found, Target(MAX_PLANNING))
     print(report.text())
     if options.json is not None:
         write_json(options.json, " ".join(["python -m scripts.bench.speculate", *sys.argv[1:]]), [report])

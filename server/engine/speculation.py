@@ -78,30 +78,21 @@ class FollowedText:
         self._follower = follower
         self._shared = shared
         self._odds = Odds(shared.values, weight=4, decay=0.95)
-        self._expected: int | None = None
-        self._kind = 0
-        self.promise = 0.0
+
+    @property
+    def promise(self) -> float:
         """The odds of the next token; 0 if nothing is followed."""
-        self._look()
+        length = 0 if self._follower.expected is None else self._follower.match_length
+        return self._odds.values[_CLASSES[min(length, _LONGEST)]] if length else 0.0
 
     def push(self, token: int) -> None:
         """Takes the row's next token."""
-        if self._expected is not None:
-            came_true = token == self._expected
-            self._odds.learn(self._kind, came_true)
-            self._shared.learn(self._kind, came_true)
-        self._follower.push(token)
-        self._look()
-
-    def _look(self) -> None:
-        length = self._follower.match_length
-        following = self._follower.next_tokens(1) if length else ()
-        if not following:
-            self._expected, self.promise = None, 0.0
-            return
-        self._expected = following[0]
-        self._kind = _CLASSES[min(length, _LONGEST)]
-        self.promise = self._odds.values[self._kind]
+        follower = self._follower
+        if (expected := follower.expected) is not None:
+            kind = _CLASSES[min(follower.match_length, _LONGEST)]
+            self._odds.learn(kind, token == expected)
+            self._shared.learn(kind, token == expected)
+        follower.push(token)
 
     def draft(self, limit: int) -> list[int]:
         """The text's next tokens."""
@@ -131,14 +122,15 @@ class ExpectedText:
         self._shared = shared
         self._token_cost = token_cost
         self._odds = Odds(shared.values, weight=4, decay=0.95)
-        self.promise = 0.0
+
+    @property
+    def promise(self) -> float:
         """The odds of the next token, less its cost."""
-        self._look()
+        return max(self._odds.values[0] - self._token_cost(), 0.0)
 
     def push(self, token: int) -> None:
         """Odds that forbid drafts return slowly to those of all rows."""
         self._odds.relax(self._shared.values, _RELAX)
-        self._look()
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """Takes how many drafted tokens came true."""
@@ -146,9 +138,6 @@ class ExpectedText:
             kind = min(place, len(self._odds.values) - 1)
             self._odds.learn(kind, place < num_accepted)
             self._shared.learn(kind, place < num_accepted)
-
-    def _look(self) -> None:
-        self.promise = max(self._odds.values[0] - self._token_cost(), 0.0)
 
     def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
         """As of a followed text, each less the token's cost."""
@@ -276,7 +265,7 @@ class Excess:
             self._num_unmeasured = 0
         self._looked = max(0.0, self._looked + min(lost, _MAX_LOOKED) - _LOOKING)
         self._allowances = [min(own + _INCOME, max(own, _FIRST_ALLOWANCE)) for own in self._allowances]
-        self._decay(_PLAIN_DECAY)
+        self._sums = [_PLAIN_DECAY * value for value in self._sums]
 
     def observe_restart(self, lost: float, *, expected: bool) -> None:
         """Takes the first plain step behind one with drafts, or that was to have some."""
@@ -295,15 +284,11 @@ class Excess:
         """
         self._num_plain, self._num_unmeasured = 0, self._num_unmeasured + 1
         took = self._overrun.bounded(took, base + self.call * num_calls + self.scale * added)
-        self._decay(_DECAY)
         weight, over = 1 / took**2, took - base
         parts = (num_calls * num_calls, num_calls * added, added * added, num_calls * over, added * over)
-        self._sums = [old + weight * new for old, new in zip(self._sums, parts, strict=True)]
+        self._sums = [_DECAY * old + weight * new for old, new in zip(self._sums, parts, strict=True)]
         self._fit()
         return took
-
-    def _decay(self, share: float) -> None:
-        self._sums = [share * value for value in self._sums]
 
     def _fit(self) -> None:
         calls, both, added, over_calls, over_added = self._sums
@@ -384,6 +369,8 @@ class Drafting:
         self._is_kept = is_kept
         self._chosen: FollowedText | ExpectedText | None = None
         self.promise = 0.0
+        self.is_expected = False
+        """Whether the drafter is to draft."""
         self.source = DraftSource.HISTORY
         """Of the last draft."""
 
@@ -409,11 +396,6 @@ class Drafting:
         """See `FollowedText.chances`."""
         return self._chosen.chances(limit, least, ahead) if self._chosen is not None and limit > 0 else []
 
-    @property
-    def is_expected(self) -> bool:
-        """Whether the drafter is to draft."""
-        return isinstance(self._chosen, ExpectedText)
-
     def draft(self, num_tokens: int) -> list[int]:
         """Next tokens of the followed text; none where the drafter drafts."""
         if self._chosen is None or not num_tokens:
@@ -429,10 +411,11 @@ class Drafting:
 
     def choose(self, *, may_follow: bool, may_expect: bool) -> None:
         """Chooses what the next draft is from: a followed text, or the drafter, as far as either may be."""
-        self._chosen, self.promise = None, 0.0
+        self._chosen, self.promise, self.is_expected = None, 0.0, False
         for text in self._texts:
-            if text.promise > self.promise and (may_expect if isinstance(text, ExpectedText) else may_follow):
-                self._chosen, self.promise = text, text.promise
+            is_expected = isinstance(text, ExpectedText)
+            if (may_expect if is_expected else may_follow) and (promise := text.promise) > self.promise:
+                self._chosen, self.promise, self.is_expected = text, promise, is_expected
 
 
 class Speculation:
@@ -589,9 +572,9 @@ class Speculation:
         drafting, self._drafting_seconds = self._drafting_seconds / plain, 0.0
         excess = self._excess_of(num_rows)
         added = excess.learn(*self._known_cost(fed), seconds / plain - drafting) - 1
+        # Behind a draft a row may evaluate again what stayed of it.
+        longer = [place for place, number in enumerate(fed) if number > 1]
         for expected in (False, True):
-            # Behind a draft a row may evaluate again what stayed of it.
-            longer = [place for place, number in enumerate(fed) if number > 1]
             if own := [place for place in longer if (rows[place].source is self._drafter) == expected]:
                 self._is_expected = expected
                 gained = 1 + sum(accepted[place] for place in own) / num_rows - drafting * expected
@@ -610,7 +593,8 @@ class Speculation:
         """Takes a plain step of which the one before was plain too, and what looking for drafts took before it."""
         self._cost.observe(num_rows, seconds)
         self._excess_of(num_rows).observe(looking_seconds / self._cost.plain(num_rows))
-        self._odds[self._drafter].relax(PRIOR_ODDS[self._drafter], _RELAX / 10)
+        if self._drafts_itself:
+            self._odds[self._drafter].relax(PRIOR_ODDS[self._drafter], _RELAX / 10)
 
     def observe_restart(self, num_rows: int, seconds: float) -> None:
         """Takes what ending plain steps, and beginning them again later, took."""
@@ -661,7 +645,7 @@ class Speculation:
         alone, saved = self._cost.plain(num_known) / plain + excess.call, rest[-1] - rest[-2]
         scale, tokens, options = excess.scale / plain, 0.0, list[tuple[float, float]]()
         again = max(0.0, alone + scale * (calls[num_known + 1] - calls[num_known]) - saved) if self._again else 0.0
-        for (chance, _), seconds in zip(call, calls[num_known + 1 :], strict=False):
+        for (chance, _), seconds in zip(call, calls[num_known + 1 : num_known + 1 + len(call)], strict=False):
             tokens += chance
             took = alone + scale * (seconds - calls[num_known]) + again * (1 - chance)
             if took - saved > may_lose:
