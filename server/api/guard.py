@@ -29,7 +29,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api import PRODUCT
-from server.api.dialect import Body, Dialect, Rules, context_of, dialect_of, namespace_of, parse_body
+from server.api.bodies import Body, Rules, parse_body
+from server.api.dialect import Dialect, context_of, dialect_of, namespace_of
 from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Refusal, ascii_text

@@ -23,8 +23,9 @@ from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGramma
 from models.output.tool_calls import CallMarkers, ToolFormat
 from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
+from server.api.bodies import BodyModel, Rules, Whole, no_effect, read_by
 from server.api.conversation import Conversation
-from server.api.dialect import BodyModel, Rules, Whole, context_of, dialect_of, no_effect, read_by
+from server.api.dialect import context_of, dialect_of
 from server.api.errors import Code, context_exceeded, wrong
 from server.engine.request import GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel

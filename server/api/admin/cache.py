@@ -21,9 +21,10 @@ from cache.snapshots import RestorePointKind
 from cache.views import CacheView, EdgeDetail, EdgeView, NamespaceView
 from models.adapter import client_namespace
 from server.api.answer import Answer, Exchange, Question
+from server.api.bodies import parse_body
 from server.api.call import generate
 from server.api.conversation import cut_at_last_point
-from server.api.dialect import ApiContext, Endpoint, Operation, Payload, context_of, namespace_of, parse_body
+from server.api.dialect import ApiContext, Endpoint, Operation, Payload, context_of, namespace_of
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import is_owner, visible_namespace
 from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME

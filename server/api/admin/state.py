@@ -18,8 +18,9 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from server.api.activity import EventLog, Listener, LiveEvent, Lost, Sums, frame_of
+from server.api.bodies import BodyModel
 from server.api.call import AnswerStream
-from server.api.dialect import ApiContext, BodyModel, Endpoint, Operation, context_of
+from server.api.dialect import ApiContext, Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code, stopped
 from server.api.guard import is_authorised, is_owner, listed_namespace, read_owners_body
 from server.api.record import OpenRequest

@@ -32,6 +32,7 @@ from server.api.anthropic.conversation import (
     template_messages,
 )
 from server.api.anthropic.tool_search import SearchFailed, find_tools
+from server.api.bodies import parse_body
 from server.api.call import generate, inspect
 from server.api.dialect import (
     ApiContext,
@@ -42,7 +43,6 @@ from server.api.dialect import (
     Payload,
     context_of,
     namespace_of,
-    parse_body,
     with_and_without_v1,
 )
 from server.api.errors import ApiError, Code, ContextExceeded

@@ -14,8 +14,9 @@ from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool
 from server.api.anthropic.content import reasoning_of
 from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
+from server.api.bodies import BodyModel, Rules, Whole, no_effect, read_by, refused
 from server.api.conversation import Conversation, ThinkingWish, check_continuable
-from server.api.dialect import ApiContext, BodyModel, Rules, Whole, no_effect, read_by, refused
+from server.api.dialect import ApiContext
 from server.api.errors import ApiError, Code, wrong
 from server.api.params import (
     MAX_STOP_CHARACTERS,

@@ -19,21 +19,16 @@ from models.output.pieces import Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
+from server.api.bodies import BodyModel, Rules, honoured, no_effect, parse_body, refused
 from server.api.call import generate, inspect
 from server.api.dialect import (
     ApiContext,
-    BodyModel,
     Dialect,
     Endpoint,
     Operation,
     Payload,
-    Rules,
     context_of,
-    honoured,
     namespace_of,
-    no_effect,
-    parse_body,
-    refused,
     with_and_without_v1,
 )
 from server.api.errors import ApiError, Code, retry_later

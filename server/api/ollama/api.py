@@ -37,18 +37,9 @@ from models.store.library import parse_free_name
 from models.store.modelfile import Modelfile, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import ExampleMessage, WeightsPlace
 from server.api import PRODUCT
+from server.api.bodies import BodyModel, no_effect, parse_body, refused
 from server.api.call import AnswerStream, inspect
-from server.api.dialect import (
-    ApiContext,
-    BodyModel,
-    Endpoint,
-    Operation,
-    Payload,
-    context_of,
-    no_effect,
-    parse_body,
-    refused,
-)
+from server.api.dialect import ApiContext, Endpoint, Operation, Payload, context_of
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import read_owners_body
 from server.api.ollama import generate

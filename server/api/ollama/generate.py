@@ -27,26 +27,20 @@ from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from models.texts import well_formed_json
 from server.api.answer import Answer, Exchange, OutputEvent, Question
-from server.api.call import compute, generate
-from server.api.conversation import Conversation, ThinkingWish, can_continue
-from server.api.dialect import (
-    ApiContext,
+from server.api.bodies import (
     BodyModel,
-    Dialect,
-    Endpoint,
-    ModelReady,
-    Operation,
-    Payload,
     Rules,
     Whole,
     honoured,
-    namespace_of,
     no_effect,
     parse_body,
     read_by,
     refuse_fields,
     refused,
 )
+from server.api.call import compute, generate
+from server.api.conversation import Conversation, ThinkingWish, can_continue
+from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation, Payload, namespace_of
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
 from server.api.params import (

@@ -18,22 +18,9 @@ from typing_extensions import TypedDict
 
 from models.formats import Vector, judged_text
 from server.api import PRODUCT
+from server.api.bodies import BodyModel, Rules, Whole, no_effect, parse_body, read_by, refused
 from server.api.call import compute
-from server.api.dialect import (
-    ApiContext,
-    BodyModel,
-    Dialect,
-    Endpoint,
-    Operation,
-    Rules,
-    Whole,
-    context_of,
-    no_effect,
-    parse_body,
-    read_by,
-    refused,
-    with_and_without_v1,
-)
+from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, with_and_without_v1
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import wrong
 from server.api.openai.generate import (

@@ -1,6 +1,6 @@
 """How every field of OpenAI's endpoints is treated, and fields that only similar servers know."""
 
-from server.api.dialect import Rules, honoured, no_effect, read_by, refused
+from server.api.bodies import Rules, honoured, no_effect, read_by, refused
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody
 
 _NO_TOKEN_DATA = "answers hold text, without data on single tokens or on the model's inner state"

@@ -17,9 +17,10 @@ from models.output.pieces import Piece, TokenLogprob
 from models.prompt.chat_template import RenderedPrompt, plain_text
 from models.prompt.shapes import Message
 from server.api.answer import Question
+from server.api.bodies import parse_body, refuse_fields
 from server.api.call import generate
 from server.api.conversation import Conversation, check_continuable, check_template_arguments
-from server.api.dialect import ApiContext, Payload, namespace_of, parse_body, refuse_fields
+from server.api.dialect import ApiContext, Payload, namespace_of
 from server.api.errors import wrong
 from server.api.openai.choices import (
     AnswerHead,

@@ -5,8 +5,8 @@ from typing import Any
 
 from models.errors import ModelError
 from models.prompt.shapes import ToolOrders, with_constant_headers
+from server.api.bodies import parse_body, validated
 from server.api.conversation import Conversation
-from server.api.dialect import parse_body, validated
 from server.api.errors import ApiError, explain
 from server.api.openai.fields import IN_CHAT
 from server.api.openai.types import ChatBody, ChatMessage, template_message

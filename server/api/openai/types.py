@@ -17,8 +17,8 @@ from models.inference.sampling_params import MAX_REPEATED, MAX_TOP_LOGPROBS, Sam
 from models.output.grammar import Grammar, GrammarKind
 from models.prompt.shapes import Message
 from models.texts import read_object
+from server.api.bodies import BodyModel, Whole, as_whole
 from server.api.conversation import ThinkingWish
-from server.api.dialect import BodyModel, Whole, as_whole
 from server.api.errors import Code, wrong
 from server.api.params import (
     ANY_OBJECT,

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from server.api.bodies import BodyModel
 from server.api.call import AnswerStream, inspect
 from server.api.dialect import (
     ApiContext,
-    BodyModel,
     Dialect,
     Endpoint,
     Operation,

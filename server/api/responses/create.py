@@ -19,9 +19,10 @@ from typing_extensions import TypedDict
 
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
+from server.api.bodies import Body, Rules, parse_body, validated
 from server.api.call import generate, inspect
 from server.api.conversation import Conversation, can_continue
-from server.api.dialect import ApiContext, Body, Payload, Rules, namespace_of, parse_body, validated
+from server.api.dialect import ApiContext, Payload, namespace_of
 from server.api.errors import ApiError, Code, explain, wrong
 from server.api.openai.types import GenerationBody, read_params
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, shows_tools

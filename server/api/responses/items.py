@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from models.prompt.shapes import Message
-from server.api.dialect import BodyModel, validated
+from server.api.bodies import BodyModel, validated
 from server.api.errors import Code, wrong
 from server.api.openai.types import ChatMessage, template_message
 from server.api.responses.output import INPUT, SEARCH, joined_name, reasoning_of

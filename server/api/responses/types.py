@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from server.api.bodies import BodyModel, Rules, Whole, no_effect, read_by, refused, validated
 from server.api.conversation import ThinkingWish
-from server.api.dialect import BodyModel, Rules, Whole, no_effect, read_by, refused, validated
 from server.api.errors import Code, wrong
 from server.api.openai.types import RANDOM_SEED, CallingBody, Schema, SharedBody, ToolChoice, read_tool_choice
 from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar

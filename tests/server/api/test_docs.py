@@ -22,7 +22,8 @@ from server.api.admin.cache import (
 from server.api.admin.sessions import DeletedBody, SessionDetail, SessionList, TurnBody
 from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody
 from server.api.app import ADMIN_ROUTES, APIS
-from server.api.dialect import ErrorObject, Rule, Rules, Treatment
+from server.api.bodies import Rule, Rules, Treatment
+from server.api.dialect import ErrorObject
 from server.api.errors import Code
 from server.api.openai.api import ModelBody, ModelList
 from server.api.openai.choices import PromptTokensDetails, Usage

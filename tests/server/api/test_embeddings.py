@@ -21,7 +21,7 @@ from models.loader import load
 from models.names import DEMO
 from server.api import embedding
 from server.api.app import create_app
-from server.api.dialect import BodyModel, Rules
+from server.api.bodies import BodyModel, Rules
 from server.api.ollama.generate import IN_EMBED, IN_EMBEDDING, EmbedBody, EmbeddingPromptBody
 from server.api.openai.api import IN_EMBEDDINGS, IN_RERANK, EmbeddingsBody, RerankBody
 from server.app.config import ServerConfig

@@ -14,7 +14,7 @@ from server.api.anthropic.api import (
     error_type,
 )
 from server.api.anthropic.conversation import IN_MESSAGES, MessagesBody, PromptBody
-from server.api.dialect import Treatment
+from server.api.bodies import Treatment
 from server.api.errors import Code
 from tests.server.api.test_docs import reasons, rows, table
 from tests.support.docs import Page

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from server.api.anthropic.conversation import IN_COUNT as IN_MESSAGE_COUNT
 from server.api.anthropic.conversation import IN_MESSAGES, IN_PROMPT, MessagesBody, PromptBody
 from server.api.app import create_app
-from server.api.dialect import Rules, Treatment
+from server.api.bodies import Rules, Treatment
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
 from server.api.ollama.generate import IN_BOTH as IN_OLLAMA
 from server.api.ollama.generate import IN_CHAT as IN_OLLAMA_CHAT

@@ -4,7 +4,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from server.api.dialect import Treatment
+from server.api.bodies import Treatment
 from server.api.errors import Code
 from server.api.llama_cpp.api import (
     ERROR_TYPES,

@@ -5,7 +5,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from server.api.dialect import Rules, Treatment
+from server.api.bodies import Rules, Treatment
 from server.api.ollama.api import DetailsBody, RunningBody, ShowBody, ShownBody, TagBody
 from server.api.ollama.generate import (
     IN_BOTH,

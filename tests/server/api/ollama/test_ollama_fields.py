@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import Grammar
 from server.api.app import create_app
-from server.api.dialect import Treatment
+from server.api.bodies import Treatment
 from server.api.ollama.generate import IN_CHAT, IN_GENERATE
 from server.api.params import IN_OPTIONS
 from server.app.config import ServerConfig

@@ -1,0 +1,131 @@
+"""Checks bodies: the types of their fields, and how each field is treated.
+
+A field is honoured; has no effect, since it could not change the answer; or is refused with a reason, except for
+values that ask for nothing. Unknown fields are ignored.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from server.api.errors import ApiError, Code, wrong
+
+logger = logging.getLogger(__name__)
+
+
+class Treatment(Enum):
+    """How a field is treated."""
+
+    HONOURED = "honoured"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one field is treated, and why."""
+
+    treatment: Treatment
+    why: str = ""
+    """Why the field is not honoured, as a clause."""
+    neutral: tuple[Any, ...] = ()
+    """Values, besides null, with which a refused field asks for nothing."""
+    is_read: bool = False
+
+    def allows(self, value: Any) -> bool:
+        """Whether a request may hold this value."""
+        if self.treatment is not Treatment.REFUSED or value is None:
+            return True
+        # True equals 1 in Python, but clients may not send it for a number.
+        return any(value == other and (value is other or not isinstance(value, bool)) for other in self.neutral)
+
+
+Rules: TypeAlias = Mapping[str, Rule]
+
+
+def honoured(names: str) -> dict[str, Rule]:
+    """Rules for fields that take effect, separated by white space."""
+    return dict.fromkeys(names.split(), Rule(Treatment.HONOURED, is_read=True))
+
+
+def read_by(kind: type[BaseModel]) -> dict[str, Rule]:
+    """Rules for a body's fields, all of which take effect."""
+    return honoured(" ".join(field.alias or name for name, field in kind.model_fields.items()))
+
+
+def no_effect(why: str, names: str, *, is_read: bool = False) -> dict[str, Rule]:
+    """Rules for fields that cannot change the answer."""
+    return dict.fromkeys(names.split(), Rule(Treatment.NO_EFFECT, why, is_read=is_read))
+
+
+def refused(why: str, fields: str) -> dict[str, Rule]:
+    """Rules for fields refused for one reason, separated by white space.
+
+    Behind a field's `=` stand, as JSON and with `|` between them, the values that ask for nothing.
+    """
+    named = (one.partition("=") for one in fields.split())
+    return {
+        name: Rule(Treatment.REFUSED, why, tuple(map(json.loads, values.split("|"))) if values else ())
+        for name, _, values in named
+    }
+
+
+def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> None:
+    """Raises ApiError (400) for the first refused field; `place` is prefixed to its name."""
+    for name, value in fields.items():
+        rule = rules.get(name)
+        if rule is not None and not rule.allows(value):
+            taken = " or ".join(json.dumps(value) for value in rule.neutral)
+            message = f"{place}{name} is not supported: {rule.why}{f'; only {taken} is taken' if taken else ''}"
+            raise ApiError(Code.UNSUPPORTED_PARAMETER, message, place + name)
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class BodyModel(BaseModel):
+    """Base of all bodies: JSON's own types without conversion, unknown fields kept apart."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+
+def as_whole(value: Any) -> Any:
+    """16 for 16.0: some languages have only one number type."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(as_whole)]
+
+
+def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Rules = MappingProxyType({})) -> Body:
+    """The checked body; raises ApiError (400) that names the first wrong field."""
+    refuse_fields(raw, rules)
+    body = validated(kind, raw)
+    unknown = sorted((body.model_extra or {}).keys() - rules.keys())
+    if unknown:
+        logger.debug("fields without meaning here: %s", ", ".join(unknown)[:500])
+    return body
+
+
+def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
+    """The checked value at `place` of a body; raises ApiError (400)."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        code = Code.INVALID_TYPE if problem["type"].endswith("_type") else Code.INVALID_VALUE
+        if problem["type"] == "missing":
+            code = Code.MISSING_PARAMETER
+        raise wrong(param_name((*place, *problem["loc"])), problem["msg"], code) from error
+
+
+def param_name(location: tuple[int | str, ...]) -> str:
+    """A place in a body as clients write it, bounded: `messages[0].content`."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location if step != "[key]")
+    return "".join(steps).lstrip(".")[:200]
