@@ -23,15 +23,7 @@ from server.api.call import compute
 from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, with_and_without_v1
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import wrong
-from server.api.openai.generate import (
-    ChatChunk,
-    ChatCompletion,
-    CompletionBody,
-    TextCompletion,
-    create_chat_completion,
-    create_completion,
-)
-from server.api.openai.types import ChatBody
+from server.api.openai.generate import ROUTES
 from server.api.params import Incoming
 from server.api.wire import JsonBody, body_of, json_text
 from server.pool.served import ListedModel
@@ -325,8 +317,7 @@ def _lm_studio_model(model: ListedModel) -> LmStudioModel:
 _ROUTES = (
     Endpoint("/embeddings", create_embeddings, Operation(EmbeddingsBody, EmbeddingList)),
     Endpoint("/rerank", rerank, Operation(RerankBody, RankedList)),
-    Endpoint("/chat/completions", create_chat_completion, Operation(ChatBody, ChatCompletion, ChatChunk)),
-    Endpoint("/completions", create_completion, Operation(CompletionBody, TextCompletion, TextCompletion)),
+    *ROUTES,
     Endpoint("/models", list_models, Operation(answer=ModelList)),
     Endpoint("/models/{model_id:path}", get_model, Operation(answer=ModelBody)),
 )

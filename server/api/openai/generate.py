@@ -20,7 +20,7 @@ from server.api.answer import Question
 from server.api.bodies import parse_body, refuse_fields
 from server.api.call import generate
 from server.api.conversation import Conversation, check_continuable, check_template_arguments
-from server.api.dialect import ApiContext, Payload, namespace_of
+from server.api.dialect import ApiContext, Endpoint, Operation, Payload, namespace_of
 from server.api.errors import wrong
 from server.api.openai.choices import (
     AnswerHead,
@@ -416,3 +416,9 @@ class CompletionExchange(ChoiceExchange):
     def ids(self) -> Payload:
         """Tokens not yet written, if requested."""
         return {**self.prompt_ids(), **super().ids()}
+
+
+ROUTES = (
+    Endpoint("/chat/completions", create_chat_completion, Operation(ChatBody, ChatCompletion, ChatChunk)),
+    Endpoint("/completions", create_completion, Operation(CompletionBody, TextCompletion, TextCompletion)),
+)

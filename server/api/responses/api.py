@@ -30,18 +30,10 @@ from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
 from server.api.params import Incoming
 from server.api.responses.background import KEPT_SECONDS, BackgroundRun, BackgroundRuns
-from server.api.responses.create import (
-    UNFINISHED,
-    ResponseBody,
-    ResponseTokensBody,
-    count_input_tokens,
-    create_response,
-    parse_known,
-    with_ids,
-)
+from server.api.responses.create import ROUTES, UNFINISHED, ResponseBody, parse_known, with_ids
 from server.api.responses.items import Item, check_items
 from server.api.responses.store import ResponseStore, StoredConversation, StoredResponse, store_of
-from server.api.responses.types import InputBody, Metadata, ResponsesBody
+from server.api.responses.types import Metadata
 from server.api.wire import JsonBody, number_asked, sse_event
 
 Found = TypeVar("Found")
@@ -315,8 +307,7 @@ class ResponsesDialect(Dialect):
 _RESPONSE, _CONVERSATION = "/responses/{response_id}", "/conversations/{conversation_id}"
 _SALT, _PAGE = ("cache_salt",), ("limit", "order", "after", "cache_salt")
 _ROUTES = (
-    Endpoint("/responses", create_response, Operation(ResponsesBody, ResponseBody, dict[str, Any])),
-    Endpoint("/responses/input_tokens", count_input_tokens, Operation(InputBody, ResponseTokensBody)),
+    *ROUTES,
     Endpoint(_RESPONSE, get_response, Operation(answer=ResponseBody, query=("stream", "starting_after", *_SALT))),
     Endpoint(_RESPONSE, delete_response, Operation(answer=Deletion, query=_SALT), ["DELETE"]),
     Endpoint(_RESPONSE + "/cancel", cancel_response, Operation(answer=ResponseBody, query=_SALT), ["POST"]),

@@ -22,7 +22,7 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.bodies import Body, Rules, parse_body, validated
 from server.api.call import generate, inspect
 from server.api.conversation import Conversation, can_continue
-from server.api.dialect import ApiContext, Payload, namespace_of
+from server.api.dialect import ApiContext, Endpoint, Operation, Payload, namespace_of
 from server.api.errors import ApiError, Code, explain, wrong
 from server.api.openai.types import GenerationBody, read_params
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, shows_tools
@@ -489,3 +489,9 @@ class ResponseExchange(Exchange):
             await asyncio.to_thread(store.save, self.request.namespace, kept, conversation_id)
         except sqlite3.Error as error:  # the answer itself is complete
             logger.warning("%s: the response is not kept: %s", name, error)
+
+
+ROUTES = (
+    Endpoint("/responses", create_response, Operation(ResponsesBody, ResponseBody, dict[str, Any])),
+    Endpoint("/responses/input_tokens", count_input_tokens, Operation(InputBody, ResponseTokensBody)),
+)
