@@ -310,7 +310,7 @@ class SaidMessage(TypedDict):
 
 
 class OllamaExchange(Exchange):
-    """Writes the answer to one request for text."""
+    """Writes the answer to one request for chat."""
 
     def __init__(self, body: OllamaBody, question: Question, began: float) -> None:
         super().__init__(question, is_streamed=body.stream is not False)
@@ -319,38 +319,63 @@ class OllamaExchange(Exchange):
         self._began = began
         self._said = ""
         self._reasoning = ""
+        self._calls: list[CallResult] = []
+        self._open_call: ToolCallStarted | None = None
+        self._arguments = ""
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields text, reasoning and complete calls, then the end."""
         async for event in answer.events():
             if isinstance(event, Finished):
                 yield line(self.written({"role": "assistant", "content": ""}, event))
-            elif (said := self.keep(event)) is not None:
+            elif (said := self._keep(event)) is not None:
                 yield line(self.written(said, None))
 
     async def body(self, answer: Answer) -> Payload:
         """The whole answer."""
         events, finished = await answer.read()
         for event in events:
-            self.keep(event)
-        return self.written(self.message, finished)
+            self._keep(event)
+        return self.written(self._message, finished)
 
-    def keep(self, event: OutputEvent) -> SaidMessage | None:
-        """Adds an event; returns what a stream tells."""
+    def reply_messages(self) -> list[Message]:
+        """The answer as clients send it back: without ids of calls."""
+        calls = [{"function": call["function"]} for call in self._calls]
+        said = _template_message(OllamaMessage.model_validate({**self._message, "tool_calls": calls}))
+        return [said if self.conversation is None else self.conversation.whole(said)]
+
+    def _keep(self, event: OutputEvent) -> SaidMessage | None:
+        """Adds an event; returns what a stream tells: of a call once it is complete, of one that fails its text."""
         match event:
-            case Text(text):
+            case Text(text) | ToolCallFailed(text):
                 self._said += text
                 return {"role": "assistant", "content": text}
             case Reasoning(text):
                 self._reasoning += text
                 return {"role": "assistant", "content": "", "thinking": text}
+            case ToolCallStarted():
+                self._open_call, self._arguments = event, ""
+            case ToolArguments(text):
+                self._arguments += text
+            case ToolCallEnded():
+                return {"role": "assistant", "content": "", "tool_calls": [self._close_call()]}
         return None
 
+    def _close_call(self) -> CallResult:
+        assert self._open_call is not None
+        arguments = json.loads(well_formed_json(self._arguments))
+        function: FunctionResult = {"index": len(self._calls), "name": self._open_call.name, "arguments": arguments}
+        call: CallResult = {"id": self._open_call.id, "function": function}
+        self._calls.append(call)
+        return call
+
     @property
-    def message(self) -> SaidMessage:
+    def _message(self) -> SaidMessage:
         message: SaidMessage = {"role": "assistant", "content": self._said}
         if self._reasoning:
             message["thinking"] = self._reasoning
+        if self._calls:
+            message["tool_calls"] = self._calls
         return message
 
     def written(self, said: SaidMessage, finished: Finished | None) -> Payload:
@@ -440,6 +465,10 @@ class OllamaGenerateExchange(OllamaExchange):
         if not self._is_raw:
             self.parser = self.model.output_parser((), self.prompt.text)
 
+    def reply_messages(self) -> list[Message]:
+        """Nothing: the next prompt holds the tokens of the answer, if it holds any of it."""
+        return []
+
     def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
         """Text, reasoning, and tokens that a next prompt may continue."""
         fields: dict[str, Any] = {"response": said["content"], "thinking": said.get("thinking")}
@@ -523,7 +552,7 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     params = read_params(body, model)
     params = replace(params, grammar=_grammar(params.grammar, conversation, model))
     request = build_request(incoming, model, prompt, params, namespace)
-    return OllamaChatExchange(body, Question(model, request, prompt, conversation), began)
+    return OllamaExchange(body, Question(model, request, prompt, conversation), began)
 
 
 def _grammar(wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
@@ -561,50 +590,6 @@ def _template_call(call: CallEntry) -> Mapping[str, Any]:
     function = {"name": call.function.name, "arguments": call.function.arguments}
     named = {} if call.id is None else {"id": call.id}
     return {**named, "type": "function", "function": function}
-
-
-class OllamaChatExchange(OllamaExchange):
-    """Writes the answer to one request for chat."""
-
-    def __init__(self, body: OllamaChatBody, question: Question, began: float) -> None:
-        super().__init__(body, question, began)
-        self._calls: list[CallResult] = []
-        self._open_call: ToolCallStarted | None = None
-        self._arguments = ""
-
-    def reply_messages(self) -> list[Message]:
-        """The answer as clients send it back: without ids of calls."""
-        calls = [{"function": call["function"]} for call in self._calls]
-        said = _template_message(OllamaMessage.model_validate({**self.message, "tool_calls": calls}))
-        return [said if self.conversation is None else self.conversation.whole(said)]
-
-    def keep(self, event: OutputEvent) -> SaidMessage | None:
-        """Tells a call once it is complete; one that fails is text."""
-        match event:
-            case ToolCallFailed(text):
-                return super().keep(Text(text))
-            case ToolCallStarted():
-                self._open_call, self._arguments = event, ""
-            case ToolArguments(text):
-                self._arguments += text
-            case ToolCallEnded():
-                return {"role": "assistant", "content": "", "tool_calls": [self._close_call()]}
-        return super().keep(event)
-
-    def _close_call(self) -> CallResult:
-        assert self._open_call is not None
-        arguments = json.loads(well_formed_json(self._arguments))
-        function: FunctionResult = {"index": len(self._calls), "name": self._open_call.name, "arguments": arguments}
-        call: CallResult = {"id": self._open_call.id, "function": function}
-        self._calls.append(call)
-        return call
-
-    @property
-    def message(self) -> SaidMessage:
-        message = super().message
-        if self._calls:
-            message["tool_calls"] = self._calls
-        return message
 
 
 def _as_list(value: Any) -> Any:
