@@ -355,7 +355,7 @@ class MessageExchange(Exchange):
         searches = {tool.name for tool in body.tools or () if tool.is_search}
         self._content = AnswerContent(shows_thinking=body.shows_thinking, searches=searches)
         self._open_part = open_part
-        self._started: Started | None = None
+        self._message: Mapping[str, Any] = {}
         self._finished: list[Finished] = []
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
@@ -367,10 +367,7 @@ class MessageExchange(Exchange):
         """The whole answer."""
         async for _ in self._events(answer):
             pass
-        assert self._started is not None, "a request starts before it finishes"
-        end = self._finished[-1]
-        ended = {**self._stop(end), **self._costs(self._started, end)}
-        return {**self._message(self._started), "content": self._content.blocks, **ended}
+        return {**self._message, "content": self._content.blocks}
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
@@ -382,13 +379,13 @@ class MessageExchange(Exchange):
         return [said if self.conversation is None else self.conversation.whole(said)]
 
     async def _events(self, answer: Answer) -> AsyncIterator[BlockEvent]:
-        part = self
+        part, started = self, None
         async for event in answer.events():
             match event:
                 case Started():
-                    if self._started is None:
-                        self._started = event
-                        yield {"type": "message_start", "message": self._message(event)}
+                    if started is None:
+                        started, self._message = event, self._begun(event)
+                        yield {"type": "message_start", "message": self._message}
                         yield {"type": "ping"}
                 case Finished():
                     self._finished.append(event)
@@ -398,9 +395,12 @@ class MessageExchange(Exchange):
                     if following is not None and answer.go_on(following):
                         part = following
                         continue
-                    assert self._started is not None, "a request starts before it finishes"
-                    costs = {**self._costs(self._started, event), **self._edits}
-                    yield {"type": "message_delta", "delta": self._stop(event), **costs}
+                    assert started is not None, "a request starts before it finishes"
+                    stop = {"stop_reason": self._stop_reason(event), "stop_sequence": event.stop_text}
+                    usage = usage_at_end(self._message["usage"], self._finished)
+                    costs = {"usage": usage, "diagnostics": diagnostics_of(started, self.request.session_id, event)}
+                    self._message = {**self._message, **stop, **costs}
+                    yield {"type": "message_delta", "delta": stop, **costs, **self._edits}
                     yield {"type": "message_stop"}
                 case _:
                     if part is not self:
@@ -450,7 +450,7 @@ class MessageExchange(Exchange):
             longer["tool_choice"] = choice.model_copy(update={"type": "auto"})
         return self._body.model_copy(update=longer)
 
-    def _message(self, started: Started) -> MessageAnswer:
+    def _begun(self, started: Started) -> MessageAnswer:
         message: MessageAnswer = {
             "id": self.request.request_id,
             "type": "message",
@@ -459,7 +459,7 @@ class MessageExchange(Exchange):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._usage(started),
+            "usage": usage_at_start(self.request, started, caches_all=self._body.cache_control is not None),
             "diagnostics": diagnostics_of(started, self.request.session_id),
         }
         return cast(MessageAnswer, {**message, **self._edits})
@@ -467,18 +467,6 @@ class MessageExchange(Exchange):
     @property
     def _edits(self) -> dict[str, ContextManagementBody]:
         return {} if self._body.context_management is None else {"context_management": {"applied_edits": []}}
-
-    def _stop(self, finished: Finished) -> dict[str, Any]:
-        return {"stop_reason": self._stop_reason(finished), "stop_sequence": finished.stop_text}
-
-    def _costs(self, started: Started, finished: Finished) -> dict[str, Any]:
-        return {
-            "usage": usage_at_end(self._usage(started), self._finished),
-            "diagnostics": diagnostics_of(started, self.request.session_id, finished),
-        }
-
-    def _usage(self, started: Started) -> MessagesUsage:
-        return usage_at_start(self.request, started, caches_all=self._body.cache_control is not None)
 
     def _stop_reason(self, finished: Finished) -> str:
         if finished.reason is FinishReason.LENGTH:
