@@ -15,8 +15,8 @@ from typing import Any
 from cache.budget import CacheEvent, Happening
 from models.adapter import client_namespace
 from server.api.record import Moment, OpenRequest, RequestRecord, Told, miss_of
+from server.api.sessions import MissBody
 from server.api.wire import json_text
-from server.engine.diagnosis import Miss
 from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.names import ModelChange
 from server.pool.served import EnginePort
@@ -246,13 +246,13 @@ class Sums:
         for miss in record.turn.misses:
             self._add_miss(miss)
 
-    def _add_miss(self, miss: Miss) -> None:
-        lost = next((one for one in self.misses if one.reason == miss.reason), LostTokens(miss.reason.value))
+    def _add_miss(self, miss: MissBody) -> None:
+        lost = next((one for one in self.misses if one.reason == miss["reason"]), LostTokens(miss["reason"]))
         if not lost.count:
             self.misses.append(lost)
         lost.count += 1
-        lost.tokens += miss.lost_tokens
-        self.lost_tokens += miss.lost_tokens
+        lost.tokens += miss["lost_tokens"]
+        self.lost_tokens += miss["lost_tokens"]
         self.misses.sort(key=lambda one: -one.tokens)
 
 
@@ -435,7 +435,7 @@ def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
         "total_ms": _ms(record.total_seconds),
         "tier": one.tier,
         "lost_tokens": turn.lost_tokens if turn is not None else 0,
-        "miss": miss_of(turn.miss) if turn is not None else None,
+        "miss": turn.miss if turn is not None else None,
     }
 
 

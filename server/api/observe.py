@@ -87,8 +87,8 @@ class Metrics:
         self._note_times(labels, first)
         self._saved.labels(**labels).inc(told.saved_seconds)
         for miss in told.turn.misses:
-            self._misses.labels(**labels, reason=miss.reason.value).inc()
-            self._lost.labels(**labels, reason=miss.reason.value).inc(miss.lost_tokens)
+            self._misses.labels(**labels, reason=miss["reason"]).inc()
+            self._lost.labels(**labels, reason=miss["reason"]).inc(miss["lost_tokens"])
 
     def _note_tokens(self, labels: dict[str, str], record: RequestRecord) -> None:
         counts, tier = record.counts, record.first.tier
@@ -293,7 +293,7 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
         found["mlx_serve.tier"] = str(first.tier)
     if turn is not None and turn.miss is not None:
         found["mlx_serve.lost_tokens"] = turn.lost_tokens
-        found["mlx_serve.miss"] = turn.miss.reason.value
+        found["mlx_serve.miss"] = turn.miss["reason"]
     return found
 
 

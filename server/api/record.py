@@ -14,7 +14,7 @@ from typing import NotRequired, TypeAlias
 from typing_extensions import TypedDict
 
 from server.api.errors import as_api_error
-from server.api.sessions import TokenCounts, TurnRecord
+from server.api.sessions import MissBody, TurnRecord
 from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
@@ -129,6 +129,16 @@ class OpenRequest:
                 self.outcome = f"failed ({self.failure})"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """Tokens of all choices; a shared prompt counts once."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    predicted_tokens: int
+
+
 def counts_of(choices: Sequence[OpenRequest]) -> TokenCounts:
     """The tokens so far."""
     prompts = [one for one in choices if not one.repeats_prompt]
@@ -184,19 +194,28 @@ class RequestRecord:
             return None
         # For an answer that was cut off, the time so far.
         prompt_ms = 1000 * ((first.first_text_at or self.ended) - first.started_at)
-        reuse = first.started.reuse
+        if first.timings is not None and first.has_ended:
+            prompt_ms = first.timings.prompt_ms
+        counts, reuse = self.counts, first.started.reuse
+        lost_tokens = min(reuse.lost_tokens, first.evaluated_tokens)
+        misses = [miss_body(miss) for miss in reuse.misses or filter(None, (reuse.miss,))]
         return TurnRecord(
-            request_id=first.request.request_id,
-            model_id=first.model_id,
+            id=first.request.request_id,
+            previous=self.previous_id,
+            model=first.model_id,
             ended=self.ended_at,
             finish=first.outcome or "cancelled",
-            **vars(self.counts),
-            prompt_ms=first.timings.prompt_ms if first.timings is not None and first.has_ended else prompt_ms,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            evaluated_tokens=counts.evaluated_tokens,
+            completion_tokens=counts.predicted_tokens,
+            prompt_ms=prompt_ms,
             tier=first.tier,
             kept=reuse.kept,
-            lost_tokens=min(reuse.lost_tokens, first.evaluated_tokens),
-            previous_id=self.previous_id,
-            misses=reuse.misses or (() if reuse.miss is None else (reuse.miss,)),
+            lost_tokens=lost_tokens,
+            lost_seconds=prompt_ms / 1000 * min(1.0, lost_tokens / max(counts.evaluated_tokens, 1)),
+            miss=max(misses, key=lambda miss: miss["lost_tokens"], default=None),
+            misses=misses,
         )
 
 
@@ -286,10 +305,8 @@ def _miss_of(turn: TurnRecord) -> MissFigures | None:
     miss = turn.miss
     if miss is None:
         return None
-    seconds = round(turn.lost_seconds, 3)
-    return MissFigures(
-        miss.reason.value, miss.cause.value, miss.message_index, miss.role, miss.token, turn.lost_tokens, seconds
-    )
+    told = (miss["reason"], miss["cause"], miss["message_index"], miss["role"], miss["token"])
+    return MissFigures(*told, turn.lost_tokens, round(turn.lost_seconds, 3))
 
 
 class TimingsBody(TypedDict):
@@ -307,21 +324,6 @@ class TimingsBody(TypedDict):
     draft_n: NotRequired[int]
     """This and the next only if anything was drafted."""
     draft_n_accepted: NotRequired[int]
-
-
-class MissBody(TypedDict):
-    """One loss against the last turn, and what to do about it."""
-
-    reason: str
-    cause: str
-    message_index: int | None
-    role: str | None
-    token: int | None
-    before: str
-    after: str
-    lost_tokens: int
-    missing_bytes: int | None
-    cure: str
 
 
 class CacheBody(TypedDict):

@@ -12,13 +12,14 @@ import contextlib
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
 
+from typing_extensions import TypedDict
+
 from models.texts import read_object
-from server.engine.diagnosis import Miss
 
 if TYPE_CHECKING:
     from server.diagnosis.account import Name  # with numpy, which `doctor` starts without
@@ -30,47 +31,49 @@ MAX_TURNS = 32
 """The sums include dropped turns."""
 
 
+class MissBody(TypedDict):
+    """One loss against the last turn, and what to do about it."""
+
+    reason: str
+    cause: str
+    message_index: int | None
+    role: str | None
+    token: int | None
+    before: str
+    after: str
+    lost_tokens: int
+    missing_bytes: int | None
+    cure: str
+
+
 @dataclass(frozen=True, kw_only=True)
-class TokenCounts:
-    """Tokens of all choices; a shared prompt counts once."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    predicted_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnRecord(TokenCounts):
+class TurnRecord:
     """One request of a session that held a slot."""
 
-    request_id: str
-    model_id: str
+    id: str
+    previous: str | None
+    model: str
     ended: float
     """Seconds since 1970."""
     finish: str
     """`stop`, `length`, `cancelled`, or that it failed."""
+    prompt_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    completion_tokens: int
     prompt_ms: float
     tier: str | None
     kept: float | None
     lost_tokens: int
     """Evaluated because of the miss."""
-    misses: tuple[Miss, ...] = ()
-    previous_id: str | None = None
-
-    @property
-    def miss(self) -> Miss | None:
-        return max(self.misses, key=lambda miss: miss.lost_tokens, default=None)
-
-    @property
-    def lost_seconds(self) -> float:
-        """The prompt's time spent on `lost_tokens`."""
-        if not self.evaluated_tokens:
-            return 0.0
-        return self.prompt_ms / 1000 * min(1.0, self.lost_tokens / self.evaluated_tokens)
+    lost_seconds: float
+    """The prompt's time spent on `lost_tokens`."""
+    miss: MissBody | None
+    """The costliest."""
+    misses: list[MissBody]
 
 
-_SUMMED = (*(field.name for field in fields(TokenCounts)), "lost_tokens", "lost_seconds")
+_SUMMED = ["prompt_tokens", "cached_tokens", "evaluated_tokens", "completion_tokens", "lost_tokens", "lost_seconds"]
 
 
 @dataclass
@@ -79,15 +82,15 @@ class SessionRecord:
 
     name: "Name"
     created: float
-    model_id: str = ""
+    model: str = ""
     num_turns: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     evaluated_tokens: int = 0
-    predicted_tokens: int = 0
+    completion_tokens: int = 0
     lost_tokens: int = 0
     lost_seconds: float = 0.0
-    last_miss: Miss | None = None
+    last_miss: MissBody | None = None
     turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=MAX_TURNS))
 
     def add(self, turn: TurnRecord) -> None:
@@ -96,7 +99,7 @@ class SessionRecord:
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(turn, name))
         self.last_miss = turn.miss or self.last_miss
-        self.model_id = turn.model_id
+        self.model = turn.model
         self.turns.append(turn)
 
 

@@ -12,33 +12,11 @@ from typing_extensions import TypedDict
 from server.api.dialect import Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code
 from server.api.guard import listed_namespace, visible_namespace
-from server.api.record import MissBody, miss_body, miss_of
-from server.api.sessions import Refusal, SessionRecord, TurnRecord
+from server.api.sessions import MissBody, Refusal, SessionRecord, TurnRecord
 from server.api.wire import JsonBody, body_of
 from server.app.keys import KeyRing
 from server.engine.commands import ForgetSession
 from server.engine.request import EngineStopped
-
-
-class TurnBody(TypedDict):
-    """One request of a session."""
-
-    id: str
-    previous: str | None
-    model: str
-    ended: float
-    finish: str
-    prompt_tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    completion_tokens: int
-    prompt_ms: float
-    tier: str | None
-    kept: float | None
-    lost_tokens: int
-    lost_seconds: float
-    miss: MissBody | None
-    misses: list[MissBody]
 
 
 class SessionBody(TypedDict):
@@ -66,7 +44,7 @@ class SessionBody(TypedDict):
 class SessionDetail(SessionBody):
     """A session with its last turns."""
 
-    turns: list[TurnBody]
+    turns: list[TurnRecord]
 
 
 class SessionList(TypedDict):
@@ -100,8 +78,7 @@ async def get_session(request: Request) -> Response:
     session = context.sessions.find(visible_namespace(request), session_id)
     if session is None:
         raise _not_found(session_id)
-    turns = [_turn_body(turn) for turn in session.turns]
-    return JsonBody(SessionDetail(**_session_body(session, context.keys), turns=turns))
+    return JsonBody(SessionDetail(**_session_body(session, context.keys), turns=list(session.turns)))
 
 
 async def delete_session(request: Request) -> Response:
@@ -140,24 +117,8 @@ def _session_body(session: SessionRecord, keys: KeyRing) -> SessionBody:
         named=session.name.is_named,
         namespace=namespace,
         key=keys.name_of(namespace),
-        model=session.model_id,
         last_used=last.ended,
-        completion_tokens=session.predicted_tokens,
         kept=last.kept,
-        last_miss=miss_of(session.last_miss),
-    )
-
-
-def _turn_body(turn: TurnRecord) -> TurnBody:
-    return body_of(
-        TurnBody,
-        turn,
-        id=turn.request_id,
-        previous=turn.previous_id,
-        model=turn.model_id,
-        completion_tokens=turn.predicted_tokens,
-        miss=miss_of(turn.miss),
-        misses=[miss_body(miss) for miss in turn.misses],
     )
 
 

@@ -19,7 +19,7 @@ from server.api.admin.cache import (
     PinnedBody,
     PrimedBody,
 )
-from server.api.admin.sessions import DeletedBody, SessionDetail, SessionList, TurnBody
+from server.api.admin.sessions import DeletedBody, SessionDetail, SessionList
 from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody
 from server.api.app import ADMIN_ROUTES, APIS
 from server.api.bodies import Rule, Rules, Treatment
@@ -39,7 +39,7 @@ from server.api.openai.generate import (
     TextCompletion,
 )
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody, StreamOptions
-from server.api.record import CacheBody, MissBody, TimingsBody
+from server.api.record import CacheBody, TimingsBody
 from server.api.sessions import (
     MAX_NAMESPACES,
     MAX_REFUSALS,
@@ -47,7 +47,9 @@ from server.api.sessions import (
     MAX_TURNS,
     SESSION_HEADERS,
     SESSION_METADATA,
+    MissBody,
     Refusal,
+    TurnRecord,
 )
 from server.engine.diagnosis import MissReason
 from server.engine.request import DraftSource, RequestCounts
@@ -151,7 +153,7 @@ def test_every_field_of_sessions_is_documented() -> None:
     assert set(rows(of_refusal)) == set(get_type_hints(Refusal))
     assert f"last {MAX_REFUSALS} refusals" in text and f"{MAX_NAMESPACES}\nnamespaces" in text
     assert set(rows(of_session)) == set(get_type_hints(SessionDetail))
-    assert set(rows(of_turn)) == set(get_type_hints(TurnBody))
+    assert set(rows(of_turn)) == set(get_type_hints(TurnRecord))
     others = {name for body in (SessionList, DeletedBody) for name in get_type_hints(body)}
     assert all(f"`{name}`" in text for name in others)
     assert f"last {MAX_TURNS} turns" in text and f"{MAX_SESSIONS} sessions" in text

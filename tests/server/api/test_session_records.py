@@ -6,53 +6,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.api.record import miss_body
 from server.api.sessions import MAX_TURNS, SessionRecords, TurnRecord
 from server.diagnosis.account import Name
 from server.engine.diagnosis import Miss, MissReason
 
-MISS = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 8, "09:16", "09:17")
+MISS = miss_body(Miss(MissReason.SYSTEM_CHANGED, 0, "system", 8, "09:16", "09:17"))
 TURN = TurnRecord(
-    request_id="r",
-    model_id="tiny",
+    id="r",
+    previous=None,
+    model="tiny",
     ended=100.0,
     finish="stop",
     prompt_tokens=100,
     cached_tokens=20,
     evaluated_tokens=80,
-    predicted_tokens=5,
+    completion_tokens=5,
     prompt_ms=2000.0,
     tier="live",
     kept=0.25,
     lost_tokens=60,
-    misses=(MISS,),
+    lost_seconds=1.5,
+    miss=MISS,
+    misses=[MISS],
 )
 
 
 def test_sums_count_every_turn_and_the_last_turns_are_kept() -> None:
     records = SessionRecords()
     for number in range(MAX_TURNS + 3):
-        records.record(Name("", "s"), replace(TURN, ended=float(number), request_id=str(number)))
+        records.record(Name("", "s"), replace(TURN, ended=float(number), id=str(number)))
     session = records.find("", "s")
     assert session is not None
     assert (session.num_turns, session.prompt_tokens) == (MAX_TURNS + 3, 100 * (MAX_TURNS + 3))
     assert (session.cached_tokens, session.evaluated_tokens) == (20 * (MAX_TURNS + 3), 80 * (MAX_TURNS + 3))
-    assert (session.lost_tokens, session.predicted_tokens) == (60 * (MAX_TURNS + 3), 5 * (MAX_TURNS + 3))
+    assert (session.lost_tokens, session.completion_tokens) == (60 * (MAX_TURNS + 3), 5 * (MAX_TURNS + 3))
     assert session.lost_seconds == pytest.approx(1.5 * (MAX_TURNS + 3))
     assert session.created == 0.0
-    assert [turn.request_id for turn in session.turns] == [str(number) for number in range(3, MAX_TURNS + 3)]
+    assert [turn.id for turn in session.turns] == [str(number) for number in range(3, MAX_TURNS + 3)]
 
 
 def test_the_last_miss_is_remembered_past_turns_without_one() -> None:
     records = SessionRecords()
-    for misses in ((MISS,), ()):
-        records.record(Name("", "s"), replace(TURN, misses=misses))
+    for miss in (MISS, None):
+        records.record(Name("", "s"), replace(TURN, miss=miss))
     session = records.find("", "s")
     assert session is not None and session.last_miss is MISS
-
-
-def test_nothing_evaluated_costs_no_time() -> None:
-    assert replace(TURN, evaluated_tokens=0, lost_tokens=0).lost_seconds == 0.0
-    assert replace(TURN, evaluated_tokens=40).lost_seconds == 2.0
 
 
 def test_the_last_used_session_comes_first() -> None:
