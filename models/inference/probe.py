@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
@@ -560,22 +560,26 @@ def _told(suspects: dict[_Observed, float], border: int) -> str:
 def _suspects(traces: Sequence[_Trace], eps: float, alone: _Trace, in_chunks: _Trace) -> dict[_Observed, float]:
     """Where, and by how much, a trace differs by more than rounding."""
     spreads: dict[tuple[int, int], float] = defaultdict(lambda: max(eps, _SMALLEST_SPREAD))
-    for key, array in alone.items():
-        spreads[key.place] = max(spreads[key.place], _difference(in_chunks[key], array))
-    errors = {
-        key: max(min(_difference(trace[key], one[key]) for one in (alone, in_chunks)) for trace in traces)
-        for key in alone
-    }
+    errors = dict[_Observed, float]()
+    for key, expected in alone.items():
+        known = [(one, _scale(one)) for one in (expected, in_chunks[key])]
+        spreads[key.place] = max(spreads[key.place], _difference(in_chunks[key], *known[0]))
+        errors[key] = max(min(_difference(trace[key], *one) for one in known) for trace in traces)
     return {key: error for key, error in errors.items() if error > min(_LARGEST_ERROR, _SPREADS * spreads[key.place])}
 
 
-def _difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Root mean square, each relative to its value plus the median size."""
+def _scale(expected: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The size of each value plus the median size."""
     size = np.abs(expected)
+    # `np.median` imports `numpy.ma`, 6 MB for this line.
+    middle = np.sort(size, axis=None)[(size.size - 1) // 2 : size.size // 2 + 1].mean()
+    return cast(NDArray[np.float32], size + middle)
+
+
+def _difference(found: NDArray[np.float32], expected: NDArray[np.float32], scale: NDArray[np.float32]) -> float:
+    """Root mean square, each relative to its `scale`."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        # `np.median` imports `numpy.ma`, 6 MB for this line.
-        middle = np.sort(size, axis=None)[(size.size - 1) // 2 : size.size // 2 + 1].mean()
-        parts = (found - expected) / (size + middle)
+        parts = (found - expected) / scale
     parts = np.where(found == expected, 0.0, parts)
     error = float(np.sqrt(np.mean(parts * parts)))
     return error if error == error else float("inf")
