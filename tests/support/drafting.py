@@ -17,7 +17,8 @@ from models.inference.sampling_state import Draft
 from models.mlx_lm_import import ArraysCache
 from tests.support import tiny_models
 from tests.support.engine_driver import Harness
-from tests.support.tiny_mtp import learned_texts, plain, prompt
+from tests.support.greedy import assert_greedy
+from tests.support.tiny_mtp import learned_texts, prompt
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLINGS = (
@@ -121,7 +122,7 @@ class Decoding:
 
     def assert_as_without(self, model: Any, texts: Sequence[list[int]]) -> None:
         for text, output, known, row in zip(texts, self.outputs, self.known, self.rows, strict=True):
-            assert output == plain(model, text, len(output))
+            assert_greedy(model, text, output)
             self.runner.detach(row)
             assert set(lengths(row.caches)) == {len(text) + len(output) - len(known)}
 

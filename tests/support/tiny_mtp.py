@@ -1,8 +1,6 @@
 """MTP modules for tiny models: with random weights, or trained to expect what the model says behind some prompts."""
 
 import functools
-from collections.abc import Iterator
-from itertools import islice
 from typing import Any, cast
 
 import mlx.core as mx
@@ -134,23 +132,12 @@ def best(logits: mx.array) -> list[int]:
     return cast(list[int], mx.argmax(logits, axis=-1).tolist())
 
 
-_SAID: dict[tuple[int, tuple[int, ...]], tuple[Any, Iterator[int], list[int]]] = {}
-"""By model and prompt: the model, its tokens to come, and those asked for so far."""
-
-
 def plain(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
-    """The model's greedy output, each token evaluated once for all tests of the process."""
-    key = id(model), tuple(tokens)
-    _, coming, output = _SAID.setdefault(key, (model, _greedy(model, tokens), []))
-    output += islice(coming, max(0, num_tokens - len(output)))
-    return output[:num_tokens]
-
-
-def _greedy(model: Any, tokens: list[int]) -> Iterator[int]:
-    caches, fed = make_prompt_cache(model), tokens
-    while True:
+    caches, output, fed = make_prompt_cache(model), list[int](), tokens
+    while len(output) < num_tokens:
         fed = best(model(mx.array([fed]), cache=caches)[0, -1:])
-        yield from fed
+        output += fed
+    return output
 
 
 @functools.cache

@@ -14,7 +14,8 @@ from models.loader import DraftModel
 from models.mlx_lm_import import make_prompt_cache
 from tests.support import tiny_models
 from tests.support.drafting import Decoding, lengths
-from tests.support.tiny_mtp import plain, prompt
+from tests.support.greedy import assert_greedy
+from tests.support.tiny_mtp import prompt
 
 PAIRS = [
     ("qwen3", "llama"),
@@ -42,9 +43,14 @@ def runner_for(name: str, draft: str) -> Runner:
     )
 
 
-def wanted(decoding: Decoding, place: int, text: list[int], draft: str, limit: int) -> list[int]:
-    """What the draft model says greedily behind all that was said."""
-    return plain(tiny_models.build(draft), [*text, *decoding.outputs[place]], limit) if limit else []
+def step(decoding: Decoding, texts: list[list[int]], draft: Any, limits: list[int]) -> None:
+    """Drafts are what the draft model says greedily behind all that was said."""
+    said = [[*text, *output] for text, output in zip(texts, decoding.outputs, strict=True)]
+    drafts = decoding.step(limits)
+    assert list(map(len, drafts)) == limits
+    for tokens, found in zip(said, drafts, strict=True):
+        if found:
+            assert_greedy(draft, tokens, found)
 
 
 @pytest.mark.parametrize(("name", "draft"), PAIRS)
@@ -52,10 +58,7 @@ def test_drafts_are_what_the_draft_model_says_behind_all_tokens(name: str, draft
     decoding = Decoding(runner_for(name, draft), TEXTS)
     decoding.step([0] * 3)
     for limits in ([3, 3, 3], [1, 0, 2], [0, 0, 0], [5, 5, 5], [0, 4, 0], [2, 2, 2]):
-        expected = [
-            wanted(decoding, *each, draft, limit) for each, limit in zip(enumerate(TEXTS), limits, strict=True)
-        ]
-        assert decoding.step(limits) == expected
+        step(decoding, TEXTS, tiny_models.build(draft), limits)
         decoding.plain_steps(1)
     decoding.assert_as_without(tiny_models.build(name), TEXTS)
 
@@ -67,8 +70,7 @@ def test_a_long_draft_leaves_windows_as_they_were(name: str, draft: str) -> None
         decoding = Decoding(runner_for(name, draft), texts[:count])
         decoding.step([0] * count)
         for _ in range(3):
-            expected = [wanted(decoding, place, text, draft, 24) for place, text in enumerate(texts[:count])]
-            assert decoding.step([24] * count) == expected
+            step(decoding, texts[:count], tiny_models.build(draft), [24] * count)
         decoding.assert_as_without(tiny_models.build(name), texts[:count])
 
 
@@ -90,10 +92,7 @@ def test_eight_rows_and_rows_on_a_head_are_drafted_for() -> None:
         split_at_head(row.caches, head, 20)
     decoding.step([0] * 8)
     for limits in ([2] * 8, [1, 0, 3, 2] * 2, [3] * 8):
-        expected = [
-            wanted(decoding, *each, "llama", limit) for each, limit in zip(enumerate(texts), limits, strict=True)
-        ]
-        assert decoding.step(limits) == expected
+        step(decoding, texts, tiny_models.build("llama"), limits)
     decoding.assert_as_without(tiny_models.build("qwen3"), texts)
 
 
@@ -121,8 +120,7 @@ def test_a_draft_that_fails_leaves_no_token_behind(
     for text, row in zip(TEXTS, decoding.rows, strict=False):
         assert row.is_lost or set(lengths(row.caches)) == {len(text)}
     if count == 1:
-        expected = wanted(decoding, 0, TEXTS[0], draft, 3)
-        assert decoding.step([3]) == [expected]
+        step(decoding, TEXTS[:1], tiny_models.build(draft), [3])
         decoding.assert_as_without(tiny_models.build(name), TEXTS[:1])
 
 
@@ -153,8 +151,7 @@ def test_vocabularies_may_differ_in_width(is_wider: bool) -> None:
     decoding = Decoding(Runner(model, vocab_size=width, drafter=drafter), [text])
     decoding.step([0])
     for _ in range(4):
-        expected = plain(Narrowed(draft, width), [*text, *decoding.outputs[0]], 3)
-        assert decoding.step([3]) == [expected]
+        step(decoding, [text], Narrowed(draft, width), [3])
     decoding.assert_as_without(model, [text])
 
 
