@@ -620,7 +620,8 @@ class Speculation:
         if self._together:
             # A token costs the same in each row: the likeliest of all come first.
             tokens = [sorted(chain.from_iterable(tokens), key=itemgetter(0), reverse=True)]
-        found = choose([self._options(call, num_rows, may_lose) for call in tokens], self._rest(num_rows), num_rows)
+        rest = self._rest(num_rows)
+        found = choose([self._options(call, num_rows, rest, may_lose) for call in tokens], rest, num_rows)
         if found is None or found.tokens / num_rows < found.took * (1 + MIN_GAIN):
             return None
         lengths = [0] * num_rows
@@ -637,11 +638,11 @@ class Speculation:
         return [self._cost.plain(number) / plain for number in range(num_rows + 1)]
 
     def _options(
-        self, call: Sequence[tuple[float, int]], num_rows: int, may_lose: float
+        self, call: Sequence[tuple[float, int]], num_rows: int, rest: Sequence[float], may_lose: float
     ) -> list[tuple[float, float]]:
         """For each length of a call's draft, the tokens expected and what it takes, as far as that may be lost."""
         excess, calls, plain = self._excess_of(num_rows), self._cost.calls, self._cost.plain(num_rows)
-        rest, num_known = self._rest(num_rows), num_rows if self._together else 1
+        num_known = num_rows if self._together else 1
         alone, saved = self._cost.plain(num_known) / plain + excess.call, rest[-1] - rest[-2]
         scale, tokens, options = excess.scale / plain, 0.0, list[tuple[float, float]]()
         again = max(0.0, alone + scale * (calls[num_known + 1] - calls[num_known]) - saved) if self._again else 0.0
