@@ -423,6 +423,6 @@ def test_random_histories(layout: str, kind: type[PrefixCacheMachine], monkeypat
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -168,15 +168,16 @@ def _assert_snapshot(node: Node, snapshot: Snapshot, path: list[int]) -> None:
         assert snapshot.offset == node.stop, "recurrent state of another offset"
         for held in snapshot.recurrent._held:
             is_recurrent = isinstance(held, ArraysCache)
-            seen = held[0][0].tolist() if is_recurrent else held.seen
+            seen = _seen(held[0])[0].tolist() if is_recurrent else held.seen
             assert seen == path, "recurrent state of other tokens"
-            last = held[1][0].tolist() if is_recurrent else held.last
+            last = _seen(held[1])[0].tolist() if is_recurrent else held.last
             assert last == path[-len(last) :], "recurrent state was written to"
 
 
 def _assert_rows(segment: Segment, path: list[int]) -> None:
     for index in sorted(segment._where):
-        rows = np.array(segment.component(index))[0, 1, :, 2].astype(int).tolist()
+        pack, place = segment._where[index]
+        rows = _seen(pack.rows)[place, 1, :, 2].astype(int).tolist()
         wanted = path[segment.start : segment.stop] if index % 2 == 0 else list(range(segment.start, segment.stop))
         assert rows == wanted, "stored rows of other tokens"
 

@@ -282,12 +282,20 @@ def test_copying_is_not_slower_where_each_token_costs_as_much(num_rows: int, tog
     assert simulation.run(copied_rows(simulation, num_rows, 0.02)) >= 0.98
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 8, 32])
-@pytest.mark.parametrize(("together", "again"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("error_rate", [0.1, 0.3, 0.7])
-def test_texts_that_only_look_alike_cost_nothing(
-    num_rows: int, together: bool, again: bool, error_rate: float
-) -> None:
+WAYS = ((True, False), (False, False), (False, True))
+"""Whether rows with drafts share a call, and whether they evaluate again what stayed of one."""
+
+
+# With 32 rows, which take longest to simulate, each way with one rate.
+@pytest.mark.parametrize(
+    ("num_rows", "way", "error_rate"),
+    [
+        *itertools.product((1, 4, 8), WAYS, (0.1, 0.3, 0.7)),
+        *((32, *each) for each in zip(WAYS, (0.1, 0.3, 0.7), strict=True)),
+    ],
+)
+def test_texts_that_only_look_alike_cost_nothing(num_rows: int, way: tuple[bool, bool], error_rate: float) -> None:
+    together, again = way
     simulation = Simulation(memory_bound, lost_seconds=0.003, together=together, again=again)
     assert simulation.run(copied_rows(simulation, num_rows, error_rate)) >= 0.985
 
@@ -401,10 +409,12 @@ COSTS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16, 32])
-@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize(
+    ("num_rows", "costs"),
+    [*itertools.product((1, 4), COSTS), *zip((32, 16, 16, 32), COSTS, strict=True)],
+)
 def test_drafts_that_cost_far_more_than_was_measured_make_nothing_slower(
-    costs: dict[str, Any], num_rows: int
+    num_rows: int, costs: dict[str, Any]
 ) -> None:
     """Behind the first 60 tokens, in which the costs are learned."""
     simulation = Simulation(**costs, lost_seconds=0.0005, looking_seconds=2e-6 * num_rows)
