@@ -5,11 +5,10 @@ commas and colons: a small model would continue white space for ever.
 """
 
 import copy
-import hashlib
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import llguidance
@@ -37,45 +36,31 @@ class GrammarCompiler:
 
     def __init__(self, describe_tokenizer: Callable[[], str], eos_token_ids: Iterable[int]) -> None:
         """`describe_tokenizer` returns a `tokenizer.json`."""
-        self._describe_tokenizer = describe_tokenizer
         self._eos = sorted(eos_token_ids)
-        self._lock = threading.Lock()
-        self._tokenizer: Any = None
-        self._kept: OrderedDict[bytes, LlguidanceGrammar] = OrderedDict()
+        self._tokenizer = cache(lambda: _read_tokenizer(describe_tokenizer, self._eos))
+        self._compiled = lru_cache(MAX_KEPT)(
+            lambda grammar: LlguidanceGrammar(self._tokenizer(), _definition(grammar), self._eos)
+        )
 
     def compile(self, grammar: Grammar) -> "LlguidanceGrammar":
         """Raises InvalidGrammar with the fault."""
         if len(grammar.text) > MAX_CHARACTERS:
             raise InvalidGrammar(f"{len(grammar.text)} characters are more than the {MAX_CHARACTERS} that are taken")
-        digest = hashlib.sha256(f"{grammar.kind}\n{grammar.text}".encode("utf-8", "surrogatepass")).digest()
-        with self._lock:
-            found = self._kept.get(digest)
-            if found is not None:
-                self._kept.move_to_end(digest)
-                return found
-            tokenizer = self._ready_tokenizer()
-        compiled = LlguidanceGrammar(tokenizer, _definition(grammar), self._eos)
-        with self._lock:
-            self._kept[digest] = compiled
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        return compiled
+        return self._compiled(grammar)
 
     def spell(self, marker: str) -> str:
         """A marker, perhaps a token, in Lark; raises InvalidGrammar."""
-        with self._lock:
-            tokenizer = self._ready_tokenizer()
+        tokenizer = self._tokenizer()
         tokens = tokenizer.tokenize_str(marker, parse_special=True)
         is_token = len(tokens) == 1 and tokenizer.is_special_token(tokens[0])
         return f"<[{tokens[0]}]>" if is_token else json.dumps(marker, ensure_ascii=False)
 
-    def _ready_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = llguidance.LLTokenizer(self._describe_tokenizer(), eos_token=self._eos or None)
-            except Exception as error:  # the library raises anything for a tokenizer that it cannot read
-                raise InvalidGrammar(f"this model's tokenizer cannot be bound: {_brief(error)}") from error
-        return self._tokenizer
+
+def _read_tokenizer(describe: Callable[[], str], eos_token_ids: list[int]) -> Any:
+    try:
+        return llguidance.LLTokenizer(describe(), eos_token=eos_token_ids or None)
+    except Exception as error:  # the library raises anything for a tokenizer that it cannot read
+        raise InvalidGrammar(f"this model's tokenizer cannot be bound: {_brief(error)}") from error
 
 
 class LlguidanceGrammar:
