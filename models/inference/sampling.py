@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import RowSampling, bans_of, column, penalties_of
+from models.inference.sampling_state import RowSampling, column, penalties_of
 from models.output.grammar import MaskWords
 
 ALL_MASS = 2.0
@@ -212,8 +212,7 @@ class _Batch:
         self._rows = list(rows)
         self._vocab_size = vocab_size
         params = [row.params for row in rows]
-        self._bias = _BiasEntries.of(params)
-        self._penalties = [*bans_of(self._rows, vocab_size), *penalties_of(self._rows, vocab_size)]
+        self._penalties = penalties_of(self._rows, vocab_size)
         is_greedy = [p.is_greedy for p in params]
         self._is_greedy = None if all(is_greedy) else mx.array(is_greedy)
         self._temperature = column([1.0 if p.is_greedy else p.temperature for p in params])
@@ -224,8 +223,6 @@ class _Batch:
 
     def sample(self, logits: mx.array) -> mx.array:
         logits = logits.astype(mx.float32)
-        if self._bias is not None:
-            logits = self._bias.add_to(logits)
         for penalty in self._penalties:
             logits = penalty.apply_to(logits)
         tokens = mx.argmax(logits, axis=-1)
@@ -248,24 +245,6 @@ class _Batch:
             scaled = one.apply_to(scaled)
         keys = np.frombuffer(b"".join(row.key() for row in self._rows), np.uint32).reshape(-1, 2)
         return mx.argmax(scaled + _gumbel_noise(mx.array(keys), self._vocab_size), axis=-1)
-
-
-@dataclass
-class _BiasEntries:
-    row_ids: mx.array
-    token_ids: mx.array
-    biases: mx.array
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> "_BiasEntries | None":
-        entries = [(row, token_id, bias) for row, p in enumerate(params) for token_id, bias in p.logit_bias]
-        if not entries:
-            return None
-        row_ids, token_ids, biases = zip(*entries, strict=True)
-        return cls(mx.array(row_ids), mx.array(token_ids), mx.array(biases, dtype=mx.float32))
-
-    def add_to(self, logits: mx.array) -> mx.array:
-        return logits.at[self.row_ids, self.token_ids].add(self.biases)
 
 
 def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:

@@ -227,17 +227,35 @@ class Penalty(Protocol):
 
 
 def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
-    """Penalties that a row uses, in the order of applying."""
-    if not [row for row in rows if row.params.looks_back]:
-        return []
+    """What a row uses, in the order of applying: bias, bans, penalties."""
     found: list[Penalty | None] = [
-        *(
-            _Windowed.of(rows, place, vocab_size)
-            for place in range(max((len(row.windows) for row in rows), default=0))
-        ),
-        _Dry.of(rows, vocab_size),
+        _Bias.of(rows),
+        _AllowedTokens.of(rows, vocab_size),
+        _BadWords.of(rows),
+        _EarlyEnds.of(rows),
     ]
+    if any(row.params.looks_back for row in rows):
+        places = range(max(len(row.windows) for row in rows))
+        found += [*(_Windowed.of(rows, place, vocab_size) for place in places), _Dry.of(rows, vocab_size)]
     return [penalty for penalty in found if penalty is not None]
+
+
+@dataclass
+class _Bias(Penalty):
+    row_ids: mx.array
+    token_ids: mx.array
+    biases: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling]) -> "_Bias | None":
+        entries = [(index, *entry) for index, row in enumerate(rows) for entry in row.params.logit_bias]
+        if not entries:
+            return None
+        row_ids, token_ids, biases = zip(*entries, strict=True)
+        return cls(mx.array(row_ids), mx.array(token_ids), mx.array(biases, dtype=mx.float32))
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        return logits.at[self.row_ids, self.token_ids].add(self.biases)
 
 
 @dataclass
@@ -350,12 +368,6 @@ class _Dry(Penalty):
                 first = self.recent.shape[1] - row.repeated.recent.size
                 recent, lengths = self.recent[index, first:], self.lengths[index, first:]
                 row.repeated = RepeatedEnds(recent, lengths, row.repeated.is_breaker)
-
-
-def bans_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
-    """Rules that exclude tokens for at least one row."""
-    found: list[Penalty | None] = [_AllowedTokens.of(rows, vocab_size), _BadWords.of(rows), _EarlyEnds.of(rows)]
-    return [ban for ban in found if ban is not None]
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import RowSampling, bans_of
+from models.inference.sampling_state import RowSampling, penalties_of
 
 VOCAB = 6
 BANS: list[dict[str, Any]] = [
@@ -36,7 +36,7 @@ def test_rows_together_rule_out_what_each_asks_for(seed: int) -> None:
     outputs: list[list[int]] = [[] for _ in BANS]
     for present in (range(len(BANS)), [4, 0, 3], [5], reversed(range(len(BANS)))):
         members = list(present)
-        bans = bans_of([states[index] for index in members], VOCAB)
+        bans = penalties_of([states[index] for index in members], VOCAB)
         for _ in range(8):
             found = mx.zeros((len(members), VOCAB))
             for ban in bans:
