@@ -49,20 +49,6 @@ def find_machine_problem(system: str, machine: str) -> str | None:
     return f"{needed}; this is {system} on {machine}"
 
 
-def find_system_problem(system: str, version: str) -> str | None:
-    """Why MLX is not made for a system, given the version of macOS or of the C library.
-
-    An empty version, as of a Linux without glibc, is not enough.
-    """
-    needed = {"Darwin": ("macOS", (14,)), "Linux": ("glibc", (2, 35))}[system]
-    if tuple(int(part) for part in version.split(".") if part.isdigit()) >= needed[1]:
-        return None
-    wanted = ".".join(map(str, needed[1]))
-    found = f"{needed[0]} {version}" if version else f"a system without {needed[0]}"
-    hint = " (Debian 12, Ubuntu 22.04 or newer)" if system == "Linux" else ""
-    return f"this needs {needed[0]} {wanted} or newer{hint}; this is {found}"
-
-
 def find_problem(root: Path) -> str | None:
     """Why the packages in the folder `root` are not the program's own."""
     for package in PACKAGES:

@@ -113,7 +113,7 @@ def find_newer_python() -> str:
 def require_usable_machine() -> None:
     """Ends the program on a machine that MLX is not made for. Only for an interpreter that passed the check above."""
     sys.path.insert(0, str(ROOT))
-    from mlx_serve import find_machine_problem, find_system_problem
+    from mlx_serve import find_machine_problem
 
     system = platform.system()
     problem = find_machine_problem(system, platform.machine())
@@ -122,6 +122,20 @@ def require_usable_machine() -> None:
         problem = find_system_problem(system, version)
     if problem is not None:
         sys.exit("mlx-serve: " + problem)
+
+
+def find_system_problem(system: str, version: str) -> "str | None":
+    """Returns why MLX is not made for a system, given the version of macOS or of the C library.
+
+    An empty version, as of a Linux without glibc, is not enough.
+    """
+    needed = {"Darwin": ("macOS", (14,)), "Linux": ("glibc", (2, 35))}[system]
+    if tuple(int(part) for part in version.split(".") if part.isdigit()) >= needed[1]:
+        return None
+    wanted = ".".join(map(str, needed[1]))
+    found = f"{needed[0]} {version}" if version else f"a system without {needed[0]}"
+    hint = " (Debian 12, Ubuntu 22.04 or newer)" if system == "Linux" else ""
+    return f"this needs {needed[0]} {wanted} or newer{hint}; this is {found}"
 
 
 def install(options: "list[str]") -> None:

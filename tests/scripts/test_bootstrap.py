@@ -134,7 +134,7 @@ def test_a_machine_without_mlx_is_told_which_ones_have_it(system: str, machine: 
 def test_a_system_that_is_too_old_is_told_before_anything_is_fetched(
     system: str, version: str, words: str | None
 ) -> None:
-    problem = mlx_serve.find_system_problem(system, version)
+    problem = bootstrap.find_system_problem(system, version)
     assert problem is None if words is None else words in str(problem)
 
 
