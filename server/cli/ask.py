@@ -127,15 +127,10 @@ HEADINGS = ("NAME", "SIZE", "CONTEXT", "UNTIL", "SERVER")
 
 @app.command()
 def ps(api_key: Key = None, as_json: Json = False) -> None:
-    """Prints what is loaded on this machine. Raises StartError."""
-    show_loaded(known_urls(), api_key, as_json=as_json)
-
-
-def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Prints the servers' loaded models. Raises StartError at the end where a server refuses."""
+    """Prints what is loaded on this machine. Raises StartError at the end where a server refuses."""
     answers: list[tuple[str, Any]] = []
     refusals: list[StartError] = []
-    for url in urls:
+    for url in known_urls():
         try:
             answers.append((url, AskedServer(url, api_key).find("GET", "/api/ps")))
         except StartError as error:
@@ -177,14 +172,9 @@ def stop(
     api_key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Unloads a model from every server of this machine; raises StartError."""
-    unload(name, known_urls(), api_key, as_json=as_json)
-
-
-def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Unloads an idle model. Raises StartError."""
+    """Unloads an idle model from every server of this machine; raises StartError."""
     asked = {"model": name}
-    answers = [(url, AskedServer(url, api_key).find("POST", "/v1/models/unload", asked)) for url in urls]
+    answers = [(url, AskedServer(url, api_key).find("POST", "/v1/models/unload", asked)) for url in known_urls()]
     done = [url for url, answer in answers if answer and answer.get("changed")]
     if as_json:
         print_json({"name": name, "servers": done})

@@ -8,13 +8,27 @@ import pytest
 
 from server.api.app import create_pool_app
 from server.app.config import ServerConfig, StartError
-from server.cli.ask import show_loaded, unload
+from server.cli import ask
 from server.pool.memory import PoolSettings
 from server.pool.pool import ModelPool
 from tests.support.fake_opener import FakeOpener, catalog
 from tests.support.live_server import running
 
 NOBODY = "http://127.0.0.1:9"
+
+
+def show_loaded(urls: list[str], key: str | None, *, as_json: bool) -> None:
+    """`mlx-serve ps` where servers stand at `urls`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ask, "known_urls", lambda: urls)
+        ask.ps(key, as_json)
+
+
+def unload(name: str, urls: list[str], key: str | None, *, as_json: bool) -> None:
+    """`mlx-serve stop` where servers stand at `urls`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ask, "known_urls", lambda: urls)
+        ask.stop(name, key, as_json)
 
 
 @pytest.fixture
