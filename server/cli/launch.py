@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,19 +68,8 @@ def read_totals(served: Served) -> Mapping[str, float]:
     return totals
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What a person asked for."""
-
-    client: str
-    model: str | None
-    api_key: str | None
-    arguments: Sequence[str]
-    is_shown: bool = False
-
-
-@app.command("launch", context_settings={"ignore_unknown_options": True})
-def _launch(
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
     client: Annotated[
         str,
         typer.Argument(metavar="|".join(RECIPES), help="The agent to start.", autocompletion=lambda: list(RECIPES)),
@@ -94,39 +82,34 @@ def _launch(
     show: Annotated[bool, typer.Option("--show", help="Show the command, and start nothing.")] = False,
     api_key: Key = None,
 ) -> None:
-    asked = Launch(client, model, api_key, arguments or (), show)
-    raise typer.Exit(launch(asked, known_urls(), memory_budget.runtime_folder(os.environ), os.environ))
-
-
-def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mapping[str, str]) -> int:
-    """Runs the agent and returns its exit status. Raises ConfigError, ModelError or StartError."""
-    recipe = RECIPES.get(asked.client)
+    """Runs the agent; its exit status is ours. Raises ConfigError, ModelError or StartError."""
+    recipe = RECIPES.get(client)
     if recipe is None:
-        raise ConfigError(f"there is no client {asked.client!r}; there are {', '.join(RECIPES)}")
-    config = load_model_config({"models": asked.model and [asked.model]}, environment)
-    model, key = config.models[0], asked.api_key or config.api_key
-    if not asked.is_shown and shutil.which(recipe.program, path=environment.get("PATH")) is None:
+        raise ConfigError(f"there is no client {client!r}; there are {', '.join(RECIPES)}")
+    config, urls = load_model_config({"models": model and [model]}, os.environ), known_urls()
+    name, key = config.models[0], api_key or config.api_key
+    if not show and shutil.which(recipe.program) is None:
         raise StartError(f"{recipe.title} is not installed: there is no {recipe.program}; {recipe.advice}")
     # A closed terminal, or SIGTERM, also ends the agent and its server.
     with handling(leave, signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
-        served = find_served(model, urls, key)
-        if asked.is_shown:
-            target = served or Served(urls[-1], model, key=key or "")
-            typer.echo(recipes.as_shell(recipe, target, asked.arguments))
-            return 0
+        served = find_served(name, urls, key)
+        if show:
+            target = served or Served(urls[-1], name, key=key or "")
+            typer.echo(recipes.as_shell(recipe, target, arguments or ()))
+            return
         if served is None:
-            _tell(f"Starting a server with {model} …")
-            command = [*own_program(sys.argv[0]), "serve", model, "--port", "0"]
-            url = stack.enter_context(started_server(command, runtime, _tell))
-            served = find_served(model, [url], key) or Served(url, model, key=key or "")
+            _tell(f"Starting a server with {name} …")
+            command = [*own_program(sys.argv[0]), "serve", name, "--port", "0"]
+            url = stack.enter_context(started_server(command, memory_budget.runtime_folder(os.environ), _tell))
+            served = find_served(name, [url], key) or Served(url, name, key=key or "")
         else:
             _tell(f"Asking the server at {served.url}.")
-        return _run(recipe, served, asked.arguments, environment)
+        raise typer.Exit(_run(recipe, served, arguments or ()))
 
 
-def _run(recipe: Recipe, served: Served, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+def _run(recipe: Recipe, served: Served, arguments: Sequence[str]) -> int:
     before = read_totals(served)
-    command, seen = recipes.command_of(recipe, served, arguments), recipes.environment_of(recipe, served, environment)
+    command, seen = recipes.command_of(recipe, served, arguments), recipes.environment_of(recipe, served, os.environ)
     # Ctrl-C is left to the agent, by a handler: the agent would inherit an ignored signal.
     with handling(lambda *_: None, signal.SIGINT):
         status = subprocess.run(command, env=seen, check=False).returncode

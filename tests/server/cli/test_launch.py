@@ -13,14 +13,16 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from server.api.app import create_app
 from server.app.config import ConfigError, ServerConfig, StartError
 from server.cli import launch as commands
 from server.cli.ask import find_served
-from server.cli.launch import Launch, launch, started_server
+from server.cli.launch import started_server
 from server.cli.main import execute
 from server.cli.recipes import (
     RECIPES,
@@ -189,12 +191,24 @@ def url() -> Iterator[str]:
         yield address
 
 
+def launch(
+    client: str, model: str | None, key: str | None, arguments: list[str], urls: list[str], runtime: Path, shell: Any
+) -> int:
+    """The exit status of `mlx-serve launch` in a shell with the environment `shell`, where servers are at `urls`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "known_urls", lambda: urls)
+        patch.setattr("server.app.memory_budget.runtime_folder", lambda environment: runtime)
+        patch.setattr(os, "environ", shell)
+        with pytest.raises(typer.Exit) as ended:
+            commands.launch(client, arguments, model, False, key)
+    return ended.value.exit_code
+
+
 @pytest.mark.parametrize("status", [0, 3])
 def test_an_agent_runs_against_a_server_and_its_status_is_ours(
     status: int, agent: dict[str, str], url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked = Launch("claude", "tiny", None, [str(status)])
-    assert launch(asked, [url], tmp_path, agent) == status
+    assert launch("claude", "tiny", None, [str(status)], [url], tmp_path, agent) == status
     captured = capfd.readouterr()
     assert captured.out == ""
     assert f"Asking the server at {url}.\n" in captured.err
@@ -203,19 +217,19 @@ def test_an_agent_runs_against_a_server_and_its_status_is_ours(
 
 def test_an_agent_that_is_not_installed_starts_nothing(tmp_path: Path, url: str) -> None:
     with pytest.raises(StartError, match=r"Claude Code is not installed: .*npm install"):
-        launch(Launch("claude", "tiny", None, []), [url], tmp_path, {"PATH": "/none", "XDG_CONFIG_HOME": "/none"})
+        launch("claude", "tiny", None, [], [url], tmp_path, {"PATH": "/none", "XDG_CONFIG_HOME": "/none"})
     with pytest.raises(ConfigError, match="there is no client 'clod'"):
-        launch(Launch("clod", None, None, []), [url], tmp_path, {})
+        launch("clod", None, None, [], [url], tmp_path, {})
 
 
 def test_a_server_with_a_key_is_told(agent: dict[str, str], tmp_path: Path) -> None:
     app = create_app(FakeEngine(Script(hit_tokens=2)), fake_model(), ServerConfig(api_key="sesame"))
     with running(app) as url:
         with pytest.raises(StartError, match="asks for a key"):
-            launch(Launch("claude", "tiny", None, ["0"]), [url], tmp_path, agent)
-        assert launch(Launch("claude", "tiny", "sesame", ["0"]), [url], tmp_path, agent) == 0
+            launch("claude", "tiny", None, ["0"], [url], tmp_path, agent)
+        assert launch("claude", "tiny", "sesame", ["0"], [url], tmp_path, agent) == 0
         agent["MLX_SERVE_API_KEY"] = "sesame"
-        assert launch(Launch("claude", "tiny", None, ["0"]), [url], tmp_path, agent) == 0
+        assert launch("claude", "tiny", None, ["0"], [url], tmp_path, agent) == 0
 
 
 def test_sigterm_ends_the_agent_and_the_server_that_was_started_for_it(
@@ -235,7 +249,7 @@ def test_sigterm_ends_the_agent_and_the_server_that_was_started_for_it(
 
     threading.Thread(target=end_it, daemon=True).start()
     with pytest.raises(SystemExit) as ended:
-        launch(Launch("claude", "demo", None, []), ["http://127.0.0.1:1"], runtime, agent)
+        launch("claude", "demo", None, [], ["http://127.0.0.1:1"], runtime, agent)
     assert ended.value.code == 143
     pid, url = begun.read_text().split()
     with pytest.raises(ProcessLookupError):
