@@ -84,38 +84,25 @@ def find_other_program(started: str) -> str | None:
 
 def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | None, *, as_json: bool) -> None:
     """`cache_salt` and the key limit what the server shows."""
-    query = {"cache_salt": cache_salt} if cache_salt else {}
+    query, checkups = {"cache_salt": cache_salt} if cache_salt else {}, list[Checkup]()
     try:
         listed = server.get("/v1/sessions", query)
-        # Without key and salt the server needs the session's namespace.
-        sessions = [_find_session(server, one, query, is_owner=not (api_key or query)) for one in listed["data"]]
-        # A session may have been forgotten since the list was made.
-        checkups = [checkup_of(session) for session in sessions if session is not None]
+        for one in listed["data"]:
+            # Without key and salt the server needs the session's namespace.
+            own = {"namespace": one["namespace"]} if one["namespace"] and not (api_key or query) else query
+            session = server.find("GET", f"/v1/sessions/{quote(one['id'], safe='')}?{urlencode(own)}")
+            # A session may have been forgotten since the list was made.
+            checkups += [] if session is None else [checkup_of(session)]
         refused = [{name: told[name] for name in REFUSED} for told in listed["refused"]]
         memory = server.get("/v1/stats", query)["memory"]
         kept_bytes, pressure = memory["idle_limit_bytes"], str(memory["pressure"])
     except (KeyError, TypeError, ValueError) as error:
         raise StartError(f"the sessions of {server.url} are told in a way that this version cannot read") from error
-    if as_json:
-        _print_json(checkups, refused)
-        return
-    parts = [_report(checkups)] if checkups else [] if refused else [NO_SESSIONS]
-    parts += [""] if checkups and refused else []
-    parts += [_refused(refused)] if refused else []
+    notes: list[RenderableType] = []
     if kept_bytes is not None:
         kept = f"Idle state is cut to {size_text(kept_bytes)} until it has enough."
-        parts += ["", printable(f"Memory of the machine: {pressure}. {kept}")]
-    _print(*parts)
-
-
-def _find_session(
-    server: AskedServer, listed: Mapping[str, Any], query: Mapping[str, str], *, is_owner: bool
-) -> Mapping[str, Any] | None:
-    own = {"namespace": listed["namespace"]} if is_owner and listed["namespace"] else query
-    found: Mapping[str, Any] | None = server.find(
-        "GET", f"/v1/sessions/{quote(listed['id'], safe='')}?{urlencode(own)}"
-    )
-    return found
+        notes = ["", printable(f"Memory of the machine: {pressure}. {kept}")]
+    _show(checkups, refused, notes, as_json=as_json)
 
 
 def _examine_file(path: Path, model: str | None, *, as_json: bool) -> None:
@@ -128,13 +115,24 @@ def _examine_file(path: Path, model: str | None, *, as_json: bool) -> None:
 
         reader = ModelReader(open_renderer(model))
     checkups = checkups_of(requests, reader)
-    refused = [] if reader is None else reader.refused
+    notes = [Text(_unknown(checkups), "dim")] if reader is None else []
+    _show(checkups, [] if reader is None else reader.refused, notes, as_json=as_json)
+
+
+def _show(
+    checkups: Sequence[Checkup],
+    refused: Sequence[Mapping[str, Any]],
+    notes: Sequence[RenderableType],
+    *,
+    as_json: bool,
+) -> None:
     if as_json:
         _print_json(checkups, refused)
         return
-    parts: list[RenderableType] = [_report(checkups)] if checkups else []
-    parts += ["", _refused(refused)] if refused else []
-    _print(*parts, *([Text(_unknown(checkups), "dim")] if reader is None else []))
+    parts = [_report(checkups)] if checkups else [] if refused else [NO_SESSIONS]
+    parts += [""] if checkups and refused else []
+    parts += [_refused(refused)] if refused else []
+    _print(*parts, *notes)
 
 
 _OF_THE_TEMPLATE = (Cause.TEMPLATE_ARGUMENTS, Cause.THOUGHTS, Cause.CALL_IDS)
