@@ -3,7 +3,7 @@
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from models.errors import ModelError, reason
@@ -74,24 +74,6 @@ def _is_file(path: str) -> bool:
 
 QUOTES = '"""'
 
-HELP = f"""\
-/help, /?        this text
-/new, /clear     forget the conversation and start another
-/retry           ask the last message again
-/system TEXT     set the system message; without TEXT: show it
-/set NAME VALUE  set a parameter, such as temperature 0.2; 'default' unsets
-                 it; without NAME: show what is set
-/show            the model, the system message and what is set
-/model NAME      go on with another model; without NAME: list them
-/save FILE       write the conversation to a file
-/load FILE       go on with a conversation that was saved
-/stats           tokens reused, tokens evaluated and speed of the last answer
-/bye             leave, as do /exit, /quit and Ctrl-D
-
-Pasted lines are one message. {QUOTES} begins and ends a message of several
-lines; a backslash at the end of a line continues it. Ctrl-R searches what
-was typed before. Ctrl-C stops an answer; twice at the prompt it leaves."""
-
 _COMMAND = re.compile(r"/([a-z]+|\?)(?:[^\S\n]+(.*))?", re.DOTALL)
 
 
@@ -102,33 +84,22 @@ class Commands:
         self._dialogue = dialogue
         self._models = models
         self._ask = ask
-        self._commands: dict[str, Callable[[str], str]] = {
-            "help": lambda _: HELP,
-            "?": lambda _: HELP,
-            "new": self._start_anew,
-            "clear": self._start_anew,
-            "retry": self._retry,
-            "system": self._set_system,
-            "set": self._set,
-            "show": self._show,
-            "model": self._change_model,
-            "save": self._save,
-            "load": self._load,
-            "stats": self._describe_last_answer,
-        }
 
     def try_run(self, text: str) -> str | None:
         """Returns None for a message, as pasted lines always are."""
         match = _COMMAND.fullmatch(text)
         if match is None:
             return None
-        command = self._commands.get(match[1])
+        command = _BY_NAME.get(match[1])
         if command is None:
             return None if "\n" in text else f"There is no command /{match[1]}; /? lists them"
         try:
-            return command((match[2] or "").strip())
+            return command(self, (match[2] or "").strip())
         except (ChatError, ModelError) as error:
             return str(error)
+
+    def _help(self, _: str) -> str:
+        return HELP
 
     def _start_anew(self, _: str) -> str:
         self._dialogue.start_anew()
@@ -200,3 +171,29 @@ def _path(name: str, command: str) -> Path:
     if not name:
         raise ChatError(f"{command} needs the name of a file")
     return Path(name).expanduser().absolute()
+
+
+TABLE: Sequence[tuple[str, str, Callable[[Commands, str], str]]] = (
+    ("/help, /?", "this text", Commands._help),
+    ("/new, /clear", "forget the conversation and start another", Commands._start_anew),
+    ("/retry", "ask the last message again", Commands._retry),
+    ("/system TEXT", "set the system message; without TEXT: show it", Commands._set_system),
+    ("/set NAME VALUE", "set a parameter, such as temperature 0.2; 'default' unsets it", Commands._set),
+    ("/set", "show what is set", Commands._set),
+    ("/show", "the model, the system message and what is set", Commands._show),
+    ("/model NAME", "go on with another model; without NAME: list them", Commands._change_model),
+    ("/save FILE", "write the conversation to a file", Commands._save),
+    ("/load FILE", "go on with a conversation that was saved", Commands._load),
+    ("/stats", "tokens reused, tokens evaluated and speed of the last answer", Commands._describe_last_answer),
+)
+"""What a person types, its help, and what is done."""
+_BY_NAME = {name: act for typed, _, act in TABLE for name in re.findall(r"/(\w+|\?)", typed)}
+
+_rows = "\n".join(f"{typed:<16} {told}" for typed, told, _ in TABLE)
+HELP = f"""\
+{_rows}
+/bye             leave, as do /exit, /quit and Ctrl-D
+
+Pasted lines are one message. {QUOTES} begins and ends a message of several
+lines; a backslash at the end of a line continues it. Ctrl-R searches what
+was typed before. Ctrl-C stops an answer; twice at the prompt it leaves."""
