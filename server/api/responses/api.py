@@ -85,15 +85,6 @@ class NewItems(BodyModel):
     items: list[Any]
 
 
-class ConversationBody(TypedDict):
-    """A conversation, without its items."""
-
-    id: str
-    object: Literal["conversation"]
-    created_at: int
-    metadata: Mapping[str, str]
-
-
 async def get_response(request: Request) -> Response:
     """Returns a stored response as it is, or with `stream` the events of one in the background, those to come too."""
     run = _run_of(request)
@@ -157,7 +148,7 @@ async def list_input_items(request: Request) -> Response:
 
 async def get_conversation(request: Request) -> Response:
     """Returns a conversation, without its items."""
-    return JsonBody(_body(await _found_conversation(request)))
+    return JsonBody(await _found_conversation(request))
 
 
 async def delete_conversation(request: Request) -> Response:
@@ -185,7 +176,7 @@ async def delete_item(request: Request) -> Response:
         return store.delete_item(namespace, conversation.id, name)
 
     await _found(request, "item_id", delete)
-    return JsonBody(_body(conversation))
+    return JsonBody(conversation)
 
 
 @inspect
@@ -199,7 +190,7 @@ def create_conversation(context: ApiContext, incoming: Incoming) -> Payload:
     store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
     store.put_conversation(namespace, conversation)
     store.add_items(namespace, conversation.id, items)
-    return _body(conversation)
+    return vars(conversation)
 
 
 @inspect
@@ -210,7 +201,7 @@ def update_conversation(context: ApiContext, incoming: Incoming) -> Payload:
     found = store.find_conversation(namespace, incoming.http.path_params["conversation_id"])
     changed = replace(_known(found, incoming.http, "conversation_id"), metadata=body.metadata or {})
     store.put_conversation(namespace, changed)
-    return _body(changed)
+    return vars(changed)
 
 
 @inspect
@@ -286,15 +277,6 @@ def _page(items: Sequence[Item], *, has_more: bool = False) -> ItemList:
     return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}
 
 
-def _body(conversation: StoredConversation) -> ConversationBody:
-    return {
-        "id": conversation.id,
-        "object": "conversation",
-        "created_at": conversation.created,
-        "metadata": conversation.metadata,
-    }
-
-
 class ResponsesDialect(Dialect):
     """The endpoints of responses and conversations."""
 
@@ -312,15 +294,15 @@ _ROUTES = (
     Endpoint(_RESPONSE, delete_response, Operation(answer=Deletion, query=_SALT), ["DELETE"]),
     Endpoint(_RESPONSE + "/cancel", cancel_response, Operation(answer=ResponseBody, query=_SALT), ["POST"]),
     Endpoint(_RESPONSE + "/input_items", list_input_items, Operation(answer=ItemList, query=_PAGE)),
-    Endpoint("/conversations", create_conversation, Operation(NewConversation, ConversationBody, query=_SALT)),
-    Endpoint(_CONVERSATION, get_conversation, Operation(answer=ConversationBody, query=_SALT)),
-    Endpoint(_CONVERSATION, update_conversation, Operation(ConversationUpdate, ConversationBody, query=_SALT)),
+    Endpoint("/conversations", create_conversation, Operation(NewConversation, StoredConversation, query=_SALT)),
+    Endpoint(_CONVERSATION, get_conversation, Operation(answer=StoredConversation, query=_SALT)),
+    Endpoint(_CONVERSATION, update_conversation, Operation(ConversationUpdate, StoredConversation, query=_SALT)),
     Endpoint(_CONVERSATION, delete_conversation, Operation(answer=Deletion, query=_SALT), ["DELETE"]),
     Endpoint(_CONVERSATION + "/items", list_items, Operation(answer=ItemList, query=_PAGE)),
     Endpoint(_CONVERSATION + "/items", create_items, Operation(NewItems, ItemList, query=_SALT)),
     Endpoint(_CONVERSATION + "/items/{item_id}", get_item, Operation(answer=Item, query=_SALT)),
     Endpoint(
-        _CONVERSATION + "/items/{item_id}", delete_item, Operation(answer=ConversationBody, query=_SALT), ["DELETE"]
+        _CONVERSATION + "/items/{item_id}", delete_item, Operation(answer=StoredConversation, query=_SALT), ["DELETE"]
     ),
 )
 RESPONSES = ResponsesDialect(with_and_without_v1(_ROUTES))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from server.api.responses.items import Item
 from server.api.wire import json_text
@@ -84,9 +84,10 @@ class StoredConversation:
     """A stored conversation, without its items."""
 
     id: str
-    created: int
+    created_at: int
     """Seconds since 1970."""
     metadata: dict[str, str]
+    object: Literal["conversation"] = "conversation"
 
 
 class ResponseStore:
@@ -137,7 +138,7 @@ class ResponseStore:
     def put_conversation(self, namespace: str, conversation: StoredConversation) -> None:
         """Stores a conversation, or new metadata for it."""
         metadata = json_text(conversation.metadata)
-        row = (namespace, conversation.id, conversation.created, metadata, time.time_ns())
+        row = (namespace, conversation.id, conversation.created_at, metadata, time.time_ns())
         with self._opened() as database:
             database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?)", row)
             self._evict(database)
