@@ -19,19 +19,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
+from models import names
 from models.errors import ModelError, ModelfileError, ModelNotFound, RepositoryNotFound, StoreError
 from models.hub import PullChecking, PullEvent, PullProgress, pull
-from models.names import (
-    BUILT_IN,
-    find_family,
-    find_stored,
-    folder_of,
-    installed_place,
-    largest,
-    parse_repository,
-    shorten,
-    suggest,
-)
 from models.store import library
 from models.store.library import parse_free_name
 from models.store.modelfile import Modelfile, modelfile_of, parameters_of, parse_modelfile
@@ -188,7 +178,7 @@ def show(context: ApiContext, incoming: Incoming) -> Payload:
 
 def _with_name(shown: ShownBody, name: str, base: str | None) -> ShownBody:
     try:
-        stored = find_stored(name)
+        stored = names.find_stored(name)
     except StoreError:
         return shown
     if stored is None or base in (None, name):
@@ -402,7 +392,7 @@ def _asked(body: CreateBody) -> Modelfile:
 
 
 def _delete(context: ApiContext, name: str) -> None:
-    if _done(lambda: find_stored(name), "model") is not None:
+    if _done(lambda: names.find_stored(name), "model") is not None:
         _done(lambda: library.remove(name), "model")
         return
     source = _source(context, name, "model")
@@ -438,9 +428,9 @@ def _source(context: ApiContext, name: str, param: str) -> ModelSource:
 
 def _place(source: ModelSource) -> WeightsPlace:
     """A model's name if it leads to the weights, else their folder."""
-    place = installed_place(source.name) or installed_place(source.id)
+    place = names.installed_place(source.name) or names.installed_place(source.id)
     folder = os.path.realpath(source.path)
-    if place is not None and os.path.realpath(folder_of(place)) == folder:
+    if place is not None and os.path.realpath(names.folder_of(place)) == folder:
         return place
     return WeightsPlace("folder", folder)
 
@@ -492,11 +482,11 @@ def pulls_of(config: ServerConfig) -> Pulls:
 
 def _wanted(name: str) -> str:
     """The name to download, of a family the largest that fits; raises ApiError (404)."""
-    family, plain = find_family(name), name.removesuffix(LATEST)
+    family, plain = names.find_family(name), name.removesuffix(LATEST)
     if family:
-        return (largest(family, comfortable_weights_bytes(this_machine())) or family[0]).name
-    if plain not in BUILT_IN and parse_repository(plain) is None:
-        reason = f"pull model manifest: {shorten(plain)[:200]!r}: {suggest(plain)}"
+        return (names.largest(family, comfortable_weights_bytes(this_machine())) or family[0]).name
+    if plain not in names.BUILT_IN and names.parse_repository(plain) is None:
+        reason = f"pull model manifest: {names.shorten(plain)[:200]!r}: {names.suggest(plain)}"
         raise ApiError(Code.MODEL_NOT_FOUND, reason, "model")
     return plain
 
