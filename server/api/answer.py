@@ -21,8 +21,9 @@ from models.output.pieces import OutputParser, Piece, PlainParser
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from server.api.conversation import Conversation, next_turn_requests, sent_back
-from server.api.dialect import ApiContext, Payload
+from server.api.dialect import ApiContext
 from server.api.record import Arrival, Moment, OpenRequest, RequestRecord, counts_of
+from server.api.wire import Payload
 from server.diagnosis.account import (
     Conversations,
     EvaluatedTurn,

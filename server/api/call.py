@@ -19,14 +19,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from server.api.answer import Answer, Exchange
-from server.api.dialect import ApiContext, Dialect, ModelReady, Payload, context_of, dialect_of, namespace_of
+from server.api.dialect import ApiContext, Dialect, ModelReady, context_of, dialect_of, namespace_of
 from server.api.embedding import EmbeddingWork
 from server.api.errors import explain, stopped
 from server.api.guard import key_name_of, known_key_of
 from server.api.params import Incoming
 from server.api.record import Arrival
 from server.api.sessions import SessionIdError, ascii_text
-from server.api.wire import JsonBody, check_amount, check_messages, not_finite, parse_object, read_body
+from server.api.wire import JsonBody, Payload, check_amount, check_messages, not_finite, parse_object, read_body
 from server.app.log_events import TextsEmbedded
 from server.pool.names import ModelNotLoaded, ModelSource
 from server.pool.pool import LOADED

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -27,7 +27,7 @@ from server.api.observe import Metrics, Tracing
 from server.api.planning import Planning
 from server.api.record import RequestLog, RequestRecord, Subscriber, Told
 from server.api.sessions import Refusals, SessionRecords, resolve_session_id
-from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
+from server.api.wire import JsonBody, Payload, bearer_key, sse_comment, sse_event
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing, RateLimits, namespace_of_key
 from server.diagnosis.account import Conversations
@@ -35,8 +35,6 @@ from server.pool.pool import ModelPool
 from server.pool.served import EnginePort, ServedModel
 
 logger = logging.getLogger(__name__)
-
-Payload: TypeAlias = Mapping[str, Any]
 
 
 class ErrorObject(TypedDict):

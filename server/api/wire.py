@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import pydantic_core
 from sse_starlette.event import ServerSentEvent
@@ -22,6 +22,8 @@ from server.api.errors import ApiError, Code, wrong
 from server.api.sessions import header_text
 
 Answer = TypeVar("Answer")
+Payload: TypeAlias = Mapping[str, Any]
+"""A JSON object to be written."""
 
 
 def bearer_key(headers: Mapping[str, str]) -> str:

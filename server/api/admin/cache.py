@@ -24,14 +24,14 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.bodies import parse_body
 from server.api.call import generate
 from server.api.conversation import cut_at_last_point
-from server.api.dialect import ApiContext, Endpoint, Operation, Payload, context_of, namespace_of
+from server.api.dialect import ApiContext, Endpoint, Operation, context_of, namespace_of
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import is_owner, visible_namespace
 from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
 from server.api.openai.generate import CompletionBody, read_conversation, text_prompt
 from server.api.openai.types import ChatBody, read_params
 from server.api.params import Incoming, build_request
-from server.api.wire import JsonBody, body_of, number_asked
+from server.api.wire import JsonBody, Payload, body_of, number_asked
 from server.engine import commands
 from server.pool.names import ModelNotLoaded, ModelSource
 from server.pool.served import EnginePort, ServedModel

@@ -40,7 +40,6 @@ from server.api.dialect import (
     Endpoint,
     HeaderRoute,
     Operation,
-    Payload,
     context_of,
     namespace_of,
     with_and_without_v1,
@@ -49,7 +48,7 @@ from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.params import Incoming, build_request
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
-from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
+from server.api.wire import JsonBody, Payload, bearer_key, sse_comment, sse_event
 from server.engine.diagnosis import MissReason
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ListedModel, ServedModel

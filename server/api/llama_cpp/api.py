@@ -21,23 +21,14 @@ from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
 from server.api.bodies import BodyModel, Rules, honoured, no_effect, parse_body, refused
 from server.api.call import generate, inspect
-from server.api.dialect import (
-    ApiContext,
-    Dialect,
-    Endpoint,
-    Operation,
-    Payload,
-    context_of,
-    namespace_of,
-    with_and_without_v1,
-)
+from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, namespace_of, with_and_without_v1
 from server.api.errors import ApiError, Code, retry_later
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import read_conversation, text_prompt
 from server.api.openai.types import ChatBody, GenerationBody, as_limit, read_params
 from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CostsAtEnd, costs_of
-from server.api.wire import JsonBody, body_of, sse_event
+from server.api.wire import JsonBody, Payload, body_of, sse_event
 from server.engine.commands import DescribeSlots, SlotState
 from server.engine.request import Delta, Finished, FinishReason, Started
 from server.pool.served import ServedModel, TokenReader

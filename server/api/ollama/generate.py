@@ -40,7 +40,7 @@ from server.api.bodies import (
 )
 from server.api.call import compute, generate
 from server.api.conversation import Conversation, ThinkingWish, can_continue
-from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation, Payload, namespace_of
+from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation, namespace_of
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
 from server.api.params import (
@@ -56,7 +56,7 @@ from server.api.params import (
     options_sampling,
 )
 from server.api.record import CacheBody, cache_of
-from server.api.wire import json_text
+from server.api.wire import Payload, json_text
 from server.engine.request import Finished
 from server.pool.names import ModelNotLoaded, ModelUnknown, parse_keep_alive
 from server.pool.served import ServedModel

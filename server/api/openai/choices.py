@@ -11,11 +11,11 @@ from typing_extensions import TypedDict
 from models.output.pieces import Piece, TokenLogprob
 from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
-from server.api.dialect import ErrorObject, Payload, error_object
+from server.api.dialect import ErrorObject, error_object
 from server.api.errors import explain, wrong
 from server.api.openai.types import BACKGROUND_TIER, DEFAULT_TIER, GenerationBody, StreamOptions
 from server.api.record import costs_of
-from server.api.wire import body_of, sse_event
+from server.api.wire import Payload, body_of, sse_event
 from server.app.config import ServerConfig
 from server.engine.request import Delta, Failed, Finished, FinishReason, GenerationRequest, Priority, Started
 from server.pool.served import TokenReader

@@ -20,7 +20,7 @@ from server.api.answer import Question
 from server.api.bodies import parse_body, refuse_fields
 from server.api.call import generate
 from server.api.conversation import Conversation, check_continuable, check_template_arguments
-from server.api.dialect import ApiContext, Endpoint, Operation, Payload, namespace_of
+from server.api.dialect import ApiContext, Endpoint, Operation, namespace_of
 from server.api.errors import wrong
 from server.api.openai.choices import (
     AnswerHead,
@@ -48,6 +48,7 @@ from server.api.openai.types import (
 )
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, check_token_ids, shows_tools
 from server.api.record import Costs, CostsAtEnd
+from server.api.wire import Payload
 from server.app.config import ServerConfig
 from server.engine.request import Failed, Finished, TokenArray
 from server.pool.served import ServedModel

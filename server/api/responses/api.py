@@ -16,16 +16,7 @@ from typing_extensions import TypedDict
 
 from server.api.bodies import BodyModel
 from server.api.call import AnswerStream, inspect
-from server.api.dialect import (
-    ApiContext,
-    Dialect,
-    Endpoint,
-    Operation,
-    Payload,
-    context_of,
-    dialect_of,
-    with_and_without_v1,
-)
+from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, dialect_of, with_and_without_v1
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
 from server.api.params import Incoming
@@ -34,7 +25,7 @@ from server.api.responses.create import ROUTES, UNFINISHED, ResponseBody, parse_
 from server.api.responses.items import Item, check_items
 from server.api.responses.store import ResponseStore, StoredConversation, StoredResponse, store_of
 from server.api.responses.types import Metadata
-from server.api.wire import JsonBody, number_asked, sse_event
+from server.api.wire import JsonBody, Payload, number_asked, sse_event
 
 Found = TypeVar("Found")
 Ask: TypeAlias = Callable[[ResponseStore, str, str], Any]

@@ -22,7 +22,7 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.bodies import Body, Rules, parse_body, validated
 from server.api.call import generate, inspect
 from server.api.conversation import Conversation, can_continue
-from server.api.dialect import ApiContext, Endpoint, Operation, Payload, namespace_of
+from server.api.dialect import ApiContext, Endpoint, Operation, namespace_of
 from server.api.errors import ApiError, Code, explain, wrong
 from server.api.openai.types import GenerationBody, read_params
 from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, shows_tools
@@ -40,7 +40,7 @@ from server.api.responses.types import (
     ResponsesBody,
     read_tools,
 )
-from server.api.wire import MAX_MESSAGES, body_of, sse_event
+from server.api.wire import MAX_MESSAGES, Payload, body_of, sse_event
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ServedModel
 

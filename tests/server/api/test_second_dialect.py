@@ -28,10 +28,10 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.app import APIS, create_app
 from server.api.call import generate
 from server.api.conversation import Conversation
-from server.api.dialect import ApiContext, Dialect, Endpoint, HeaderRoute, Payload, namespace_of
+from server.api.dialect import ApiContext, Dialect, Endpoint, HeaderRoute, namespace_of
 from server.api.errors import ApiError, Code
 from server.api.params import GenerationParams, Incoming, build_request
-from server.api.wire import JsonBody, json_text, sse_comment, sse_event
+from server.api.wire import JsonBody, Payload, json_text, sse_comment, sse_event
 from server.app.config import ServerConfig
 from server.engine.commands import PinTurn
 from server.engine.request import Finished, OutOfMemory, Started
