@@ -31,15 +31,7 @@ from server.api.responses.background import BackgroundRun, BackgroundRuns
 from server.api.responses.items import Item, check_items, read_messages, search_outputs
 from server.api.responses.output import AnswerOutput, ItemBody, ResponseEvent, ToolSet
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
-from server.api.responses.types import (
-    ENCRYPTED_REASONING,
-    IN_COUNT,
-    IN_RESPONSES,
-    InputBody,
-    ReasoningWish,
-    ResponsesBody,
-    read_tools,
-)
+from server.api.responses.types import IN_COUNT, IN_RESPONSES, InputBody, ResponsesBody, read_tools
 from server.api.wire import MAX_MESSAGES, Payload, body_of, sse_event
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ServedModel
@@ -158,7 +150,6 @@ def begun_response(
     body: ResponsesBody, fields: Mapping[str, Any], request: GenerationRequest, model: str
 ) -> ResponseBody:
     """A response before its first token; `fields` are as sent."""
-    wish = body.reasoning or ReasoningWish()
     return body_of(
         ResponseBody,
         body,
@@ -172,7 +163,7 @@ def begun_response(
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
         conversation=None if body.conversation is None else {"id": body.conversation},
-        reasoning={"effort": wish.effort, "summary": wish.summary or wish.generate_summary},
+        reasoning=body.effort_and_summary,
         service_tier=body.service_tier or "default",
         store=body.is_stored,
         temperature=request.sampling.temperature,
@@ -380,7 +371,7 @@ class ResponseExchange(Exchange):
             self.request.request_id.removeprefix(ID_PREFIX),
             given.tools,
             is_summary=body.wants_summary,
-            is_enclosed=ENCRYPTED_REASONING in (body.include or ()),
+            is_enclosed=body.encloses_reasoning,
         )
         self._response = begun_response(body, fields, self.request, self.model.id)
         self._run: BackgroundRun | None = None

@@ -121,9 +121,17 @@ class ResponsesBody(InputBody, SharedBody):
         return self.store is not False
 
     @property
+    def effort_and_summary(self) -> dict[str, str | None]:
+        wish = self.reasoning or ReasoningWish()
+        return {"effort": wish.effort, "summary": wish.summary or wish.generate_summary}
+
+    @property
     def wants_summary(self) -> bool:
-        options = self.reasoning or ReasoningWish()
-        return (options.summary or options.generate_summary or "none") != "none"
+        return (self.effort_and_summary["summary"] or "none") != "none"
+
+    @property
+    def encloses_reasoning(self) -> bool:
+        return ENCRYPTED_REASONING in (self.include or ())
 
     def generation(self) -> dict[str, Any]:
         """The fields that Chat Completions has, under its names."""
