@@ -26,7 +26,6 @@ from server.api.bodies import Rule, Rules, Treatment
 from server.api.dialect import ErrorObject
 from server.api.errors import Code
 from server.api.openai.api import ModelBody, ModelList
-from server.api.openai.choices import PromptTokensDetails, Usage
 from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.openai.generate import (
     ChatChoice,
@@ -35,8 +34,10 @@ from server.api.openai.generate import (
     ChunkChoice,
     CompletionBody,
     MessageBody,
+    PromptTokensDetails,
     TextChoice,
     TextCompletion,
+    Usage,
 )
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody, StreamOptions
 from server.api.record import CacheBody, TimingsBody
