@@ -19,7 +19,7 @@ from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.pool.pool import ModelPool
 from tests.console.hostile import BARE, TEXTS
-from tests.support.browser import BROWSER, TIMEOUT_MS
+from tests.support.browser import BROWSER
 from tests.support.fake_engine import DRAFTS, FakeEngine, Script, fake_model
 from tests.support.fake_hub import running_hub
 from tests.support.live_server import running
@@ -52,9 +52,17 @@ class Watched:
     def __init__(self, context: BrowserContext, address: str) -> None:
         self.problems: list[str] = []
         self._address = address
-        context.on("request", self._note_request)
-        context.on("console", self._note_line)
-        context.on("weberror", lambda error: self.problems.append(str(error.error)))
+        self._context = context
+        self._listeners = {"request": self._note_request, "console": self._note_line, "weberror": self._note_error}
+        for name, listener in self._listeners.items():
+            context.on(name, listener)  # type: ignore[call-overload]
+
+    def end(self) -> None:
+        for name, listener in self._listeners.items():
+            self._context.remove_listener(name, listener)
+
+    def _note_error(self, error: Any) -> None:
+        self.problems.append(str(error.error))
 
     def _note_line(self, line: Any) -> None:
         # Chromium writes a line for each answer that refuses something, which the page shows as a sentence.
@@ -68,14 +76,11 @@ class Watched:
 
 
 @pytest.fixture
-def page(chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
+def page(demo: str, context: BrowserContext) -> Iterator[Page]:
     """A page of its own; at its end nothing may have gone wrong in it."""
-    address = request.getfixturevalue("demo")
-    context = chromium.new_context(viewport={"width": 1200, "height": 800})
-    context.set_default_timeout(TIMEOUT_MS)
-    watched = Watched(context, address)
+    watched = Watched(context, demo)
     yield context.new_page()
-    context.close()
+    watched.end()
     assert watched.problems == []
 
 

@@ -17,7 +17,7 @@ from server.api.app import create_app
 from server.api.connections import Limits
 from server.app.config import ServerConfig
 from tests.console.test_console import problems_of
-from tests.support.browser import BROWSER, TIMEOUT_MS
+from tests.support.browser import BROWSER
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 from tests.support.server_process import Process
@@ -44,21 +44,13 @@ def address(engine: FakeEngine) -> Iterator[str]:
 
 
 @pytest.fixture
-def context(chromium: Browser, address: str) -> Iterator[BrowserContext]:
-    """Is closed before the server is, which else waits for the streams of its pages."""
-    context = chromium.new_context()
-    context.set_default_timeout(TIMEOUT_MS)
-    yield context
-    context.close()
-
-
-@pytest.fixture
-def page(context: BrowserContext, address: str) -> Page:
+def page(address: str, context: BrowserContext) -> Page:
     return opened(context, f"{address}/#/chat/new")
 
 
-def opened(context: BrowserContext, address: str) -> Page:
+def opened(context: BrowserContext, address: str, script: str = "") -> Page:
     page = context.new_page()
+    page.add_init_script(script)
     page.goto(address)
     expect(field_of(page)).to_be_focused()
     return page
@@ -147,7 +139,7 @@ def test_a_reload_at_once_asks_the_question_that_was_not_taken(page: Page, engin
     assert len(engine.requests) == 1
 
 
-def test_a_tab_that_crashes(context: BrowserContext, page: Page, address: str, engine: FakeEngine) -> None:
+def test_a_tab_that_crashes(page: Page, context: BrowserContext, address: str, engine: FakeEngine) -> None:
     begin(page)
     field_of(page).press_sequentially("half a thou")
     wait_until_kept(page, IS_DRAFT, "half a thou")
@@ -162,7 +154,7 @@ def test_a_tab_that_crashes(context: BrowserContext, page: Page, address: str, e
     assert len(engine.requests) == 1 and not engine.cancelled
 
 
-def test_a_closed_tab_leaves_its_answer_to_another(context: BrowserContext, page: Page, engine: FakeEngine) -> None:
+def test_a_closed_tab_leaves_its_answer_to_another(page: Page, context: BrowserContext, engine: FakeEngine) -> None:
     begin(page)
     other = opened(context, page.url)
     wait_for_words(other)
@@ -171,7 +163,7 @@ def test_a_closed_tab_leaves_its_answer_to_another(context: BrowserContext, page
     assert len(engine.requests) == 1
 
 
-def test_two_tabs_on_one_chat(context: BrowserContext, page: Page, engine: FakeEngine) -> None:
+def test_two_tabs_on_one_chat(page: Page, context: BrowserContext, engine: FakeEngine) -> None:
     engine.max_texts = None
     ask(page, "Of the first tab")
     is_whole(page)
@@ -197,13 +189,13 @@ def test_two_tabs_on_one_chat(context: BrowserContext, page: Page, engine: FakeE
     assert [node["content"].strip() for node in answers] == [WHOLE] * 3 and len(engine.requests) == 3
 
 
-def test_two_tabs_that_hear_nothing_of_each_other(context: BrowserContext, address: str, engine: FakeEngine) -> None:
+def test_two_tabs_that_hear_nothing_of_each_other(address: str, context: BrowserContext, engine: FakeEngine) -> None:
     engine.script = Script()
-    context.add_init_script("delete window.BroadcastChannel")
-    page = opened(context, f"{address}/#/chat/new")
+    alone = "delete window.BroadcastChannel"
+    page = opened(context, f"{address}/#/chat/new", alone)
     ask(page, "Of both")
     expect(answer_of(page)).to_have_text("Hello there.")
-    other = opened(context, page.url)
+    other = opened(context, page.url, alone)
     expect(answer_of(other)).to_have_text("Hello there.")
     for tab, text in ((page, "Of the first"), (other, "Of the second")):
         ask(tab, text)
@@ -308,7 +300,7 @@ def test_an_answer_that_was_stopped_is_gone_on_with(page: Page, engine: FakeEngi
     assert "".join(map(chr, engine.requests[-1].tokens)).rstrip().endswith(f"<assistant>{begun}")
 
 
-def test_drafts_are_kept_while_they_are_typed(context: BrowserContext, page: Page, engine: FakeEngine) -> None:
+def test_drafts_are_kept_while_they_are_typed(page: Page, context: BrowserContext, engine: FakeEngine) -> None:
     engine.script = Script()
     page.get_by_text("System prompt and settings").click()
     page.get_by_label("System prompt", exact=True).fill("Be terse.")
@@ -411,7 +403,7 @@ def wire(address: str) -> Iterator[Wire]:
         yield wire
 
 
-def test_a_network_that_goes_and_comes(context: BrowserContext, wire: Wire, engine: FakeEngine) -> None:
+def test_a_network_that_goes_and_comes(wire: Wire, context: BrowserContext, engine: FakeEngine) -> None:
     page = opened(context, f"http://127.0.0.1:{wire.port}/#/chat/new")
     ask(page, "A question")
     wait_for_words(page)
@@ -497,10 +489,10 @@ def test_a_browser_without_room_says_so_and_loses_nothing_of_what_it_shows(page:
 
 
 def test_a_browser_that_keeps_nothing_says_so_and_answers(
-    context: BrowserContext, address: str, engine: FakeEngine
+    address: str, context: BrowserContext, engine: FakeEngine
 ) -> None:
-    context.add_init_script("indexedDB.open = () => { throw new DOMException('private', 'InvalidStateError'); }")
-    page = opened(context, f"{address}/#/chat/new")
+    script = "indexedDB.open = () => { throw new DOMException('private', 'InvalidStateError'); }"
+    page = opened(context, f"{address}/#/chat/new", script)
     expect(page.locator(".chats")).to_contain_text("This browser keeps nothing")
     ask(page, "A question")
     wait_for_words(page)
@@ -513,11 +505,10 @@ def test_a_browser_that_keeps_nothing_says_so_and_answers(
 WITHOUT_LOCKS = "Object.defineProperty(navigator, 'locks', { value: undefined })"
 
 
-def test_without_locks_two_tabs_follow_one_answer(context: BrowserContext, address: str, engine: FakeEngine) -> None:
-    context.add_init_script(WITHOUT_LOCKS)
-    page = opened(context, f"{address}/#/chat/new")
+def test_without_locks_two_tabs_follow_one_answer(address: str, context: BrowserContext, engine: FakeEngine) -> None:
+    page = opened(context, f"{address}/#/chat/new", WITHOUT_LOCKS)
     begin(page)
-    other = opened(context, page.url)
+    other = opened(context, page.url, WITHOUT_LOCKS)
     wait_for_words(other)
     end(engine, page)
     is_whole(other)
@@ -528,16 +519,16 @@ def test_without_locks_two_tabs_follow_one_answer(context: BrowserContext, addre
 
 
 def test_without_locks_a_question_is_left_for_a_while_to_the_page_that_sends_it(
-    context: BrowserContext, address: str, engine: FakeEngine
+    address: str, context: BrowserContext, engine: FakeEngine
 ) -> None:
-    context.add_init_script(WITHOUT_LOCKS)
     engine.max_texts = None
     on_their_way: list[Route] = []
-    page = opened(context, f"{address}/#/chat/new")
+    page = opened(context, f"{address}/#/chat/new", WITHOUT_LOCKS)
     page.route("**/v1/responses", lambda route: on_their_way.append(route))
     with page.expect_request("**/v1/responses"):
         ask(page, "A question")
     other = context.new_page()
+    other.add_init_script(WITHOUT_LOCKS)
     other.add_init_script("window.time = Date.now(); Date.now = () => window.time")
     other.goto(page.url)
     expect(other.locator(".message.assistant")).to_have_count(1)

@@ -45,7 +45,7 @@ MODEL = {
 }
 NEEDED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 300.0
 WITHOUT_PAUSES = "import models.hub; models.hub._PAUSE_SECONDS = 0; "
 LITTLE_DISK = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {'free': 10_000_000}); "
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from playwright.sync_api import Browser, expect, sync_playwright
 
-TIMEOUT_MS = 60_000
+TIMEOUT_MS = 120_000
 """Beside other tests on a slow machine an answer takes its time; what fails, fails for another reason."""
 expect.set_options(timeout=TIMEOUT_MS)
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-RESUME_SECONDS = 120.0
+RESUME_SECONDS = 300.0
 """A paused download goes on by then, so that a test which fails does not hang."""
 
 

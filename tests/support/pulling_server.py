@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support import forked
 from tests.support.fake_hub import FakeHub
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 300.0
 
 
 @contextmanager

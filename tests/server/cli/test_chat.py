@@ -219,7 +219,7 @@ def test_a_full_context_is_told_and_new_helps(capsys: pytest.CaptureFixture[str]
 # ------------------------------------------------------------------------------------------ a real terminal
 
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 300.0
 PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
 """What a line editor tells the terminal when it begins and ends to read."""
 CONTROL = re.compile(r"\x1b\[[\d?;]*.")
