@@ -241,13 +241,16 @@ def test_an_error_in_mid_stream_is_raised_by_the_client(
 
 
 def test_a_stream_that_waits_is_kept_open_by_comments_then_by_pings(address: str, engine: FakeEngine) -> None:
-    engine.script = Script(queue_seconds=0.3, prefill_seconds=0.3)
-    headers = {"x-api-key": "secret"}
+    engine.script, engine.max_texts = Script(queue_seconds=0.3), 0
+    headers, lines = {"x-api-key": "secret"}, list[str]()
     with (
         httpx.Client() as client,
         client.stream("POST", f"{address}/v1/messages", json={**ASK, "stream": True}, headers=headers) as answer,
     ):
-        lines = [line for line in answer.iter_lines() if line]
+        for line in filter(None, answer.iter_lines()):
+            lines.append(line)
+            if lines.count("event: ping") == 3:
+                engine.max_texts = None
     start = lines.index("event: message_start")
     first_block = lines.index("event: content_block_start")
     assert len(lines[:start]) >= 2 and all(line.startswith(":") for line in lines[:start])
