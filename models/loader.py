@@ -254,7 +254,7 @@ def with_draft(
 
 
 def _draft_fault(loaded: LoadedModel, path: Path, name: str) -> str | None:
-    if (path / "modules.json").is_file() or (path / POOLING_FILE).is_file():
+    if makes_vectors(path):
         return "it makes vectors, not text"
     if weights.total_bytes(path) >= weights.total_bytes(loaded.path):
         return f"its weights are no smaller than those of {loaded.name}"
@@ -263,6 +263,11 @@ def _draft_fault(loaded: LoadedModel, path: Path, name: str) -> str | None:
     if differing:
         return f"its tokenizer is another, by {len(differing)} tokens such as {brief(repr(differing[0]), _MAX_NAME)}"
     return None
+
+
+def makes_vectors(path: Path) -> bool:
+    """Whether a folder holds an embedding model."""
+    return (path / "modules.json").is_file() or (path / POOLING_FILE).is_file()
 
 
 def _tokens_of(tokenizer: Any) -> set[tuple[str, int, bool]]:

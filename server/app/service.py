@@ -18,13 +18,13 @@ from cache.budget import UNBOUNDED_BYTES
 from cache.layers.layout import Layout, SequenceSizes
 from models import weights
 from models.adapter import parse_adapter
-from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError
+from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError, ModelNotFound
 from models.formats import EmbeddingFormat, read_embedding_format, read_rerank_format
 from models.inference.drafters import drafter_of
 from models.inference.grammar import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
-from models.loader import LoadedModel, check, load, open_tokenizer, read_config, release, with_draft
+from models.loader import LoadedModel, check, load, makes_vectors, open_tokenizer, read_config, release, with_draft
 from models.mlx_lm_import import get_total_parameters, make_prompt_cache, set_wired_limit
 from models.names import find_stored, model_id, resolve, suggest_smaller
 from models.output.pieces import ReasoningFormat
@@ -215,7 +215,7 @@ def _load(
     with_mtp = config.speculate == "auto"
     loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, with_mtp=with_mtp, tell=tell)
     try:
-        draft = _draft_source(config)
+        draft = _draft_source(source, config)
         if draft is not None:
             left_bytes = None if float32_bytes is None else max(float32_bytes - _weights_bytes(loaded), 0)
             loaded = with_draft(loaded, draft.path, draft.name, max_float32_bytes=left_bytes, tell=tell)
@@ -225,13 +225,20 @@ def _load(
         raise
 
 
-def _draft_source(config: ServerConfig) -> ModelSource | None:
-    return None if config.draft_model is None else source_of(config.draft_model)
+def _draft_source(source: ModelSource, config: ServerConfig) -> ModelSource | None:
+    """The model that is to draft for another; none for itself, nor for one that says nothing."""
+    if config.draft_model is None or makes_vectors(source.path):
+        return None
+    try:
+        draft = source_of(config.draft_model)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"--speculate: {error}") from error
+    return None if draft.path == source.path else draft
 
 
 def _stored_bytes(source: ModelSource, config: ServerConfig) -> int:
     """Of a model and its draft model, which must be smaller."""
-    own_bytes, draft = weights.total_bytes(source.path), _draft_source(config)
+    own_bytes, draft = weights.total_bytes(source.path), _draft_source(source, config)
     draft_bytes = 0 if draft is None else weights.total_bytes(draft.path)
     return own_bytes + (draft_bytes if draft_bytes < own_bytes else 0)
 

@@ -172,9 +172,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folders of a model, and of models that are asked to draft for it."""
     root = tmp_path_factory.mktemp("models")
     main = tiny_models.write("qwen3", root / "main")
-    found = {"main": main, "draft": tiny_models.write_model(tiny_models.make(small()), small(), root / "draft")}
+    found = {"main": main, "twin": Path(shutil.copytree(main, root / "twin"))}
+    found |= {"draft": tiny_models.write_model(tiny_models.make(small()), small(), root / "draft")}
     for name in ("other", "vectors", "broken"):
         found[name] = Path(shutil.copytree(found["draft"], root / name))
+    found["large vectors"] = Path(shutil.copytree(main, root / "large vectors"))
+    (found["large vectors"] / "modules.json").write_text("[]")
     tokens = found["other"] / "tokenizer.json"
     tokens.write_text(tokens.read_text().replace("<think>", "<thunk>"))
     (found["vectors"] / "modules.json").write_text("[]")
@@ -207,7 +210,7 @@ def test_a_service_loads_the_draft_model_beside_the_model(folders: dict[str, Pat
     ("draft", "told"),
     [
         ("other", "its tokenizer is another, by 2 tokens such as '<think>'"),
-        ("main", "its weights are no smaller than those of "),
+        ("twin", "its weights are no smaller than those of "),
         ("vectors", "it makes vectors, not text"),
     ],
 )
@@ -224,8 +227,16 @@ def test_a_model_that_cannot_draft_is_left_out_and_the_report_says_why(
         service.engine.stop()
 
 
+@pytest.mark.parametrize("model", ["draft", "large vectors"])
+def test_the_draft_model_itself_and_one_that_says_nothing_have_none(
+    model: str, folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    service = opened(folders[model], folders["draft"])
+    assert (service.loaded.draft, service.loaded.no_draft, caplog.text) == (None, "", "")
+
+
 def test_a_draft_model_that_cannot_be_loaded_ends_the_start(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="nowhere"):
+    with pytest.raises(ModelNotFound, match=r"^--speculate: .*nowhere"):
         opened(folders["main"], tmp_path / "nowhere")
     with pytest.raises(ModelBroken):
         opened(folders["main"], folders["broken"])
