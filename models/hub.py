@@ -175,17 +175,17 @@ def _lacks_mtp(folder: Path) -> bool:
     return False
 
 
-def pull_mtp(folder: Path, source: str, check: Callable[[Path], None], tell: TellPull) -> None:
-    """Fetches an MTP module of `source` for the model in `folder`, unless `check` raises ModelError for the file."""
-    repository = parse_repository(source)
-    if repository is None or folder.parent.name != "snapshots":
-        raise PullFailed(f"{source} does not go with {folder}; name a repository org/name, and a downloaded model")
-    with _explained(repository):
-        plan = _plan(repository)
-        file = _module_of(plan, total_bytes(folder))
-        download = replace(plan, files=(file,), blobs=folder.parent.parent / "blobs")
-        _require_space(download, source)
-        tell(PullPlanned(str(repository), download.files))
+def pull_mtp(folder: Path, module: _Download, check: Callable[[Path], None], tell: TellPull) -> None:
+    """Fetches an MTP module for the model in `folder`, unless `check` raises ModelError for the file."""
+    file, repository = module.files[0], str(module.repository)
+    if folder.parent.name != "snapshots":
+        raise PullFailed(f"{repository} does not go with {folder}; name a downloaded model")
+    if file.num_bytes > total_bytes(folder):
+        raise PullFailed(f"{repository} is no MTP module: {size_text(file.num_bytes)} is more than the model takes")
+    with _explained(module.repository):
+        download = replace(module, blobs=folder.parent.parent / "blobs")
+        _require_space(download, repository)
+        tell(PullPlanned(repository, download.files))
         blob, is_new = download.blobs / file.digest, not download.is_here(file)
         if is_new:
             _fetch(download, file, _Progress(download, tell))
@@ -199,16 +199,19 @@ def pull_mtp(folder: Path, source: str, check: Callable[[Path], None], tell: Tel
         (folder / MTP_FILE).symlink_to(os.path.relpath(blob, folder))
 
 
-def _module_of(plan: _Download, limit_bytes: int) -> PlannedFile:
+def mtp_of(source: str) -> _Download:
+    """The download of an MTP module, the only file of weights in its repository. Raises PullFailed."""
+    repository = parse_repository(source)
+    if repository is None:
+        raise PullFailed(f"{source!r} is no repository org/name with an MTP module")
+    with _explained(repository):
+        plan = _plan(repository)
     weights = [file for file in plan.files if file.name.endswith(".safetensors")]
     found = [file for file in weights if file.name == MTP_FILE] or weights
     if len(found) != 1 or not found[0].digest:
         holds, hint = f"{plan.repository} holds {len(found)} files of weights", other_formats(plan.others)
         raise PullFailed(f"{holds}; an MTP module is a single one{hint}")
-    if found[0].num_bytes > limit_bytes:
-        size = size_text(found[0].num_bytes)
-        raise PullFailed(f"{plan.repository} is no MTP module: {size} is more than the model takes")
-    return found[0]
+    return replace(plan, files=(found[0],))
 
 
 def _plan(repository: RepositoryName) -> _Download:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from models.errors import ModelNotFound, StoreError, reason
-from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, find_mtp, pull, pull_mtp
+from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, find_mtp, mtp_of, pull, pull_mtp
 from models.names import (
     ShortName,
     find_family,
@@ -79,13 +79,14 @@ def pull_for_person(
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     again = name if mtp is None else f"{name} --mtp {mtp}"
     with handling(lambda *_: _stop_pull(again), signal.SIGINT):
+        module = None if mtp is None else mtp_of(mtp)
         with _reporting(console, name, as_json=as_json) as tell:
             folder = pull(name, tell, max_weights_bytes=limit_bytes)
-        if mtp is not None:
+        if module is not None:
             with loading(str(folder)):
                 from models.loader import check_mtp
-            with _reporting(console, mtp, as_json=as_json) as tell:
-                pull_mtp(folder, mtp, partial(check_mtp, folder, name), tell)
+            with _reporting(console, str(module.repository), as_json=as_json) as tell:
+                pull_mtp(folder, module, partial(check_mtp, folder, name), tell)
     if as_json:
         console.out(json.dumps({"status": "success", "name": name, "path": str(folder)}, ensure_ascii=False))
         return

@@ -523,7 +523,7 @@ def test_no_module_is_offered_where_none_is_needed_or_known(case: str, drafter: 
     ("source", "words"),
     [
         ("mlx-community/Tiny-MTP-5bit", "no repository mlx-community/Tiny-MTP-5bit"),
-        ("some module", "does not go with"),
+        ("some module", "is no repository org/name"),
         ("org/two", "holds 2 files of weights; an MTP module is a single one"),
         ("org/gguf", "holds 0 files of weights; an MTP module is a single one; a GGUF file is there"),
         ("org/model", "is no MTP module: 12.0 MB is more than the model takes"),
@@ -547,6 +547,14 @@ def test_a_wrong_repository_leaves_the_model_as_it_was(
     assert (files_of(person.snapshot(DRAFTING)), blobs_of(person)) == (files, blobs)
 
 
+@pytest.mark.parametrize("source", ["org/nowhere", "nowhere"])
+def test_a_module_that_is_not_there_is_told_before_the_model_is_fetched(
+    source: str, drafter: FakeHub, person: Person
+) -> None:
+    says_one_sentence(person.is_told("pull", DRAFTING, "--mtp", source), source)
+    assert not [path for _, path, _ in drafter.requests if DRAFTING in path]
+
+
 def test_the_models_own_weights_are_no_module_and_stay(drafter: FakeHub, person: Person) -> None:
     says_one_sentence(person.is_told("pull", DRAFTING, "--mtp", DRAFTING), "holds no MTP module for this model")
     assert (person.snapshot(DRAFTING) / "model.safetensors").is_file()
@@ -556,7 +564,7 @@ def test_a_module_for_another_family_or_beside_no_download_is_refused(drafter: F
     drafter.repositories["org/llama"] = files_of(tiny_models.write("llama", person.home / "llama"))
     words = "nothing is known of MTP modules of its family"
     says_one_sentence(person.is_told("pull", "org/llama", "--mtp", MODULE), words)
-    says_one_sentence(person.is_told("pull", "demo", "--mtp", MODULE), "name a repository org/name, and a downloaded")
+    says_one_sentence(person.is_told("pull", "demo", "--mtp", MODULE), "name a downloaded model")
 
 
 def test_ctrl_c_keeps_what_was_fetched_of_a_module(drafter: FakeHub, person: Person) -> None:
