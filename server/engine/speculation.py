@@ -171,7 +171,8 @@ _SCALE_PRIOR = 0.003
 """Weights of the belief that a call costs what was measured at load."""
 _FIRST_ALLOWANCE = 3.0
 _MAX_ALLOWANCE = 16.0
-_MIN_ALLOWANCE = -8.0
+_FIRST_DEBT = 2.0
+_MAX_DEBT = 16.0
 _INCOME = 0.0075
 """In plain steps; the last is the part of all time that drafts may lose."""
 _LOOKING = 0.015
@@ -233,6 +234,8 @@ class Excess:
     A call with drafts takes `call` longer than at load, a drafted token `scale` times as long: a regression over the
     last steps, in which the measurement at load counts little. Whatever was expected, drafts pay for what they lose
     out of an allowance, to which steps that gain, and plain steps, add. The drafter has an allowance of its own.
+    A debt is limited, at first to little: a stall of several steps looks like drafts that cost too much, but only the
+    latter lead into debt again and again.
     """
 
     def __init__(self) -> None:
@@ -241,6 +244,8 @@ class Excess:
         """How much longer it takes to begin plain steps again."""
         self._allowances = [_FIRST_ALLOWANCE, _FIRST_ALLOWANCE]
         """Of followed texts, and of the drafter: what it loses keeps no text from being followed."""
+        self._max_debts = [_FIRST_DEBT, _FIRST_DEBT]
+        """Doubled by a step that leads beyond it, halved by each that gains."""
         self._looked = 0.0
         """What looking for drafts took beyond its part."""
         self._num_unmeasured = _MAX_UNMEASURED
@@ -274,8 +279,13 @@ class Excess:
 
     def pay(self, gained: float, took: float, *, expected: bool) -> None:
         """Takes the tokens of a step, and how long it took, as if no others had drafted."""
-        allowance = self._allowances[expected] + gained * (1 - MIN_GAIN) - took
-        self._allowances[expected] = max(_MIN_ALLOWANCE, min(allowance, _MAX_ALLOWANCE))
+        change, max_debt = gained * (1 - MIN_GAIN) - took, self._max_debts[expected]
+        allowance = self._allowances[expected] + change
+        self._allowances[expected] = max(-max_debt, min(allowance, _MAX_ALLOWANCE))
+        if allowance < -max_debt:
+            self._max_debts[expected] = min(2 * max_debt, _MAX_DEBT)
+        elif change > 0:
+            self._max_debts[expected] = max(max_debt / 2, _FIRST_DEBT)
 
     def learn(self, num_calls: int, added: float, base: float, took: float) -> float:
         """Takes a step that `took` so long, of which load-time costs explain `base` and `added` for drafted tokens.

@@ -446,6 +446,18 @@ def test_drafts_go_on_after_a_stall(num_rows: int, looking_seconds: float) -> No
         assert stretches(simulation, num_rows, 1)[0] > 0.85 * usual
 
 
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_drafts_return_within_some_answers_after_a_stall_of_several_steps(num_rows: int) -> None:
+    """Which looks like drafts that cost too much."""
+    simulation = Simulation(memory_bound, lost_seconds=0.001)
+    usual = min(stretches(simulation, num_rows, 8)[2:])
+    for number in range(3, 8):
+        stall = iter([1.0] * number + [20.0] * 3)
+        simulation.pace = lambda now, stall=stall: next(stall, 1.0)  # type: ignore[misc]
+        assert max(stretches(simulation, num_rows, 10)) > 0.85 * usual
+        assert not [*stall], "too short a stretch for the stall"
+
+
 def test_only_what_comes_twice_is_no_stall() -> None:
     overrun = Overrun()
     assert [overrun.bounded(seconds, 1.0) for seconds in (9.0, 1.0, 9.0, 5.0, 6.0, 1.0)] == [
