@@ -94,6 +94,8 @@ class HttpConfig(uvicorn.Config):
             timeout_keep_alive=math.ceil(limits.client_seconds) + 1,
             **settings,
         )
+        # It warns of each write to a client that has left, as those of a step with drafts are.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         self.limits = limits
         self.reports = Reports()
         self.num_lingering = 0

@@ -6,6 +6,8 @@ import errno
 import json
 import logging
 import socket
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -266,6 +268,30 @@ def test_what_is_no_http_is_told_so_and_logged_once(
         assert json.loads(body)["error"]["code"] == "invalid_http"
     assert [record.name for record in caplog.records] == ["server.api.connections"]
     assert not engine.requests and is_served(address)
+
+
+def test_no_warning_tells_of_each_write_to_a_client_that_has_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    has_left, has_ended = threading.Event(), threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        has_left.wait(WAIT_SECONDS)  # the event loop learns of it by writing
+        for _ in range(20):
+            await send({"type": "http.response.body", "body": b"next", "more_body": True})
+        has_ended.set()
+
+    with running(app) as address:
+        connection = connect(address, HEAD + b"Content-Length: 0\r\n\r\n")
+        assert connection.recv(1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        has_left.set()
+        assert has_ended.wait(WAIT_SECONDS)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_what_follows_an_early_answer_is_not_answered_again(address: str, caplog: pytest.LogCaptureFixture) -> None:
