@@ -126,7 +126,7 @@ def assert_right(sink: Collected, prompt: Sequence[int], max_tokens: int) -> Non
 @pytest.mark.parametrize("layout", ["T", "WR"])
 @pytest.mark.parametrize(
     ("is_lasting", "stride", "drafts"),
-    [(False, 5, False), (True, 11, False), (False, 11, True), (True, 23, True)],
+    [(False, 7, False), (True, 13, False), (False, 13, True), (True, 29, True)],
     ids=["once", "lasting", "once with drafts", "lasting with drafts"],
 )
 def test_whatever_fails_nobody_gets_a_wrong_token(

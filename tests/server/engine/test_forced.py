@@ -128,13 +128,25 @@ def answers(name: str, speculation: Speculation | None, num_rows: int, **fields:
     return [sink.tokens for sink in sinks], num_steps
 
 
+@functools.cache
+def plain_answers(
+    name: str, kind: str, num_rows: int, thinking: Thinking | None = None
+) -> tuple[list[list[int]], int]:
+    """Without drafts; with `thinking`, a thought may come first."""
+    return answers(name, None, num_rows, thinking=thinking, grammar=bound(name, kind, thinking))
+
+
+def bound(name: str, kind: str, thinking: Thinking | None) -> OutputGrammar:
+    grammar = bindable(name).grammar(kind)
+    return grammar if thinking is None else replace(grammar, reasoning_start=None if thinking.is_open else START)
+
+
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_what_a_grammar_forces_takes_fewer_steps_and_changes_no_token(name: str, kind: str) -> None:
-    grammar = bindable(name).grammar(kind)
     for num_rows in (1, 4):
         speculation = Priced()
-        plain, num_plain = answers(name, None, num_rows, grammar=grammar)
-        found, num_steps = answers(name, speculation, num_rows, grammar=grammar)
+        plain, num_plain = plain_answers(name, kind, num_rows)
+        found, num_steps = answers(name, speculation, num_rows, grammar=bound(name, kind, None))
         assert found == plain
         assert speculation.forced[0] == speculation.forced[1] > 0
         assert num_steps < (0.5 if kind == "schema" else 0.8) * num_plain
@@ -143,11 +155,12 @@ def test_what_a_grammar_forces_takes_fewer_steps_and_changes_no_token(name: str,
 @pytest.mark.parametrize("name", ["llama", "demo"])
 @pytest.mark.parametrize("thinking", THOUGHTS)
 def test_thoughts_at_their_limit_are_closed_in_fewer_steps_and_change_no_token(name: str, thinking: Thinking) -> None:
-    bound = replace(bindable(name).grammar("schema"), reasoning_start=None if thinking.is_open else START)
     for num_rows in (1, 4):
         speculation = Priced()
-        plain, num_plain = answers(name, None, num_rows, thinking=thinking, grammar=bound)
-        found, num_steps = answers(name, speculation, num_rows, thinking=thinking, grammar=bound)
+        plain, num_plain = plain_answers(name, "schema", num_rows, thinking)
+        found, num_steps = answers(
+            name, speculation, num_rows, thinking=thinking, grammar=bound(name, "schema", thinking)
+        )
         assert found == plain
         assert speculation.forced[1] >= 0.9 * speculation.forced[0] > 0
         assert any(START in output[:1] for output in plain) or thinking.is_open or num_rows == 1
