@@ -46,6 +46,14 @@ class BatchRow(Protocol):
     is_lost: bool
 
 
+@dataclass(eq=False)
+class TrialRow:
+    """A row of no sequence, to be measured or compared."""
+
+    caches: list[LayerCache]
+    is_lost: bool = False
+
+
 class Choose(Protocol):
     """Chooses groups; `grouping.plan` with the costs of a model."""
 
@@ -395,7 +403,7 @@ def _best_seconds(*sides: "_Trial") -> list[float]:
 class _Trial:
     """Attention of some rows in a few layers, to be timed."""
 
-    def __init__(self, rows: Sequence["_MadeUpRow"], choose: Choose | None) -> None:
+    def __init__(self, rows: Sequence[TrialRow], choose: Choose | None) -> None:
         self._rows = rows
         self._batch = DecodeBatch(choose)
         like, num_rows = tail_of(rows[0].caches[0]), len(rows)
@@ -420,15 +428,9 @@ class _Trial:
         return mx.fast.scaled_dot_product_attention(self._queries, keys, values, scale=1.0, mask=None)
 
 
-@dataclass(eq=False)
-class _MadeUpRow:
-    caches: list[LayerCache]
-    is_lost: bool = False
-
-
-def _rows_like(like: LayerCache, num_rows: int, num_tokens: int, head_tokens: int = 0) -> list[_MadeUpRow]:
+def _rows_like(like: LayerCache, num_rows: int, num_tokens: int, head_tokens: int = 0) -> list[TrialRow]:
     """Rows without content, the first `head_tokens` on one head."""
-    rows = [_MadeUpRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for _ in range(num_rows)]
+    rows = [TrialRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for _ in range(num_rows)]
     head = [KVCache() for _ in range(_NUM_LAYERS)]
     for row in rows if head_tokens else ():
         split_at_head(row.caches, head, head_tokens)

@@ -16,12 +16,12 @@ one call.
 import logging
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from cache.layers.layout import leaves_of, split_at_head, tail_of
 from cache.types import LayerCache
-from models.inference.batch import DecodeBatch
+from models.inference.batch import DecodeBatch, TrialRow
 from models.inference.feeds import Rewind, copied_state, find_fixed
 from models.inference.grouping import Buffer, Row, Wanted, capacity_for
 from models.inference.groups import bytes_per_token, used_leaves
@@ -210,8 +210,21 @@ _SMALLEST_SPREAD = 1e-5
 _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
 """By which mlx-lm's caches grow."""
-_STEPS = ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))
-"""Rows of each step; the last lacks one row and has another order."""
+_Steps: TypeAlias = Sequence[Mapping[int, tuple[int, int]]]
+"""For each step and row, the tokens fed, and how many of them stay."""
+_ONE_TOKEN: _Steps = [dict.fromkeys(rows, (1, 1)) for rows in ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))]
+"""The last step lacks one row and has another order."""
+_FEEDS: _Steps = [{1: feed} for feed in ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))]
+_FLAT_FEEDS: _Steps = [
+    dict(enumerate(feeds))
+    for feeds in (
+        ((3, 2), (1, 1), (2, 1)),
+        ((1, 1), (5, 3), (4, 2)),
+        ((2, 1), (2, 1), (2, 2)),
+        ((1, 1), (3, 1), (1, 1)),
+        ((1, 1), (1, 1), (1, 1)),
+    )
+]
 
 
 class NotProven(Exception):
@@ -288,7 +301,7 @@ def find_form(
     """The best form proven to give rows of different lengths the same as alone, within `max_seconds`."""
     unwanted = {} if shares_heads else {Form.HEADS: "they are turned off"}
     try:
-        faults = _find_faults(_Evaluator(model, clock, max_seconds), vocab_size, seed, unwanted)
+        faults = _find_faults(_Evaluator(model, vocab_size, clock, max_seconds, seed), unwanted)
     except NotProven as error:
         found = FoundForm(Form.ALONE, f"it is not proven that they may together: {error}")
         logger.warning("rows decode %s", found.text)
@@ -311,6 +324,8 @@ def _best_form(faults: dict[Form, str]) -> FoundForm:
 
 
 def _refusal(error: Exception) -> str:
+    if isinstance(error, NotRagged):
+        return str(error)
     return f"the model cannot be called in this way: {type(error).__name__}: {error}"
 
 
@@ -318,7 +333,11 @@ def _refusal(error: Exception) -> str:
 
 
 class _Evaluator:
-    def __init__(self, model: Any, clock: Callable[[], float], max_seconds: float) -> None:
+    def __init__(
+        self, model: Any, vocab_size: int, clock: Callable[[], float], max_seconds: float, seed: int
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.seed = seed
         self._model = model
         self._clock = clock
         self._max_seconds = max_seconds
@@ -368,19 +387,25 @@ class _Evaluator:
 
 
 class _Rows:
-    """A short row, one that reaches the border while decoding, and one beyond."""
+    """A short row, one that reaches the border within `steps`, and one beyond; only those that the steps feed."""
 
-    def __init__(self, evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> None:
-        rng = np.random.default_rng([border, seed])
-        self.tokens: list[list[int]] = rng.integers(0, vocab_size, (3, len(_STEPS))).tolist()
+    def __init__(self, evaluate: _Evaluator, border: int, trial: int, steps: _Steps) -> None:
+        self._seed = evaluate.seed + trial
+        rng = np.random.default_rng([border, self._seed])
+        num_kept = Counter[int]()
+        for step in steps:
+            num_kept.update({row: kept for row, (_, kept) in step.items()})
+        self._tokens = {row: _random_tokens(rng, evaluate, num_kept[row]) for row in sorted(num_kept)}
+        self._max_fed = max(fed for step in steps for fed, _ in step.values())
+        self._rejected = _random_tokens(rng, evaluate, self._max_fed)
+        self._steps = steps
         self._evaluate = evaluate
         self._border = border
-        self._seed = seed
         self._lengths = (_SHORT_TOKENS, max(1, border - 2), border + min(border // 3, 64) + 5)
         self._head_tokens = -(-self._lengths[1] // 2)
         """With which rows 1 and 2 begin."""
         self._short = evaluate.make_caches()
-        prompt = rng.integers(0, vocab_size, _SHORT_TOKENS).tolist()
+        prompt = _random_tokens(rng, evaluate, _SHORT_TOKENS)
         for part in (prompt[:4], prompt[4:]):
             evaluate([part], self._short)
         self._require_memory()
@@ -407,57 +432,67 @@ class _Rows:
                 _begin_alike(cache, other, self._head_tokens)
 
     def alone(self) -> _Trace:
+        """Token by token."""
         trace: _Trace = {}
-        for row in range(3):
+        for row, tokens in self._tokens.items():
             caches = self.make(row)
-            logits = [self._evaluate([[token]], caches)[0, -1] for token in self._fed(row)]
-            trace |= _observe(row, caches, logits)
+            trace |= _observe(row, caches, [self._evaluate([[token]], caches)[0, -1] for token in tokens])
         return trace
 
     def in_chunks(self) -> _Trace:
-        return self._in_chunks([self.make(row) for row in range(3)])
+        return self._in_chunks({row: self.make(row) for row in self._tokens})
 
-    def _in_chunks(self, rows: Sequence[Sequence[LayerCache]]) -> _Trace:
+    def _in_chunks(self, rows: Mapping[int, Sequence[LayerCache]]) -> _Trace:
         trace: _Trace = {}
-        for row, caches in enumerate(rows):
-            trace |= _observe(row, caches, list(self._evaluate([self._fed(row)], caches)[0]))
+        for row, caches in rows.items():
+            trace |= _observe(row, caches, list(self._evaluate([self._tokens[row]], caches)[0]))
+        return trace
+
+    def in_feeds(self) -> _Trace:
+        """Each row by itself."""
+        trace: _Trace = {}
+        for row in self._tokens:
+            caches, known, logits = self.make(row), list[int](), list[mx.array]()
+            for num_fed, num_kept in (step[row] for step in self._steps):
+                fed = [*known, *self._feed(row, len(logits), num_fed, num_kept)]
+                kept = fed[: len(known) + num_kept]
+                rewind = Rewind(caches)
+                logits += list(self._evaluate([fed], caches)[0, len(known) : len(kept)])
+                known = kept[rewind.keep(len(kept), len(fed)) :]
+            trace |= _observe(row, caches, logits)
         return trace
 
     def together(self, trial: _Trial) -> _Trace:
-        rows = [_TrialRow(self.make(row)) for row in range(3)]
-        head = self._evaluate.make_caches()
+        rows, head = {row: TrialRow(self.make(row)) for row in self._tokens}, self._evaluate.make_caches()
         for row in trial.on_head:
-            self.put_on_head(rows[row].caches, head)
+            # The first row moves what both begin with into `head`.
+            split_at_head(rows[row].caches, head, self._head_tokens)
         if trial.in_chunks:
-            return self._in_chunks([row.caches for row in rows])
-        logits: list[list[mx.array]] = [[], [], []]
-        batch = DecodeBatch(None)
-        for members in _STEPS:
-            peers = [row for row in members if not trial.on_head or row in trial.on_head]
+            return self._in_chunks({row: one.caches for row, one in rows.items()})
+        batch, logits = DecodeBatch(None, self._max_fed), {row: list[mx.array]() for row in rows}
+        for step in self._steps:
+            peers = [row for row in step if not trial.on_head or row in trial.on_head]
             groups = [[peers.index(row) for row in group if row in peers] for group in trial.groups]
             batch.choose = partial(_choose_these, groups)
-            layers = batch.arrange([rows[row] for row in members], float("inf"))
-            order = [row for one in batch.rows for row in members if rows[row] is one]
+            layers = batch.arrange([rows[row] for row in step], float("inf"), [fed for fed, _ in step.values()])
+            order = {row: step[row] for one in batch.rows for row in step if rows[row] is one}
+            fed = {row: self._feed(row, len(logits[row]), *counts) for row, counts in order.items()}
             with ragged_attention():
-                found = self._evaluate([[self.tokens[row][len(logits[row])]] for row in order], layers)
+                found = iter(self._evaluate([[token] for tokens in fed.values() for token in tokens], layers)[:, -1])
             batch.advance()
-            for row, last in zip(order, found[:, -1], strict=True):
-                logits[row].append(last)
+            batch.settle([num_kept for _, num_kept in order.values()])
+            for row, (_, num_kept) in order.items():
+                logits[row] += [next(found) for _ in fed[row]][:num_kept]
         batch.dissolve()
-        return {key: value for row in range(3) for key, value in _observe(row, rows[row].caches, logits[row]).items()}
+        return {key: value for row in rows for key, value in _observe(row, rows[row].caches, logits[row]).items()}
 
-    def put_on_head(self, caches: list[LayerCache], head: Sequence[LayerCache]) -> None:
-        """Of row 1 or 2; the first moves what both begin with into `head`."""
-        split_at_head(caches, head, self._head_tokens)
-
-    def _fed(self, row: int) -> list[int]:
-        return self.tokens[row][: sum(row in members for members in _STEPS)]
+    def _feed(self, row: int, start: int, num_fed: int, num_kept: int) -> list[int]:
+        return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]
 
 
-@dataclass(eq=False)
-class _TrialRow:
-    caches: list[LayerCache]
-    is_lost: bool = False
+def _random_tokens(rng: np.random.Generator, evaluate: _Evaluator, count: int) -> list[int]:
+    tokens: list[int] = rng.integers(0, evaluate.vocab_size, count).tolist()
+    return tokens
 
 
 def _choose_these(
@@ -475,12 +510,14 @@ def _choose_these(
     return wanted
 
 
-_NUM_STEPS = sum(len(members) for members in _STEPS)
+def _tokens_per_trial(steps: _Steps, num_ways: int) -> int:
+    """Tokens to make up rows and to evaluate each alone, in chunks and in so many ways."""
+    num_fed, num_kept = (sum(feed[part] for step in steps for feed in step.values()) for part in (0, 1))
+    return 2 * _SHORT_TOKENS + 2 * num_kept + num_ways * num_fed
 
 
-def _tokens_per_trial(forms: Iterable[Form]) -> int:
-    """Tokens to make up rows and to evaluate each alone, in chunks and together."""
-    return 2 * _SHORT_TOKENS + (2 + sum(len(_TRIALS[form]) for form in forms)) * _NUM_STEPS
+def _tokens_for(forms: Iterable[Form]) -> int:
+    return _tokens_per_trial(_ONE_TOKEN, sum(len(_TRIALS[form]) for form in forms))
 
 
 def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
@@ -506,55 +543,64 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 # ------------------------------------------------------------------------------------------------ comparison
 
 
-def _find_faults(evaluate: _Evaluator, vocab_size: int, seed: int, unwanted: dict[Form, str]) -> dict[Form, str]:
+def _find_faults(evaluate: _Evaluator, unwanted: dict[Form, str]) -> dict[Form, str]:
     """Why forms are refused; where time is short, groups are refused untried."""
     RaggedBatch([evaluate.make_caches()] * 2)  # raises for a class without ragged form, before anything is evaluated
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
     faults = unwanted.copy()
     if not evaluate.can_share:
         faults[Form.GROUPS] = "the model has no layer in which rows could share buffers"
-    elif not evaluate.affords(len(borders) * _tokens_per_trial([Form.ROWS, Form.GROUPS])):
+    elif not evaluate.affords(len(borders) * _tokens_for([Form.ROWS, Form.GROUPS])):
         faults[Form.GROUPS] = "trying it takes too much time"
     elif not evaluate.has_spans:
         faults[Form.HEADS] = "no layer keeps all tokens"
-    elif not unwanted and not evaluate.affords(len(borders) * _tokens_per_trial(_TRIALS)):
+    elif not unwanted and not evaluate.affords(len(borders) * _tokens_for(_TRIALS)):
         faults[Form.HEADS] = "trying it takes too much time"
-    evaluate.require(len(borders) * _tokens_per_trial([Form.ROWS]))
+    evaluate.require(len(borders) * _tokens_for([Form.ROWS]))
     for border in borders:
         forms = list(_TRIALS)[: min((list(_TRIALS).index(form) for form in faults), default=None)]
-        faults |= _find_faults_at(evaluate, border, vocab_size, seed, forms)
+        ways = {form: _ways_of(_TRIALS[form]) for form in forms}
+        faults |= _find_faults_at(evaluate, border, _ONE_TOKEN, ways, "they differ from each alone")
         if Form.ROWS in faults:
             break
     return faults
 
 
+_Way: TypeAlias = Callable[[_Rows], _Trace]
+_Key = TypeVar("_Key")
+
+
+def _ways_of(trials: Iterable[_Trial]) -> list[_Way]:
+    return [partial(_Rows.together, trial=trial) for trial in trials]
+
+
 def _find_faults_at(
-    evaluate: _Evaluator, border: int, vocab_size: int, seed: int, forms: Sequence[Form]
-) -> dict[Form, str]:
-    faults, suspects = dict[Form, str](), dict[Form, dict[_Observed, float]]()
+    evaluate: _Evaluator, border: int, steps: _Steps, ways: Mapping[_Key, Sequence[_Way]], what: str
+) -> dict[_Key, str]:
+    """For each key, why one of its ways is refused: `what` is said of a difference."""
+    faults, suspects = dict[_Key, str](), dict[_Key, dict[_Observed, float]]()
     for trial in range(_NUM_TRIALS):
-        pending = [form for form in forms if form not in faults and (trial == 0 or suspects[form])]
+        pending = [key for key in ways if key not in faults and (trial == 0 or suspects[key])]
         if not pending:
             break
-        evaluate.require(_tokens_per_trial(pending))
-        rows = _Rows(evaluate, border, vocab_size, seed + trial)
+        evaluate.require(_tokens_per_trial(steps, sum(len(ways[key]) for key in pending)))
+        rows = _Rows(evaluate, border, trial, steps)
         alone, in_chunks = rows.alone(), rows.in_chunks()
-        for form in pending:
+        for key in pending:
             try:
-                traces = [rows.together(trial) for trial in _TRIALS[form]]
-                found = _suspects(traces, evaluate.eps, alone, in_chunks)
+                found = _suspects([way(rows) for way in ways[key]], evaluate.eps, alone, in_chunks)
             except NotProven:
                 raise
             except Exception as error:  # it only shows that this model cannot be called in this way
-                faults[form], suspects[form] = _refusal(error), {}
+                faults[key], suspects[key] = _refusal(error), {}
                 continue
-            suspects[form] = {key: found[key] for key in suspects.get(form, found) if key in found}
-    return faults | {form: _told(found, border) for form, found in suspects.items() if found}
+            suspects[key] = {place: found[place] for place in suspects.get(key, found) if place in found}
+    return faults | {key: f"{what} by {_told(found, border)}" for key, found in suspects.items() if found}
 
 
 def _told(suspects: dict[_Observed, float], border: int) -> str:
     key, error = max(suspects.items(), key=lambda item: item[1])
-    return f"they differ from each alone by {error:.2g} of a value, row {key.row} at {border} tokens"
+    return f"{error:.2g} of a value, row {key.row} at {border} tokens"
 
 
 def _suspects(traces: Sequence[_Trace], eps: float, alone: _Trace, in_chunks: _Trace) -> dict[_Observed, float]:
@@ -587,14 +633,6 @@ def _difference(found: NDArray[np.float32], expected: NDArray[np.float32], scale
 
 # ------------------------------------------------------------------------------------------------ feeds
 
-_FEEDS = {1: ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))}
-"""By row, as in `_Rows`: the tokens that each step feeds, and how many stay."""
-_FLAT_FEEDS = {
-    0: ((3, 2), (1, 1), (2, 1), (1, 1), (1, 1)),
-    1: ((1, 1), (5, 3), (2, 1), (3, 1), (1, 1)),
-    2: ((2, 1), (4, 2), (2, 2), (1, 1), (1, 1)),
-}
-_MOST_FED_TOKENS = 5
 _FLAT_TRIALS: dict[Form, Sequence[_Trial]] = {
     Form.ROWS: [_Trial()],
     Form.GROUPS: [_Trial([[0, 1, 2]]), _Trial([[1, 2]])],
@@ -616,9 +654,9 @@ def find_feed_fault(
     def find(evaluate: _Evaluator) -> str | None:
         if (fixed := find_fixed(evaluate.make_caches())) is not None:
             return f"{fixed} cannot forget its last tokens"
-        return _first_feed_fault(evaluate, vocab_size, seed, _FEEDS, [_FedRows.in_feeds])
+        return _first_feed_fault(evaluate, _FEEDS, [_Rows.in_feeds])
 
-    fault = _fault_in_time(partial(find, _Evaluator(model, clock, max_seconds)))
+    fault = _fault_in_time(partial(find, _Evaluator(model, vocab_size, clock, max_seconds, seed)))
     if fault is not None:
         logger.info("a step takes one token of a row, because %s", fault)
     return fault
@@ -639,10 +677,9 @@ def find_flat_fault(
 
     def find(evaluate: _Evaluator) -> str | None:
         RaggedBatch([evaluate.make_caches()] * 2).flat([2, 1])  # raises for a class without this form
-        together = [partial(_FedRows.together, trial=trial) for trial in trials]
-        return _first_feed_fault(evaluate, vocab_size, seed, _FLAT_FEEDS, together)
+        return _first_feed_fault(evaluate, _FLAT_FEEDS, _ways_of(trials))
 
-    fault = _fault_in_time(partial(find, _Evaluator(model, clock, max_seconds)))
+    fault = _fault_in_time(partial(find, _Evaluator(model, vocab_size, clock, max_seconds, seed)))
     if fault is not None:
         logger.info("rows with several tokens in a step take turns, because %s", fault)
     return fault
@@ -653,98 +690,17 @@ def _fault_in_time(find: Callable[[], str | None]) -> str | None:
         return find()
     except NotProven as error:
         return f"it is not proven that there may be more: {error}"
-    except NotRagged as error:
-        return str(error)
     except Exception as error:  # it only shows that this model cannot be called in this way
         return _refusal(error)
 
 
-_Feeds: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
-
-
-def _first_feed_fault(
-    evaluate: _Evaluator, vocab_size: int, seed: int, feeds: _Feeds, ways: "Sequence[Callable[[_FedRows], _Trace]]"
-) -> str | None:
-    """Names the first border at which one of the `ways` differs from one by one."""
+def _first_feed_fault(evaluate: _Evaluator, steps: _Steps, ways: Sequence[_Way]) -> str | None:
+    """At the first border at which one of the `ways` differs from one by one."""
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
-    num_fed, num_kept = (sum(step[part] for steps in feeds.values() for step in steps) for part in (0, 1))
     # Recurrent layers evaluate some tokens again, at most all.
-    evaluate.require(len(borders) * (2 * _SHORT_TOKENS + 2 * num_kept + (len(ways) + 1) * num_fed))
+    evaluate.require(len(borders) * _tokens_per_trial(steps, len(ways) + 1))
     for border in borders:
-        suspects: dict[_Observed, float] | None = None
-        for trial in range(_NUM_TRIALS):
-            rows = _FedRows(evaluate, border, vocab_size, seed + trial, feeds)
-            traces = [way(rows) for way in ways]
-            found = _suspects(traces, evaluate.eps, rows.one_by_one(), rows.in_one_chunk())
-            suspects = {key: error for key, error in found.items() if suspects is None or key in suspects}
-            if not suspects:
-                break
-        if suspects:
-            error = max(suspects.values())
-            return f"several at once differ from one by one by {error:.2g} of a value at {border} tokens"
+        faults = _find_faults_at(evaluate, border, steps, {"": ways}, "several at once differ from one by one")
+        if faults:
+            return faults[""]
     return None
-
-
-class _FedRows:
-    """Rows that feed several tokens in some steps; one passes the border."""
-
-    def __init__(self, evaluate: _Evaluator, border: int, vocab_size: int, seed: int, feeds: _Feeds) -> None:
-        rng = np.random.default_rng([border, seed, len(feeds)])
-        self._evaluate = evaluate
-        self._rows = _Rows(evaluate, border, vocab_size, seed)
-        self._feeds = feeds
-        num_kept = {row: sum(kept for _, kept in steps) for row, steps in feeds.items()}
-        self._tokens = {row: rng.integers(0, vocab_size, count).tolist() for row, count in num_kept.items()}
-        self._rejected: list[int] = rng.integers(0, vocab_size, _MOST_FED_TOKENS).tolist()
-
-    def one_by_one(self) -> _Trace:
-        trace: _Trace = {}
-        for row, tokens in self._tokens.items():
-            caches = self._rows.make(row)
-            trace |= _observe(row, caches, [self._evaluate([[token]], caches)[0, -1] for token in tokens])
-        return trace
-
-    def in_one_chunk(self) -> _Trace:
-        trace: _Trace = {}
-        for row, tokens in self._tokens.items():
-            caches = self._rows.make(row)
-            trace |= _observe(row, caches, list(self._evaluate([tokens], caches)[0]))
-        return trace
-
-    def in_feeds(self) -> _Trace:
-        """Each row by itself."""
-        trace: _Trace = {}
-        for row, steps in self._feeds.items():
-            caches, known, logits = self._rows.make(row), list[int](), list[mx.array]()
-            for num_fed, num_kept in steps:
-                fed = [*known, *self._feed(row, len(logits), num_fed, num_kept)]
-                kept = fed[: len(known) + num_kept]
-                rewind = Rewind(caches)
-                logits += list(self._evaluate([fed], caches)[0, len(known) : len(kept)])
-                known = kept[rewind.keep(len(kept), len(fed)) :]
-            trace |= _observe(row, caches, logits)
-        return trace
-
-    def together(self, trial: _Trial) -> _Trace:
-        rows, head = {row: _TrialRow(self._rows.make(row)) for row in self._feeds}, self._evaluate.make_caches()
-        for row in trial.on_head:
-            self._rows.put_on_head(rows[row].caches, head)
-        peers = trial.on_head or tuple(rows)
-        groups = [[peers.index(row) for row in group] for group in trial.groups]
-        batch = DecodeBatch(partial(_choose_these, groups), _MOST_FED_TOKENS)
-        logits: dict[int, list[mx.array]] = {row: [] for row in rows}
-        for steps in zip(*self._feeds.values(), strict=True):
-            layers = batch.arrange(list(rows.values()), float("inf"), [num_fed for num_fed, _ in steps])
-            order = {row: steps[row] for one in batch.rows for row in rows if rows[row] is one}
-            fed = {row: self._feed(row, len(logits[row]), *counts) for row, counts in order.items()}
-            with ragged_attention():
-                found = iter(self._evaluate([[token] for tokens in fed.values() for token in tokens], layers)[:, -1])
-            batch.advance()
-            batch.settle([num_kept for _, num_kept in order.values()])
-            for row, (_, num_kept) in order.items():
-                logits[row] += [next(found) for _ in fed[row]][:num_kept]
-        batch.dissolve()
-        return {key: value for row in rows for key, value in _observe(row, rows[row].caches, logits[row]).items()}
-
-    def _feed(self, row: int, start: int, num_fed: int, num_kept: int) -> list[int]:
-        return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]
