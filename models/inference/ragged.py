@@ -21,6 +21,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
@@ -121,15 +122,14 @@ class RaggedLayer:
 
     _foldings: Sequence[Folding] | None = None
 
-    def __init__(self, members: Sequence[LayerCache | GroupLayer], offsets: "OffsetArrays") -> None:
+    def __init__(self, members: Sequence[LayerCache | GroupLayer]) -> None:
         self.members = list(members)
         self._cuts = _cuts([_num_rows(member) for member in members])
-        self._offsets = offsets
 
     @property
     def offset(self) -> mx.array:
         """Tokens in each row's cache, `[num_rows]`, for rotary embeddings."""
-        return self._offsets.of(self.members)
+        return _offset_array(tuple(_offsets_of(self.members)))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
         """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns all of each member's cache."""
@@ -264,18 +264,10 @@ def _num_rows(member: LayerCache | GroupLayer) -> int:
     return len(member.offsets) if isinstance(member, GroupLayer) else 1
 
 
-class OffsetArrays:
-    """One array of row offsets for all layers with the same ones."""
-
-    def __init__(self) -> None:
-        self._offsets: tuple[int, ...] = ()
-        self._array = mx.array([], dtype=mx.int32)
-
-    def of(self, members: Sequence[LayerCache | GroupLayer]) -> mx.array:
-        """Offsets of the members' rows, int32 `[num_rows]`."""
-        if (found := tuple(_offsets_of(members))) != self._offsets:
-            self._offsets, self._array = found, mx.array(found, dtype=mx.int32)
-        return self._array
+@lru_cache(16)
+def _offset_array(offsets: tuple[int, ...]) -> mx.array:
+    """One array for all layers with the same offsets."""
+    return mx.array(offsets, dtype=mx.int32)
 
 
 def _offsets_of(members: Sequence[LayerCache | GroupLayer]) -> list[int]:
@@ -298,7 +290,6 @@ class RaggedBatch:
     def __init__(self, members: "Sequence[_Member]") -> None:
         """Members on one head must be neighbours. Raises `NotRagged`."""
         self.rows = [row for member in members for row in _rows_of(member)]
-        self._offsets = OffsetArrays()
         leaves = itertools.count()
         self.layers = [self._join(column, members, leaves) for column in zip(*self.rows, strict=True)]
 
@@ -337,7 +328,7 @@ class RaggedBatch:
             raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
         held = _layers_of(members, column, leaf)
         is_one_group = len(held) == 1 and isinstance(held[0], GroupLayer) and held[0].head is None
-        return held[0] if is_one_group else RaggedLayer(held, self._offsets)
+        return held[0] if is_one_group else RaggedLayer(held)
 
 
 def _flat(layer: LayerCache, step: FlatStep) -> LayerCache:
