@@ -18,7 +18,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from cache.snapshots import RestorePointKind
+from cache.snapshots import RestorePointKind, has_whole_snapshot
 from cache.trie import Node
 from cache.types import LayerKinds
 
@@ -335,10 +335,7 @@ class Valuation:
         return Chance.CURRENT
 
     def _is_point(self, node: Node) -> bool:
-        if not self._needs_snapshots:
-            return True
-        snapshot = node.snapshot
-        return snapshot is not None and (snapshot.recurrent is not None or not self._layout.has_recurrent)
+        return not self._needs_snapshots or has_whole_snapshot(self._layout, node)
 
     def _base(self, node: Node) -> int:
         if not self._needs_snapshots:

@@ -53,6 +53,11 @@ def _can_restore(layout: LayerKinds, node: Node, offset: int, cover: tuple[int, 
     return cover is not None and cover[0] <= max(0, offset - layout.window) and offset <= cover[1]
 
 
+def has_whole_snapshot(layout: LayerKinds, node: Node) -> bool:
+    """Whether a node has a snapshot with all of its kinds of state; of window rows perhaps some."""
+    return node.snapshot is not None and (node.snapshot.recurrent is not None or not layout.has_recurrent)
+
+
 def cover(path: Sequence[Node]) -> tuple[int, int] | None:
     """The last unbroken range of window rows."""
     cover = None

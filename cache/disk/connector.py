@@ -19,7 +19,7 @@ from cache.disk.tier import DiskTier
 from cache.disk.tree import START, DiskPlace
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
-from cache.snapshots import KeptPoint, window_rows
+from cache.snapshots import KeptPoint, has_whole_snapshot, window_rows
 from cache.trie import Node, NodeMatch, Snapshot
 from cache.types import TokenArray
 
@@ -127,7 +127,7 @@ class DiskConnector:
         self.tier.notice_written()
         path = node.path()
         disk_path = _DiskPath(namespace, path, self._place(namespace, path))
-        is_wanted = self._has_whole_snapshot(node) and node in self._wanted_snapshots(disk_path)
+        is_wanted = has_whole_snapshot(self._layout, node) and node in self._wanted_snapshots(disk_path)
         is_needed = (
             is_wanted or not self._layout.needs_snapshots or self.tier.tree.goes_on(disk_path.place, node.stop)
         )
@@ -163,7 +163,9 @@ class DiskConnector:
 
     def _wanted_snapshots(self, disk_path: "_DiskPath") -> list[Node]:
         nodes = {
-            node.stop: node for node in disk_path.path if self._has_whole_snapshot(node) and not node.is_volatile
+            node.stop: node
+            for node in disk_path.path
+            if has_whole_snapshot(self._layout, node) and not node.is_volatile
         }
         points = [KeptPoint(node.stop, node.kind, len(node.children) > 1) for node in nodes.values()]
         if disk_path.path[-1].children:
@@ -175,10 +177,6 @@ class DiskConnector:
         size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
         min_gain = int(GAIN_RATIO * size / self.bytes_per_token) if self.bytes_per_token else 0
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
-
-    def _has_whole_snapshot(self, node: Node) -> bool:
-        snapshot = node.snapshot
-        return snapshot is not None and (snapshot.recurrent is not None or not self._layout.has_recurrent)
 
     def _save_span(self, disk_path: "_DiskPath", node: Node, segment: Segment, used_at: int | None = None) -> None:
         tokens = disk_path.tokens[: node.stop]
