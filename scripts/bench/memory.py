@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -449,7 +449,7 @@ def _worker(shape: Shape, runner: ShapeRunner, answers: Answers) -> Worker:
     shape.evaluate(sample, 8)
     cache.calibrate(sample)
     return Worker(
-        runner,
+        cast(Any, runner),
         cache,
         Silent,
         eos_token_ids=frozenset({NEVER}),

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -278,7 +278,7 @@ class Replay:
         cache.calibrate(layout.make_caches())
         self._runner, self._now = SizedRunner(math.inf if heads else None), 0.0
         self._worker = Worker(
-            self._runner,
+            cast(Any, self._runner),
             cache,
             Silent,
             eos_token_ids=frozenset(),

@@ -16,15 +16,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cache.prefix_cache import PrefixCache
 from models.errors import RowLost
 from models.output.grammar import MaskWords
 from server.engine.feeds import Feed, FeedSteps
 from server.engine.request import is_out_of_memory
-from server.engine.runner_port import RunnerPort, Step
 from server.engine.sequence import Sequence, SequenceTable
 from server.engine.speculation import Speculation
+
+if TYPE_CHECKING:
+    from models.inference.runner import DecodeStep, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 class InFlightStep:
     """A launched decode step and its sequences."""
 
-    step: Step
+    step: "DecodeStep"
     sequences: list[Sequence]
     is_read: bool = False
     waits: bool = False
@@ -44,7 +47,7 @@ class DecodePipeline:
 
     def __init__(
         self,
-        runner: RunnerPort,
+        runner: "Runner",
         prefix_cache: PrefixCache,
         table: SequenceTable,
         clock: Callable[[], float],

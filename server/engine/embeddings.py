@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from cache.reclaim import SetAside
 from models.adapter import NO_ADAPTER
@@ -19,30 +19,13 @@ from models.errors import ModelError
 from models.formats import Reading, Vector
 from server.engine.request import EngineError, PromptTooLarge, StepFailed, TokenArray, check_device
 
+if TYPE_CHECKING:
+    from models.inference.embedding import Embedder, LongText
+
 logger = logging.getLogger(__name__)
 
 STEPS_BEHIND_CHAT = 8
 MAX_TOGETHER = 256
-
-
-class LongTextPort(Protocol):
-    """One text, evaluated piece by piece."""
-
-    def feed(self, tokens: TokenArray, /) -> None:
-        """Evaluates the next tokens."""
-
-    def vector(self) -> Vector:
-        """The vector of all tokens fed."""
-
-
-class EmbedderPort(Protocol):
-    """`models.inference.embedding.Embedder` is the real one."""
-
-    def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int, /) -> list[Vector]:
-        """The vectors of texts evaluated together."""
-
-    def begin(self, reading: Reading, adapter: int, /) -> LongTextPort:
-        """Begins a long text."""
 
 
 @dataclass(eq=False)
@@ -89,14 +72,14 @@ class _Text:
 @dataclass(eq=False)
 class _Running:
     text: _Text
-    run: LongTextPort
+    run: "LongText"
     offset: int = 0
 
 
 class Embeddings:
     """Waiting texts, and the long text being evaluated."""
 
-    def __init__(self, embedder: EmbedderPort, aside: SetAside, chunk_tokens: int) -> None:
+    def __init__(self, embedder: "Embedder", aside: SetAside, chunk_tokens: int) -> None:
         self._embedder = embedder
         self._aside = aside
         self._chunk_tokens = chunk_tokens

@@ -9,15 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from cache.prefix_cache import PrefixCache
 from models.inference.sampling_state import Draft
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 from server.engine.request import Event
-from server.engine.runner_port import RunnerPort, Step
 from server.engine.sequence import Sequence, SequenceTable
 from server.engine.speculation import Drafting, Speculation
+
+if TYPE_CHECKING:
+    from models.inference.runner import DecodeStep, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ class FeedSteps:
 
     def __init__(
         self,
-        runner: RunnerPort,
+        runner: "Runner",
         prefix_cache: PrefixCache,
         table: SequenceTable,
         speculation: Speculation,
@@ -192,7 +195,7 @@ class FeedSteps:
                 self._close_if_ended(feed.sequence)
         return fault
 
-    def _prepared(self, feeds: list[Feed]) -> Step:
+    def _prepared(self, feeds: list[Feed]) -> "DecodeStep":
         is_bound = any(feed.sequence.output.is_bound for feed in feeds)
         for feed in feeds:
             feed.sequence.decode.row.known = [*feed.sequence.decode.known]
@@ -211,7 +214,7 @@ class FeedSteps:
 
     # -- after it
 
-    def _settling_fault(self, step: Step, feeds: list[Feed]) -> Exception | None:
+    def _settling_fault(self, step: "DecodeStep", feeds: list[Feed]) -> Exception | None:
         """What was accepted is told first: it is right, whatever becomes of the state."""
         try:
             self._settle(step, feeds)
@@ -219,7 +222,7 @@ class FeedSteps:
             return error
         return None
 
-    def _settle(self, step: Step, feeds: list[Feed]) -> None:
+    def _settle(self, step: "DecodeStep", feeds: list[Feed]) -> None:
         held = self._runner.settle(step, [feed.num_accepted for feed in feeds])
         for feed, num_held in zip(feeds, held, strict=True):
             sequence = feed.sequence

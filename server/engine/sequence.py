@@ -9,7 +9,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -39,9 +39,11 @@ from server.engine.request import (
     check_device,
     is_out_of_memory,
 )
-from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, Ticket, choose_to_wait, ticket_for
 from server.engine.speculation import Drafting
+
+if TYPE_CHECKING:
+    from models.inference.runner import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +320,7 @@ class SequenceTable:
 
     def __init__(
         self,
-        runner: RunnerPort,
+        runner: "Runner",
         prefix_cache: PrefixCache,
         scheduler: Scheduler,
         sessions: EngineSessions,

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from cache.budget import BudgetExceeded, PinnedFull
 from cache.lease import Lease, Tier
@@ -22,7 +23,7 @@ from cache.slots import Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from server.engine.decode import DecodePipeline
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
-from server.engine.embeddings import EmbedderPort, EmbeddingJob, Embeddings
+from server.engine.embeddings import EmbeddingJob, Embeddings
 from server.engine.output import MakeDecoder
 from server.engine.request import (
     EngineStats,
@@ -35,10 +36,13 @@ from server.engine.request import (
     RequestCounts,
     Started,
 )
-from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import LOOKAHEAD, Phase, Scheduler, Ticket, choose_to_wait
 from server.engine.sequence import EngineSessions, Sequence, SequenceTable, Sink
 from server.engine.speculation import Speculation
+
+if TYPE_CHECKING:
+    from models.inference.embedding import Embedder
+    from models.inference.runner import Runner
 
 MAX_SCORED_TOKENS = 128
 """The longest chunk whose logits are all computed: 76 MiB of float32 with 150 000 words."""
@@ -55,7 +59,7 @@ class Prefill:
 
     def __init__(
         self,
-        runner: RunnerPort,
+        runner: "Runner",
         prefix_cache: PrefixCache,
         scheduler: Scheduler,
         table: SequenceTable,
@@ -259,7 +263,7 @@ class Worker:
 
     def __init__(
         self,
-        runner: RunnerPort,
+        runner: "Runner",
         prefix_cache: PrefixCache,
         make_decoder: MakeDecoder,
         *,
@@ -267,7 +271,7 @@ class Worker:
         chunk_tokens: int,
         expected_tokens: int,
         clock: Callable[[], float],
-        embedder: EmbedderPort,
+        embedder: "Embedder",
         sessions: EngineSessions | None = None,
         speculation: Speculation | None = None,
     ) -> None:

@@ -4,14 +4,13 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
-from server.engine.embeddings import EmbedderPort
 from server.engine.request import Delta, Event, Failed, Finished, GenerationRequest, Started
 from server.engine.worker import Worker
 from tests.support.fake_embedder import FakeEmbedder
@@ -75,7 +74,7 @@ def make_worker(
     chunk_tokens: int = 16,
     disk: DiskTier | None = None,
     clock: Callable[[], float] = time.monotonic,
-    embedder: EmbedderPort | None = None,
+    embedder: Any = None,
     speculation: Any = None,
 ) -> Worker:
     """Returns a worker over a runner, with a cache of its own."""
@@ -89,7 +88,7 @@ def make_worker(
         chunk_tokens=chunk_tokens,
         expected_tokens=EXPECTED_TOKENS,
         clock=clock,
-        embedder=embedder or FakeEmbedder(),
+        embedder=cast(Any, embedder or FakeEmbedder()),
         speculation=speculation,
     )
 

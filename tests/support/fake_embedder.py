@@ -31,7 +31,7 @@ class FakeLongText:
 
 @dataclass
 class FakeEmbedder:
-    """Satisfies `EmbedderPort`. `log` holds, for each piece, the lengths of the texts in it."""
+    """In place of an `Embedder`. `log` holds, for each piece, the lengths of the texts in it."""
 
     log: list[tuple[int, ...]] = field(default_factory=list)
     fault: Callable[[Sequence[TokenArray]], Exception | None] = lambda texts: None
