@@ -25,26 +25,3 @@ from mlx_lm.utils import (
     quantize_model,
     save,
 )
-
-__all__ = [
-    "MODEL_REMAPPING",
-    "ArraysCache",
-    "CacheList",
-    "ChunkedKVCache",
-    "KVCache",
-    "QuantizedKVCache",
-    "QuantizedSwitchLinear",
-    "RotatingKVCache",
-    "SwitchLinear",
-    "TokenizerWrapper",
-    "create_attention_mask",
-    "get_total_parameters",
-    "infer_quant_config",
-    "load_model",
-    "load_tokenizer",
-    "make_prompt_cache",
-    "quantize_model",
-    "quantized_attention",
-    "save",
-    "set_wired_limit",
-]
