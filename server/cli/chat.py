@@ -27,7 +27,7 @@ from models.prompt.shapes import Message
 from server.app.config import ServerConfig
 from server.app.log import configure_logging, num_columns
 from server.cli.ask import FIND_SECONDS, KeyNeeded, bearer, find_served, known_urls, models_at
-from server.cli.keys import keys_unseen, loading
+from server.cli.keys import INTERRUPTED, keys_unseen, loading
 from server.cli.recipes import Served
 from server.cli.repl import conversation
 from server.cli.repl.commands import NO_IMAGES, QUOTES, Commands, find_image, is_image
@@ -92,9 +92,6 @@ class Screen:
 
 PROMPT = ">>> "
 CONTINUATION = "... "
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
-
 _LEAVE = ("bye", "exit", "quit")
 
 
