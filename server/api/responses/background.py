@@ -7,14 +7,11 @@ are bounded in number by namespace, in bytes together, and in time. Event loop o
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from server.api.answer import Answer
 from server.api.errors import ApiError, Code, retry_later, wrong
 from server.app.config import ServerConfig
-
-if TYPE_CHECKING:
-    from server.api.responses.create import ResponseExchange
 
 MAX_RUNNING: Final = 16
 MAX_RUNS: Final = 256
@@ -27,15 +24,26 @@ KEPT_SECONDS: Final = 600
 RETRY_SECONDS: Final = 5
 
 
+class Written(Protocol):
+    """A response that is being written."""
+
+    def written(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yields all events, the last one that of any failure."""
+
+    async def broken_off(self, error: ApiError | None) -> bytes:
+        """The last event of a response that took too long, or, without an error, was cancelled."""
+
+    def now(self) -> Mapping[str, Any]:
+        """The response so far."""
+
+
 class BackgroundRun:
     """One response, unfinished or ended."""
 
-    def __init__(
-        self, runs: "BackgroundRuns", place: tuple[str, str], written: "ResponseExchange", answer: Answer
-    ) -> None:
+    def __init__(self, runs: "BackgroundRuns", place: tuple[str, str], written: Written, answer: Answer) -> None:
         self._runs = runs
         self._place = place
-        self._written: ResponseExchange | None = written
+        self._written: Written | None = written
         self._answer: Answer | None = answer
         """Both are None at the end, which frees the prompt."""
         self._response: Mapping[str, Any] = {}
@@ -104,7 +112,7 @@ class BackgroundRun:
             self._wake()
             asyncio.get_running_loop().call_later(KEPT_SECONDS, self._runs.forget, *self._place)
 
-    async def _write(self, written: "ResponseExchange", answer: Answer) -> ApiError | None:
+    async def _write(self, written: Written, answer: Answer) -> ApiError | None:
         """Why a response was broken off, unless by a cancel."""
         try:
             async with asyncio.timeout(MAX_SECONDS):
@@ -139,7 +147,7 @@ class BackgroundRuns:
         """A run that is kept."""
         return self._runs.get((namespace, name))
 
-    def add(self, written: "ResponseExchange", answer: Answer) -> BackgroundRun:
+    def add(self, written: Written, answer: Answer) -> BackgroundRun:
         """A new run, to be made; raises ApiError (429), which refuses the answer."""
         request = answer.runs[0].open.request
         running = [space for (space, _), run in self._runs.items() if not run.has_ended]

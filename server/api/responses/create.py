@@ -388,7 +388,7 @@ class ResponseExchange(Exchange):
         return self.written(answer) if self._run is None else self._run.events()
 
     async def written(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields numbered events, whoever reads them; the last one tells any failure."""
+        """Yields numbered events, whoever reads them."""
         async for event in self._told(answer):
             yield self._numbered(event)
 
@@ -414,7 +414,7 @@ class ResponseExchange(Exchange):
         return {**self._response, "output": self._output.so_far} if is_open else self._response
 
     async def broken_off(self, error: ApiError | None) -> bytes:
-        """The last event of a response that took too long, or, without an error, was cancelled."""
+        """As `Written.broken_off`."""
         return self._numbered(await self._cut("cancelled" if error is None else "failed", error))
 
     def _numbered(self, event: ResponseEvent) -> bytes:

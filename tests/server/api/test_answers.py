@@ -426,7 +426,7 @@ def test_a_long_prefill_shows_how_far_it_is(
 
 
 def test_fields_without_meaning_are_listed_at_debug(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "server.api.dialect")
+    caplog.set_level(logging.DEBUG, "server.api.bodies")
     ask(client, zeta=1, alpha={"b": 2}, n=1)
     [record] = caplog.records
     assert record.getMessage().endswith("alpha, zeta")
