@@ -181,8 +181,8 @@ Tell: TypeAlias = Callable[[CacheEvent], None]
 class MovedState:
     """Sums since the cache was made."""
 
-    num_page_ins: int = 0
-    num_page_outs: int = 0
+    page_ins: int = 0
+    page_outs: int = 0
     disk_written_bytes: int = 0
     disk_read_bytes: int = 0
 

@@ -179,8 +179,8 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
 _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ("num_preemptions", "Times that a running request had to wait for memory.", lambda s: s.num_preempted),
     ("evictions", "Leaves and snapshots given up for lack of memory.", lambda s: s.cache.num_evictions),
-    ("page_ins", "Times that stored state was made live.", lambda s: s.cache.moved.num_page_ins),
-    ("page_outs", "Times that live state left its slot.", lambda s: s.cache.moved.num_page_outs),
+    ("page_ins", "Times that stored state was made live.", lambda s: s.cache.moved.page_ins),
+    ("page_outs", "Times that live state left its slot.", lambda s: s.cache.moved.page_outs),
     ("disk_written_bytes", "Bytes of state written to disk.", lambda s: s.cache.moved.disk_written_bytes),
     ("disk_read_bytes", "Bytes of state read from disk.", lambda s: s.cache.moved.disk_read_bytes),
     ("disk_files_gone", "Files missing or damaged when they were read.", lambda s: s.cache.num_disk_files_gone),

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from cache.budget import MovedState
 from server.api.activity import EventLog, Listener, LiveEvent, Lost, Sums, frame_of
 from server.api.bodies import BodyModel
 from server.api.call import AnswerStream
@@ -128,15 +129,6 @@ class SlotCountsBody(TypedDict):
     idle: int
 
 
-class MovedBody(TypedDict):
-    """State moved since the model was loaded."""
-
-    page_ins: int
-    page_outs: int
-    disk_written_bytes: int
-    disk_read_bytes: int
-
-
 class ModelStatsBody(TypedDict):
     """What a loaded model does and holds."""
 
@@ -146,7 +138,7 @@ class ModelStatsBody(TypedDict):
     preemptions: int
     slots: SlotCountsBody
     cache: CacheCountsBody
-    moved: MovedBody
+    moved: MovedState
     disk_budget_bytes: int | None
     drafts: DraftStats | None
     """None where no answer is drafted."""
@@ -238,7 +230,7 @@ def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> Model
         "preemptions": stats.num_preempted,
         "slots": body_of(SlotCountsBody, requests, total=total, idle=max(total - busy, 0)),
         "cache": body_of(CacheCountsBody, stats.cache),
-        "moved": body_of(MovedBody, stats.cache.moved),
+        "moved": stats.cache.moved,
         "disk_budget_bytes": context.config.cache_disk_bytes if stats.cache.keeps_on_disk else None,
         "drafts": stats.drafts,
     }
