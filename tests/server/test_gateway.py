@@ -22,7 +22,7 @@ from server.api.sessions import SESSION_HEADERS, SESSION_METADATA
 from tests.support.server_process import Process
 
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin:/usr/local/bin:/usr/bin")
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 300.0
 NUM_CONVERSATIONS, NUM_TURNS = 8, 4
 SYSTEM = {"role": "system", "content": "Answer in few words."}
 FORMS = ("in the header", "in the body", "absent")
