@@ -156,3 +156,9 @@ def _closed_below(key: str, value: Any) -> Any:
     if key in _LISTS_OF_SCHEMAS and isinstance(value, list):
         return [_closed(schema) for schema in value]
     return _closed(value) if key in _SCHEMAS else value
+
+
+def allows(words: MaskWords, token: int) -> bool:
+    """Whether a mask allows a token."""
+    word, bit = divmod(token, 32)
+    return word < len(words) and bool(int(words[word]) >> bit & 1)

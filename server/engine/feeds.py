@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cache.prefix_cache import PrefixCache
 from models.inference.sampling_state import Draft
-from models.output.grammar import MaskWords
+from models.output.grammar import MaskWords, allows
 from models.output.pieces import TokenLogprob
 from server.engine.request import Event
 from server.engine.sequence import Sequence, SequenceTable
@@ -150,7 +150,7 @@ class FeedSteps:
         except Exception as error:  # of the device
             logger.warning("drafting failed: %s", error)
             for sequence in sequences:
-                sequence.may_draft = False
+                _drafting(sequence).forgo_drafter()
             return [[] for _ in sequences]
         self._speculation.observe_drafting(wanted, self._clock() - begun)
         return drafts
@@ -170,7 +170,10 @@ class FeedSteps:
         except Exception as error:  # an error of the grammar concerns this row only
             self._table.fail_bound(sequence, error)
             return None
-        draft = draft[: len(masks) - 1]
+        cut = len(masks) - 1
+        if draft[cut:] and (mask := masks[cut]) is not None and not allows(mask, draft[cut]):
+            _drafting(sequence).learn(cut + 1, cut, first=cut)
+        draft = draft[:cut]
         num_fed = len(sequence.decode.known) + len(draft)
         return Feed(sequence, draft, masks, num_fed, sequence.output.reason is not None)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from models.errors import GrammarFailed
-from models.output.grammar import MaskWords, OutputGrammar
+from models.output.grammar import MaskWords, OutputGrammar, allows
 from models.output.pieces import MarkerSearch, ReasoningWatch, TokenLogprob
 from models.output.tool_calls import CallWatch
 from server.engine.request import Delta, FinishReason, GenerationRequest
@@ -93,12 +93,6 @@ class GrammarConstraint:
             except GrammarFailed:  # raised again if the output comes so far
                 break
         return masks
-
-
-def allows(words: MaskWords, token: int) -> bool:
-    """Whether a mask allows a token."""
-    word, bit = divmod(token, 32)
-    return word < len(words) and bool(int(words[word]) >> bit & 1)
 
 
 class Output:

@@ -132,9 +132,9 @@ class ExpectedText:
         """Odds that forbid drafts return slowly to those of all rows."""
         self._odds.relax(self._shared.values, _RELAX)
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Takes how many drafted tokens came true."""
-        for place in range(min(num_drafted, num_accepted + 1)):
+    def learn(self, num_drafted: int, num_accepted: int, first: int = 0) -> None:
+        """Takes how many drafted tokens came true, from place `first` on."""
+        for place in range(first, min(num_drafted, num_accepted + 1)):
             kind = min(place, len(self._odds.values) - 1)
             self._odds.learn(kind, place < num_accepted)
             self._shared.learn(kind, place < num_accepted)
@@ -413,11 +413,15 @@ class Drafting:
         self.source = self._chosen.source
         return self._chosen.draft(num_tokens) if isinstance(self._chosen, FollowedText) else []
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Takes what became of the last draft."""
+    def learn(self, num_drafted: int, num_accepted: int, first: int = 0) -> None:
+        """Takes what became of the last draft, from place `first` on."""
         for text in self._texts:
             if isinstance(text, ExpectedText) and self.source is text.source:
-                text.learn(num_drafted, num_accepted)
+                text.learn(num_drafted, num_accepted, first)
+
+    def forgo_drafter(self) -> None:
+        """For a drafter that has failed; texts are followed as before."""
+        self._texts = [text for text in self._texts if isinstance(text, FollowedText)]
 
     def choose(self, *, may_follow: bool, may_expect: bool) -> None:
         """Chooses what the next draft is from: a followed text, or the drafter, as far as either may be."""

@@ -38,16 +38,19 @@ class Predicting:
 
     def begin(self, *_: object) -> SimpleNamespace:
         nothing = lambda *_: None  # noqa: E731
-        return SimpleNamespace(push=nothing, end=nothing, accepted_prediction=0, rejected_prediction=0)
+        row = SimpleNamespace(push=nothing, end=nothing, accepted_prediction=0, rejected_prediction=0, drafts=True)
+        row.forgo_drafter = lambda: setattr(row, "drafts", False)
+        return row
 
     def may_draft(self, rows: Sequence[object]) -> bool:
         return True
 
     def plan(
-        self, rows: Sequence[object], limits: list[int], predict: Callable[[list[int]], list[list[int]]]
+        self, rows: Sequence[Any], limits: list[int], predict: Callable[[list[int]], list[list[int]]]
     ) -> list[list[int]]:
         length = next(self._lengths)
-        return predict([min(limit, length) for limit in limits])
+        wanted = [length * row.drafts for row in rows]
+        return predict([*map(min, limits, wanted)]) if any(wanted) else [[] for _ in rows]
 
     def learn(
         self, rows: object, fed: object, drafted: Sequence[int], accepted: Sequence[int], seconds: float

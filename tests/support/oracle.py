@@ -27,11 +27,18 @@ class OracleDrafting:
     accepted: int = 0
     accepted_prediction: int = 0
     rejected_prediction: int = 0
+    refused: list[int] = field(default_factory=list)
+    """Places of tokens in drafts that a grammar forbade."""
 
     def push(self, token: int) -> None:
         """Takes the next token."""
         assert not self.has_ended, "a token behind the end"
         self.output.append(token)
+
+    def learn(self, num_drafted: int, num_accepted: int, first: int) -> None:
+        """Takes a token that cannot come true, before any of its draft is evaluated."""
+        assert num_drafted - 1 == num_accepted == first
+        self.refused.append(first)
 
     def end(self) -> None:
         """Takes the end."""

@@ -475,11 +475,22 @@ def test_a_draft_ends_before_what_a_grammar_forbids(layout: str) -> None:
         """Right, but forbidden at every fourth token."""
         return EOS if len(output) % 4 == 3 else sampled([*prompt, *output], allowed_after([*output]))
 
-    harness, prompt = Drafted(layout, Oracle(after=after)), prompt_of(1, 20)
+    oracle, prompt = Oracle(after=after), prompt_of(1, 20)
+    harness = Drafted(layout, oracle)
     sink = harness.submit(prompt, max_tokens=30, grammar=BOUND)
     harness.run()
     assert sink.tokens == bound_reference(prompt, 30)
     assert harness.runner.feeds and all(drafted <= 3 for ((_, drafted),) in harness.runner.feeds)
+    assert oracle.begun[0].refused.count(3) > 3, "what cannot come true is not counted as wrong"
+
+
+def test_a_draft_of_which_a_grammar_allows_nothing_is_wrong_too() -> None:
+    oracle, prompt = Oracle(after=lambda *_: EOS), prompt_of(1, 20)
+    harness = Drafted(oracle=oracle)
+    sink = harness.submit(prompt, max_tokens=9, grammar=BOUND)
+    harness.run()
+    assert sink.tokens == bound_reference(prompt, 9) and harness.runner.feeds == []
+    assert oracle.begun[0].refused == [0] * oracle.asked and oracle.asked > 3
 
 
 def test_nothing_is_evaluated_behind_the_end_of_a_grammar() -> None:

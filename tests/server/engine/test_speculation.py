@@ -222,9 +222,9 @@ class Said:
             self._at[index] += number + 1
 
 
-def seen_plain(together: bool = True) -> Simulation:
+def seen_plain(together: bool = True, draft_seconds: float | None = None) -> Simulation:
     """Where steps without drafts are known, by rows, and further tokens cost nothing."""
-    simulation = Simulation(flat, together=together)
+    simulation = Simulation(flat, together=together, draft_seconds=draft_seconds)
     for num_rows in [1, 2, 3, 4, 5, 6, 7] * 3:
         simulation.speculation.observe(num_rows, flat(num_rows), 0.0)
     return simulation
@@ -373,6 +373,31 @@ def test_what_an_mtp_module_loses_keeps_no_text_from_being_followed(num_rows: in
         speeds.append(simulation.run(partly_copied_rows(simulation, num_rows)))
     assert speeds[1] >= 0.95 * speeds[0]
     assert speeds[0] > 1.1
+
+
+def test_texts_are_followed_on_once_the_drafter_has_failed() -> None:
+    simulation = Simulation(flat, draft_seconds=0.0001, accuracy=1.0)
+    rows = copied_rows(simulation, 1, 0.02)
+    rows[0][0].forgo_drafter()
+    assert simulation.run(rows) > 3
+    assert simulation.speculation.stats.drafted[DraftSource.MTP] == 0
+
+
+def test_a_drafter_whose_tokens_a_grammar_forbids_is_soon_asked_no_more() -> None:
+    speculation, num_asked = seen_plain(draft_seconds=0.002).speculation, 0
+    row = speculation.begin(request_of([1, 2, 3]), 0)
+
+    def forbidden(wanted: list[int]) -> list[list[int]]:
+        nonlocal num_asked
+        num_asked += 1
+        row.learn(1, 0, first=0)
+        return [[-9]]
+
+    for token in range(100, 140):
+        speculation.observe(1, flat(1), 0.0)
+        speculation.plan([row], [8], forbidden)
+        row.push(token)
+    assert 0 < num_asked < 20
 
 
 def test_an_mtp_module_is_tried_again_once_it_may_pay() -> None:
