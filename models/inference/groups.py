@@ -93,7 +93,7 @@ class Folding(NamedTuple):
         """A folded array as a flat one."""
         if self.length == 1:
             return folded
-        return folded.swapaxes(1, 2).reshape(self.num_tokens, folded.shape[1], 1, -1)
+        return folded.swapaxes(1, 2).reshape(-1, folded.shape[1], 1, folded.shape[3])
 
     @property
     def num_tokens(self) -> int:

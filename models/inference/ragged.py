@@ -76,7 +76,7 @@ class Parts(mx.array):
 
     @property
     def has_heads(self) -> bool:
-        return any(head is not None for head in self.heads)
+        return bool([head for head in self.heads if head is not None])
 
     @property
     def runs(self) -> Iterator[tuple[mx.array | None, range]]:
@@ -175,16 +175,22 @@ class FlatStep:
     def __init__(self, lengths: Sequence[int]) -> None:
         """`lengths` in the order of the batch."""
         self._lengths = lengths
-        self._foldings: dict[tuple[int, ...], list[list[Folding]]] = {}
+        self._foldings: dict[tuple[int, ...], tuple[list[list[Folding]], list[Folding], list[int], list[int]]] = {}
         self._offsets: dict[tuple[int, ...], mx.array] = {}
 
-    def foldings_of(self, members: Sequence[LayerCache | GroupLayer]) -> list[list[Folding]]:
-        """Of each member."""
-        counts, rest = tuple(map(_num_rows, members)), iter(self._lengths)
-        if (found := self._foldings.get(counts)) is None:
-            found = [foldings_of(list(itertools.islice(rest, count))) for count in counts]
-            self._foldings[counts] = found
-        return found
+    def foldings_of(
+        self, members: Sequence[LayerCache | GroupLayer]
+    ) -> tuple[list[list[Folding]], list[Folding], list[int], list[int]]:
+        """Of each member, and of all; where the others than the first begin, of all foldings and of all members."""
+        counts = tuple(map(_num_rows, members))
+        if counts not in self._foldings:
+            rest = iter(self._lengths)
+            by_member = [foldings_of(list(itertools.islice(rest, count))) for count in counts]
+            foldings = list(itertools.chain(*by_member))
+            cuts = _cuts([folding.num_tokens for folding in foldings])
+            member_cuts = _cuts([sum(folding.num_tokens for folding in own) for own in by_member])
+            self._foldings[counts] = by_member, foldings, cuts, member_cuts
+        return self._foldings[counts]
 
     def offsets_of(self, members: Sequence[LayerCache | GroupLayer]) -> mx.array:
         """Offsets of all tokens, int32 `[num_tokens]`."""
@@ -206,9 +212,7 @@ class FlatLayer(RaggedLayer):
 
     def __init__(self, members: Sequence[LayerCache | GroupLayer], step: FlatStep) -> None:
         self.members = list(members)
-        self._by_member = step.foldings_of(members)
-        self._foldings = list(itertools.chain(*self._by_member))
-        self._cuts = _cuts([folding.num_tokens for folding in self._foldings])
+        self._by_member, self._foldings, self._cuts, self._member_cuts = step.foldings_of(members)
         self._step = step
 
     @property
@@ -218,7 +222,7 @@ class FlatLayer(RaggedLayer):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
         """Appends those of all tokens; returns all of each item's cache."""
-        cuts = _cuts([sum(folding.num_tokens for folding in foldings) for foldings in self._by_member])
+        cuts = self._member_cuts
         updates = zip(self.members, self._by_member, _split(keys, cuts), _split(values, cuts), strict=True)
         return self._parts(_append_feed(*update) for update in updates)
 
@@ -448,15 +452,15 @@ def _unasked_mask(folding: Folding) -> str | None:
 
 def _attend_member(member: _Attending, scale: float, options: dict[str, Any]) -> mx.array:
     queries, keys, values, mask, folding = member
-    if folding is not None:
-        folded = folding.fold(queries), keys, values, mask, None
-        return folding.unfold(_attend_member(folded, scale, options))
+    queries = queries if folding is None else folding.fold(queries)
     if not isinstance(keys, QuantizedRow):
-        return _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
-    if options.get("sinks") is not None:
+        found = _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
+    elif options.get("sinks") is not None:
         raise ValueError("quantized keys and values cannot be combined with attention sinks")
-    sizes = {"group_size": keys.group_size, "bits": keys.bits}
-    return cast(mx.array, quantized_attention(queries, keys.arrays, values.arrays, scale, mask, **sizes))
+    else:
+        sizes = {"group_size": keys.group_size, "bits": keys.bits}
+        found = quantized_attention(queries, keys.arrays, values.arrays, scale, mask, **sizes)
+    return found if folding is None else folding.unfold(found)
 
 
 # ----------------------------------------------------------------------------------------------- attention with heads
