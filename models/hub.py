@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
+from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
 
 from models.errors import ModelError, ModelNotFound, PullFailed, RepositoryNotFound
 from models.names import (
@@ -217,20 +217,14 @@ def mtp_of(source: str) -> _Download:
 def _plan(repository: RepositoryName) -> _Download:
     info = HfApi().model_info(repository.repository, revision=repository.revision, files_metadata=True)
     siblings = {file.rfilename: file for file in info.siblings or ()}
+    wanted = list(filter_repo_objects(siblings, allow_patterns=PULLED_PATTERNS, ignore_patterns=IGNORED_PATTERNS))
     files = (
-        PlannedFile(name, file.size or 0, lfs.sha256 if (lfs := file.lfs) else "")
-        for name, file in siblings.items()
-        if _is_wanted(name)
+        PlannedFile(name, siblings[name].size or 0, lfs.sha256 if (lfs := siblings[name].lfs) else "")
+        for name in wanted
     )
-    others = tuple(name for name in siblings if not _is_wanted(name))
+    others = tuple(name for name in siblings if name not in wanted)
     blobs = cache_folder() / f"models--{repository.repository.replace('/', '--')}" / "blobs"
     return _Download(repository, info.sha or repository.revision, tuple(files), others, blobs)
-
-
-def _is_wanted(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in PULLED_PATTERNS) and not any(
-        fnmatch(name, pattern) for pattern in IGNORED_PATTERNS
-    )
 
 
 def _require_weights(download: _Download) -> None:
