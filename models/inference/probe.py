@@ -29,6 +29,7 @@ from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
 from cache.layers.layout import leaves_of, split_at_head, tail_of
+from cache.layers.state import arrays_in
 from cache.types import LayerCache
 from models.inference.batch import DecodeBatch, TrialRow
 from models.inference.feeds import Rewind, copied_state, find_fixed
@@ -361,7 +362,8 @@ class _Evaluator:
         self._token_seconds = self._clock() - begun
         self.can_share = used_leaves(caches) is not None
         self.has_spans = any(type(cache) is KVCache and cache.keys is not None for cache in leaves_of(caches))
-        self.eps = max(float(mx.finfo(array.dtype).eps) for array in (logits, *_arrays(caches)))
+        floating = (array for array in (logits, *arrays_in(caches)) if mx.issubdtype(array.dtype, mx.floating))
+        self.eps = max(float(mx.finfo(array.dtype).eps) for array in floating)
         for cache in leaves_of(caches):
             cache.__dict__.pop("make_mask", None)  # which refers to the cache: its arrays would not be freed at once
         return find_borders(self._model, caches, windows)
@@ -518,12 +520,6 @@ def _tokens_per_trial(steps: _Steps, num_ways: int) -> int:
 
 def _tokens_for(forms: Iterable[Form]) -> int:
     return _tokens_per_trial(_ONE_TOKEN, sum(len(_TRIALS[form]) for form in forms))
-
-
-def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
-    for cache in leaves_of(caches):
-        held = cache.cache if isinstance(cache, ArraysCache) else (cache.keys, cache.values)
-        yield from (array for array in held if array is not None and mx.issubdtype(array.dtype, mx.floating))
 
 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
