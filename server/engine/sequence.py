@@ -194,7 +194,7 @@ class Sequence:
         reason, drafting = self.output.reason, self.drafting
         if reason is None:
             return []
-        predicts = self.request.prediction is not None
+        predicts, followed = self.request.prediction is not None, drafting.prediction if drafting else None
         finished = Finished(
             reason,
             len(self.request.tokens),
@@ -205,8 +205,8 @@ class Sequence:
             stop_token=self.output.stop_token,
             rest=self.output.rest,
             scored=(*self.prompt_logprobs[: len(self.request.tokens) - 1], *self._output_logprobs),
-            accepted_prediction_tokens=(drafting.accepted_prediction if drafting else 0) if predicts else None,
-            rejected_prediction_tokens=(drafting.rejected_prediction if drafting else 0) if predicts else None,
+            accepted_prediction_tokens=(followed.num_confirmed if followed else 0) if predicts else None,
+            rejected_prediction_tokens=(followed.num_missed if followed else 0) if predicts else None,
         )
         return [finished]
 

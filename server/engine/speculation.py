@@ -375,7 +375,7 @@ class Drafting:
     ) -> None:
         self._texts = texts
         self._own = own
-        self._prediction = prediction
+        self.prediction = prediction
         self._is_kept = is_kept
         self._chosen: FollowedText | ExpectedText | None = None
         self.promise = 0.0
@@ -383,14 +383,6 @@ class Drafting:
         """Whether the drafter is to draft."""
         self.source = DraftSource.HISTORY
         """Of the last draft."""
-
-    @property
-    def accepted_prediction(self) -> int:
-        return self._prediction.num_confirmed if self._prediction is not None else 0
-
-    @property
-    def rejected_prediction(self) -> int:
-        return self._prediction.num_missed if self._prediction is not None else 0
 
     def push(self, token: int) -> None:
         """Takes the output's next token."""

@@ -38,7 +38,7 @@ class Predicting:
 
     def begin(self, *_: object) -> SimpleNamespace:
         nothing = lambda *_: None  # noqa: E731
-        row = SimpleNamespace(push=nothing, end=nothing, accepted_prediction=0, rejected_prediction=0, drafts=True)
+        row = SimpleNamespace(push=nothing, end=nothing, prediction=None, drafts=True)
         row.forgo_drafter = lambda: setattr(row, "drafts", False)
         return row
 

@@ -25,8 +25,7 @@ class OracleDrafting:
     has_ended: bool = False
     drafted: int = 0
     accepted: int = 0
-    accepted_prediction: int = 0
-    rejected_prediction: int = 0
+    prediction: None = None
     refused: list[int] = field(default_factory=list)
     """Places of tokens in drafts that a grammar forbade."""
 

@@ -608,7 +608,8 @@ def test_a_prediction_is_followed_from_the_first_token_and_again_behind_a_change
     row.push(15)
     assert next_draft(simulation, row) == [16, 17]
     row.push(16)
-    assert (row.accepted_prediction, row.rejected_prediction) == (6, 2)
+    assert row.prediction is not None
+    assert (row.prediction.num_confirmed, row.prediction.num_missed) == (6, 2)
     simulation.speculation.learn([row], [3], [2], [1], 0.01)
     assert simulation.speculation.stats.drafted[DraftSource.PREDICTION] == 2
     assert simulation.speculation.stats.accepted[DraftSource.PREDICTION] == 1
