@@ -32,7 +32,7 @@ from models.inference.groups import (
     reserved_tokens_of,
     used_leaves,
 )
-from models.inference.ragged import RaggedBatch, ragged_attention
+from models.inference.ragged import RaggedBatch, has_recurrent, ragged_attention
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 
 MAX_MEMBER_TOKENS = 65_536.0
@@ -127,23 +127,28 @@ class DecodeBatch:
         found = {id(row.caches): number for row, number in zip(self.rows, numbers, strict=True) if row is not None}
         return [found[id(caches)] for caches in group.rows]
 
-    def settle(self, kept: Sequence[int]) -> None:
+    def settle(self, kept: Sequence[int]) -> list[int]:
         """Leaves the first `kept` tokens of each feed, at least one, in the rows' state; in the order of `self.rows`.
 
-        After `advance`, and before anything else.
+        After `advance`, and before anything else. Returns how many stay: none where recurrent state went back.
         """
-        if self._fed is None:
-            return
+        if self._fed is None or self._joined is None:
+            return list(kept)
         fed, self._fed = self._fed, None
+        if has_recurrent(self._joined.layers):
+            kept = [stays if stays == length else 0 for length, stays in zip(fed, kept, strict=True)]
+            self._joined.settle([bool(stays) for stays in kept])
         surplus = [length - stays for length, stays in zip(fed, kept, strict=True)]
-        assert all(0 <= number < length for number, length in zip(surplus, fed, strict=True))
+        assert all(0 <= number <= length for number, length in zip(surplus, fed, strict=True))
         for group in self._groups:
             group.clock.rewind(self._of_group(group, surplus))
         grouped = {id(caches) for group in self._groups for caches in group.rows}
         for row, number in zip(self.rows, surplus, strict=True):
             if row is not None and number and id(row.caches) not in grouped:
                 for cache in leaves_of(row.caches):
-                    forget_last(tail_of(cache), number)
+                    if not isinstance(cache, ArraysCache):
+                        forget_last(tail_of(cache), number)
+        return list(kept)
 
     def _members(self, rows: Sequence[BatchRow]) -> list[Group | Sequence[LayerCache]]:
         """Members on one head are neighbours: attention then reads the head once."""
@@ -231,7 +236,7 @@ class DecodeBatch:
     def forget(self) -> None:
         """Drops what is shared, which may be damaged: rows in groups or with merged state are lost."""
         shared = [caches for group in self._groups for caches in group.rows]
-        is_merged = self._joined is not None and self._joined.has_recurrent
+        is_merged = self._joined is not None and has_recurrent(self._joined.layers)
         for row in self.rows:
             if row is not None and (is_merged or any(row.caches is caches for caches in shared)):
                 row.is_lost = True

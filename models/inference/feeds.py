@@ -103,6 +103,17 @@ class Feeds:
         return kept
 
 
+def padded(lengths: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    """Places of rows' tokens, which are in one line, with each row's last repeated up to the longest.
+
+    And where the line's tokens are once such rows are in a line.
+    """
+    longest, stops = max(lengths), list(accumulate(lengths))
+    rows = zip(lengths, stops, strict=True)
+    places = [[min(stop - length + at, stop - 1) for at in range(longest)] for length, stop in rows]
+    return places, [row * longest + at for row, length in enumerate(lengths) for at in range(length)]
+
+
 # ------------------------------------------------------------------------------------------------- layer caches
 
 

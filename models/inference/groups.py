@@ -76,28 +76,40 @@ class Folding(NamedTuple):
     """Tokens of rows that feed equally many in one step: a row alone, or neighbours in a group.
 
     *Flat*: a row per token, `[num_tokens, num_heads, 1, width]`. *Folded*: `[num_rows, num_heads, length, width]`.
+    *Padded*: as folded, with `padded_length` in place of `length`.
     """
 
     length: int
     rows: slice | None
     """In the group; None for a row alone."""
     num_rows: int = 1
+    padded_length: int | None = None
+    """What the model sees is padded; None where it is flat."""
 
-    def fold(self, flat: mx.array) -> mx.array:
-        """A flat array as a folded one."""
+    def fold(self, seen: mx.array) -> mx.array:
+        """What the model sees as a folded array."""
+        if self.padded_length is not None:
+            return seen[:, :, : self.length]
         if self.length == 1:
-            return flat
-        return flat.reshape(self.num_rows, self.length, flat.shape[1], -1).swapaxes(1, 2)
+            return seen
+        return seen.reshape(self.num_rows, self.length, seen.shape[1], -1).swapaxes(1, 2)
 
     def unfold(self, folded: mx.array) -> mx.array:
+        """A folded array as the model sees it."""
+        if self.padded_length is not None:
+            return mx.pad(folded, [(0, 0), (0, 0), (0, self.padded_length - self.length), (0, 0)])
+        return self.flat(folded)
+
+    def flat(self, folded: mx.array) -> mx.array:
         """A folded array as a flat one."""
         if self.length == 1:
             return folded
         return folded.swapaxes(1, 2).reshape(-1, folded.shape[1], 1, folded.shape[3])
 
     @property
-    def num_tokens(self) -> int:
-        return self.num_rows * self.length
+    def num_seen(self) -> int:
+        """Rows that the model sees."""
+        return self.num_rows * (self.length if self.padded_length is None else 1)
 
     def part(self, rows: mx.array) -> mx.array:
         """The folded rows of all rows of the group."""
@@ -108,15 +120,15 @@ class Folding(NamedTuple):
         return mask if self.rows is None or mask is None else mask[self.rows, :, : self.length]
 
 
-def foldings_of(lengths: Sequence[int]) -> list[Folding]:
+def foldings_of(lengths: Sequence[int], padded_length: int | None) -> list[Folding]:
     """Of a member whose rows feed `lengths` tokens; several rows are a group."""
     if len(lengths) == 1:
-        return [Folding(lengths[0], None)]
+        return [Folding(lengths[0], None, padded_length=padded_length)]
     # Rows of different lengths are not padded: attention over many keys costs by query.
     found, first = list[Folding](), 0
     for length, rows in groupby(lengths):
         num_rows = len(list(rows))
-        found.append(Folding(length, slice(first, first + num_rows), num_rows))
+        found.append(Folding(length, slice(first, first + num_rows), num_rows, padded_length))
         first += num_rows
     return found
 

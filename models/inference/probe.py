@@ -32,10 +32,10 @@ from cache.layers.layout import leaves_of, split_at_head, tail_of
 from cache.layers.state import arrays_in
 from cache.types import LayerCache
 from models.inference.batch import DecodeBatch, TrialRow
-from models.inference.feeds import Rewind, copied_state, find_fixed
+from models.inference.feeds import Rewind, copied_state, find_fixed, padded
 from models.inference.grouping import Buffer, Row, Wanted, capacity_for
 from models.inference.groups import bytes_per_token, used_leaves
-from models.inference.ragged import NotRagged, RaggedBatch, ragged_attention
+from models.inference.ragged import NotRagged, RaggedBatch, has_recurrent, ragged_attention
 from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ _FLAT_FEEDS: _Steps = [
     for feeds in (
         ((3, 2), (1, 1), (2, 1)),
         ((1, 1), (5, 3), (4, 2)),
-        ((2, 1), (2, 1), (2, 2)),
+        ((5, 1), (2, 1), (2, 2)),
         ((1, 1), (3, 1), (1, 1)),
         ((1, 1), (1, 1), (1, 1)),
     )
@@ -471,22 +471,34 @@ class _Rows:
             split_at_head(rows[row].caches, head, self._head_tokens)
         if trial.in_chunks:
             return self._in_chunks({row: one.caches for row, one in rows.items()})
-        batch, logits = DecodeBatch(None, self._max_fed), {row: list[mx.array]() for row in rows}
+        batch, logits = DecodeBatch(None, 2 * self._max_fed), {row: list[mx.array]() for row in rows}
+        known = {row: list[int]() for row in rows}
         for step in self._steps:
             peers = [row for row in step if not trial.on_head or row in trial.on_head]
             groups = [[peers.index(row) for row in group if row in peers] for group in trial.groups]
             batch.choose = partial(_choose_these, groups)
-            layers = batch.arrange([rows[row] for row in step], float("inf"), [fed for fed, _ in step.values()])
-            order = {row: step[row] for one in batch.rows for row in step if rows[row] is one}
-            fed = {row: self._feed(row, len(logits[row]), *counts) for row, counts in order.items()}
+            fed = {row: [*known[row], *self._feed(row, len(logits[row]), *step[row])] for row in step}
+            layers = batch.arrange([rows[row] for row in step], float("inf"), [*map(len, fed.values())])
+            order = [row for one in batch.rows for row in step if rows[row] is one]
+            kept = {row: fed[row][: len(known[row]) + step[row][1]] for row in order}
             with ragged_attention():
-                found = iter(self._evaluate([[token] for tokens in fed.values() for token in tokens], layers)[:, -1])
+                found = iter(self._evaluate_feeds([fed[row] for row in order], layers))
             batch.advance()
-            batch.settle([num_kept for _, num_kept in order.values()])
-            for row, (_, num_kept) in order.items():
-                logits[row] += [next(found) for _ in fed[row]][:num_kept]
+            held = batch.settle([*map(len, kept.values())])
+            for row, num_held in zip(order, held, strict=True):
+                logits[row] += [next(found) for _ in fed[row]][len(known[row]) : len(kept[row])]
+                known[row] = kept[row][num_held:]
         batch.dissolve()
         return {key: value for row in rows for key, value in _observe(row, rows[row].caches, logits[row]).items()}
+
+    def _evaluate_feeds(self, feeds: Sequence[Sequence[int]], layers: Sequence[LayerCache]) -> mx.array:
+        """Logits of all tokens in one line."""
+        line = [token for tokens in feeds for token in tokens]
+        if not has_recurrent(layers):
+            return self._evaluate([[token] for token in line], layers)[:, -1]
+        places, seen = padded([len(tokens) for tokens in feeds])
+        logits = self._evaluate([[line[place] for place in row] for row in places], layers)
+        return logits.flatten(0, 1)[mx.array(seen)]
 
     def _feed(self, row: int, start: int, num_fed: int, num_kept: int) -> list[int]:
         return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]

@@ -172,9 +172,10 @@ class RaggedLayer:
 class FlatStep:
     """Tokens that rows feed in one model call, and what is made once for all layers."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths` in the order of the batch."""
+    def __init__(self, lengths: Sequence[int], *, pads: bool) -> None:
+        """`lengths` in the order of the batch; `pads`: the model sees a batch row per row, not per token."""
         self._lengths = lengths
+        self._padded_length = max(lengths) if pads else None
         self._foldings: dict[tuple[int, ...], tuple[list[list[Folding]], list[Folding], list[int], list[int]]] = {}
         self._offsets: dict[tuple[int, ...], mx.array] = {}
 
@@ -185,27 +186,34 @@ class FlatStep:
         counts = tuple(map(_num_rows, members))
         if counts not in self._foldings:
             rest = iter(self._lengths)
-            by_member = [foldings_of(list(itertools.islice(rest, count))) for count in counts]
+            by_member = [foldings_of(list(itertools.islice(rest, count)), self._padded_length) for count in counts]
             foldings = list(itertools.chain(*by_member))
-            cuts = _cuts([folding.num_tokens for folding in foldings])
-            member_cuts = _cuts([sum(folding.num_tokens for folding in own) for own in by_member])
+            cuts = _cuts([folding.num_seen for folding in foldings])
+            member_cuts = _cuts([sum(folding.num_seen for folding in own) for own in by_member])
             self._foldings[counts] = by_member, foldings, cuts, member_cuts
         return self._foldings[counts]
 
     def offsets_of(self, members: Sequence[LayerCache | GroupLayer]) -> mx.array:
-        """Offsets of all tokens, int32 `[num_tokens]`."""
+        """Offsets of all batch rows, int32 `[num_rows]`."""
         offsets = tuple(_offsets_of(members))
         if (found := self._offsets.get(offsets)) is None:
-            rows = zip(offsets, self._lengths, strict=True)
+            rows = zip(offsets, self._lengths if self._padded_length is None else [1] * len(offsets), strict=True)
             found = mx.array([first + place for first, length in rows for place in range(length)], dtype=mx.int32)
             self._offsets[offsets] = found
         return found
+
+    def prepare(self, layer: ArraysCache) -> ArraysCache:
+        """Has a recurrent layer ignore what rows are padded with, until it is finalized."""
+        if len(set(self._lengths)) > 1:
+            layer.prepare(self._lengths)
+        return layer
 
 
 class FlatLayer(RaggedLayer):
     """A `RaggedLayer` for a step in which rows feed several tokens.
 
-    The model sees a batch row per token, feed after feed: `[num_tokens, num_heads, 1, head_dim]`.
+    The model sees a batch row per token, feed after feed: `[num_tokens, num_heads, 1, head_dim]`; or rows padded to
+    the longest feed, `[num_rows, num_heads, padded_length, head_dim]`, where recurrent layers need a row's tokens.
     """
 
     _foldings: list[Folding]
@@ -217,7 +225,7 @@ class FlatLayer(RaggedLayer):
 
     @property
     def offset(self) -> mx.array:
-        """Of each token, `[num_tokens]`, for rotary embeddings."""
+        """Of each batch row, `[num_rows]`, for rotary embeddings."""
         return self._step.offsets_of(self.members)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
@@ -228,7 +236,6 @@ class FlatLayer(RaggedLayer):
 
     def make_mask(self, num_tokens: int, **options: Any) -> Parts:
         """Each folding's mask, broadcastable to `[num_rows, 1, length, num_places]`."""
-        assert num_tokens == 1, "in a batch each token is a row"
         masks = list[Any]()
         for member, foldings in zip(self.members, self._by_member, strict=True):
             mask = _mask_of(member, foldings[0].length, options)
@@ -246,6 +253,10 @@ def _append_feed(
 ) -> tuple[mx.array, mx.array]:
     if not isinstance(member, GroupLayer):
         keys, values = foldings[0].fold(keys), foldings[0].fold(values)
+    elif foldings[0].padded_length is not None:
+        keys, values = (
+            mx.concatenate([one.flat(one.fold(one.part(rows))) for one in foldings]) for rows in (keys, values)
+        )
     return cast(tuple[mx.array, mx.array], tail_of(member).update_and_fetch(keys, values))
 
 
@@ -290,6 +301,8 @@ class RaggedBatch:
     layers: list[LayerCache]
     rows: list[Sequence[LayerCache]]
     """In the order of the batch."""
+    _before: Sequence[list[mx.array | None]] = ()
+    """Recurrent state before a step of several tokens, until it is settled."""
 
     def __init__(self, members: "Sequence[_Member]") -> None:
         """Members on one head must be neighbours. Raises `NotRagged`."""
@@ -298,9 +311,21 @@ class RaggedBatch:
         self.layers = [self._join(column, members, leaves) for column in zip(*self.rows, strict=True)]
 
     def flat(self, lengths: Sequence[int]) -> list[LayerCache]:
-        """Layer caches for a call in which each row feeds `lengths` tokens, each a batch row. Raises `NotRagged`."""
-        step = FlatStep(lengths)
+        """Layer caches for a call in which each row feeds `lengths` tokens: see `FlatLayer`.
+
+        With recurrent layers, `settle` must follow. Raises `NotRagged`.
+        """
+        self._before = [list(merged.cache) for merged in self._merged]
+        step = FlatStep(lengths, pads=has_recurrent(self.layers))
         return [_flat(layer, step) for layer in self.layers]
+
+    def settle(self, stays: Sequence[bool]) -> None:
+        """Ends a step of several tokens: recurrent state of rows that do not stay goes back to before it."""
+        before, self._before = self._before, []
+        for merged, states in zip(self._merged, before, strict=True):
+            merged.finalize()
+            if not all(stays):
+                merged.cache = [_chosen(stays, *pair) for pair in zip(merged.cache, states, strict=True)]
 
     def take_over(self) -> None:
         """Frees the rows' own recurrent state, merged now: its slices would hold an earlier batch's."""
@@ -308,13 +333,13 @@ class RaggedBatch:
             own.cache = [None] * len(own.cache)
 
     @property
-    def recurrent_bytes(self) -> int:
-        """Bytes of all rows' merged state."""
-        return sum(merged.nbytes for merged, _ in _recurrent_layers(self.layers, self.layers))
+    def _merged(self) -> list[ArraysCache]:
+        return [merged for merged, _ in _recurrent_layers(self.layers, self.layers)]
 
     @property
-    def has_recurrent(self) -> bool:
-        return any(True for _ in _recurrent_layers(self.layers, self.layers))
+    def recurrent_bytes(self) -> int:
+        """Bytes of all rows' merged state."""
+        return sum(merged.nbytes for merged in self._merged)
 
     def extract(self, index: int, caches: Sequence[LayerCache]) -> None:
         """Writes row `index`'s recurrent state into `caches`, the row's own, as lazy slices."""
@@ -339,8 +364,16 @@ def _flat(layer: LayerCache, step: FlatStep) -> LayerCache:
     if isinstance(layer, CacheList):
         return CacheList(*[_flat(part, step) for part in layer.caches])
     if isinstance(layer, ArraysCache):
-        raise NotRagged("recurrent layers evaluate one token of each row")
+        return step.prepare(layer)
     return FlatLayer([layer], step) if isinstance(layer, GroupLayer) else layer.flat(step)
+
+
+def _chosen(stays: Sequence[bool], new: mx.array | None, old: mx.array | None) -> mx.array | None:
+    """For each row its new state, or the old one: none is zeros."""
+    if new is None or (old is not None and not any(stays)):
+        return old
+    at = mx.array(list(stays)).reshape(-1, *[1] * (new.ndim - 1))
+    return mx.where(at, new, mx.zeros_like(new) if old is None else old)
 
 
 _Member: TypeAlias = Group | Sequence[LayerCache]
@@ -358,6 +391,11 @@ def _layers_of(members: Sequence[_Member], column: Sequence[LayerCache], leaf: i
         layer = member.layer(leaf) if isinstance(member, Group) else None
         found += caches if layer is None else [layer]
     return found
+
+
+def has_recurrent(layers: Sequence[LayerCache]) -> bool:
+    """Whether some layer has recurrent state."""
+    return any(True for _ in _recurrent_layers(layers, layers))
 
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:

@@ -39,9 +39,9 @@ from models.errors import RowLost
 from models.inference import grouping, probe
 from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
 from models.inference.drafters import Behind, Drafter, entries_of
-from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
+from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds, padded
 from models.inference.probe import Form
-from models.inference.ragged import own_recurrent_state, ragged_attention
+from models.inference.ragged import has_recurrent, own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft, RowSampling, TokenIds
@@ -392,7 +392,9 @@ class Runner:
             stays = dict(zip(step.rows, kept, strict=True))
             for name in self._names(step.rows):
                 batch = self._batches[name]
-                batch.settle([stays[row] for row in cast(Sequence[DecodeRow], batch.rows)])
+                members = cast(Sequence[DecodeRow], batch.rows)
+                stays |= zip(members, batch.settle([stays[row] for row in members]), strict=True)
+            kept = [stays[row] for row in step.rows]
         for row, draft, num_accepted, samples in zip(step.rows, feeds.drafts, accepted, sampled, strict=True):
             if draft.tokens:
                 row.sampling = row.sampling.accept(draft, num_accepted, samples[num_accepted])
@@ -562,14 +564,17 @@ class Runner:
         rows: Sequence[DecodeRow],
         lengths: Sequence[int],
     ) -> mx.array:
-        """`[num_tokens, vocab_size]`, of one row's tokens over its own caches, or of tokens that are rows each."""
-        is_own = caches is rows[0].caches
-        inputs = tokens[None] if is_own else tokens[:, None]
-        counts = [1] if is_own else lengths
+        """`[num_tokens, vocab_size]`, of one row's tokens over its own caches, or of a batch's."""
+        inputs, seen, counts = tokens[:, None], list(range(len(tokens))), lengths
+        if caches is rows[0].caches:
+            inputs, counts = tokens[None], [1]
+        elif max(lengths) > 1 and has_recurrent(caches):
+            places, seen = padded(lengths)
+            inputs, counts, lengths = tokens[mx.array(places)], [1] * len(rows), [len(places[0])] * len(rows)
         adapters = [row.adapter for row, count in zip(rows, counts, strict=True) for _ in range(count)]
         with selecting(self._adapters, *adapters), ragged_attention():
             if self._drafter is None:
-                return cast(mx.array, self._model(inputs, cache=caches)).flatten(0, 1)
+                return _at(cast(mx.array, self._model(inputs, cache=caches)).flatten(0, 1), seen)
             before = [None if row.before is None else row.before[:1] for row in rows]
             found = self._drafter.evaluate(inputs, caches, lengths, before)
         step.entries += entries_of(caches[-self._drafter.num_layers :])
@@ -578,7 +583,7 @@ class Runner:
                 row.before = found.behind[stop - 1 : stop]
             else:
                 step.states[row] = found.states(stop - length, stop)
-        return found.logits
+        return _at(found.logits, seen)
 
     @contextmanager
     def _forgetting_on_error(self, rows: Sequence[DecodeRow]) -> Iterator[None]:

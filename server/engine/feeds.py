@@ -133,7 +133,8 @@ class FeedSteps:
         drafts: list[list[int]] = [[] for _ in sequences]
         if any(limits):
             drafting = [_drafting(sequence) for sequence in sequences]
-            drafts = self._speculation.plan(drafting, limits, partial(self._predict, sequences))
+            known = [len(sequence.decode.known) for sequence in sequences]
+            drafts = self._speculation.plan(drafting, limits, partial(self._predict, sequences), known)
         if not any(drafts) and not any(len(sequence.decode.known) > 1 for sequence in sequences):
             return []
         pairs = zip(sequences, drafts, strict=True)

@@ -8,12 +8,13 @@ every token, drafted or not; costs from every step of the engine, measured whole
 Knows neither model nor clock: seconds are handed in. Worker thread only.
 """
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -362,6 +363,10 @@ def _at_price(
 # ------------------------------------------------------------------------------------------------------- the planner
 
 
+_Call: TypeAlias = list[tuple[int, list[tuple[float, int]]]]
+"""Of a call, the chances of further tokens and their rows, after how many tokens it then evaluates."""
+
+
 class Drafting:
     """What is drafted for one sequence. It survives replays."""
 
@@ -524,7 +529,7 @@ class Speculation:
         least = self._least_chance(len(rows))
         if all(row.promise <= least for row in rows):
             return False
-        found = self._choose([row.chances(self._limit, least, 1) for row in rows], may_lose)
+        found = self._choose([row.chances(self._limit, least, 1) for row in rows], [1] * len(rows), may_lose)
         if found is None:
             return False
         drafted = [row.promise for row, num_tokens in zip(rows, found.lengths, strict=True) if num_tokens]
@@ -536,17 +541,20 @@ class Speculation:
         rows: Sequence[Drafting],
         limits: Sequence[int],
         predict: Callable[[list[int]], list[list[int]]] = lambda wanted: [[] for _ in wanted],
+        known: Sequence[int] | None = None,
     ) -> list[list[int]]:
         """A draft for each row, of `limits` tokens at most; all are empty unless they pay together.
 
-        `predict` has the drafter draft so many tokens of each row.
+        `predict` has the drafter draft so many tokens of each row. `known`: of each row, if not all are one.
         """
         self._drafting_seconds = 0.0  # the last draft may have come to nothing
-        least = self._least_chance(len(rows))
+        known = known or [1] * len(rows)
+        # Beside a row with more, a token may cost nothing.
+        least = self._least_chance(len(rows)) if max(known) == 1 else MIN_CHANCE
         for may_lose in self._alternatives(rows):
             pairs = zip(rows, limits, strict=True)
             chances = [row.chances(min(limit, self._limit), least) for row, limit in pairs]
-            if found := self._choose(chances, may_lose):
+            if found := self._choose(chances, known, may_lose):
                 return self._draft(rows, found, predict)
         return [[] for _ in rows]
 
@@ -611,30 +619,45 @@ class Speculation:
         """Calls with several tokens of a row; what their further tokens take, as at load; what all else takes."""
         num_rows, plain, calls = len(fed), self._cost.plain(len(fed)), self._cost.calls
         if self._together:
-            return 1, (calls[min(sum(fed), MAX_STEP_TOKENS)] - calls[num_rows]) / plain, 1.0
+            num_tokens = num_rows * max(fed) if self._again else sum(fed)
+            return 1, (calls[min(num_tokens, MAX_STEP_TOKENS)] - calls[num_rows]) / plain, 1.0
         longer = [number for number in fed if number > 1]
         added = sum(calls[number] - calls[1] for number in longer) / plain
         base = self._cost.plain(num_rows - len(longer)) + len(longer) * self._cost.plain(1)
         return len(longer), added, base / plain
 
-    def _choose(self, chances: Sequence[Sequence[float]], may_lose: float) -> Choice | None:
+    def _choose(self, chances: Sequence[Sequence[float]], known: Sequence[int], may_lose: float) -> Choice | None:
         """The best draft length for each row; None if no drafts pay."""
         num_rows = len(chances)
         if not any(chances):
             return None
-        tokens = [[(chance, row) for chance in ahead] for row, ahead in enumerate(chances)]
-        if self._together:
-            # A token costs the same in each row: the likeliest of all come first.
-            tokens = [sorted(chain.from_iterable(tokens), key=itemgetter(0), reverse=True)]
+        calls, due = self._calls(chances, known)
         rest = self._rest(num_rows)
-        found = choose([self._options(call, num_rows, rest, may_lose) for call in tokens], rest, num_rows)
+        options = [self._options(call, due, num_rows, rest, may_lose) for call in calls]
+        found = choose(options, rest, num_rows)
         if found is None or found.tokens / num_rows < found.took * (1 + MIN_GAIN):
             return None
         lengths = [0] * num_rows
-        for call, length in zip(tokens, found.lengths, strict=True):
-            for _, row in call[:length]:
+        for call, length in zip(calls, found.lengths, strict=True):
+            for _, row in chain.from_iterable(column for _, column in call[:length]):
                 lengths[row] += 1
         return Choice(lengths, found.tokens, found.took)
+
+    def _calls(self, chances: Sequence[Sequence[float]], known: Sequence[int]) -> tuple[list[_Call], int]:
+        """What may join each call, and the tokens that it evaluates without drafts."""
+        num_rows, longest = len(chances), max(known)
+        tokens = [[(chance, row) for chance in ahead] for row, ahead in enumerate(chances)]
+        if not self._together:
+            return [[(number, [one]) for number, one in enumerate(row, 2)] for row in tokens], 1
+        if not self._again:
+            # A token costs the same in each row: the likeliest of all come first.
+            ranked = sorted(chain.from_iterable(tokens), key=itemgetter(0), reverse=True)
+            return [[(number, [one]) for number, one in enumerate(ranked, num_rows + 1)]], num_rows
+        columns = defaultdict[int, list[tuple[float, int]]](list)
+        for row, number in zip(tokens, known, strict=True):
+            for length, one in enumerate(row, number + 1):
+                columns[num_rows * max(length, longest)].append(one)
+        return [sorted(columns.items())], num_rows * longest
 
     def _rest(self, num_rows: int) -> list[float]:
         """What calls without drafts take together, by their number, in plain steps."""
@@ -644,17 +667,20 @@ class Speculation:
         return [self._cost.plain(number) / plain for number in range(num_rows + 1)]
 
     def _options(
-        self, call: Sequence[tuple[float, int]], num_rows: int, rest: Sequence[float], may_lose: float
+        self, call: _Call, due: int, num_rows: int, rest: Sequence[float], may_lose: float
     ) -> list[tuple[float, float]]:
         """For each length of a call's draft, the tokens expected and what it takes, as far as that may be lost."""
         excess, calls, plain = self._excess_of(num_rows), self._cost.calls, self._cost.plain(num_rows)
         num_known = num_rows if self._together else 1
         alone, saved = self._cost.plain(num_known) / plain + excess.call, rest[-1] - rest[-2]
         scale, tokens, options = excess.scale / plain, 0.0, list[tuple[float, float]]()
-        again = max(0.0, alone + scale * (calls[num_known + 1] - calls[num_known]) - saved) if self._again else 0.0
-        for (chance, _), seconds in zip(call, calls[num_known + 1 : num_known + 1 + len(call)], strict=False):
-            tokens += chance
-            took = alone + scale * (seconds - calls[num_known]) + again * (1 - chance)
+        again = max(0.0, alone + scale * (calls[2 * num_known] - calls[num_known]) - saved) if self._again else 0.0
+        stays = dict[int, float]()
+        for num_tokens, column in call:
+            tokens += sum(chance for chance, _ in column)
+            stays |= {row: chance for chance, row in column}
+            added = scale * (calls[min(num_tokens, MAX_STEP_TOKENS)] - calls[min(due, MAX_STEP_TOKENS)])
+            took = alone + added + again * (1 - math.prod(stays.values()))
             if took - saved > may_lose:
                 break
             options.append((tokens, took))

@@ -46,7 +46,11 @@ class Predicting:
         return True
 
     def plan(
-        self, rows: Sequence[Any], limits: list[int], predict: Callable[[list[int]], list[list[int]]]
+        self,
+        rows: Sequence[Any],
+        limits: list[int],
+        predict: Callable[[list[int]], list[list[int]]],
+        known: list[int],
     ) -> list[list[int]]:
         length = next(self._lengths)
         wanted = [length * row.drafts for row in rows]

@@ -76,8 +76,11 @@ class Oracle:
         """Always, but for idle steps."""
         return bool(rows) and self._rng.random() >= self.idles
 
-    def plan(self, rows: Sequence[OracleDrafting], limits: Sequence[int], predict: object) -> list[list[int]]:
+    def plan(
+        self, rows: Sequence[OracleDrafting], limits: Sequence[int], predict: object, known: Sequence[int]
+    ) -> list[list[int]]:
         """Drafts within the limits, but for idle steps."""
+        assert len(known) == len(rows) and min(known) > 0
         if not self.may_draft(rows):
             return [[] for _ in rows]
         self.asked += 1

@@ -251,7 +251,7 @@ def test_references_to_earlier_state_end_with_the_step() -> None:
 # ------------------------------------------------------------------------------------------------- several rows
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "llama4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "nemotron_h", "llama4"])
 def test_rows_beside_each_other_draft_each_for_itself(name: str) -> None:
     runner, lengths = runner_of(name), (WINDOW - 5, 9, 3 * WINDOW)
     runner.separate_all()
@@ -277,9 +277,10 @@ def test_rows_on_a_head_draft_behind_it() -> None:
         assert_as_plain(row, wanted)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("mixes", [True, False])
-def test_each_row_drafts_with_its_adapter(mixes: bool, tmp_path: Path) -> None:
-    model, adapters = model_with("llama", tmp_path)
+def test_each_row_drafts_with_its_adapter(mixes: bool, name: str, tmp_path: Path) -> None:
+    model, adapters = model_with(name, tmp_path)
     runner = Runner(model, vocab_size=VOCAB, adapters=adapters, max_probe_seconds=float("inf"))
     runner.mixes = mixes
     expected = [Drafting(runner, prompt(20), GREEDY, adapter=adapter).plain(NUM_TOKENS) for adapter in range(3)]
