@@ -130,12 +130,12 @@ class DecodeBatch:
     def settle(self, kept: Sequence[int]) -> list[int]:
         """Leaves the first `kept` tokens of each feed, at least one, in the rows' state; in the order of `self.rows`.
 
-        After `advance`, and before anything else. Returns how many stay: none where recurrent state went back.
+        Directly after `advance`. Returns how many stay, maybe none.
         """
-        if self._fed is None or self._joined is None:
-            return list(kept)
         fed, self._fed = self._fed, None
-        if has_recurrent(self._joined.layers):
+        if fed is None:
+            return list(kept)
+        if self._joined is not None and has_recurrent(self._joined.layers):
             kept = [stays if stays == length else 0 for length, stays in zip(fed, kept, strict=True)]
             self._joined.settle([bool(stays) for stays in kept])
         surplus = [length - stays for length, stays in zip(fed, kept, strict=True)]

@@ -94,7 +94,7 @@ class Feeds:
     def settle(self, accepted: Sequence[int]) -> list[int]:
         """Takes all but the first `accepted` tokens of each draft out of the caches.
 
-        Returns how many tokens of each feed they now hold: all that stay, or none.
+        Returns how many of each feed stay, maybe none.
         """
         kept = [len(known) + count for known, count in zip(self.known, accepted, strict=True)]
         rewinds, self.rewinds = self.rewinds, {}
@@ -104,10 +104,7 @@ class Feeds:
 
 
 def padded(lengths: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-    """Places of rows' tokens, which are in one line, with each row's last repeated up to the longest.
-
-    And where the line's tokens are once such rows are in a line.
-    """
+    """Rows of one length, as places in a line of feeds, the last one repeated; where they hold the line's tokens."""
     longest, stops = max(lengths), list(accumulate(lengths))
     rows = zip(lengths, stops, strict=True)
     places = [[min(stop - length + at, stop - 1) for at in range(longest)] for length, stop in rows]

@@ -1,8 +1,7 @@
 """Rows that share padded buffers while they decode: one write and one attention per layer for all of them.
 
 A group has a buffer `[room, num_heads, capacity, head_dim]` for the keys and one for the values of each span and
-window layer. Rows are left-aligned. A window layer is a ring: token `p` is at `p % places`. A row joins at the end;
-where one leaves, the last takes its place.
+window layer. Rows are left-aligned. A window layer is a ring: token `p` is at `p % places`.
 
 Taking back a row's last tokens changes only lengths. A ring has *slack* for that, places beyond its window, so that
 no such token was written over one that the window still covers.
@@ -76,7 +75,7 @@ class Folding(NamedTuple):
     """Tokens of rows that feed equally many in one step: a row alone, or neighbours in a group.
 
     *Flat*: a row per token, `[num_tokens, num_heads, 1, width]`. *Folded*: `[num_rows, num_heads, length, width]`.
-    *Padded*: as folded, with `padded_length` in place of `length`.
+    *Padded*: as folded, but `padded_length` long.
     """
 
     length: int
@@ -84,10 +83,10 @@ class Folding(NamedTuple):
     """In the group; None for a row alone."""
     num_rows: int = 1
     padded_length: int | None = None
-    """What the model sees is padded; None where it is flat."""
+    """None where the model sees flat arrays."""
 
     def fold(self, seen: mx.array) -> mx.array:
-        """What the model sees as a folded array."""
+        """A flat or padded array as a folded one."""
         if self.padded_length is not None:
             return seen[:, :, : self.length]
         if self.length == 1:
@@ -95,7 +94,7 @@ class Folding(NamedTuple):
         return seen.reshape(self.num_rows, self.length, seen.shape[1], -1).swapaxes(1, 2)
 
     def unfold(self, folded: mx.array) -> mx.array:
-        """A folded array as the model sees it."""
+        """The reverse of `fold`."""
         if self.padded_length is not None:
             return mx.pad(folded, [(0, 0), (0, 0), (0, self.padded_length - self.length), (0, 0)])
         return self.flat(folded)
@@ -108,7 +107,7 @@ class Folding(NamedTuple):
 
     @property
     def num_seen(self) -> int:
-        """Rows that the model sees."""
+        """Flat or padded rows."""
         return self.num_rows * (self.length if self.padded_length is None else 1)
 
     def part(self, rows: mx.array) -> mx.array:

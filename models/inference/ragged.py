@@ -8,8 +8,7 @@ A model sees a batch of rows with one token each, so its linear layers run once.
   within `ragged_attention()` attention runs once per part. Where all rows are one group, its layer stands in.
 - *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
-Where rows feed several tokens, each is a batch row of its own, without padding. A `FlatLayer` then folds them for
-attention, once per rows side by side that feed equally many (`groups.Folding`).
+Where rows feed several tokens, a `FlatLayer` folds them for attention, once per neighbours that feed equally many.
 
 Members on one *head* (`cache/layers/layout.py`) are neighbours. All their rows attend to the head at once, and each
 member to its tails; the scores' peaks and sums merge both results, as in FlashAttention (arXiv:2205.14135).
@@ -173,7 +172,7 @@ class FlatStep:
     """Tokens that rows feed in one model call, and what is made once for all layers."""
 
     def __init__(self, lengths: Sequence[int], *, pads: bool) -> None:
-        """`lengths` in the order of the batch; `pads`: the model sees a batch row per row, not per token."""
+        """`lengths` in the order of the batch; `pads`: see `FlatLayer`."""
         self._lengths = lengths
         self._padded_length = max(lengths) if pads else None
         self._foldings: dict[tuple[int, ...], tuple[list[list[Folding]], list[Folding], list[int], list[int]]] = {}
@@ -203,7 +202,7 @@ class FlatStep:
         return found
 
     def prepare(self, layer: ArraysCache) -> ArraysCache:
-        """Has a recurrent layer ignore what rows are padded with, until it is finalized."""
+        """Has a recurrent layer ignore padding, until it is finalized."""
         if len(set(self._lengths)) > 1:
             layer.prepare(self._lengths)
         return layer
@@ -212,8 +211,8 @@ class FlatStep:
 class FlatLayer(RaggedLayer):
     """A `RaggedLayer` for a step in which rows feed several tokens.
 
-    The model sees a batch row per token, feed after feed: `[num_tokens, num_heads, 1, head_dim]`; or rows padded to
-    the longest feed, `[num_rows, num_heads, padded_length, head_dim]`, where recurrent layers need a row's tokens.
+    The model sees a batch row per token: `[num_tokens, num_heads, 1, head_dim]`; where it has recurrent layers, rows
+    padded to the longest feed: `[num_rows, num_heads, padded_length, head_dim]`.
     """
 
     _foldings: list[Folding]
@@ -302,7 +301,7 @@ class RaggedBatch:
     rows: list[Sequence[LayerCache]]
     """In the order of the batch."""
     _before: Sequence[list[mx.array | None]] = ()
-    """Recurrent state before a step of several tokens, until it is settled."""
+    """Recurrent state from `flat` until `settle`."""
 
     def __init__(self, members: "Sequence[_Member]") -> None:
         """Members on one head must be neighbours. Raises `NotRagged`."""
@@ -311,16 +310,13 @@ class RaggedBatch:
         self.layers = [self._join(column, members, leaves) for column in zip(*self.rows, strict=True)]
 
     def flat(self, lengths: Sequence[int]) -> list[LayerCache]:
-        """Layer caches for a call in which each row feeds `lengths` tokens: see `FlatLayer`.
-
-        With recurrent layers, `settle` must follow. Raises `NotRagged`.
-        """
+        """Layer caches for a call in which each row feeds `lengths` tokens. Raises `NotRagged`."""
         self._before = [list(merged.cache) for merged in self._merged]
         step = FlatStep(lengths, pads=has_recurrent(self.layers))
         return [_flat(layer, step) for layer in self.layers]
 
     def settle(self, stays: Sequence[bool]) -> None:
-        """Ends a step of several tokens: recurrent state of rows that do not stay goes back to before it."""
+        """After a call with `flat`'s layers: puts other rows' recurrent state back."""
         before, self._before = self._before, []
         for merged, states in zip(self._merged, before, strict=True):
             merged.finalize()
@@ -369,7 +365,7 @@ def _flat(layer: LayerCache, step: FlatStep) -> LayerCache:
 
 
 def _chosen(stays: Sequence[bool], new: mx.array | None, old: mx.array | None) -> mx.array | None:
-    """For each row its new state, or the old one: none is zeros."""
+    """Each row's new or old state; none is zeros."""
     if new is None or (old is not None and not any(stays)):
         return old
     at = mx.array(list(stays)).reshape(-1, *[1] * (new.ndim - 1))

@@ -364,7 +364,7 @@ def _at_price(
 
 
 _Call: TypeAlias = list[tuple[int, list[tuple[float, int]]]]
-"""Of a call, the chances of further tokens and their rows, after how many tokens it then evaluates."""
+"""By tokens of a call: the chances, and rows, of those that it then drafts too."""
 
 
 class Drafting:
@@ -545,7 +545,7 @@ class Speculation:
     ) -> list[list[int]]:
         """A draft for each row, of `limits` tokens at most; all are empty unless they pay together.
 
-        `predict` has the drafter draft so many tokens of each row. `known`: of each row, if not all are one.
+        `predict` has the drafter draft so many tokens of each row; `known`: see `Feed`, one if None.
         """
         self._drafting_seconds = 0.0  # the last draft may have come to nothing
         known = known or [1] * len(rows)
@@ -644,7 +644,7 @@ class Speculation:
         return Choice(lengths, found.tokens, found.took)
 
     def _calls(self, chances: Sequence[Sequence[float]], known: Sequence[int]) -> tuple[list[_Call], int]:
-        """What may join each call, and the tokens that it evaluates without drafts."""
+        """The calls, and the tokens of each without drafts."""
         num_rows, longest = len(chances), max(known)
         tokens = [[(chance, row) for chance in ahead] for row, ahead in enumerate(chances)]
         if not self._together:
