@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import mlx.core as mx
 
@@ -162,17 +162,18 @@ class DecodeBatch:
         return self._joined.layers[-number:] if self._joined is not None and None not in self.rows else []
 
     @contextmanager
-    def trial(self, layers: Sequence[LayerCache]) -> Iterator[Callable[[], None]]:
+    def trial(
+        self, layers: Sequence[LayerCache], lengths: Sequence[int]
+    ) -> Iterator[tuple[Sequence[LayerCache], Callable[[], None]]]:
         """In the block, tokens may join `layers`, the last, which forget them at its end.
 
-        Yields a function that counts a token of each row.
+        Yields the layers for a first call with `lengths` tokens of each row, and what counts a call's tokens.
         """
-        num_tokens = 0
+        offsets = [(group, list(group.clock.offsets)) for group in self._groups]
 
         def count() -> None:
-            nonlocal num_tokens
-            num_tokens += 1
             self.advance()
+            self.settle(lengths)
             self._grow()
 
         grouped = {id(caches) for group in self._groups for caches in group.rows}
@@ -182,10 +183,12 @@ class DecodeBatch:
         self._grow()
         try:
             with unchanged([*leaves_of(own), *merged]):
-                yield count
+                rows = cast(Sequence[BatchRow], self.rows)
+                is_even = max(lengths) == 1
+                yield layers if is_even else self._feed(dict(zip(rows, lengths, strict=True)))[-len(layers) :], count
         finally:
-            for group in self._groups:
-                group.clock.rewind([num_tokens] * len(group.rows))
+            for group, before in offsets:
+                group.clock.set(before)
 
     def advance(self) -> None:
         """After a model call."""

@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 from cache.layers.layout import leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
-from models.inference.feeds import unchanged
+from models.inference.feeds import padded, unchanged
 from models.inference.ragged import RaggedLayer, ragged_attention
 from models.loader import DraftModel, LoadedModel
 from models.mlx_lm_import import ArraysCache, RotatingKVCache, make_prompt_cache
@@ -89,8 +89,10 @@ class Drafter(ABC):
         """Evaluates `lengths` tokens of each row: `[1, num_tokens]` over its own caches, else `[num_tokens, 1]`."""
 
     @abstractmethod
-    def _predict(self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache]) -> tuple[mx.array, mx.array]:
-        """Logits behind each row's last token, `[num_rows, 1, vocab_size]`, and the next hidden state."""
+    def _predict(
+        self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache], lengths: Sequence[int]
+    ) -> tuple[mx.array, mx.array]:
+        """Logits behind each row's last of `lengths` tokens, `[num_rows, 1, vocab_size]`, and the hidden state."""
 
     def draft(
         self, caches: Sequence[LayerCache], known: Sequence[int], before: mx.array, num_tokens: int
@@ -101,22 +103,23 @@ class Drafter(ABC):
         """
         layers = caches[-self.num_layers :]
         with unchanged(leaves_of(layers)):
-            return self._chain(layers, mx.array([[*known]]), before[None], num_tokens)[0]
+            return self._chain(layers, layers, [known], before, num_tokens)[0]
 
     def draft_together(
         self,
         layers: Sequence[LayerCache],
-        known: Sequence[int],
+        first: Sequence[LayerCache],
+        known: Sequence[Sequence[int]],
         before: mx.array,
         num_tokens: int,
         count: Callable[[], None],
     ) -> mx.array:
-        """As `draft`, for rows of a batch with one known token each, `[num_rows, num_tokens]`.
+        """As `draft`, for rows of a batch, `[num_rows, num_tokens]`; `before` is in one line.
 
-        `layers` are the batch's last; `count` counts a token of each row, for the caller to take back.
+        `layers` are the batch's last, `first` those for known tokens; `count` counts a call's, to be taken back.
         """
         with ragged_attention():
-            return self._chain(layers, mx.array([*known])[:, None], before[:, None], num_tokens, count)
+            return self._chain(layers, first, known, before, num_tokens, count)
 
     def measure_draft_seconds(self, caches: Sequence[LayerCache]) -> float:
         """Seconds of one drafted token, for a row with a few tokens in `caches`: the best of some tries."""
@@ -131,17 +134,21 @@ class Drafter(ABC):
     def _chain(
         self,
         layers: Sequence[LayerCache],
-        tokens: mx.array,
-        hidden: mx.array,
+        first: Sequence[LayerCache],
+        known: Sequence[Sequence[int]],
+        before: mx.array,
         num_tokens: int,
         count: Callable[[], None] = lambda: None,
     ) -> mx.array:
-        found = list[mx.array]()
+        found, lengths, fed = list[mx.array](), [len(tokens) for tokens in known], first
+        places = mx.array(padded(lengths)[0])
+        tokens, hidden = mx.array([*itertools.chain(*known)])[places], before[places]
         for _ in range(num_tokens):
-            logits, hidden = self._predict(tokens, hidden, layers)
+            logits, hidden = self._predict(tokens, hidden, fed, lengths)
             count()
             tokens = mx.argmax(logits, axis=-1)
             found.append(tokens)
+            fed, lengths = layers, [1] * len(lengths)
         return mx.concatenate(found, axis=1)
 
 
@@ -180,8 +187,10 @@ class MtpDrafter(Drafter):
             return cast(mx.array, self._text.lm_head(hidden))
         return cast(mx.array, self._text.model.embed_tokens.as_linear(hidden))
 
-    def _predict(self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache]) -> tuple[mx.array, mx.array]:
-        hidden = self._module(self._text.model.embed_tokens(tokens), hidden, layers[0])[:, -1:]
+    def _predict(
+        self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache], lengths: Sequence[int]
+    ) -> tuple[mx.array, mx.array]:
+        hidden = _last(self._module(self._text.model.embed_tokens(tokens), hidden, layers[0]), lengths)
         return self._module.score(hidden, self._logits), hidden
 
 
@@ -213,8 +222,10 @@ class ModelDrafter(Drafter):
         self._logits(tokens, caches[-self.num_layers :])
         return Evaluated(logits, *[mx.zeros((len(logits), 0))] * 2)
 
-    def _predict(self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache]) -> tuple[mx.array, mx.array]:
-        return self._logits(tokens, layers)[:, -1:, : self._vocab_size], hidden
+    def _predict(
+        self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache], lengths: Sequence[int]
+    ) -> tuple[mx.array, mx.array]:
+        return _last(self._logits(tokens, layers), lengths)[:, :, : self._vocab_size], hidden
 
     def _logits(self, tokens: mx.array, layers: Sequence[LayerCache]) -> mx.array:
         # The model's logits may be wider, for tokens that no text has.
@@ -236,6 +247,13 @@ def _shifted(behind: mx.array, lengths: Sequence[int], before: StatesBefore) -> 
         if length > 1:
             parts.append(behind[stop - length : stop - 1])
     return mx.concatenate(parts)
+
+
+def _last(rows: mx.array, lengths: Sequence[int]) -> mx.array:
+    """Behind each row's last of `lengths` tokens, `[num_rows, 1, width]`."""
+    if min(lengths) == rows.shape[1]:
+        return rows[:, -1:]
+    return rows[mx.arange(len(lengths)), mx.array([*lengths]) - 1][:, None]
 
 
 def entries_of(layers: Sequence[LayerCache]) -> list[mx.array]:

@@ -427,12 +427,15 @@ class Runner:
         """Of all rows of a batch, if each can be drafted for."""
         rows, layers = cast(Sequence[DecodeRow], batch.rows), batch.last_layers(drafter.num_layers)
         num_tokens = max((wanted.get(row, 0) for row in rows), default=0)
-        before = [row.before for row in rows if row is not None and row.before is not None and len(row.known) == 1]
+        states = [None if row is None else row.before for row in rows]
+        before = [state for state in states if state is not None]
         if not layers or len(before) < len(rows) or not num_tokens:
             return {}
-        known, adapters = [row.known[0] for row in rows], [row.adapter for row in rows]
-        with selecting(self._adapters, *adapters), batch.trial(layers) as count:
-            drafted = drafter.draft_together(layers, known, mx.concatenate(before), num_tokens, count)
+        known, adapters = [row.known for row in rows], [row.adapter for row in rows]
+        if [*map(len, before)] != [*map(len, known)]:
+            return {}
+        with selecting(self._adapters, *adapters), batch.trial(layers, [*map(len, known)]) as (first, count):
+            drafted = drafter.draft_together(layers, first, known, mx.concatenate(before), num_tokens, count)
         return dict(zip(rows, drafted, strict=True))
 
     def drain(self) -> None:

@@ -470,7 +470,7 @@ def test_drafts_find_room_where_a_shared_buffer_is_full() -> None:
     while max(group.clock.offsets) < group.capacity:
         decoding.step([0] * 3)
     offsets = list(group.clock.offsets)
-    with batch.trial(batch.last_layers(1)) as count:
+    with batch.trial(batch.last_layers(1), [1] * 3) as (_, count):
         for _ in range(3):
             assert max(group.clock.offsets) < group.capacity
             count()
