@@ -427,13 +427,10 @@ class Runner:
         """Of all rows of a batch, if each can be drafted for."""
         rows, layers = cast(Sequence[DecodeRow], batch.rows), batch.last_layers(drafter.num_layers)
         num_tokens = max((wanted.get(row, 0) for row in rows), default=0)
-        states = [None if row is None else row.before for row in rows]
-        before = [state for state in states if state is not None]
-        if not layers or len(before) < len(rows) or not num_tokens:
+        if not layers or not num_tokens or not all(row is not None and _knows_before(row) for row in rows):
             return {}
+        before = [row.before for row in rows if row.before is not None]
         known, adapters = [row.known for row in rows], [row.adapter for row in rows]
-        if [*map(len, before)] != [*map(len, known)]:
-            return {}
         with selecting(self._adapters, *adapters), batch.trial(layers, [*map(len, known)]) as (first, count):
             drafted = drafter.draft_together(layers, first, known, mx.concatenate(before), num_tokens, count)
         return dict(zip(rows, drafted, strict=True))
@@ -612,9 +609,11 @@ def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
 def _can_draft_alone(row: DecodeRow, drafter: Drafter) -> bool:
     """Whether its caches hold its state, and no head's."""
     has_entries = all(_has_state(tail_of(leaf)) for leaf in leaves_of(row.caches[-drafter.num_layers :]))
-    return (
-        has_entries and head_of(row.caches) is None and row.before is not None and len(row.before) == len(row.known)
-    )
+    return has_entries and head_of(row.caches) is None and _knows_before(row)
+
+
+def _knows_before(row: DecodeRow) -> bool:
+    return row.before is not None and len(row.before) == len(row.known)
 
 
 def _has_state(cache: LayerCache) -> bool:

@@ -235,8 +235,9 @@ def test_feeds_of_one_length_and_of_several_in_each_form(
     feeding.check()
 
 
-def test_a_row_on_its_head_feeds_alone() -> None:
-    feeding = Feeding("llama_swa")
+@pytest.mark.parametrize("name", ["llama_swa", "qwen3_5"])
+def test_a_row_on_its_head_feeds_alone(name: str) -> None:
+    feeding = Feeding(name)
     feeding.join(3, on_head=True)
     for width in (5, 1, 9):
         feeding.step(width)
