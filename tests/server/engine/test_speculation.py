@@ -614,6 +614,12 @@ def test_no_draft_is_longer_than_its_limit(limits: list[int], num_agreed: int, t
         assert any(drafts) == (num_agreed >= 3 and max(limits) > 0)
 
 
+def test_what_a_padded_step_took_is_held_against_its_rows_times_the_longest() -> None:
+    speculation = Simulation(linear, together=True, again=True, noise=0.0).speculation
+    calls = speculation._cost.calls
+    assert speculation._known_cost([4, 1, 1]) == (1, (calls[12] - calls[3]) / calls[3], 1.0)
+
+
 falling = st.lists(st.floats(0.3, 1), max_size=4).map(lambda odds: [*itertools.accumulate(odds, float.__mul__)])
 
 
