@@ -1,4 +1,7 @@
-"""One browser for all tests of the console, and one context for most: a start takes a second and more."""
+"""One browser for a file of tests, and one context for most: a start takes a second and more.
+
+While Playwright runs, no other event loop may run in its thread: it ends with the file.
+"""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -9,13 +12,13 @@ from playwright.sync_api import Browser, BrowserContext
 from tests.support.browser import TIMEOUT_MS, browser
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     with browser() as found:
         yield found
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def _shared_context(chromium: Browser) -> BrowserContext:
     """A new context for each test would take half a second of each."""
     context = chromium.new_context(viewport={"width": 1200, "height": 800})
