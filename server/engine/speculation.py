@@ -331,6 +331,12 @@ def choose(options: Sequence[Sequence[tuple[float, float]]], rest: Sequence[floa
     number. The price rises to the best speed that it allows (Dinkelbach 1967).
     """
     best, price = None, num_rows / rest[-1]
+    if len(options) == 1:
+        speeds = [(num_rows + tokens) / (rest[0] + took) for tokens, took in options[0]]
+        if (speed := max(speeds, default=0.0)) <= price * (1 + 1e-9):
+            return None
+        index = speeds.index(speed)
+        return Choice([index + 1], num_rows + options[0][index][0], rest[0] + options[0][index][1])
     while True:
         found = _at_price(price, options, rest, num_rows)
         if found is None or found.tokens <= price * found.took * (1 + 1e-9):
@@ -651,7 +657,9 @@ class Speculation:
             return [[(number, [one]) for number, one in enumerate(row, 2)] for row in tokens], 1
         if not self._again:
             # A token costs the same in each row: the likeliest of all come first.
-            ranked = sorted(chain.from_iterable(tokens), key=itemgetter(0), reverse=True)
+            ranked = (
+                sorted(chain.from_iterable(tokens), key=itemgetter(0), reverse=True) if num_rows > 1 else tokens[0]
+            )
             return [[(number, [one]) for number, one in enumerate(ranked, num_rows + 1)]], num_rows
         columns = defaultdict[int, list[tuple[float, int]]](list)
         for row, number in zip(tokens, known, strict=True):
@@ -675,12 +683,14 @@ class Speculation:
         alone, saved = self._cost.plain(num_known) / plain + excess.call, rest[-1] - rest[-2]
         scale, tokens, options = excess.scale / plain, 0.0, list[tuple[float, float]]()
         again = max(0.0, alone + scale * (calls[2 * num_known] - calls[num_known]) - saved) if self._again else 0.0
-        stays = dict[int, float]()
+        stays, without = dict[int, float](), calls[min(due, MAX_STEP_TOKENS)]
         for num_tokens, column in call:
-            tokens += sum(chance for chance, _ in column)
-            stays |= {row: chance for chance, row in column}
-            added = scale * (calls[min(num_tokens, MAX_STEP_TOKENS)] - calls[min(due, MAX_STEP_TOKENS)])
-            took = alone + added + again * (1 - math.prod(stays.values()))
+            for chance, row in column:
+                tokens += chance
+                stays[row] = chance
+            took = alone + scale * (calls[min(num_tokens, MAX_STEP_TOKENS)] - without)
+            if again:
+                took += again * (1 - math.prod(stays.values()))
             if took - saved > may_lose:
                 break
             options.append((tokens, took))
