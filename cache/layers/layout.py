@@ -553,7 +553,7 @@ def put_on_head(caches: list[LayerCache], head: Sequence[LayerCache]) -> None:
 def split_at_head(caches: list[LayerCache], head: Sequence[LayerCache], num_tokens: int) -> None:
     """Cuts the first `num_tokens` off a sequence's span layers, one layer after another.
 
-    Their rows move into the empty layer caches `head`, unless `head` holds the same rows already.
+    Empty layer caches `head` get these rows; a `head` that has rows already has the same ones, and stays as it is.
     """
     caches[:] = _changed(caches, head, lambda cache, one: _split(cache, one, num_tokens))
 

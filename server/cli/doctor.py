@@ -36,7 +36,7 @@ PIPE_WIDTH = 200
 LEAD_CHARACTERS = 20
 """Shown before the changed words."""
 REFUSED = ("path", "session_id", "status", "code", "message", "count")
-"""What is told of a refusal."""
+"""Fields of a refusal that the report has."""
 
 
 @app.command()

@@ -68,7 +68,7 @@ class GenerationOptions:
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest(GenerationOptions):
-    """One prompt to continue. Its maker has validated every field."""
+    """One prompt to continue; who makes it has validated every field."""
 
     request_id: str
     tokens: TokenArray

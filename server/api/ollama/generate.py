@@ -1,7 +1,7 @@
 """Ollama's conventions, and `/api/generate`, `/api/chat`, `/api/embed` and the older `/api/embeddings`.
 
-`follow_up` continues the tokens that `/api/generate` returned as `context`. These tokens end with the model's reply,
-without the template's text after it, so the next message is rendered after a sample reply.
+`follow_up` continues `context`, the tokens that `/api/generate` returned. `context` ends with the model's reply and
+lacks the template's text after a reply; the next message is therefore rendered after a sample reply.
 """
 
 import json
@@ -345,7 +345,7 @@ class OllamaExchange(Exchange):
         return [said if self.conversation is None else self.conversation.whole(said)]
 
     def _keep(self, event: OutputEvent) -> SaidMessage | None:
-        """Adds an event; returns what a stream tells: of a call once it is complete, of one that fails its text."""
+        """Adds an event. Returns what a stream sends: a complete call, or the text of a call that failed."""
         match event:
             case Text(text) | ToolCallFailed(text):
                 self._said += text

@@ -86,7 +86,7 @@ class CompletionTokensDetails(TypedDict, total=False):
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
-    """This and the next field with a `prediction` only."""
+    """Tokens of the prediction that the answer has; this and the next field come with a `prediction` only."""
     rejected_prediction_tokens: int
     """Tokens of the prediction that the answer lacks."""
 
