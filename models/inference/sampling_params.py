@@ -1,7 +1,9 @@
 """How a sequence's tokens are chosen, and which values are allowed. Knows no logits and no MLX."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 from models.errors import InvalidParameter
 
@@ -16,41 +18,49 @@ GREEDY_BELOW = 1e-5
 ALL_TOKENS = -1
 
 
+def _number(default: float, low: float, high: float, **how: bool) -> Any:
+    """A finite number in `[low, high]`, or in `(low, high]`."""
+    return field(default=default, metadata={"low": low, "high": high, **how})
+
+
+def _integer(default: int | None, low: int, high: int) -> Any:
+    return field(default=default, metadata={"low": low, "high": high, "is_integer": True})
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one sequence's next token is chosen. `check` validates it before queueing."""
 
-    temperature: float = 1.0
-    """Range [0, 2]; 0 is greedy."""
-    top_p: float = 1.0
-    """Nucleus mass, range (0, 1]."""
-    top_k: int = 0
-    min_p: float = 0.0
-    """At least this fraction of the likeliest token's probability, range [0, 1]."""
-    typical_p: float = 1.0
-    """Mass of tokens with information nearest to the expected, range (0, 1]."""
-    top_n_sigma: float = 0.0
-    """Standard deviations below the largest logit; 0 keeps all, range [0, 100]."""
-    xtc_probability: float = 0.0
-    """Share of draws with XTC, range [0, 1]."""
-    xtc_threshold: float = 0.1
-    """Likely from here on for XTC, range [0, 1]."""
-    seed: int | None = None
+    temperature: float = _number(1.0, 0, 2)
+    """0 is greedy."""
+    top_p: float = _number(1.0, 0, 1, excludes_low=True)
+    """Nucleus mass."""
+    top_k: int = _integer(0, 0, 2**63 - 1)
+    min_p: float = _number(0.0, 0, 1)
+    """At least this fraction of the likeliest token's probability."""
+    typical_p: float = _number(1.0, 0, 1, excludes_low=True)
+    """Mass of tokens with information nearest to the expected."""
+    top_n_sigma: float = _number(0.0, 0, 100)
+    """Standard deviations below the largest logit; 0 keeps all."""
+    xtc_probability: float = _number(0.0, 0, 1)
+    """Share of draws with XTC."""
+    xtc_threshold: float = _number(0.1, 0, 1)
+    """Likely from here on for XTC."""
+    seed: int | None = _integer(None, -(2**63), 2**64 - 1)
     """The same seed gives the same noise, however rows were batched. Logits may differ in their last bits."""
-    repetition_penalty: float = 1.0
-    """Divides positive, multiplies negative logits of seen tokens, like Hugging Face; range (0, 10]."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    """Of output tokens, like `presence_penalty`; range [-2, 2]."""
-    repeat_last_n: int | None = None
+    repetition_penalty: float = _number(1.0, 0, 10, excludes_low=True)
+    """Divides positive, multiplies negative logits of seen tokens, like Hugging Face."""
+    presence_penalty: float = _number(0.0, -2, 2)
+    frequency_penalty: float = _number(0.0, -2, 2)
+    """Of output tokens, like `presence_penalty`."""
+    repeat_last_n: int | None = _integer(None, ALL_TOKENS, MAX_WINDOW)
     """Last tokens of prompt and output for the three penalties; -1 is all, 0 none, None each one's own range."""
-    dry_multiplier: float = 0.0
-    """Penalty on continuing a repetition of `dry_allowed_length`, range [0, 100]."""
-    dry_base: float = 1.75
-    """Factor per further repeated token, range [1, 100]."""
-    dry_allowed_length: int = 2
-    """Range [1, `MAX_REPEATED`]."""
-    dry_penalty_last_n: int = ALL_TOKENS
+    dry_multiplier: float = _number(0.0, 0, 100)
+    """Penalty on continuing a repetition of `dry_allowed_length`."""
+    dry_base: float = _number(1.75, 1, 100)
+    """Factor per further repeated token."""
+    dry_allowed_length: int = _integer(2, 1, MAX_REPEATED)
+    dry_penalty_last_n: int = _integer(ALL_TOKENS, ALL_TOKENS, MAX_WINDOW)
     """Last tokens searched for repetitions; -1 is all, 0 none."""
     dry_breakers: tuple[int, ...] = ()
     """No repetition reaches across."""
@@ -60,7 +70,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     top_logprobs: int | None = None
     """Likeliest tokens reported with each, range [0, `MAX_TOP_LOGPROBS`]; None: no log-probabilities."""
-    min_tokens: int = 0
+    min_tokens: int = _integer(0, 0, 2**63 - 1)
     """No `end_token_ids` among as many first tokens."""
     end_token_ids: tuple[int, ...] = ()
 
@@ -101,46 +111,28 @@ class SamplingParams:
 
 def check(params: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidParameter for a value not a number, not finite or out of range."""
-    _check_number("temperature", params.temperature, 0.0, 2.0)
-    _check_number("top_p", params.top_p, 0.0, 1.0, exclusive_low=True)
-    _check_integer("top_k", params.top_k, 0, 2**63 - 1)
-    _check_number("min_p", params.min_p, 0.0, 1.0)
-    _check_number("typical_p", params.typical_p, 0.0, 1.0, exclusive_low=True)
-    _check_number("top_n_sigma", params.top_n_sigma, 0.0, 100.0)
-    _check_number("xtc_probability", params.xtc_probability, 0.0, 1.0)
-    _check_number("xtc_threshold", params.xtc_threshold, 0.0, 1.0)
-    if params.seed is not None:
-        _check_integer("seed", params.seed, -(2**63), 2**64 - 1)
+    for one in fields(params):
+        value = getattr(params, one.name)
+        if one.metadata and (value is not None or one.default is not None):
+            _check(one.name, value, **one.metadata)
     if params.top_logprobs is not None:
-        _check_integer("top_logprobs", params.top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
-    _check_integer("min_tokens", params.min_tokens, 0, 2**63 - 1)
-    _check_number("repetition_penalty", params.repetition_penalty, 0.0, 10.0, exclusive_low=True)
-    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
-    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    if params.repeat_last_n is not None:
-        _check_integer("repeat_last_n", params.repeat_last_n, ALL_TOKENS, MAX_WINDOW)
-    _check_number("dry_multiplier", params.dry_multiplier, 0.0, 100.0)
-    _check_number("dry_base", params.dry_base, 1.0, 100.0)
-    _check_integer("dry_allowed_length", params.dry_allowed_length, 1, MAX_REPEATED)
-    _check_integer("dry_penalty_last_n", params.dry_penalty_last_n, ALL_TOKENS, MAX_WINDOW)
-    for token_id in params.dry_breakers:
-        _check_integer("dry_breakers", token_id, 0, vocab_size - 1)
-    for token_id in params.allowed_token_ids:
-        _check_integer("allowed_token_ids", token_id, 0, vocab_size - 1)
-    for token_id in (one for word in params.bad_words for one in word):
-        _check_integer("bad_words", token_id, 0, vocab_size - 1)
-    for token_id, bias in params.logit_bias:
-        _check_integer("logit_bias", token_id, 0, vocab_size - 1)
-        _check_number("logit_bias", bias, -100.0, 100.0)
+        _check("top_logprobs", params.top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size), is_integer=True)
+    token_ids = {
+        "dry_breakers": params.dry_breakers,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": chain.from_iterable(params.bad_words),
+        "logit_bias": dict(params.logit_bias),
+    }
+    for name, token_id in ((name, token_id) for name, ids in token_ids.items() for token_id in ids):
+        _check(name, token_id, 0, vocab_size - 1, is_integer=True)
+    for _, bias in params.logit_bias:
+        _check("logit_bias", bias, -100, 100)
 
 
-def _check_number(param: str, value: float, low: float, high: float, *, exclusive_low: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high or (exclusive_low and value == low):
-        bracket = "(" if exclusive_low else "["
-        raise InvalidParameter(param, f"{param} must be a number in {bracket}{low:g}, {high:g}], not {value!r}")
-
-
-def _check_integer(param: str, value: int, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidParameter(param, f"{param} must be an integer in [{low}, {high}], not {value!r}")
+def _check(
+    param: str, value: Any, low: float, high: float, *, is_integer: bool = False, excludes_low: bool = False
+) -> None:
+    is_of_kind = isinstance(value, int if is_integer else int | float) and not isinstance(value, bool)
+    if not is_of_kind or not low <= value <= high or (excludes_low and value == low):
+        kind, bracket = "an integer" if is_integer else "a number", "(" if excludes_low else "["
+        raise InvalidParameter(param, f"{param} must be {kind} in {bracket}{low}, {high}], not {value!r}")

@@ -1,17 +1,18 @@
 """How one sequence samples, and what its earlier tokens change: penalties and bans for all rows of a decode step.
 
 Prompt and output are one row of tokens. A window has a fixed length, its newest token last. `NO_TOKEN` stands for
-missing tokens and ids beyond the logits. A penalty takes over its rows' state when the rows change, counts sampled
-tokens unread, and gives the state back. A grammar wins over tokens ruled out. Without a row that uses a kind, its
-`of` returns None.
+missing tokens and ids beyond the logits. A penalty takes over its rows' windows when the rows change, counts sampled
+tokens unread, and gives the windows back. A grammar wins over tokens ruled out. What no row uses is None.
 """
 
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +24,9 @@ NO_TOKEN = -1
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
 
+Stage: TypeAlias = Callable[[mx.array], mx.array]
+"""Changes the logits of all rows of a step, float32 `[num_rows, vocab_size]`."""
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -33,6 +37,14 @@ class Draft:
     generated: TokenIds
 
 
+@dataclass
+class Window:
+    """The last tokens of one sequence, at which one kind of penalty looks."""
+
+    recent: mx.array
+    """Int32 `[length]`; empty for an unbounded window, which no token leaves."""
+
+
 class Penalties(NamedTuple):
     """What a window's tokens cost; the defaults are nothing."""
 
@@ -41,69 +53,57 @@ class Penalties(NamedTuple):
     frequency: float = 0.0
 
 
-@dataclass(frozen=True)
-class PenaltyWindow:
-    """The last tokens of a sequence, and their penalties."""
+@dataclass
+class PenaltyWindow(Window):
+    """A window whose tokens are counted."""
 
-    penalties: Penalties
     counts: mx.array
     """Of each token in the window, float32 `[vocab_size]`."""
-    recent: mx.array
-    """Int32 `[length]`; empty for an unbounded window, which no token leaves."""
-
-    @classmethod
-    def of(cls, penalties: Penalties, length: int, held: Sequence[TokenIds], vocab_size: int) -> "PenaltyWindow":
-        """The window at the end of the lists `held`."""
-        found = last_tokens(held, length, vocab_size)
-        counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
-        return cls(penalties, mx.array(counts, mx.float32), mx.array([] if length == ALL_TOKENS else found, mx.int32))
+    penalties: Penalties
 
 
-def _windows_of(params: SamplingParams, prompt: TokenIds, emitted: TokenIds, vocab_size: int) -> list[PenaltyWindow]:
-    """Without `repeat_last_n`, repetition counts in prompt and output, the others in the output."""
-    if not params.is_penalised:
-        return []
-    others = Penalties(presence=params.presence_penalty, frequency=params.frequency_penalty)
-    repetition, everything = Penalties(params.repetition_penalty), (prompt, emitted)
-    if params.repeat_last_n is not None:
-        penalties = others._replace(repetition=params.repetition_penalty)
-        return [PenaltyWindow.of(penalties, params.repeat_last_n, everything, vocab_size)]
-    wanted = [(one, held) for one, held in ((repetition, everything), (others, (emitted,))) if one != Penalties()]
-    return [PenaltyWindow.of(one, ALL_TOKENS, held, vocab_size) for one, held in wanted]
-
-
-def last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
-    """The last `length` tokens of the lists `held`, filled up in front, or all for `ALL_TOKENS`."""
-    ids = np.concatenate([np.asarray(token_ids, np.int32) for token_ids in held])
-    known = np.where(ids < vocab_size, ids, NO_TOKEN).astype(np.int32)
-    if length == ALL_TOKENS:
-        return known
-    found = np.full(length, NO_TOKEN, np.int32)
-    last = known[-length:]
-    found[length - last.size :] = last
-    return found
-
-
-@dataclass(frozen=True)
-class RepeatedEnds:
+@dataclass
+class RepeatedEnds(Window):
     """A sequence's last tokens, and where its end occurred before."""
 
-    recent: mx.array
-    """Int32 `[length]`."""
     lengths: mx.array
     """Tokens before each that equal the last ones, at most `MAX_REPEATED`; int32 `[length]`."""
     is_breaker: mx.array
     """No repetition reaches across, bool `[vocab_size]`."""
 
-    @classmethod
-    def of(cls, params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> "RepeatedEnds":
-        """The state at the end of the lists `held`."""
-        assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
-        recent = last_tokens(held, params.dry_penalty_last_n, vocab_size)
-        is_breaker = np.zeros(vocab_size, np.bool_)
-        is_breaker[np.array(params.dry_breakers, np.int64)] = True
-        breaks = (recent == NO_TOKEN) | is_breaker[recent]
-        return cls(mx.array(recent), mx.array(_repeated_lengths(recent, breaks)), mx.array(is_breaker))
+
+def _penalty_windows(
+    params: SamplingParams, prompt: TokenIds, emitted: TokenIds, vocab_size: int
+) -> list[PenaltyWindow]:
+    """Without `repeat_last_n`, repetition counts in prompt and output, the others in the output."""
+    if not params.is_penalised:
+        return []
+    penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if params.repeat_last_n is not None:
+        return [_penalty_window(penalties, params.repeat_last_n, (prompt, emitted), vocab_size)]
+    repetition, others = Penalties(params.repetition_penalty), penalties._replace(repetition=1.0)
+    wanted = [
+        (one, held) for one, held in ((repetition, (prompt, emitted)), (others, (emitted,))) if one != Penalties()
+    ]
+    return [_penalty_window(one, ALL_TOKENS, held, vocab_size) for one, held in wanted]
+
+
+def _penalty_window(penalties: Penalties, length: int, held: Sequence[TokenIds], vocab_size: int) -> PenaltyWindow:
+    """At the end of the lists `held`."""
+    found = _last_tokens(held, length, vocab_size)
+    counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
+    recent = mx.array([] if length == ALL_TOKENS else found, mx.int32)
+    return PenaltyWindow(recent, mx.array(counts, mx.float32), penalties)
+
+
+def _repeated_ends(params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> RepeatedEnds:
+    """At the end of the lists `held`."""
+    assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
+    recent = _last_tokens(held, params.dry_penalty_last_n, vocab_size)
+    is_breaker = np.zeros(vocab_size, np.bool_)
+    is_breaker[np.array(params.dry_breakers, np.int64)] = True
+    lengths = _repeated_lengths(recent, (recent == NO_TOKEN) | is_breaker[recent])
+    return RepeatedEnds(mx.array(recent), mx.array(lengths), mx.array(is_breaker))
 
 
 def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> NDArray[np.int32]:
@@ -119,20 +119,17 @@ def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> N
     return lengths
 
 
-def padded(window: mx.array | None, length: int, filler: int = NO_TOKEN) -> mx.array:
-    """Values with `filler` in front, `[length]`."""
-    held = mx.array([], mx.int32) if window is None else window
-    return mx.pad(held, (length - held.size, 0), constant_values=filler)
+def _last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
+    """The last `length` tokens of the lists `held`, filled up in front, or all for `ALL_TOKENS`."""
+    filler = np.full(max(0, length), NO_TOKEN, np.int32)
+    ids = np.concatenate([filler, *(np.asarray(token_ids, np.int32) for token_ids in held)])
+    known = np.where(ids < vocab_size, ids, NO_TOKEN).astype(np.int32)
+    return known if length == ALL_TOKENS else known[ids.size - length :]
 
 
 def column(values: Iterable[float]) -> mx.array:
     """One number per row, float32 `[num_rows, 1]`."""
     return mx.array(list(values), dtype=mx.float32)[:, None]
-
-
-def shifted(recent: mx.array, tokens: mx.array) -> mx.array:
-    """Windows `[num_rows, length]`, each with its next token at the end."""
-    return mx.concatenate([recent[:, 1:], tokens[:, None].astype(mx.int32)], axis=1)
 
 
 class RowSampling:
@@ -158,15 +155,15 @@ class RowSampling:
         self._vocab_size = vocab_size
         self.seed = secrets.randbits(63) if chosen is None else chosen
         self.position = len(emitted)
-        self.windows = _windows_of(params, prompt, emitted, vocab_size)
+        self.windows = _penalty_windows(params, prompt, emitted, vocab_size)
         """In the order of applying."""
         self.repeated: RepeatedEnds | None = None
-        self.output_end: mx.array | None = None
-        """Int32, for bad words of more than one token."""
+        self.output_end: Window | None = None
+        """For bad words of more than one token."""
         if params.longest_bad_word > 1:
-            self.output_end = mx.array(last_tokens((emitted,), params.longest_bad_word - 1, vocab_size))
+            self.output_end = Window(mx.array(_last_tokens((emitted,), params.longest_bad_word - 1, vocab_size)))
         if params.is_dry:
-            self.repeated = RepeatedEnds.of(params, (prompt, emitted), vocab_size)
+            self.repeated = _repeated_ends(params, (prompt, emitted), vocab_size)
 
     def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
         """The state after the output `emitted`."""
@@ -182,8 +179,7 @@ class RowSampling:
         if not self.params.looks_back:
             return [self._moved(count) for count in range(len(draft.tokens) + 1)]
         output = np.concatenate([np.asarray(part, np.int32) for part in (draft.generated, draft.tokens)])
-        first = len(draft.generated)
-        return [self.after(draft.prompt, output[:stop]) for stop in range(first, output.size + 1)]
+        return [self.after(draft.prompt, output[:stop]) for stop in range(len(draft.generated), output.size + 1)]
 
     def accept(self, draft: Draft, num_accepted: int, token: int) -> "RowSampling":
         """The state once the first tokens of a draft, and `token` behind them, were sampled."""
@@ -212,253 +208,182 @@ MAX_PENALTY = 1e9
 """Nothing gets less likely above; infinity could leave a row without a token."""
 
 
-class Penalty(Protocol):
-    """One kind; its arrays have one row per row of the step."""
+def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Stage]:
+    """What a row uses, in the order of applying: bias, bans, penalties."""
+    found: list[Stage | None] = [_bias(rows), _allowed_tokens(rows, vocab_size), _bad_words(rows), _early_ends(rows)]
+    if [row for row in rows if row.params.looks_back]:
+        found += [_Windowed(windows, vocab_size) for windows in zip_longest(*(row.windows for row in rows))]
+        found += [_Dry(rows, vocab_size)] if [row for row in rows if row.repeated] else []
+    return [one for one in found if one is not None]
 
-    def apply_to(self, logits: mx.array) -> mx.array:
-        """Penalised logits, float32 `[num_rows, vocab_size]`."""
-        ...
+
+def _bias(rows: Sequence[RowSampling]) -> Stage | None:
+    entries = [(index, *entry) for index, row in enumerate(rows) for entry in row.params.logit_bias]
+    if not entries:
+        return None
+    row_ids, token_ids, biases = zip(*entries, strict=True)
+    places, added = (mx.array(row_ids), mx.array(token_ids)), mx.array(biases, dtype=mx.float32)
+    return lambda logits: logits.at[places].add(added)
+
+
+def _allowed_tokens(rows: Sequence[RowSampling], vocab_size: int) -> Stage | None:
+    wanted = [row.params.allowed_token_ids for row in rows]
+    if not any(wanted):
+        return None
+    found = np.ones((len(wanted), vocab_size), np.bool_)
+    for row, token_ids in zip(found, wanted, strict=True):
+        if token_ids:
+            row[:] = False
+            row[list(token_ids)] = True
+    is_allowed = mx.array(found)
+    return lambda logits: _unless_empty(mx.where(is_allowed, logits, -math.inf), logits)
+
+
+def _early_ends(rows: Sequence[RowSampling]) -> Stage | None:
+    """The affected rows change with each draw."""
+
+    def early() -> tuple[int, ...]:
+        return tuple([index for index, row in enumerate(rows) if row.position < row.params.min_tokens])
+
+    if not early():
+        return None
+
+    @lru_cache(1)
+    def entries_of(early: tuple[int, ...], vocab_size: int) -> Any:
+        ends = [(row, token) for row in early for token in rows[row].params.end_token_ids if token < vocab_size]
+        return tuple(mx.array(part) for part in zip(*ends, strict=True))
+
+    def exclude(logits: mx.array) -> mx.array:
+        entries = entries_of(early(), logits.shape[-1])
+        return _unless_empty(logits.at[entries].add(-math.inf), logits) if entries else logits
+
+    return exclude
+
+
+def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
+    """`logits` for rows left without a token."""
+    return mx.where(ruled_out.max(axis=-1, keepdims=True) > -math.inf, ruled_out, logits)
+
+
+class Penalty:
+    """A stage that looks at the last tokens of rows; its arrays have one row per row of the step."""
+
+    def __init__(self, windows: Sequence[Any]) -> None:
+        """The `Window` of each row, or None; more arrays of a window may be as long as its tokens."""
+        self._windows = windows
+        self._lengths = [0 if window is None else window.recent.size for window in windows]
+        self._longest = max(1, *self._lengths)
+        self._recent = self._aligned("recent", NO_TOKEN)
+
+    def _aligned(self, name: str, filler: int) -> mx.array:
+        """Of all windows, `[num_rows, longest]`, with `filler` in front."""
+        held = [mx.array([], mx.int32) if window is None else getattr(window, name) for window in self._windows]
+        return mx.stack([mx.pad(one, (self._longest - one.size, 0), constant_values=filler) for one in held])
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Penalised logits."""
+        raise NotImplementedError
 
     def count(self, tokens: mx.array) -> None:
         """Counts the sampled tokens, `[num_rows]`."""
+        self._recent = mx.concatenate([self._recent[:, 1:], tokens[:, None].astype(mx.int32)], axis=1)
 
-    def give_back(self, rows: Sequence[RowSampling]) -> None:
-        """Writes each row's state back to its `RowSampling`."""
+    def give_back(self) -> None:
+        """Writes the newest state into the rows' windows."""
+        for index, (window, length) in enumerate(zip(self._windows, self._lengths, strict=True)):
+            if window is not None:
+                self._write(window, index, self._longest - length)
 
-
-def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
-    """What a row uses, in the order of applying: bias, bans, penalties."""
-    found: list[Penalty | None] = [
-        _Bias.of(rows),
-        _AllowedTokens.of(rows, vocab_size),
-        _BadWords.of(rows),
-        _EarlyEnds.of(rows),
-    ]
-    if any(row.params.looks_back for row in rows):
-        places = range(max(len(row.windows) for row in rows))
-        found += [*(_Windowed.of(rows, place, vocab_size) for place in places), _Dry.of(rows, vocab_size)]
-    return [penalty for penalty in found if penalty is not None]
+    def _write(self, window: Any, index: int, first: int) -> None:
+        window.recent = self._recent[index, first:]
 
 
-@dataclass
-class _Bias(Penalty):
-    row_ids: mx.array
-    token_ids: mx.array
-    biases: mx.array
-
-    @classmethod
-    def of(cls, rows: Sequence[RowSampling]) -> "_Bias | None":
-        entries = [(index, *entry) for index, row in enumerate(rows) for entry in row.params.logit_bias]
-        if not entries:
-            return None
-        row_ids, token_ids, biases = zip(*entries, strict=True)
-        return cls(mx.array(row_ids), mx.array(token_ids), mx.array(biases, dtype=mx.float32))
-
-    def apply_to(self, logits: mx.array) -> mx.array:
-        return logits.at[self.row_ids, self.token_ids].add(self.biases)
-
-
-@dataclass
 class _Windowed(Penalty):
-    """One window of each row, by `place` among the row's."""
+    """One window of each row."""
 
-    place: int
-    counts: mx.array
-    recent: mx.array
-    oldest: mx.array
-    """Where windows begin, `[num_rows, 1]`."""
-    forgets: mx.array
-    repetition: mx.array
-    presence: mx.array
-    frequency: mx.array
-
-    @classmethod
-    def of(cls, rows: Sequence[RowSampling], place: int, vocab_size: int) -> "_Windowed":
-        windows = [row.windows[place] if place < len(row.windows) else None for row in rows]
+    def __init__(self, windows: Sequence[PenaltyWindow | None], vocab_size: int) -> None:
+        super().__init__(windows)
+        self._counts = mx.stack([mx.zeros(vocab_size) if one is None else one.counts for one in windows])
+        self._oldest = mx.array([min(self._longest - length, self._longest - 1) for length in self._lengths])[:, None]
+        self._forgets = mx.array([float(length > 0) for length in self._lengths])
         penalties = [Penalties() if one is None else one.penalties for one in windows]
-        lengths = [0 if one is None else one.recent.size for one in windows]
-        longest = max(1, *lengths)
-        return cls(
-            place=place,
-            counts=mx.stack([mx.zeros(vocab_size) if one is None else one.counts for one in windows]),
-            recent=mx.stack([padded(None if one is None else one.recent, longest) for one in windows]),
-            oldest=mx.array([min(longest - length, longest - 1) for length in lengths])[:, None],
-            forgets=mx.array([float(length > 0) for length in lengths]),
-            repetition=column(one.repetition for one in penalties),
-            presence=column(one.presence for one in penalties),
-            frequency=column(one.frequency for one in penalties),
-        )
+        self._repetition, self._presence, self._frequency = map(column, zip(*penalties, strict=True))
 
-    def apply_to(self, logits: mx.array) -> mx.array:
-        is_held = self.counts > 0
-        divisors = mx.where(is_held, self.repetition, 1.0)
+    def __call__(self, logits: mx.array) -> mx.array:
+        is_held = self._counts > 0
+        divisors = mx.where(is_held, self._repetition, 1.0)
         repeated = mx.where(logits > 0, logits / divisors, logits * divisors)
-        return repeated - self.presence * is_held - self.frequency * self.counts
+        return repeated - self._presence * is_held - self._frequency * self._counts
 
     def count(self, tokens: mx.array) -> None:
         rows = mx.arange(tokens.size)
-        leaving = mx.take_along_axis(self.recent, self.oldest, axis=-1)[:, 0]
-        has_left = self.forgets * (leaving != NO_TOKEN)
-        counts = self.counts.at[rows, mx.maximum(leaving, 0)].add(-has_left)
-        self.counts = counts.at[rows, tokens].add(mx.array(1.0))
-        self.recent = shifted(self.recent, tokens)
+        leaving = mx.take_along_axis(self._recent, self._oldest, axis=-1)[:, 0]
+        has_left = self._forgets * (leaving != NO_TOKEN)
+        counts = self._counts.at[rows, mx.maximum(leaving, 0)].add(-has_left)
+        self._counts = counts.at[rows, tokens].add(mx.array(1.0))
+        super().count(tokens)
 
-    def give_back(self, rows: Sequence[RowSampling]) -> None:
-        for index, row in enumerate(rows):
-            for window in row.windows[self.place : self.place + 1]:
-                first = self.recent.shape[1] - window.recent.size
-                row.windows[self.place] = PenaltyWindow(
-                    window.penalties, self.counts[index], self.recent[index, first:]
-                )
+    def _write(self, window: PenaltyWindow, index: int, first: int) -> None:
+        super()._write(window, index, first)
+        window.counts = self._counts[index]
 
 
-@dataclass
 class _Dry(Penalty):
     """Don't repeat yourself, as in llama.cpp: penalises continuing a repetition, more for longer ones.
 
     Windows move by one token a step, so lengths keep their places.
     """
 
-    recent: mx.array
-    lengths: mx.array
-    is_breaker: mx.array
-    num_before: mx.array
-    """Tokens of the row's window before each token."""
-    multiplier: mx.array
-    base: mx.array
-    allowed_length: mx.array
-
-    @classmethod
-    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Dry | None":
-        states = [row.repeated for row in rows]
-        if not any(states):
-            return None
-        nothing_breaks = mx.zeros(vocab_size, mx.bool_)
+    def __init__(self, rows: Sequence[RowSampling], vocab_size: int) -> None:
+        windows = [row.repeated for row in rows]
+        super().__init__(windows)
+        nothing_breaks, longest = mx.zeros(vocab_size, mx.bool_), self._longest
+        self._repeated = self._aligned("lengths", 0)
+        self._is_breaker = mx.stack([nothing_breaks if one is None else one.is_breaker for one in windows])
+        starts = mx.array([longest - length for length in self._lengths])[:, None]
+        self._num_before = mx.maximum(mx.arange(longest) - starts, 0)
+        """Tokens of the row's window before each token."""
         params = [row.params if row.repeated is not None else SamplingParams() for row in rows]
-        windows = [0 if one is None else one.recent.size for one in states]
-        longest = max(windows)
-        starts = mx.array([longest - window for window in windows])[:, None]
-        return cls(
-            recent=mx.stack([padded(None if one is None else one.recent, longest) for one in states]),
-            lengths=mx.stack([padded(None if one is None else one.lengths, longest, 0) for one in states]),
-            is_breaker=mx.stack([nothing_breaks if one is None else one.is_breaker for one in states]),
-            num_before=mx.maximum(mx.arange(longest) - starts, 0),
-            multiplier=column(one.dry_multiplier for one in params),
-            base=column(one.dry_base for one in params),
-            allowed_length=mx.array([one.dry_allowed_length for one in params])[:, None],
-        )
+        self._multiplier = column([one.dry_multiplier for one in params])
+        self._base = column([one.dry_base for one in params])
+        self._allowed_length = mx.array([one.dry_allowed_length for one in params])[:, None]
 
-    def apply_to(self, logits: mx.array) -> mx.array:
-        lengths = mx.where(self.recent == NO_TOKEN, 0, mx.minimum(self.lengths, self.num_before))
+    def __call__(self, logits: mx.array) -> mx.array:
+        lengths = mx.where(self._recent == NO_TOKEN, 0, mx.minimum(self._repeated, self._num_before))
         rows = mx.arange(logits.shape[0])[:, None]
-        longest = mx.zeros(logits.shape, mx.int32).at[rows, mx.maximum(self.recent, 0)].maximum(lengths)
-        beyond = longest - self.allowed_length
-        penalties = self.multiplier * mx.minimum(self.base**beyond, MAX_PENALTY)
+        longest = mx.zeros(logits.shape, mx.int32).at[rows, mx.maximum(self._recent, 0)].maximum(lengths)
+        beyond = longest - self._allowed_length
+        penalties = self._multiplier * mx.minimum(self._base**beyond, MAX_PENALTY)
         return logits - mx.where(beyond >= 0, penalties, 0.0)
 
     def count(self, tokens: mx.array) -> None:
         newest = tokens[:, None].astype(mx.int32)
-        goes_on = (self.recent == newest) & ~mx.take_along_axis(self.is_breaker, newest, axis=-1)
-        self.lengths = mx.where(goes_on, mx.minimum(self.lengths + 1, MAX_REPEATED), 0)
-        self.recent = shifted(self.recent, tokens)
+        goes_on = (self._recent == newest) & ~mx.take_along_axis(self._is_breaker, newest, axis=-1)
+        self._repeated = mx.where(goes_on, mx.minimum(self._repeated + 1, MAX_REPEATED), 0)
+        super().count(tokens)
 
-    def give_back(self, rows: Sequence[RowSampling]) -> None:
-        for index, row in enumerate(rows):
-            if row.repeated is not None:
-                first = self.recent.shape[1] - row.repeated.recent.size
-                recent, lengths = self.recent[index, first:], self.lengths[index, first:]
-                row.repeated = RepeatedEnds(recent, lengths, row.repeated.is_breaker)
+    def _write(self, window: RepeatedEnds, index: int, first: int) -> None:
+        super()._write(window, index, first)
+        window.lengths = self._repeated[index, first:]
 
 
-@dataclass
-class _AllowedTokens(Penalty):
-    is_allowed: mx.array
-
-    @classmethod
-    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_AllowedTokens | None":
-        wanted = [row.params.allowed_token_ids for row in rows]
-        if not any(wanted):
-            return None
-        is_allowed = np.ones((len(wanted), vocab_size), np.bool_)
-        for row, token_ids in zip(is_allowed, wanted, strict=True):
-            if token_ids:
-                row[:] = False
-                row[list(token_ids)] = True
-        return cls(mx.array(is_allowed))
-
-    def apply_to(self, logits: mx.array) -> mx.array:
-        return _unless_empty(mx.where(self.is_allowed, logits, -math.inf), logits)
+def _bad_words(rows: Sequence[RowSampling]) -> Stage | None:
+    return _BadWords(rows) if [row for row in rows if row.params.bad_words] else None
 
 
-@dataclass
 class _BadWords(Penalty):
     """Excludes a forbidden sequence's last token."""
 
-    row_ids: mx.array
-    before: mx.array
-    """Each sequence without its last token, right-aligned; `NO_TOKEN` is any token."""
-    last: mx.array
-    recent: mx.array
-    """`[num_rows, width]`."""
-
-    @classmethod
-    def of(cls, rows: Sequence[RowSampling]) -> "_BadWords | None":
-        found = [(index, ids) for index, row in enumerate(rows) for ids in row.params.bad_words]
-        if not found:
-            return None
-        width = max(1, *(len(ids) - 1 for _, ids in found))
-        before = [[NO_TOKEN] * (width + 1 - len(ids)) + list(ids[:-1]) for _, ids in found]
-        return cls(
-            row_ids=mx.array([index for index, _ in found]),
-            before=mx.array(np.array(before, np.int32)),
-            last=mx.array([ids[-1] for _, ids in found]),
-            recent=mx.stack([padded(row.output_end, width) for row in rows]),
-        )
-
-    def apply_to(self, logits: mx.array) -> mx.array:
-        is_met = ((self.before == NO_TOKEN) | (self.before == self.recent[self.row_ids])).all(axis=-1)
-        ruled_out = logits.at[self.row_ids, self.last].minimum(mx.where(is_met, -math.inf, math.inf))
-        return _unless_empty(ruled_out, logits)
-
-    def count(self, tokens: mx.array) -> None:
-        self.recent = shifted(self.recent, tokens)
-
-    def give_back(self, rows: Sequence[RowSampling]) -> None:
-        for index, row in enumerate(rows):
-            if row.output_end is not None:
-                row.output_end = self.recent[index, self.recent.shape[1] - row.output_end.size :]
-
-
-class _EarlyEnds(Penalty):
-    """The affected rows change with each draw."""
-
     def __init__(self, rows: Sequence[RowSampling]) -> None:
-        self._rows = rows
-        self._early = list[int]()
-        self._entries: tuple[mx.array, mx.array] | None = None
+        super().__init__([row.output_end for row in rows])
+        found = [(index, ids) for index, row in enumerate(rows) for ids in row.params.bad_words]
+        before = [[NO_TOKEN] * (self._longest + 1 - len(ids)) + list(ids[:-1]) for _, ids in found]
+        self._before = mx.array(np.array(before, np.int32))
+        """Each sequence without its last token, right-aligned; `NO_TOKEN` is any token."""
+        self._row_ids = mx.array([index for index, _ in found])
+        self._last = mx.array([ids[-1] for _, ids in found])
 
-    @classmethod
-    def of(cls, rows: Sequence[RowSampling]) -> "_EarlyEnds | None":
-        return cls(rows) if _early(rows) else None
-
-    def apply_to(self, logits: mx.array) -> mx.array:
-        early = _early(self._rows)
-        if early != self._early:
-            self._early, self._entries = early, self._entries_of(early, logits.shape[-1])
-        if self._entries is None:
-            return logits
-        return _unless_empty(logits.at[self._entries].add(-math.inf), logits)
-
-    def _entries_of(self, early: Sequence[int], vocab_size: int) -> tuple[mx.array, mx.array] | None:
-        ends = [(row, token) for row in early for token in self._rows[row].params.end_token_ids]
-        known = [(row, token) for row, token in ends if token < vocab_size]
-        return (mx.array([row for row, _ in known]), mx.array([token for _, token in known])) if known else None
-
-
-def _early(rows: Sequence[RowSampling]) -> list[int]:
-    return [index for index, row in enumerate(rows) if row.position < row.params.min_tokens]
-
-
-def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
-    """`logits` for rows left without a token."""
-    return mx.where(ruled_out.max(axis=-1, keepdims=True) > -math.inf, ruled_out, logits)
+    def __call__(self, logits: mx.array) -> mx.array:
+        is_met = ((self._before == NO_TOKEN) | (self._before == self._recent[self._row_ids])).all(axis=-1)
+        ruled_out = logits.at[self._row_ids, self._last].minimum(mx.where(is_met, -math.inf, math.inf))
+        return _unless_empty(ruled_out, logits)

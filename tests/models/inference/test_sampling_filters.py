@@ -18,7 +18,7 @@ def kept(logits: Floats, rows: list[RowSampling]) -> list[set[int]]:
     """The tokens that each row may draw, by the filters of the code."""
     scaled = mx.array(logits - logits.max(axis=-1, keepdims=True), mx.float32)
     for one in filters_of(rows, logits.shape[-1]):
-        scaled = one.apply_to(scaled)
+        scaled = one(scaled)
     return [set(np.flatnonzero(row > -np.inf).tolist()) for row in np.array(scaled)]
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import ALL_TOKENS, MAX_REPEATED, SamplingParams
-from models.inference.sampling_state import MAX_PENALTY, RowSampling, penalties_of
+from models.inference.sampling_state import MAX_PENALTY, Penalty, RowSampling, penalties_of
 
 VOCAB = 6
 LONGEST = 200
@@ -66,12 +66,12 @@ class Rows:
     def decode(self, present: list[int], num_steps: int) -> None:
         """Has some of the rows take that many steps in one batch, and checks the logits of each step."""
         states = [self.states[index] for index in present]
-        penalties = penalties_of(states, VOCAB)
+        penalties = [one for one in penalties_of(states, VOCAB) if isinstance(one, Penalty)]
         for _ in range(num_steps):
             logits = self._random.normal(0, 3, (len(present), VOCAB))
             found = mx.array(logits, mx.float32)
             for penalty in penalties:
-                found = penalty.apply_to(found)
+                found = penalty(found)
             for place, index in enumerate(present):
                 params = self.params[index]
                 expected = plainly_penalised(logits[place], params, self.prompts[index], self.outputs[index])
@@ -82,7 +82,7 @@ class Rows:
             for index, token in zip(present, tokens.tolist(), strict=True):
                 self.outputs[index].append(token)
         for penalty in penalties:
-            penalty.give_back(states)
+            penalty.give_back()
 
 
 WINDOWED = [
@@ -133,7 +133,7 @@ def test_a_sequence_taken_up_again_is_penalised_as_it_would_have_been(params: Sa
 def test_a_very_long_repetition_has_a_finite_penalty(allowed: int, penalty: float) -> None:
     params = SamplingParams(dry_multiplier=0.5, dry_base=100, dry_allowed_length=allowed)
     [dry] = penalties_of([RowSampling(params.within(2000), VOCAB, prompt=[0, 1, 2] * MAX_REPEATED)], VOCAB)
-    assert dry.apply_to(mx.zeros((1, VOCAB))).tolist() == [[-penalty, *[0.0] * (VOCAB - 1)]]
+    assert dry(mx.zeros((1, VOCAB))).tolist() == [[-penalty, *[0.0] * (VOCAB - 1)]]
 
 
 def test_lengths_that_are_followed_are_those_of_a_new_beginning() -> None:
