@@ -82,7 +82,7 @@ class DiskMoves:
             if self.reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
                 return self.result_of(found.match), False
             try:
-                loaded = disk_match.load()
+                loaded = self.disk.load(disk_match)
                 num_tokens, num_bytes = disk_match.offset - found.restorable, disk_match.num_bytes
                 self.memory.journal.record(CacheEvent(Happening.READ, lookup.namespace, num_tokens, num_bytes))
                 self._attach(lookup, disk_match.offset, *loaded)

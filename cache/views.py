@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from cache.disk.connector import DiskConnector
 from cache.disk.index import DiskWrites
-from cache.disk.tier import NO_LISTING
 from cache.disk.tree import DiskNode
 from cache.memory_tier import MemoryTier, Pins
 from cache.pager import Pager
@@ -204,15 +203,15 @@ class CacheReports:
         """One namespace, with at most `max_nodes` edges."""
         memory, tier = self._memory, self._tier
         trie = memory.find_trie(namespace)
-        on_disk = tier.listing(namespace, max_nodes) if tier is not None else NO_LISTING
-        shared = SharedTokens(trie, on_disk.edges)
+        edges, is_truncated = tier.listing(namespace, max_nodes) if tier is not None else ([], False)
+        shared = SharedTokens(trie, edges)
         return CacheView(
             nodes=[_view(node, shared.on_disk.get(node, 0)) for node in _in_order(trie, max_nodes)],
-            disk_nodes=[_disk_view(edge, shared.in_memory[edge]) for edge in on_disk.edges],
+            disk_nodes=[_disk_view(edge, shared.in_memory[edge]) for edge in edges],
             num_nodes=trie.num_nodes,
             num_tokens=memory.holding(namespace).num_tokens,
-            num_disk_nodes=on_disk.num_edges,
-            is_disk_truncated=on_disk.is_truncated,
+            num_disk_nodes=self._num_disk_nodes(namespace),
+            is_disk_truncated=is_truncated,
             state=self.bytes_of(namespace),
             disk_writes=tier.write_budget.writes() if tier is not None else None,
             num_evictions=memory.evictions[namespace],
@@ -245,11 +244,14 @@ class CacheReports:
         held = self._memory.holding(namespace)
         return StateBytes(held.span_bytes, held.window_bytes, held.recurrent_bytes, live, disk)
 
+    def _num_disk_nodes(self, namespace: str) -> int:
+        return self._tier.tree.num_edges(namespace) if self._tier is not None else 0
+
     def _namespace_view(self, namespace: str) -> NamespaceView:
         return NamespaceView(
             namespace,
             self._memory.find_trie(namespace).num_nodes,
             self._memory.holding(namespace).num_tokens,
-            self._tier.tree.num_edges(namespace) if self._tier is not None else 0,
+            self._num_disk_nodes(namespace),
             self.bytes_of(namespace),
         )

@@ -78,27 +78,24 @@ class StateImage:
         return found
 
 
-def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
-    """Rows `[start, stop)`, evaluated, of a file that starts at `first`. Raises DiskFault."""
-    indices = json.loads(file.metadata["state"])["rows"]
-    if indices is None:
-        raise DiskFault("the file holds no rows")
-    packs = []
+LoadedState: TypeAlias = tuple[Segment | None, RecurrentState | None]
+"""Rows and recurrent state, as far as a file has them."""
+
+
+def read_state(file: TensorFile, first: int, start: int, stop: int) -> LoadedState:
+    """Rows `[start, stop)` of a file that starts at `first`, and recurrent state, evaluated. Raises DiskFault."""
+    state = json.loads(file.metadata["state"])
+    indices, tree = state["rows"], state["points"]
     with mx.stream(mx.cpu):  # reading needs no GPU stream or time
+        recurrent = None if tree is None else RecurrentState([_value_of(cache, file) for cache in tree])
+        if indices is None:
+            return None, recurrent
+        packs = []
         for number, group in enumerate(indices):
             rows = _array(file, f"rows.{number}", start - first, stop - first)
             packs.append((tuple(group), mx.transpose(rows, (1, 2, 0, 3))))
         mx.eval([rows for _, rows in packs])
-        return Segment.of(start, stop, packs)
-
-
-def read_recurrent(file: TensorFile) -> RecurrentState:
-    """Evaluated recurrent state. Raises DiskFault."""
-    tree = json.loads(file.metadata["state"])["points"]
-    if tree is None:
-        raise DiskFault("the file holds no recurrent state")
-    with mx.stream(mx.cpu):  # reading needs no GPU stream or time
-        return RecurrentState([_value_of(cache, file) for cache in tree])
+        return Segment.of(start, stop, packs), recurrent
 
 
 def _bits(array: mx.array) -> NumpyArray:

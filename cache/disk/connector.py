@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 
 from cache import snapshots
-from cache.disk.spans import FileSpan, StoredFile
+from cache.disk.spans import FilePart, FileSpan, StoredFile
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START, DiskPlace
 from cache.layers.layout import Layout
@@ -37,7 +37,8 @@ class DiskMatch:
     """State on disk to restore up to `offset`."""
 
     offset: int
-    span: FileSpan | None
+    span: FileSpan
+    """Without parts where memory has the rows."""
     snapshot: StoredFile | None
     """None if the model needs no snapshot."""
     place: DiskPlace
@@ -48,13 +49,8 @@ class DiskMatch:
         return sum(part.num_bytes for part in self.parts)
 
     @property
-    def parts(self) -> "list[FileSpan | StoredFile]":
-        return [part for part in (self.span, self.snapshot) if part is not None]
-
-    def load(self) -> tuple[Segment | None, Snapshot | None]:
-        """Reads the state. Raises DiskFault; the state is then no longer found."""
-        segment = self.span.load() if self.span is not None else None
-        return segment, Snapshot(self.offset, *self.snapshot.load()) if self.snapshot is not None else None
+    def parts(self) -> list[FilePart]:
+        return [*self.span.parts, *([self.snapshot.whole] if self.snapshot is not None else [])]
 
 
 class DiskConnector:
@@ -83,7 +79,13 @@ class DiskConnector:
             stop = snapshot.stop if snapshot is not None else 0
         if stop - restorable < MIN_RESTORE_TOKENS:
             return None
-        return DiskMatch(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
+        return DiskMatch(stop, span.clipped(match.length, stop), snapshot, place)
+
+    def load(self, match: DiskMatch) -> tuple[Segment | None, Snapshot | None]:
+        """Reads the state. Raises DiskFault; the state is then no longer found."""
+        reader, held = self.tier.reader, match.snapshot
+        segment = reader.load_span(match.span) if match.span.parts else None
+        return segment, Snapshot(match.offset, *reader.load_snapshot(held)) if held is not None else None
 
     def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
         """Nodes remember their places: only later tokens are compared."""

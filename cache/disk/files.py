@@ -5,7 +5,6 @@ A row is one token's state: any range of rows is one read. Every `block_rows` ro
 what the tensors mean.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -14,11 +13,11 @@ import logging
 import os
 import sqlite3
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +36,11 @@ NUMPY_TYPES: Mapping[str, str] = dict(pair.split(":") for pair in _TYPES.split()
 """Types that hold the bits; numpy has no bfloat16."""
 
 
+def as_owner(path: str, flags: int) -> int:
+    """For `open`: only the owner reads a new file; follows no link, waits for no pipe."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
 class FileSystem:
     """What the tier asks of the system. Any call may raise OSError. Any thread."""
 
@@ -49,44 +53,36 @@ class FileSystem:
         status = path.stat()
         return status.st_uid, stat.S_IMODE(status.st_mode)
 
-    def lock(self, path: Path) -> int:
-        """Opens and locks a file; raises BlockingIOError if another process has it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def lock(self, path: Path) -> BinaryIO:
+        """Opens and locks a file until it is closed; raises BlockingIOError if another process has it."""
+        file = open(path, "ab", opener=as_owner)  # noqa: SIM115
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(descriptor)
+            file.close()
             raise
-        return descriptor
+        return file
 
-    def create(self, path: Path) -> int:
-        """Opens a new file that only its owner reads; replaces an old one."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    def create(self, path: Path) -> BinaryIO:
+        """Opens a new file; replaces an old one."""
+        return open(path, "wb", opener=as_owner)
 
-    def open(self, path: Path) -> int:
-        """Opens for reading; follows no link, waits for no pipe."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    def open(self, path: Path) -> BinaryIO:
+        """Opens for reading."""
+        return open(path, "rb", opener=as_owner)
 
-    def write(self, descriptor: int, data: memoryview) -> int:
-        """Writes a part; returns the bytes written."""
-        return os.write(descriptor, data)
+    def sync(self, file: BinaryIO) -> None:
+        """Waits until what was written is on disk."""
+        file.flush()
+        os.fsync(file.fileno())
 
-    def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        """Reads from `offset`; returns the bytes read, 0 at the end."""
-        return os.preadv(descriptor, [into], offset)
-
-    def size(self, descriptor: int) -> int:
-        """An open file's size; -1 if it is no regular file."""
-        status = os.fstat(descriptor)
-        return status.st_size if stat.S_ISREG(status.st_mode) else -1
-
-    def sync(self, descriptor: int) -> None:
-        """Waits until the file is on disk."""
-        os.fsync(descriptor)
-
-    def close(self, descriptor: int) -> None:
-        """Closes an open file."""
-        os.close(descriptor)
+    def sync_folder(self, path: Path) -> None:
+        """Waits until a folder's names are on disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         """Gives a file its final name."""
@@ -114,32 +110,12 @@ class FileSystem:
         return database
 
 
-@contextlib.contextmanager
-def opened(files: FileSystem, descriptor: int) -> Iterator[int]:
-    """Closes an open file at the end."""
-    try:
-        yield descriptor
-    finally:
-        with contextlib.suppress(OSError):
-            files.close(descriptor)
-
-
-def write_all(files: FileSystem, descriptor: int, data: bytes | bytearray | memoryview) -> None:
-    """Writes all of `data`; only a buffer of bytes may be empty."""
-    rest = memoryview(data).cast("B")
-    while rest:
-        rest = rest[files.write(descriptor, rest) :]
-
-
-def read_exactly(files: FileSystem, descriptor: int, num_bytes: int, offset: int) -> bytearray:
+def read_exactly(file: BinaryIO, num_bytes: int, offset: int) -> bytes:
     """Raises DiskFault if fewer than `num_bytes` follow `offset`."""
-    data = bytearray(num_bytes)
-    rest = memoryview(data)
-    while rest:
-        num = files.read(descriptor, rest, offset)
-        if num == 0:
-            raise DiskFault(f"the file ends {len(rest)} bytes early")
-        rest, offset = rest[num:], offset + num
+    file.seek(offset)
+    data = file.read(num_bytes)
+    if len(data) < num_bytes:
+        raise DiskFault(f"the file ends {num_bytes - len(data)} bytes early")
     return data
 
 
@@ -179,16 +155,16 @@ def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], meta
     """Writes a safetensors file, synced. Raises OSError."""
     header = _header(tensors, metadata)
     checksums, num_bytes = bytearray(), len(header)
-    with opened(files, files.create(path)) as descriptor:
-        write_all(files, descriptor, header)
+    with files.create(path) as file:
+        file.write(header)
         for tensor in tensors:
             for start in range(0, len(tensor.rows), tensor.block_rows):
                 block = np.ascontiguousarray(tensor.rows[start : start + tensor.block_rows])
-                write_all(files, descriptor, block.data)
+                file.write(block.data)
                 checksums += _checksum(block.data)
                 num_bytes += block.nbytes
-        write_all(files, descriptor, checksums)
-        files.sync(descriptor)
+        file.write(checksums)
+        files.sync(file)
     return Receipt(num_bytes + len(checksums), len(header), len(checksums), _checksum(header, checksums))
 
 
@@ -214,19 +190,18 @@ def _num_blocks(num_rows: int, block_rows: int) -> int:
 class TensorFile:
     """A file open for reading, its header and checksums verified."""
 
-    def __init__(self, files: FileSystem, descriptor: int, receipt: Receipt) -> None:
+    def __init__(self, file: BinaryIO, receipt: Receipt) -> None:
         """Raises DiskFault if `receipt` does not match, and OSError."""
-        self._files = files
-        self._descriptor = descriptor
+        self._file = file
         self._data_start = receipt.header_bytes
-        num_bytes = files.size(descriptor)
+        num_bytes = file.seek(0, os.SEEK_END)
         if num_bytes != receipt.num_bytes:
             raise DiskFault(f"the file has {num_bytes} bytes, {receipt.num_bytes} were written")
         checksums_start = num_bytes - receipt.checksums_bytes
         if not 8 < receipt.header_bytes <= checksums_start <= num_bytes:
             raise DiskFault("the index and the file disagree")
-        header = read_exactly(files, descriptor, receipt.header_bytes, 0)
-        self._checksums = bytes(read_exactly(files, descriptor, receipt.checksums_bytes, checksums_start))
+        header = read_exactly(file, receipt.header_bytes, 0)
+        self._checksums = read_exactly(file, receipt.checksums_bytes, checksums_start)
         if _checksum(header, self._checksums) != receipt.digest:
             raise DiskFault("the header is damaged")
         self._tensors: dict[str, Any] = json.loads(header[8:])
@@ -251,7 +226,7 @@ class TensorFile:
         carrier = np.dtype(NUMPY_TYPES[self.dtype(name)])
         row_bytes = carrier.itemsize * prod(shape[1:])
         offset = self._data_start + self._tensors[name]["data_offsets"][0] + first * row_bytes
-        data = read_exactly(self._files, self._descriptor, (last - first) * row_bytes, offset)
+        data = read_exactly(self._file, (last - first) * row_bytes, offset)
         self._verify(self._first_block[name] + block, memoryview(data), block_rows * row_bytes)
         rows = np.frombuffer(data, carrier).reshape(last - first, *shape[1:])
         return rows[start - first : stop - first]

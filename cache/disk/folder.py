@@ -13,16 +13,14 @@ import re
 import sqlite3
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from cache.budget import DiskFault, DiskInUse, FolderUnsafe, FolderUnusable
-from cache.disk.codec import StateImage, read_recurrent, read_rows
-from cache.disk.files import FileSystem, Receipt, TensorFile, opened, read_exactly, write_all, write_tensors
+from cache.disk.codec import LoadedState, StateImage, read_state
+from cache.disk.files import FileSystem, Receipt, TensorFile, read_exactly, write_tensors
 from cache.disk.index import DiskIndex, FileRow, WriteDay
-from cache.disk.spans import StoredFile
+from cache.disk.spans import FilePart, StoredFile
 from cache.disk.tree import DiskTree, extended
-from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -62,17 +60,6 @@ def _check_owner(files: FileSystem, folder: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class WriteOrder:
-    """One file to write."""
-
-    file: StoredFile
-    image: StateImage
-    tokens: TokenArray
-    """All tokens before the file's `stop`."""
-    day: WriteDay
-
-
 class DiskStore:
     """One model's folder, open and locked. Any thread may read; the other methods are for one thread at a time.
 
@@ -104,12 +91,12 @@ class DiskStore:
 
     def _load_secret(self) -> bytes:
         path = self._folder / "secret"
-        with contextlib.suppress(FileNotFoundError, DiskFault), opened(self._files, self._files.open(path)) as found:
-            return bytes(read_exactly(self._files, found, _SECRET_BYTES, 0))
+        with contextlib.suppress(FileNotFoundError, DiskFault), self._files.open(path) as found:
+            return read_exactly(found, _SECRET_BYTES, 0)
         secret = os.urandom(_SECRET_BYTES)
-        with opened(self._files, self._files.create(path)) as descriptor:
-            write_all(self._files, descriptor, secret)
-            self._files.sync(descriptor)
+        with self._files.create(path) as file:
+            file.write(secret)
+            self._files.sync(file)
         return secret
 
     # ------------------------------------------------------------------------------------------------- keys
@@ -172,18 +159,17 @@ class DiskStore:
 
     # ----------------------------------------------------------------------------------------------- writing
 
-    def write(self, order: WriteOrder) -> Receipt | None:
-        """Writes and indexes a file; returns None if the file has become GONE.
+    def write(self, file: StoredFile, image: StateImage, tokens: TokenArray, day: WriteDay) -> Receipt | None:
+        """Writes and indexes a file that stops at the end of `tokens`; None if the file is GONE.
 
         Raises OSError or sqlite3.Error after deleting what was written.
         """
-        file = order.file
         if file.is_gone:
             return None
         if self.is_failing:
             raise OSError("an earlier write failed")
         try:
-            return self._write(order)
+            return self._write(file, image, tokens, day)
         except BaseException:
             self.is_failing = True
             for name in (file.name, file.name + _TEMPORARY) if file.name else ():
@@ -191,20 +177,17 @@ class DiskStore:
                     self._files.remove(self._folder / name)
             raise
 
-    def _write(self, order: WriteOrder) -> Receipt:
-        file, edge = order.file, order.tokens[order.file.start :]
-        if file.is_snapshot:
-            edge = edge[:0]
-        parent = extended(self.hasher(file.namespace), order.tokens[: len(order.tokens) - len(edge)])
+    def _write(self, file: StoredFile, image: StateImage, tokens: TokenArray, day: WriteDay) -> Receipt:
+        edge = tokens[file.stop if file.is_snapshot else file.start :]
+        parent = extended(self.hasher(file.namespace), tokens[: len(tokens) - len(edge)])
         key = extended(parent, edge).digest()
         file.name = self.name_of(file, key)
         path, temporary = self._folder / file.name, self._folder / (file.name + _TEMPORARY)
-        metadata = {**order.image.metadata(), "name": file.name}
-        receipt = write_tensors(self._files, temporary, order.image.tensors(file.start, file.stop), metadata)
+        metadata = {**image.metadata(), "name": file.name}
+        receipt = write_tensors(self._files, temporary, image.tensors(file.start, file.stop), metadata)
         self._files.rename(temporary, path)
-        with opened(self._files, self._files.open(self._folder)) as descriptor:
-            self._files.sync(descriptor)
-        self.index.add(FileRow(file, parent.digest(), key, edge), receipt, order.day)
+        self._files.sync_folder(self._folder)
+        self.index.add(FileRow(file, parent.digest(), key, edge), receipt, day)
         return receipt
 
     def delete(self, files: Iterable[StoredFile]) -> None:
@@ -242,29 +225,19 @@ class DiskStore:
 
     def _unlock(self) -> None:
         with contextlib.suppress(OSError):
-            self._files.close(self._lock)
+            self._lock.close()
 
     # ----------------------------------------------------------------------------------------------- reading
 
-    def read_rows(self, file: StoredFile, start: int, stop: int) -> Segment:
-        """Rows of a file, evaluated. Any thread. Raises DiskFault."""
-        with self._opened(file) as found:
-            return read_rows(found, file.start, start, stop)
-
-    def read_recurrent(self, file: StoredFile) -> RecurrentState:
-        """A file's recurrent state, evaluated. Any thread. Raises DiskFault."""
-        with self._opened(file) as found:
-            return read_recurrent(found)
-
-    @contextlib.contextmanager
-    def _opened(self, file: StoredFile) -> Iterator[TensorFile]:
-        if file.receipt is None:
-            raise DiskFault("the file was never written")
+    def read(self, part: FilePart) -> LoadedState:
+        """Rows of a written file, and its recurrent state, evaluated. Any thread. Raises DiskFault."""
+        file = part.file
+        assert file.receipt is not None, "the file was never written"
         try:
-            with opened(self._files, self._files.open(self._folder / file.name)) as descriptor:
-                found = TensorFile(self._files, descriptor, file.receipt)
+            with self._files.open(self._folder / file.name) as opened:
+                found = TensorFile(opened, file.receipt)
                 if found.metadata.get("name") != file.name:
                     raise DiskFault("the file holds other state than its name says")
-                yield found
+                return read_state(found, file.start, part.start, part.stop)
         except OSError as error:
             raise DiskFault(str(error)) from error

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cache.disk.files import FileSystem, Receipt
-from cache.disk.spans import FileState, StoredFile
+from cache.disk.spans import StoredFile
 from cache.types import TokenArray
 
 DAY_SECONDS = 86_400.0
@@ -136,7 +136,7 @@ class DiskIndex:
         """Deletes another fingerprint's rows. Raises sqlite3.DatabaseError for another format."""
         if _DATABASE not in files.sizes(folder):
             # SQLite would make the file readable by others. Its further files copy the permissions of this one.
-            files.close(files.create(folder / _DATABASE))
+            files.create(folder / _DATABASE).close()
         self._database = files.connect(folder / _DATABASE)
         self.num_foreign = 0
         """Rows removed at opening."""
@@ -231,7 +231,7 @@ def _row(values: tuple[Any, ...]) -> FileRow:
         raise ValueError("tokens and offsets disagree")
     file = StoredFile(
         *(namespace.decode(*_ENCODING), start, stop, sizes[0], bool(is_snapshot), bool(has_points)),
-        *(name, Receipt(sizes[0], sizes[1], sizes[2], digest), FileState.WRITTEN, last_used),
+        *(name, Receipt(sizes[0], sizes[1], sizes[2], digest), last_used),
     )
     return FileRow(file, parent_key, key, edge)
 

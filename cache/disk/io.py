@@ -10,33 +10,27 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from cache.budget import DiskFault
+from cache.disk.codec import LoadedState, StateImage
 from cache.disk.files import ProblemLog, Receipt
-from cache.disk.folder import DiskStore, WriteOrder
+from cache.disk.folder import DiskStore
+from cache.disk.index import WriteDay
 from cache.disk.spans import FilePart, FileSpan, StoredFile
-from cache.layers.state import RecurrentState, Segment
+from cache.layers.state import Segment
+from cache.types import TokenArray
 
 
 @dataclass(eq=False)
 class _Read:
-    file: StoredFile
-    rows: FilePart | None
-    num_bytes: int
-    result: "Future[Any]"
-    num_waiting: int = 1
-
-    def holds(self, file: StoredFile, rows: FilePart | None) -> bool:
-        """Whether the read covers `rows`, or for None the recurrent state."""
-        if self.file is not file or self.rows is None or rows is None:
-            return self.file is file and self.rows is rows
-        return self.rows.start <= rows.start and rows.stop <= self.rows.stop
+    part: FilePart
+    result: "Future[LoadedState]"
+    num_waiting: int = 0
 
 
-_CANCELLED: "Future[Any]" = Future()
+_CANCELLED: "Future[LoadedState]" = Future()
 _CANCELLED.cancel()
 
 
@@ -70,54 +64,64 @@ class FileReader:
         self._max_bytes = max_ahead_bytes
         self._drop = drop
         self._log = log
-        self._num_bytes = 0
         self._reads: list[_Read] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-reader")
 
-    def prefetch(self, wanted: Iterable[FileSpan | StoredFile]) -> Prefetch:
-        """Begins to read what is written, as memory allows."""
+    def prefetch(self, parts: Iterable[FilePart]) -> Prefetch:
+        """Begins to read written files, as memory allows."""
         reads = list[_Read]()
-        for item in wanted:
-            for file, rows, num_bytes in _parts_of(item) if item.is_written else ():
-                read = self._find(file, rows)
-                if read is not None:
-                    read.num_waiting += 1
-                    reads.append(read)
-                elif self._store is not None and self._num_bytes + num_bytes <= self._max_bytes:
-                    reads.append(_Read(file, rows, num_bytes, self._thread.submit(_fetch, self._store, file, rows)))
-                    self._reads.append(reads[-1])
-                    self._num_bytes += num_bytes
+        for part in parts:
+            read = self._find(part)
+            if read is None and self._store is not None and self._has_memory(part):
+                read = _Read(part, self._thread.submit(self._store.read, part))
+                self._reads.append(read)
+            if read is not None:
+                read.num_waiting += 1
+                reads.append(read)
         return Prefetch(reads, self._release)
 
-    def load_rows(self, file: StoredFile, start: int, stop: int) -> Segment:
-        """As `RowReader.load_rows`."""
-        segment: Segment = self._load(file, FilePart(file, start, stop))
-        if stop < segment.stop:
-            segment = segment.split(stop)[0]
-        return segment.tail(start) if start > segment.start else segment
+    def _has_memory(self, part: FilePart) -> bool:
+        return sum(read.part.num_bytes for read in self._reads) + part.num_bytes <= self._max_bytes
 
-    def load_recurrent(self, file: StoredFile) -> RecurrentState:
-        """As `RowReader.load_recurrent`."""
-        state: RecurrentState = self._load(file, None)
-        return state
+    def load_span(self, span: FileSpan) -> Segment:
+        """Reads rows, evaluated. Raises DiskFault; a damaged file is then GONE."""
+        first, *later = [self._load_rows(part) for part in span.parts]
+        return first.join(*later) if later else first
 
-    def _load(self, file: StoredFile, rows: FilePart | None) -> Any:
+    def load_snapshot(self, file: StoredFile) -> LoadedState:
+        """Reads a snapshot, evaluated. Raises DiskFault; a damaged file is then GONE."""
+        return self._load(file.whole)
+
+    def _load_rows(self, part: FilePart) -> Segment:
+        segment, _ = self._load(part)
+        if segment is None:
+            raise DiskFault("the file holds no rows")
+        if part.stop < segment.stop:
+            segment = segment.split(part.stop)[0]
+        return segment.tail(part.start) if part.start > segment.start else segment
+
+    def _load(self, part: FilePart) -> LoadedState:
         if self._store is None:
             raise DiskFault("the cache folder is closed")
-        read = self._find(file, rows)
+        if not part.file.is_written:
+            raise DiskFault(f"the state of tokens {part.start} to {part.stop} is not on disk")
+        read = self._find(part)
         try:
             result = read.result if read is not None else _CANCELLED
             if read is not None:
                 self._remove(read)
             # A read that has not begun is faster done here.
-            return _fetch(self._store, file, rows) if result.cancelled() else result.result()
+            return self._store.read(part) if result.cancelled() else result.result()
         except DiskFault as fault:
             self._log.report(f"a file cannot be read, what it held is evaluated again: {fault}")
-            self._drop([file])
+            self._drop([part.file])
             raise
 
-    def _find(self, file: StoredFile, rows: FilePart | None) -> _Read | None:
-        return next((read for read in self._reads if read.holds(file, rows)), None)
+    def _find(self, part: FilePart) -> _Read | None:
+        same_file = (read for read in self._reads if read.part.file is part.file)
+        return next(
+            (read for read in same_file if read.part.start <= part.start <= part.stop <= read.part.stop), None
+        )
 
     def _release(self, read: _Read) -> None:
         read.num_waiting -= 1
@@ -127,7 +131,6 @@ class FileReader:
     def _remove(self, read: _Read) -> None:
         if read in self._reads:
             self._reads.remove(read)
-            self._num_bytes -= read.num_bytes
             read.result.cancel()
             read.result = _CANCELLED  # frees the memory although other prefetches still refer to the read
 
@@ -141,21 +144,6 @@ class FileReader:
         self._store = None
 
 
-def _fetch(store: DiskStore, file: StoredFile, rows: FilePart | None) -> Segment | RecurrentState:
-    return store.read_recurrent(file) if rows is None else store.read_rows(file, rows.start, rows.stop)
-
-
-def _parts_of(item: FileSpan | StoredFile) -> Iterator[tuple[StoredFile, FilePart | None, int]]:
-    """Yields each read: the file, its rows (None: the recurrent state), the bytes."""
-    if isinstance(item, FileSpan):
-        yield from ((part.file, part, part.num_bytes) for part in item.parts)
-        return
-    if item.start < item.stop:
-        yield item, FilePart(item, item.start, item.stop), item.num_bytes
-    if item.has_recurrent:
-        yield item, None, item.num_bytes
-
-
 RETRY_SECONDS = 60.0
 
 
@@ -165,7 +153,6 @@ class WriteQueue:
     def __init__(
         self, store: DiskStore, *, max_waiting_bytes: int, elapsed: Callable[[], float], log: ProblemLog
     ) -> None:
-        self.waiting_bytes = 0
         self._store: DiskStore | None = store
         self._max_waiting_bytes = max_waiting_bytes
         self._elapsed = elapsed
@@ -174,6 +161,10 @@ class WriteQueue:
         """Each with the bytes held until it ends."""
         self._paused_until = -math.inf
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-writer")
+
+    @property
+    def waiting_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes, _ in self._writes)
 
     @property
     def is_busy(self) -> bool:
@@ -188,17 +179,15 @@ class WriteQueue:
         self._store.is_failing = False  # a failure before the pause must not fail what comes after it
         return True
 
-    def add(self, order: WriteOrder, num_bytes: int) -> None:
-        """Queues a file, which holds `num_bytes` until written. Requires `accepts`."""
+    def add(self, num_bytes: int, file: StoredFile, image: StateImage, tokens: TokenArray, day: WriteDay) -> None:
+        """Queues `DiskStore.write`, which holds `num_bytes` of memory until it ends. Requires `accepts`."""
         assert self._store is not None
-        self._writes.append((order.file, num_bytes, self._thread.submit(self._store.write, order)))
-        self.waiting_bytes += num_bytes
+        self._writes.append((file, num_bytes, self._thread.submit(self._store.write, file, image, tokens, day)))
 
     def ended(self) -> Iterator[tuple[StoredFile, Receipt | None]]:
         """Yields files whose writes ended, with receipts if written."""
         while self._writes and self._writes[0][2].done():
-            file, num_bytes, receipt = self._writes.popleft()
-            self.waiting_bytes -= num_bytes
+            file, _, receipt = self._writes.popleft()
             error = None if receipt.cancelled() else receipt.exception()
             if error is not None:
                 self._paused_until = self._elapsed() + RETRY_SECONDS
@@ -226,8 +215,3 @@ class WriteQueue:
             self._thread.submit(mx.clear_streams)  # MLX's streams of this thread would outlive it
         self._thread.shutdown()
         self._store = None
-
-    def check(self) -> None:
-        """Asserts the count of waiting bytes."""
-        waiting = sum(num_bytes for _, num_bytes, _ in self._writes)
-        assert waiting == self.waiting_bytes, f"{waiting} bytes are waiting, {self.waiting_bytes} counted"

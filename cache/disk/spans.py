@@ -1,4 +1,4 @@
-"""State on disk as files and spans that take no memory, but can be clipped and loaded. Worker thread only.
+"""State on disk as files and spans that take no memory, but can be clipped. Worker thread only.
 
 A file is written once and never changed. A span refers to row ranges of files: clipping reads nothing. A span may
 have gaps, ranges without a file.
@@ -6,34 +6,10 @@ have gaps, ranges without a file.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Protocol
-
-from cache.budget import DiskFault
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cache.disk.files import Receipt
-    from cache.layers.state import RecurrentState, Segment
-
-
-class FileState(Enum):
-    """A file's states, in order."""
-
-    PENDING = "pending"
-    WRITTEN = "written"
-    """Complete, synced, indexed."""
-    GONE = "gone"
-    """Deleted, or never written."""
-
-
-class RowReader(Protocol):
-    """Reads files for spans, which know no folder: `cache.disk.io.FileReader`. Both raise DiskFault."""
-
-    def load_rows(self, file: "StoredFile", start: int, stop: int) -> "Segment":
-        """The rows of the tokens `[start, stop)`, evaluated."""
-
-    def load_recurrent(self, file: "StoredFile") -> "RecurrentState":
-        """The recurrent state at the file's end, evaluated."""
 
 
 @dataclass(eq=False)
@@ -53,29 +29,23 @@ class StoredFile:
     name: str = ""
     """Empty until being written."""
     receipt: "Receipt | None" = None
-    state: FileState = FileState.PENDING
+    """Once the file is complete, synced and indexed."""
     last_used: int = 0
-    reader: "RowReader | None" = None
-
-    @property
-    def is_gone(self) -> bool:
-        return self.state is FileState.GONE
+    is_gone: bool = False
+    """Deleted, or never to be written."""
 
     @property
     def is_written(self) -> bool:
-        return self.state is FileState.WRITTEN
+        return self.receipt is not None and not self.is_gone
 
-    def load(self) -> "tuple[Segment | None, RecurrentState | None]":
-        """Reads a snapshot. Raises DiskFault; the file is then GONE."""
-        if not self.is_written or self.reader is None:
-            raise DiskFault(f"the state at token {self.stop} is not on disk")
-        window = self.reader.load_rows(self, self.start, self.stop) if self.start < self.stop else None
-        return window, self.reader.load_recurrent(self) if self.has_recurrent else None
+    @property
+    def whole(self) -> "FilePart":
+        return FilePart(self, self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """Rows `[start, stop)` of a file, in offsets of the sequence."""
+    """Rows `[start, stop)` of a file, in offsets of the sequence, and all its recurrent state."""
 
     file: StoredFile
     start: int
@@ -83,17 +53,17 @@ class FilePart:
 
     @property
     def num_bytes(self) -> int:
-        return self.file.num_bytes * (self.stop - self.start) // (self.file.stop - self.file.start)
+        num_rows = max(1, self.file.stop - self.file.start)
+        return (
+            self.file.num_bytes
+            if self.file.is_snapshot
+            else self.file.num_bytes * (self.stop - self.start) // num_rows
+        )
 
     def clipped(self, start: int, stop: int) -> "FilePart | None":
         """The overlap with `[start, stop)`, if any."""
         start, stop = max(start, self.start), min(stop, self.stop)
         return FilePart(self.file, start, stop) if start < stop else None
-
-    def load(self) -> "Segment":
-        """Reads the rows. Raises DiskFault; the file is then GONE."""
-        assert self.file.reader is not None, "a written file has a reader"
-        return self.file.reader.load_rows(self.file, self.start, self.stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +76,8 @@ class FileSpan:
     """Ascending, disjoint."""
 
     @property
-    def files(self) -> list[StoredFile]:
-        return list(dict.fromkeys(part.file for part in self.parts))
-
-    @property
     def is_written(self) -> bool:
-        return not any(self.missing()) and all(file.is_written for file in self.files)
+        return self.written_stop == self.stop
 
     @property
     def written_stop(self) -> int:
@@ -126,17 +92,6 @@ class FileSpan:
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
-
-    def split(self, offset: int) -> "tuple[FileSpan, FileSpan]":
-        """`[start, offset)` and `[offset, stop)`. Reads nothing."""
-        return self.clipped(self.start, offset), self.clipped(offset, self.stop)
-
-    def load(self) -> "Segment":
-        """Reads the rows, evaluated. Raises DiskFault; the file is then GONE."""
-        if not self.is_written:
-            raise DiskFault(f"the state of tokens {self.start} to {self.stop} is not on disk")
-        first, *later = [part.load() for part in self.parts]
-        return first.join(*later) if later else first
 
     def clipped(self, start: int, stop: int) -> "FileSpan":
         """The part in `[start, stop)`."""

@@ -11,16 +11,15 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import partial, reduce
 
 from cache.budget import CacheEvent, Happening, Journal
 from cache.disk.codec import StateImage, Unstorable
 from cache.disk.files import ProblemLog, Receipt
-from cache.disk.folder import DiskStore, WriteOrder
+from cache.disk.folder import DiskStore
 from cache.disk.index import WriteBudget
 from cache.disk.io import FileReader, WriteQueue
-from cache.disk.spans import FileSpan, FileState, StoredFile
+from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tree import START, DiskNode, DiskPlace, DiskTree
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
@@ -62,8 +61,8 @@ class DiskSpace:
 
     def complete(self, file: StoredFile, receipt: Receipt) -> None:
         """Records that a file is written, unless GONE."""
-        if file.state is FileState.PENDING:
-            file.state, file.receipt = FileState.WRITTEN, receipt
+        if not file.is_gone:
+            file.receipt = receipt
             self.count(file, receipt.num_bytes - file.num_bytes)
             file.num_bytes = receipt.num_bytes
 
@@ -71,7 +70,7 @@ class DiskSpace:
         """Deletes files, after all earlier writes."""
         gone = [file for file in files if not file.is_gone]
         for file in gone:
-            file.state = FileState.GONE
+            file.is_gone = True
             self.count(file, -file.num_bytes)
             self._touched.discard(file)
         self.num_gone += len(gone)
@@ -139,20 +138,6 @@ MAX_VISITED = 4096
 """Edges visited for one listing, during which the worker waits."""
 
 
-@dataclass(frozen=True, eq=False)
-class DiskListing:
-    """One namespace's edges on disk from the root on."""
-
-    edges: list[DiskNode]
-    """Parents before children."""
-    num_edges: int
-    """Of all edges, unlisted and unwritten ones included."""
-    is_truncated: bool
-
-
-NO_LISTING = DiskListing([], 0, False)
-
-
 _HEADER_BYTES = 4096
 
 elapsed_seconds = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
@@ -182,14 +167,12 @@ class DiskTier:
         self.write_budget = WriteBudget(write_budget_bytes_per_day, now, elapsed)
         self.write_budget.resume(store.day)
         self.tree = store.tree
-        self._store: DiskStore | None = store
+        self._store = store
         self._make_image = make_image
         self.queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, log=log)
         self.space = DiskSpace(self.tree, self.queue, budget_bytes, self.journal)
         self.reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, drop=self.space.drop, log=log)
         self.space.adopt(self.tree.files())
-        for file in self.tree.files():
-            file.reader = self.reader
 
     @property
     def is_busy(self) -> bool:
@@ -197,14 +180,12 @@ class DiskTier:
         self.notice_written()
         return self.queue.is_busy
 
-    def listing(self, namespace: str, max_edges: int) -> DiskListing:
-        """Up to `max_edges` edges of a namespace."""
+    def listing(self, namespace: str, max_edges: int) -> tuple[list[DiskNode], bool]:
+        """Up to `max_edges` written edges of a namespace, parents first; whether there may be more."""
         self.notice_written()
-        num_edges = self.tree.num_edges(namespace)
         visited = itertools.islice(self.tree.walk(namespace), MAX_VISITED)
         found = list(itertools.islice((node for node in visited if node is not None), max_edges + 1))
-        is_truncated = len(found) > max_edges or num_edges > MAX_VISITED
-        return DiskListing(found[:max_edges], num_edges, is_truncated)
+        return found[:max_edges], len(found) > max_edges or self.tree.num_edges(namespace) > MAX_VISITED
 
     def notice_written(self) -> None:
         """Updates files whose writes have ended."""
@@ -282,7 +263,7 @@ class DiskTier:
 
     def _new_file(self, namespace: str, start: int, stop: int, image: StateImage, used_at: int) -> StoredFile:
         num_bytes = image.bytes_of(stop - start) + _HEADER_BYTES
-        return StoredFile(namespace, start, stop, num_bytes, last_used=used_at, reader=self.reader)
+        return StoredFile(namespace, start, stop, num_bytes, last_used=used_at)
 
     def _write(self, tokens: TokenArray, image: StateImage, new: list[StoredFile], place: DiskPlace) -> bool:
         num_bytes = sum(file.num_bytes for file in new)
@@ -297,7 +278,7 @@ class DiskTier:
             self.space.count(file, file.num_bytes)
             # All files borrow the same arrays, so the memory is charged to the last one.
             waiting_bytes = image.num_bytes if file is new[-1] else 0
-            self.queue.add(WriteOrder(file, image, tokens[: file.stop], day), waiting_bytes)
+            self.queue.add(waiting_bytes, file, image, tokens[: file.stop], day)
         self.space.save_recency()
         return True
 
@@ -322,12 +303,9 @@ class DiskTier:
         self.queue.close()
         self.notice_written()
         self.reader.close()
-        if self._store is not None:
-            self._store.close()
-        self._store = None
+        self._store.close()
 
     def check(self) -> None:
         """Asserts the invariants. For tests."""
         self.tree.check()
         self.space.check()
-        self.queue.check()

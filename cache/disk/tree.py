@@ -91,8 +91,9 @@ class DiskNode(TokenNode):
 
     def divide_state(self, upper: "DiskNode", offset: int) -> None:
         """Divides the rows; the snapshot stays at the edge's end."""
-        above, below = self.span.split(offset)
-        upper.parts, self.parts = above.parts, below.parts
+        whole = self.span
+        upper.parts = whole.clipped(whole.start, offset).parts
+        self.parts = whole.clipped(offset, whole.stop).parts
 
     def drop_state(self) -> None:
         """Releases the files."""

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from cache.disk.files import Receipt
-from cache.disk.folder import WriteOrder
-from cache.disk.spans import StoredFile
+from cache.disk.index import WriteDay
+from cache.disk.spans import FilePart, StoredFile
 from cache.disk.tier import DiskTier
 from cache.disk.tree import DiskTree
+from cache.types import TokenArray
 from scripts.replay.layout import SizedRecurrent, SizedSegment
 
 
@@ -40,22 +41,21 @@ class SizedStore:
         self._snapshot_bytes = snapshot_bytes
         self._names = map(str, itertools.count(1))
 
-    def write(self, order: WriteOrder) -> Receipt:
+    def write(self, file: StoredFile, image: SizedImage, tokens: TokenArray, day: WriteDay) -> Receipt:
         """Counts a file."""
-        order.file.name = next(self._names)
-        num_bytes = order.image.bytes_of(order.file.stop - order.file.start)
+        file.name = next(self._names)
+        num_bytes = image.bytes_of(file.stop - file.start)
         self.written_bytes_total += num_bytes
         return Receipt(num_bytes, 0, 0, b"")
 
-    def read_rows(self, file: StoredFile, start: int, stop: int) -> SizedSegment:
-        """Returns rows of a file."""
-        self.read_bytes_total += (stop - start) * self._bytes_per_token
-        return SizedSegment(start, stop, self._bytes_per_token)
-
-    def read_recurrent(self, file: StoredFile) -> SizedRecurrent:
-        """Returns the whole state of a file."""
+    def read(self, part: FilePart) -> tuple[SizedSegment | None, SizedRecurrent | None]:
+        """Returns rows of a file, and the whole state of a snapshot."""
+        self.read_bytes_total += (part.stop - part.start) * self._bytes_per_token
+        rows = SizedSegment(part.start, part.stop, self._bytes_per_token) if part.start < part.stop else None
+        if not part.file.has_recurrent:
+            return rows, None
         self.read_bytes_total += self._snapshot_bytes
-        return SizedRecurrent(file.stop, self._snapshot_bytes)
+        return rows, SizedRecurrent(part.file.stop, self._snapshot_bytes)
 
     def delete(self, files: Iterable[StoredFile]) -> None:
         """Nothing is there to delete."""

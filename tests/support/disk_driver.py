@@ -5,18 +5,19 @@ compared with what the tokens would have given, so state of other tokens cannot 
 """
 
 import errno
+import io
 import os
 import signal
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
 
-from cache.disk.files import FileSystem
+from cache.disk.files import FileSystem, as_owner
 from cache.disk.folder import DiskStore
 from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
@@ -81,6 +82,11 @@ def assert_rows(segment: Segment, tokens: TokenArray, num_components: int = NUM_
         assert np.array_equal(np.array(segment.component(index))[0], expected[index]), "rows of other tokens"
 
 
+def assert_span(tier: DiskTier, span: FileSpan, tokens: TokenArray) -> None:
+    """Loads a span and asserts that it stands for its part of some tokens."""
+    assert_rows(tier.reader.load_span(span), tokens)
+
+
 def assert_recurrent(state: RecurrentState, tokens: TokenArray) -> None:
     """Asserts that recurrent state is of exactly these tokens."""
     (held,), (expected,) = state.held, recurrent_of(tokens).held
@@ -89,9 +95,9 @@ def assert_recurrent(state: RecurrentState, tokens: TokenArray) -> None:
     ]
 
 
-def assert_snapshot(snapshot: StoredFile, tokens: TokenArray) -> None:
+def assert_snapshot(tier: DiskTier, snapshot: StoredFile, tokens: TokenArray) -> None:
     """Loads a snapshot and asserts that it is the one right after some tokens."""
-    window, points = snapshot.load()
+    window, points = tier.reader.load_snapshot(snapshot)
     assert snapshot.stop == len(tokens)
     if window is not None:
         assert window.stop == len(tokens)
@@ -133,7 +139,7 @@ def entries(tier: DiskTier) -> list[Entry]:
     """Returns every edge of every namespace that is on disk, parents first."""
     found: dict[Any, Entry] = {}
     for name in tier.tree.namespaces():
-        for node in tier.listing(name, 1 << 30).edges:
+        for node in tier.listing(name, 1 << 30)[0]:
             above = found.get(node.parent)
             found[node] = Entry(name, above, node.start, node.stop, node.tokens, node.span, node.snapshot)
     return list(found.values())
@@ -172,9 +178,9 @@ def assert_all_right(tier: DiskTier) -> set[tuple[str, bytes]]:
     """Loads every entry and asserts that each is of its tokens; returns what `restorable` does."""
 
     def check(tokens: TokenArray, span: FileSpan, snapshot: StoredFile | None) -> None:
-        assert_rows(span.load(), tokens)
+        assert_span(tier, span, tokens)
         if snapshot is not None:
-            assert_snapshot(snapshot, tokens)
+            assert_snapshot(tier, snapshot, tokens)
 
     tier.check()
     return restorable(tier, check)
@@ -190,11 +196,12 @@ class CountingFiles(FileSystem):
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
+        self.read_bytes = 0
 
     def before(self, operation: str) -> None:
         self.counts[operation] = self.counts.get(operation, 0) + 1
 
-    def lock(self, path: Path) -> int:
+    def lock(self, path: Path) -> BinaryIO:
         self.before("lock")
         return super().lock(path)
 
@@ -202,30 +209,19 @@ class CountingFiles(FileSystem):
         self.before("make_folder")
         super().make_folder(path)
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path) -> BinaryIO:
         self.before("create")
-        return super().create(path)
+        return io.BufferedWriter(_WatchedFile(self, path, "wb"))
 
-    def open(self, path: Path) -> int:
+    def open(self, path: Path) -> BinaryIO:
         self.before("open")
-        return super().open(path)
+        return io.BufferedReader(_WatchedFile(self, path, "rb"))
 
-    def write(self, descriptor: int, data: memoryview) -> int:
-        # In two steps, so that a failure leaves half of it behind.
-        if len(data) > 1:
-            return super().write(descriptor, data[: len(data) // 2])
-        self.before("write")
-        return super().write(descriptor, data)
+    def sync(self, file: BinaryIO) -> None:
+        file.flush()
+        self.before("sync")
 
-    def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        self.before("read")
-        return super().read(descriptor, into, offset)
-
-    def size(self, descriptor: int) -> int:
-        self.before("size")
-        return super().size(descriptor)
-
-    def sync(self, descriptor: int) -> None:
+    def sync_folder(self, path: Path) -> None:
         self.before("sync")
 
     def rename(self, source: Path, target: Path) -> None:
@@ -256,6 +252,29 @@ class CountingFiles(FileSystem):
             failure = sqlite3.OperationalError(str(error))
             failure.sqlite_errorcode = sqlite3.SQLITE_IOERR
             raise failure from error
+
+
+class _WatchedFile(io.FileIO):
+    def __init__(self, files: CountingFiles, path: Path, mode: str) -> None:
+        self.files = files
+        super().__init__(path, mode, opener=as_owner)
+
+    def write(self, data: Any) -> int:
+        # In two steps, so that a failure leaves half of it behind.
+        if len(data) > 1:
+            return super().write(data[: len(data) // 2])
+        self.files.before("write")
+        return super().write(data)
+
+    def readinto(self, buffer: Any) -> int:
+        self.files.before("read")
+        num_bytes = super().readinto(buffer)
+        self.files.read_bytes += num_bytes
+        return num_bytes
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.files.before("seek")
+        return super().seek(offset, whence)
 
 
 class _WatchedConnection(sqlite3.Connection):

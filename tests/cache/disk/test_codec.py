@@ -18,7 +18,16 @@ from cache.layers.layout import Layout
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 from tests.support import disk_driver, fake_model
-from tests.support.disk_driver import assert_rows, find_span, open_tier, segment_of, stored_names, tokens_of, write
+from tests.support.disk_driver import (
+    assert_rows,
+    assert_span,
+    find_span,
+    open_tier,
+    segment_of,
+    stored_names,
+    tokens_of,
+    write,
+)
 
 # isort: split
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
@@ -60,7 +69,7 @@ def through_disk(folder: Path, segment: Segment, tokens: TokenArray) -> Segment:
     tier = open_tier(folder)
     span = find_span(tier, tokens, segment.start) if segment.start else disk_driver.entries(tier)[0].span
     assert span is not None
-    loaded = span.load()
+    loaded = tier.reader.load_span(span)
     tier.close()
     return loaded
 
@@ -124,14 +133,14 @@ def test_any_cuts_and_joins_of_a_span_load_the_right_rows(
     assert whole is not None
     spans, rest = [], whole
     for cut in sorted(cuts):
-        left, rest = rest.split(cut)
+        left, rest = rest.clipped(rest.start, cut), rest.clipped(cut, rest.stop)
         spans.append(left)
     spans.append(rest)
     assert sum(span.num_bytes for span in spans) <= whole.num_bytes
     first = data.draw(st.integers(0, len(spans) - 1))
     last = data.draw(st.integers(first, len(spans) - 1))
     chosen = whole.clipped(spans[first].start, spans[last].stop)
-    segment = chosen.load()
+    segment = long_tier.reader.load_span(chosen)
     assert (segment.start, segment.stop) == (chosen.start, chosen.stop)
     assert_rows(segment, LONG)
 
@@ -143,28 +152,21 @@ def test_cutting_reads_nothing(tmp_path: Path) -> None:
     assert span is not None
     assert tier.flush(10)
     files.counts.clear()
-    left, right = span.split(400)
+    left, right = span.clipped(0, 400), span.clipped(400, span.stop)
     assert (left.start, left.stop, right.stop) == (span.start, 400, span.stop)
     assert files.counts == {}
     tier.close()
 
 
 def test_only_the_blocks_around_a_range_are_read(tmp_path: Path) -> None:
-    class Reads(disk_driver.CountingFiles):
-        num_bytes = 0
-
-        def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-            self.num_bytes += len(into)
-            return super().read(descriptor, into, offset)
-
-    files, tokens = Reads(), tokens_of(range(20 * codec.BLOCK_TOKENS))
+    files, tokens = disk_driver.CountingFiles(), tokens_of(range(20 * codec.BLOCK_TOKENS))
     tier = open_tier(tmp_path, files=files)
     span = write(tier, tokens)
     assert span is not None
     assert tier.flush(10)
-    files.num_bytes = 0
-    assert_rows(span.split(codec.BLOCK_TOKENS)[0].load(), tokens)
-    assert files.num_bytes < span.num_bytes / 10
+    files.read_bytes = 0
+    assert_span(tier, span.clipped(0, codec.BLOCK_TOKENS), tokens)
+    assert 0 < files.read_bytes < span.num_bytes / 10
     tier.close()
 
 
@@ -190,7 +192,7 @@ def points_through_disk(folder: Path, caches: list[Any]) -> RecurrentState:
     snapshot = tier.write_snapshot("", tokens_of([1, 2]), None, RecurrentState(caches))
     assert snapshot is not None
     assert tier.flush(10)
-    window, points = snapshot.load()
+    window, points = tier.reader.load_snapshot(snapshot)
     tier.close()
     assert window is None and points is not None
     return points
@@ -247,9 +249,9 @@ def test_live_caches_restored_from_disk_stand_for_the_same_tokens(layout: str, t
 
     tier = open_tier(tmp_path)
     (entry,) = disk_driver.entries(tier)
-    parts.load_spans(fresh, [entry.span.load()], keep=0, offset=100, capacity_tokens=120)
+    parts.load_spans(fresh, [tier.reader.load_span(entry.span)], keep=0, offset=100, capacity_tokens=120)
     if entry.snapshot is not None:
-        window, points = entry.snapshot.load()
+        window, points = tier.reader.load_snapshot(entry.snapshot)
         if window is not None:
             parts.load_windows(fresh, [window], 100)
         if points is not None:

@@ -12,7 +12,7 @@ import pytest
 
 from cache.budget import DiskFault
 from cache.disk import tree
-from cache.disk.spans import FileState, StoredFile
+from cache.disk.spans import StoredFile
 from cache.disk.tier import DiskTier
 from cache.disk.tree import MIN_GARBAGE, DiskNode, DiskTree, LruOrder
 from cache.types import TokenArray
@@ -71,9 +71,9 @@ def lose_a_file(tier: DiskTier, folder: Path, rng: random.Random) -> None:
     held = entries(tier)
     if held:
         lost = rng.choice(held).span
-        (folder / lost.files[0].name).unlink()
+        (folder / lost.parts[0].file.name).unlink()
         with pytest.raises(DiskFault):
-            lost.load()
+            tier.reader.load_span(lost)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -139,6 +139,6 @@ def test_entries_of_files_that_are_gone_do_not_pile_up() -> None:
     for number in range(5 * MIN_GARBAGE):
         file = StoredFile("", 0, 1, 1, last_used=number)
         order.push(file)
-        file.state = FileState.GONE
+        file.is_gone = True
         order.compact(0)
     assert len(order._heap) <= MIN_GARBAGE + 1

@@ -150,9 +150,10 @@ def test_what_another_thread_has_read_can_be_used_when_the_thread_is_gone(tmp_pa
     store = tier._store
     assert store is not None
     with ThreadPoolExecutor(1) as reader:
-        rows = reader.submit(store.read_rows, span.files[0], 0, len(SECRET)).result()
-        state = reader.submit(store.read_recurrent, snapshot).result()
+        rows, _ = reader.submit(store.read, span.parts[0]).result()
+        _, state = reader.submit(store.read, snapshot.whole).result()
         reader.submit(mx.clear_streams).result()
+    assert rows is not None and state is not None
     assert_rows(rows, SECRET)
     assert_recurrent(state, SECRET)
     assert np.array(mx.concatenate([rows.component(0), rows.component(0)], axis=2)).shape[2] == 2 * len(SECRET)
@@ -167,6 +168,6 @@ def test_threads_of_the_tier_give_their_streams_back(tmp_path: Path, monkeypatch
     assert tier.flush(10)
     span = find_span(tier, SECRET)
     assert span is not None
-    tier.reader.prefetch([span])
+    tier.reader.prefetch(span.parts)
     tier.close()
     assert sorted(name.rstrip("_0") for name in cleared) == ["cache-disk-reader", "cache-disk-writer"]

@@ -41,13 +41,12 @@ def test_a_listing_has_parents_first_and_no_more_than_asked_for(tmp_path: Path) 
     for leaf in range(5):
         write(tier, np.concatenate([trunk, tokens_of([50 + leaf] * 4)]))
     assert tier.flush(10)
-    whole = tier.listing("", 6)
-    assert (len(whole.edges), whole.num_edges, whole.is_truncated) == (6, 6, False)
-    assert [edge.parent for edge in whole.edges] == [tier.tree._tries[""].root, *[whole.edges[0]] * 5]
+    edges, is_truncated = tier.listing("", 6)
+    assert (len(edges), tier.tree.num_edges(""), is_truncated) == (6, 6, False)
+    assert [edge.parent for edge in edges] == [tier.tree._tries[""].root, *[edges[0]] * 5]
     for max_edges in range(6):
-        part = tier.listing("", max_edges)
-        assert (len(part.edges), part.num_edges, part.is_truncated) == (max_edges, 6, True)
-    assert tier.listing("other", 10).edges == []
+        assert tier.listing("", max_edges) == (edges[:max_edges], True)
+    assert tier.listing("other", 10) == ([], False)
     tier.close()
 
 
@@ -57,8 +56,8 @@ def test_a_listing_looks_at_a_bounded_number_of_edges(tmp_path: Path, monkeypatc
     for value in range(20):
         write(tier, tokens_of([value, 1, 2]))
     assert tier.flush(10)
-    found = tier.listing("", 100)
-    assert (len(found.edges), found.num_edges, found.is_truncated) == (8, 20, True)
+    edges, is_truncated = tier.listing("", 100)
+    assert (len(edges), tier.tree.num_edges(""), is_truncated) == (8, 20, True)
     tier.close()
 
 
@@ -66,11 +65,10 @@ def test_edges_that_wait_to_be_written_are_counted_and_not_listed(tmp_path: Path
     tier = open_tier(tmp_path)
     write(tier, tokens_of(range(60)), 40)
     assert tier.flush(10)
-    found = tier.listing("", 10)
-    assert (found.edges, found.num_edges, found.is_truncated) == ([], 1, False), "its rows have a gap"
+    assert (tier.listing("", 10), tier.tree.num_edges("")) == (([], False), 1), "its rows have a gap"
     write(tier, tokens_of(range(40)))
     assert tier.flush(10)
-    assert [(entry.start, entry.stop) for entry in tier.listing("", 10).edges] == [(0, 40), (40, 60)]
+    assert [(entry.start, entry.stop) for entry in tier.listing("", 10)[0]] == [(0, 40), (40, 60)]
     tier.close()
 
 

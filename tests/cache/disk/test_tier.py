@@ -23,6 +23,7 @@ from tests.support.disk_driver import (
     assert_all_right,
     assert_rows,
     assert_snapshot,
+    assert_span,
     conversation,
     entries,
     find_snapshot,
@@ -84,7 +85,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def is_gone(span: FileSpan) -> bool:
-    return any(file.is_gone for file in span.files)
+    return any(part.file.is_gone for part in span.parts)
 
 
 def size_of(num_tokens: int) -> int:
@@ -104,12 +105,12 @@ def test_a_span_is_written_behind_the_caller_and_then_stands_for_the_state(tmp_p
     assert find_span(tier, FIRST) is None
     assert tier.queue.waiting_bytes == size_of(100)
     with pytest.raises(DiskFault):
-        span.load()
+        tier.reader.load_span(span)
     assert not tier.flush(0.01)
     files.gate.set()
     assert tier.flush(10)
     assert span.is_written and tier.queue.waiting_bytes == 0
-    assert_rows(span.load(), FIRST)
+    assert_span(tier, span, FIRST)
     assert span.num_bytes == tier.space.used_bytes
     tier.close()
 
@@ -121,14 +122,14 @@ def test_tokens_on_disk_are_not_written_again_however_they_are_cut(tier: DiskTie
     for start, stop in ((0, 100), (0, 60), (30, 60), (60, 100), (99, 100)):
         span = write(tier, FIRST[:stop], start)
         assert span is not None and span.is_written
-        assert_rows(span.load(), FIRST)
+        assert_span(tier, span, FIRST)
     assert (tier.space.used_bytes, len(stored_names(tmp_path))) == (used, 1)
     # A longer edge, as after two edges became one: only what is new goes to disk.
     span = write(tier, LONGER)
     assert tier.flush(10)
     assert span is not None and span.is_written
     assert size_of(50) < tier.space.used_bytes - used < size_of(50) + 2000
-    assert_rows(span.load(), LONGER)
+    assert_span(tier, span, LONGER)
 
 
 def test_a_branch_shares_the_file_of_its_prefix(tier: DiskTier, tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_a_branch_shares_the_file_of_its_prefix(tier: DiskTier, tmp_path: Path) 
     span = write(tier, BRANCH)
     assert tier.flush(10)
     assert span is not None
-    assert_rows(span.load(), BRANCH)
+    assert_span(tier, span, BRANCH)
     assert len(stored_names(tmp_path)) == 2
     assert tier.space.used_bytes < size_of(130) + 4000
 
@@ -149,7 +150,7 @@ def test_edges_may_come_in_any_order(tier: DiskTier, tmp_path: Path) -> None:
     span = write(tier, LONGER)
     assert tier.flush(10)
     assert span is not None and len(span.parts) == 3
-    assert_rows(span.load(), LONGER)
+    assert_span(tier, span, LONGER)
     with reopened(tier, tmp_path) as again:
         assert len(assert_all_right(again)) == 3
 
@@ -165,7 +166,7 @@ def test_a_snapshot_is_written_once_and_stays_where_edges_are_cut(tier: DiskTier
     assert first is second
     found = find_snapshot(tier, FIRST)
     assert found is not None
-    assert_snapshot(found, FIRST)
+    assert_snapshot(tier, found, FIRST)
     assert find_snapshot(tier, FIRST[:96]) is None
     with reopened(tier, tmp_path) as again:
         assert_all_right(again)
@@ -270,7 +271,7 @@ def test_random_histories_match_a_list_of_what_was_written(tmp_path: Path) -> No
         for tokens in written:
             held_span = find_span(tier, tokens, namespace=namespace)
             assert held_span is not None
-            assert_rows(held_span.load(), tokens)
+            assert_span(tier, held_span, tokens)
     tier.close()
     tier = open_tier(tmp_path)
     found = assert_all_right(tier)
@@ -440,7 +441,7 @@ def test_what_was_forgotten_before_it_was_written_never_is(tmp_path: Path) -> No
     span = write(tier, FIRST)
     assert tier.flush(10)
     assert span is not None
-    assert_rows(span.load(), FIRST)
+    assert_span(tier, span, FIRST)
     tier.close()
 
 
@@ -456,7 +457,7 @@ def test_closing_ends_the_queue_and_loads_nothing_more(tmp_path: Path) -> None:
     for span in spans:
         assert span is not None
         with pytest.raises(DiskFault):
-            span.load()
+            tier.reader.load_span(span)
     again = open_tier(tmp_path)
     assert_all_right(again)
     again.close()
@@ -505,7 +506,7 @@ def test_asking_for_a_namespace_does_not_make_one(tier: DiskTier) -> None:
         assert find_span(tier, FIRST, namespace=namespace) is None and find_snapshot(tier, FIRST, namespace) is None
         touch(tier, FIRST, namespace)
         tier.clear(namespace)
-        assert tier.space.bytes_of(namespace) == 0 and tier.listing(namespace, 10).num_edges == 0
+        assert tier.space.bytes_of(namespace) == 0 and tier.tree.num_edges(namespace) == 0
     assert tier.tree.namespaces() == [] and not tier.space._namespace_bytes
     write(tier, FIRST, namespace="half a pair \ud800")
     assert tier.flush(10) and find_span(tier, FIRST, namespace="half a pair \ud800") is not None
@@ -520,14 +521,14 @@ def test_what_was_read_ahead_is_loaded_without_reading(tmp_path: Path) -> None:
     span, snapshot = write(tier, FIRST), snap(tier, FIRST)
     assert span is not None and snapshot is not None
     assert tier.flush(10)
-    ahead = tier.reader.prefetch([span, snapshot])
+    ahead = tier.reader.prefetch([*span.parts, snapshot.whole])
     while not ahead.is_done:
         pass
     files.counts.clear()
-    assert_rows(span.clipped(0, 40).load(), FIRST)
-    assert_snapshot(snapshot, FIRST)
+    assert_span(tier, span.clipped(0, 40), FIRST)
+    assert_snapshot(tier, snapshot, FIRST)
     assert files.counts == {}
-    assert_rows(span.load(), FIRST)
+    assert_span(tier, span, FIRST)
     assert files.counts["open"] == 1, "each piece is handed out once"
     ahead.cancel()
     tier.close()
@@ -540,20 +541,20 @@ def test_what_several_wait_for_is_read_once_and_stays_until_the_last_one_gives_u
     assert span is not None and snapshot is not None
     assert tier.flush(10)
     files.counts.clear()
-    waiting = [tier.reader.prefetch([span, snapshot])]
-    waiting += [tier.reader.prefetch([span.clipped(0, 40), snapshot]), tier.reader.prefetch([span])]
+    waiting = [tier.reader.prefetch([*span.parts, snapshot.whole])]
+    waiting += [tier.reader.prefetch([*span.clipped(0, 40).parts, snapshot.whole]), tier.reader.prefetch(span.parts)]
     while not all(ahead.is_done for ahead in waiting):
         pass
     num_read = files.counts["open"]
     for ahead in waiting[:2]:
         ahead.cancel()
         ahead.cancel()
-    late = tier.reader.prefetch([span])
-    segment = span.load()
+    late = tier.reader.prefetch(span.parts)
+    segment = tier.reader.load_span(span)
     assert_rows(segment, FIRST)
     assert files.counts["open"] == num_read <= 3, "rows, window and recurrent state, each once"
     assert late.is_done
-    assert_snapshot(snapshot, FIRST)
+    assert_snapshot(tier, snapshot, FIRST)
     assert files.counts["open"] > num_read, "the last one who waited for the snapshot gave it up"
     kept = weakref.ref(segment)
     del segment
@@ -572,7 +573,7 @@ def test_reading_ahead_is_bounded_and_can_be_cancelled(tmp_path: Path) -> None:
         tier.flush(10)
     for _ in range(2):
         files.counts.clear()
-        ahead = tier.reader.prefetch([span for span in spans if span is not None])
+        ahead = tier.reader.prefetch([part for span in spans if span is not None for part in span.parts])
         while not ahead.is_done:
             pass
         assert files.counts["open"] == 2, "as many as there is memory for"
@@ -580,7 +581,7 @@ def test_reading_ahead_is_bounded_and_can_be_cancelled(tmp_path: Path) -> None:
         ahead.cancel()
     for value, span in enumerate(spans):
         assert span is not None
-        assert_rows(span.load(), tokens_of([value] * 100))
+        assert_span(tier, span, tokens_of([value] * 100))
     tier.close()
 
 
@@ -591,15 +592,15 @@ def test_damage_found_ahead_is_told_where_it_is_loaded(tier: DiskTier, tmp_path:
     data = bytearray((tmp_path / name).read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / name).write_bytes(data)
-    ahead = tier.reader.prefetch([span])
+    ahead = tier.reader.prefetch(span.parts)
     with pytest.raises(DiskFault, match="damaged"):
-        span.load()
+        tier.reader.load_span(span)
     ahead.cancel()
     assert is_gone(span) and tier.space.num_gone == 1 and tier.flush(10)
     assert stored_names(tmp_path) == set()
     again = write(tier, FIRST)
     assert again is not None and tier.flush(10)
-    assert_rows(again.load(), FIRST)
+    assert_span(tier, again, FIRST)
 
 
 # ------------------------------------------------------------------------------------------------------- others
@@ -623,9 +624,9 @@ def test_writing_goes_on_some_time_after_a_failure(tmp_path: Path, caplog: pytes
     is_full = False
     span = write(tier, FIRST)
     assert span is not None and tier.flush(10)
-    assert_rows(span.load(), FIRST)
+    assert_span(tier, span, FIRST)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert stored_names(tmp_path) == {span.files[0].name}
+    assert stored_names(tmp_path) == {span.parts[0].file.name}
     tier.close()
 
 
