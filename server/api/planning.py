@@ -7,12 +7,12 @@ bytes are bounded. A departed client's work keeps its thread until the renderer'
 
 import asyncio
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Final, TypeVar
+from weakref import WeakValueDictionary
 
 from models.prompt.tokenize import abandoned_when
 from server.api.errors import Code, retry_later
@@ -50,85 +50,34 @@ class Planning:
         Raises ApiError (429) if too many bytes wait.
         """
         places = self._places[next(size for size in SIZES if num_bytes <= size.max_bytes)]
-        await self._wait(places, client, num_bytes)
-        has_left = threading.Event()
+        if places.locked() and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+            raise retry_later(Code.QUEUE_FULL, "too many long requests wait to be read", RETRY_SECONDS)
+        self._waiting_bytes += num_bytes
         try:
-            running = asyncio.get_running_loop().run_in_executor(
-                self._threads, copy_context().run, _call, has_left, work
-            )
-        except BaseException:
-            places.give_back()
-            raise
+            await places.take(client)
+        finally:
+            self._waiting_bytes -= num_bytes
+        has_left = threading.Event()
+        running = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, _call, has_left, work)
         running.add_done_callback(lambda done: _ended(done, places))
         try:
             return await asyncio.shield(running)
         finally:
             has_left.set()
 
-    async def _wait(self, places: "FairPlaces", client: str, num_bytes: int) -> None:
-        if places.try_take():
-            return
-        if self._waiting_bytes + num_bytes > self._max_waiting_bytes:
-            message = "too many long requests wait to be read"
-            raise retry_later(Code.QUEUE_FULL, message, RETRY_SECONDS)
-        self._waiting_bytes += num_bytes
-        try:
-            await places.take(client)
-        finally:
-            self._waiting_bytes -= num_bytes
 
-
-class FairPlaces:
-    """While all places are taken, waiting clients take turns. Event loop only."""
+class FairPlaces(asyncio.Semaphore):
+    """While all places are taken, waiting clients take turns: one request of each waits for the next place."""
 
     def __init__(self, num_places: int) -> None:
-        self._num_free = num_places
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Queues by client; the first client is next. No queue is empty."""
-
-    def try_take(self) -> bool:
-        """Takes a place if one is free."""
-        if self._num_free == 0:
-            return False
-        self._num_free -= 1
-        return True
+        super().__init__(num_places)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By client; held by those who wait."""
 
     async def take(self, client: str) -> None:
-        """Returns with a place. Cancellation leaves the queue."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                self._leave(client, waiter)
-            else:
-                self.give_back()
-            raise
-
-    def give_back(self) -> None:
-        """Gives the place to the next client."""
-        while self._waiting:
-            waiter = self._next_waiter()
-            # A cancelled waiter stays in the queue until its task has run once more.
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-        self._num_free += 1
-
-    def _next_waiter(self) -> "asyncio.Future[None]":
-        client, queue = self._waiting.popitem(last=False)
-        waiter = queue.popleft()
-        if queue:
-            self._waiting[client] = queue
-        return waiter
-
-    def _leave(self, client: str, waiter: "asyncio.Future[None]") -> None:
-        queue = self._waiting.get(client, deque())
-        if waiter in queue:
-            queue.remove(waiter)
-            if not queue:
-                del self._waiting[client]
+        """Returns with a place."""
+        async with self._turns.setdefault(client, asyncio.Lock()):
+            await self.acquire()
 
 
 def _call(has_left: threading.Event, work: Callable[[], Result]) -> Result:
@@ -137,7 +86,7 @@ def _call(has_left: threading.Event, work: Callable[[], Result]) -> Result:
 
 
 def _ended(done: "asyncio.Future[Result]", places: FairPlaces) -> None:
-    places.give_back()
+    places.release()
     if not done.cancelled():
         # Marks the exception as retrieved: nobody awaits the work of a disconnected client.
         done.exception()

@@ -145,10 +145,10 @@ async def test_failed_work_gives_its_place_back() -> None:
 @on_a_loop
 async def test_a_turn_given_to_one_who_leaves_goes_to_the_next() -> None:
     places = FairPlaces(1)
-    assert places.try_take()
+    await places.take("first")
     leaver, stayer = (asyncio.create_task(places.take(name)) for name in ("leaver", "stayer"))
     await asyncio.sleep(0)
-    places.give_back()
+    places.release()
     leaver.cancel()
     await asyncio.wait_for(stayer, 10)
 
@@ -159,17 +159,19 @@ async def test_a_turn_given_to_one_who_leaves_goes_to_the_next() -> None:
 @on_a_loop
 async def test_a_place_freed_while_the_next_client_leaves_is_not_lost() -> None:
     places = FairPlaces(1)
-    assert places.try_take()
+    await places.take("first")
     leaving, staying = (asyncio.create_task(places.take(name)) for name in ("leaving", "staying"))
     await asyncio.sleep(0)
     # Cancelled, a task runs once more before it is out of the queue.
     leaving.cancel()
-    places.give_back()
+    places.release()
     with pytest.raises(asyncio.CancelledError):
         await leaving
     await asyncio.wait_for(staying, 10)
-    places.give_back()
-    assert places.try_take() and not places.try_take()
+    places.release()
+    assert not places.locked()
+    await places.take("last")
+    assert places.locked()
 
 
 # ------------------------------------------------------------------------------------------- one word of megabytes
