@@ -1,21 +1,20 @@
 """Open requests, sums of the past, and events about requests and state.
 
-Listeners share one ring of the latest events, so publishing costs the same however slow a listener is. A listener
-whose place has left the ring is told how many of its events were lost. Event loop only.
+A listener has the latest events that it has not read, so publishing costs the same however slow a listener is. One
+that has lost events is told how many. Event loop only.
 """
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import islice
 from typing import Any
 
 from cache.budget import CacheEvent, Happening
 from models.adapter import client_namespace
-from server.api.record import Moment, OpenRequest, RequestRecord, Told, miss_of
-from server.api.sessions import MissBody
+from server.api.record import OpenRequest, RequestRecord, miss_body
+from server.api.sessions import MissBody, Recent
 from server.api.wire import json_text
 from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.names import ModelChange
@@ -32,7 +31,6 @@ class LiveEvent:
     """An event of one namespace; of none if everybody may see it."""
 
     id: str
-    number: int
     name: str
     namespace: str | None
     fields: Mapping[str, Any]
@@ -40,16 +38,13 @@ class LiveEvent:
     @cached_property
     def frame(self) -> bytes:
         """Encoded once for all listeners."""
-        return frame_of(self.name, self.fields, self.id)
-
-
-def frame_of(name: str, fields: Mapping[str, Any], event_id: str) -> bytes:
-    """A server-sent event with an id."""
-    return f"id: {event_id}\nevent: {name}\ndata: {json_text({'type': name, **fields})}\n\n".encode()
+        return (
+            f"id: {self.id}\nevent: {self.name}\ndata: {json_text({'type': self.name, **self.fields})}\n\n".encode()
+        )
 
 
 class EventLog:
-    """A ring of events."""
+    """The latest events, and who listens."""
 
     def __init__(self, epoch: str, *, wall: Callable[[], float], clock: Callable[[], float]) -> None:
         """`epoch` names this process's events; `wall` reads seconds since 1970."""
@@ -59,8 +54,8 @@ class EventLog:
         self._wall = wall
         self._clock = clock
         self._events: deque[LiveEvent] = deque(maxlen=CAPACITY)
-        self._next = 1
-        self._listeners: list[Listener] = []
+        self._num_published = 0
+        self.listeners: list[Listener] = []
         self._left_at: float | None = None
         """None while somebody listens."""
         self._is_wanted = False
@@ -75,124 +70,90 @@ class EventLog:
             self.on_wanted(False)
         return self._is_wanted
 
-    @property
-    def num_listeners(self) -> int:
-        return len(self._listeners)
-
     def publish(self, name: str, namespace: str | None, /, **fields: Any) -> None:
         """Keeps an event and wakes its listeners, while events are wanted."""
         if not self.is_wanted:
             return
-        event = LiveEvent(
-            self._id(self._next), self._next, name, namespace, {"time": round(self._wall(), 3), **fields}
-        )
-        self._next += 1
+        self._num_published += 1
+        event = self.event(self._id(self._num_published), name, namespace, **fields)
         self._events.append(event)
-        for listener in self._listeners:
-            listener.note(event)
+        for listener in self.listeners:
+            listener.add(event)
+
+    def event(self, event_id: str, name: str, namespace: str | None, /, **fields: Any) -> LiveEvent:
+        """An event of now."""
+        return LiveEvent(event_id, name, namespace, {"time": round(self._wall(), 3), **fields})
 
     def listen(self, namespace: str | None, last_id: str | None = None) -> "Listener":
         """A listener to a namespace, or all, behind the event `last_id` if known, else from now on."""
-        had_been_wanted, self._left_at = self.is_wanted, None
+        was_wanted, self._left_at = self.is_wanted, None
         self._is_wanted = True
-        listener = Listener(self, namespace, self._place_behind(last_id))
-        self._listeners.append(listener)
-        if not had_been_wanted:
+        kept = list(self._events)
+        places = [self._id(self._num_published - len(kept)), *(event.id for event in kept)]
+        is_known = last_id is None or last_id in places
+        start = len(kept) if last_id is None else places.index(last_id) if is_known else 0
+        listener = Listener(self, namespace, places[start], is_known=is_known)
+        for event in kept[start:]:
+            listener.add(event)
+        self.listeners.append(listener)
+        if not was_wanted:
             self.on_wanted(True)
         return listener
+
+    def leave(self, listener: "Listener") -> None:
+        """Ends a listener. Idempotent."""
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+            if not self.listeners:
+                self._left_at = self._clock()
 
     def close(self) -> None:
         """Ends all listeners, because the server stops."""
         self.is_closed = True
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.wake.set()
-
-    def leave(self, listener: "Listener") -> None:
-        """Ends a listener. Idempotent."""
-        if listener in self._listeners:
-            self._listeners.remove(listener)
-            if not self._listeners:
-                self._left_at = self._clock()
-
-    def since(self, number: int) -> list[LiveEvent]:
-        """The kept events from `number` on."""
-        return list(islice(self._events, max(number - self.first, 0), None))
-
-    @property
-    def first(self) -> int:
-        return self._events[0].number if self._events else self._next
-
-    def id_before(self, number: int) -> str:
-        """The id of the place before an event."""
-        return self._id(number - 1)
 
     def _id(self, number: int) -> str:
         return f"{self._epoch}-{number}"
 
-    def _place_behind(self, last_id: str | None) -> int | None:
-        if last_id is None:
-            return self._next
-        epoch, _, number = last_id.rpartition("-")
-        is_known = epoch == self._epoch and number.isascii() and number.isdecimal() and len(number) < 18
-        place = int(number) + 1 if is_known else 0
-        return place if self.first <= place <= self._next else None
-
-
-@dataclass(frozen=True)
-class Lost:
-    """Events that a listener lost; `count` is None if unknown."""
-
-    count: int | None
-    next_number: int
-
 
 class Listener:
-    """One client's place in the log."""
+    """What one client has yet to read."""
 
-    def __init__(self, log: EventLog, namespace: str | None, place: int | None) -> None:
-        """`place` is the next event to read; None: an unknown number was lost."""
+    def __init__(self, log: EventLog, namespace: str | None, place_id: str, *, is_known: bool) -> None:
+        """Unless the place `is_known`, an unknown number of events was lost before it."""
+        self.place_id = place_id
+        """Of the last event taken, or of the event before the first."""
+        self.wake = asyncio.Event()
         self._log = log
         self._namespace = namespace
-        self._lost_unknown = place is None
-        self._place = log.first if place is None else place
-        self._num_unread = sum(map(self._may_see, log.since(self._place)))
-        self.wake = asyncio.Event()
-        if self._num_unread or self._lost_unknown:
+        self._unread: deque[LiveEvent] = deque(maxlen=CAPACITY)
+        self._num_lost: int | None = 0 if is_known else None
+        self._lost_id = place_id
+        if not is_known:
             self.wake.set()
 
-    @property
-    def place_id(self) -> str:
-        """Id of the last event taken, or of the event before the first."""
-        return self._log.id_before(self._place)
+    def add(self, event: LiveEvent) -> None:
+        """Keeps an event that the client may see; of too many the oldest is lost."""
+        if self._namespace is not None and event.namespace not in (None, self._namespace):
+            return
+        if len(self._unread) == CAPACITY:
+            self._lost_id = self._unread[0].id
+            self._num_lost = None if self._num_lost is None else self._num_lost + 1
+        self._unread.append(event)
+        self.wake.set()
 
-    def _may_see(self, event: LiveEvent) -> bool:
-        return self._namespace is None or event.namespace is None or event.namespace == self._namespace
-
-    def note(self, event: LiveEvent) -> None:
-        """Counts a published event."""
-        if self._may_see(event):
-            self._num_unread += 1
-            self.wake.set()
-
-    def take(self) -> list[LiveEvent | Lost]:
-        """The next events to read, oldest first."""
-        found: list[LiveEvent | Lost] = []
-        events = [event for event in self._log.since(self._place) if self._may_see(event)]
-        if self._lost_unknown:
-            found.append(Lost(None, self._log.first))
-            self._lost_unknown = False
-        elif len(events) < self._num_unread:
-            found.append(Lost(self._num_unread - len(events), self._log.first))
-        taken = events[:BATCH]
-        self._num_unread = len(events) - len(taken)
-        self._place = taken[-1].number + 1 if taken else max(self._place, self._log.first)
-        if not self._num_unread:
+    def take(self) -> list[LiveEvent]:
+        """The next events to read, oldest first, before them one that tells of lost ones."""
+        taken = [self._unread.popleft() for _ in range(min(BATCH, len(self._unread)))]
+        if self._num_lost != 0:
+            taken.insert(0, self._log.event(self._lost_id, "lost", None, count=self._num_lost))
+            self._num_lost = 0
+        if taken:
+            self.place_id = taken[-1].id
+        if not self._unread:
             self.wake.clear()
-        return [*found, *taken]
-
-    def close(self) -> None:
-        """Ends the listener."""
-        self._log.leave(self)
+        return taken
 
 
 MAX_NAMESPACES = 1024
@@ -229,21 +190,19 @@ class Sums:
 
     def add(self, record: RequestRecord) -> None:
         """Adds a request."""
-        first, counts = record.first, record.counts
+        first, turn = record.first, record.turn
         self.requests += 1
         self.succeeded += first.has_ended
         self.failed += first.error is not None
         self.cancelled += not first.has_ended and first.error is None
-        self.completion_tokens += counts.predicted_tokens
-        if record.turn is None:
+        if turn is None:
             return
-        self.prompt_tokens += counts.prompt_tokens
-        self.cached_tokens += counts.cached_tokens
-        self.evaluated_tokens += counts.evaluated_tokens
+        for name, count in vars(record.counts).items():
+            setattr(self, name, getattr(self, name) + count)
         self.saved_seconds += record.saved_seconds
-        if first.tier is not None:
-            self.restored_tokens[first.tier] += counts.cached_tokens
-        for miss in record.turn.misses:
+        if turn.tier is not None:
+            self.restored_tokens[turn.tier] += turn.cached_tokens
+        for miss in turn.misses:
             self._add_miss(miss)
 
     def _add_miss(self, miss: MissBody) -> None:
@@ -260,21 +219,19 @@ class Totals:
     """The sums of all requests and by namespace."""
 
     def __init__(self) -> None:
-        self.all = Sums()
-        self._by_namespace: OrderedDict[str, Sums] = OrderedDict()
+        self._all = Sums()
+        self._by_namespace = Recent[Sums](MAX_NAMESPACES)
 
     def of(self, namespace: str | None) -> Sums:
         """The sums of one namespace; None for all."""
-        return self.all if namespace is None else self._by_namespace.get(namespace, Sums())
+        return self._all if namespace is None else self._by_namespace.find(namespace, "") or Sums()
 
     def add(self, record: RequestRecord) -> None:
         """Adds a request."""
         namespace = record.first.request.namespace
-        own = self._by_namespace.setdefault(namespace, Sums())
-        self._by_namespace.move_to_end(namespace)
-        while len(self._by_namespace) > MAX_NAMESPACES:
-            self._by_namespace.popitem(last=False)
-        for sums in (self.all, own):
+        own = self.of(namespace)
+        self._by_namespace.put(namespace, "", own)
+        for sums in (self._all, own):
             sums.add(record)
 
 
@@ -318,19 +275,20 @@ class Activity:
         """Notes that a request runs no more."""
         self._open.pop(request, None)
 
-    def tell(self, told: Told) -> None:
-        """Publishes what happens, and sums ended requests."""
-        if isinstance(told, Moment):
-            if told.event is None:
-                self._open[told.of] = None
-            if self.log.is_wanted:
-                self._publish(told.of, *moment_event(told))
-            return
-        self.totals.add(told)
-        for one in reversed(told.choices):
+    def note(self, one: OpenRequest, event: Started | Progress | Delta | None = None) -> None:
+        """Publishes what happened: an event, of deltas the first; None: the request waits for a slot."""
+        if event is None:
+            self._open[one] = None
+        if self.log.is_wanted:
+            self._publish(one, *running_event(one, event))
+
+    def tell(self, record: RequestRecord) -> None:
+        """Sums an ended request, and publishes the end of its choices."""
+        self.totals.add(record)
+        for one in reversed(record.choices):
             self._open.pop(one, None)
             if self.log.is_wanted:
-                self._publish(one, "request.ended", ended_fields(told, one))
+                self._publish(one, "request.ended", ended_fields(record, one))
 
     def _publish(self, one: OpenRequest, name: str, fields: Mapping[str, Any]) -> None:
         namespace = one.request.namespace
@@ -389,9 +347,8 @@ _STATE_FIELDS: Mapping[Happening, str] = {
 _TOLD_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
-def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
+def running_event(one: OpenRequest, event: Started | Progress | Delta | None) -> tuple[str, dict[str, Any]]:
     """An event's name and fields."""
-    one, event = moment.of, moment.event
     match event:
         case None:
             sampling = {name: getattr(one.request.sampling, name) for name in _TOLD_SAMPLING}
@@ -411,7 +368,7 @@ def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
                 "tier": event.tier,
                 "queue_ms": max(0.0, round(queue_ms, 1)),
                 "restore_ms": round(event.restore_ms, 1),
-                "miss": miss_of(event.reuse.miss),
+                "miss": None if event.reuse.miss is None else miss_body(event.reuse.miss),
             }
         case Progress():
             return "request.progress", {"evaluated": event.evaluated, "total": event.total}
@@ -422,14 +379,10 @@ def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
 
 def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
     """Fields of the event about a choice's end."""
-    timings = one.timings if one.has_ended else None
-    turn = record.turn if one is record.first else None
+    timings, turn = one.timings, record.turn if one is record.first else None
     return {
         "finish": one.outcome or "cancelled",
-        "prompt_tokens": len(one.request.tokens),
-        "cached_tokens": one.cached_tokens,
-        "evaluated_tokens": one.evaluated_tokens,
-        "completion_tokens": one.predicted_tokens,
+        **vars(one.counts),
         "prompt_ms": None if timings is None else round(timings.prompt_ms, 1),
         "predicted_ms": None if timings is None else round(timings.predicted_ms, 1),
         "total_ms": _ms(record.total_seconds),

@@ -22,7 +22,7 @@ from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from server.api.conversation import Conversation, next_turn_requests, sent_back
 from server.api.dialect import ApiContext
-from server.api.record import Arrival, Moment, OpenRequest, RequestRecord, counts_of
+from server.api.record import Arrival, OpenRequest, RequestRecord, counts_of
 from server.api.wire import Payload
 from server.diagnosis.account import (
     Conversations,
@@ -245,12 +245,12 @@ class Run:
         self.open.observe(event)
         match event:
             case Started() | Progress():
-                self._context.tell(Moment(self.open, event))
+                self._context.activity.note(self.open, event)
             case Delta(text, token_ids):
                 self._texts.append(text)
                 self.token_ids.extend(token_ids)
                 if not had_text:
-                    self._context.tell(Moment(self.open, event))
+                    self._context.activity.note(self.open, event)
             case Finished(FinishReason.STOP, stop_text=None):
                 self._remember_reply()
 
@@ -301,7 +301,7 @@ class Answer:
             session_id=exchange.request.session_id,
         )
         self.runs.append(Run(self.context, exchange, generation, opened))
-        self.context.tell(Moment(opened))
+        self.context.activity.note(opened)
 
     async def events(self) -> AsyncIterator[OutputEvent]:
         """Yields an only choice's events; raises its error."""
@@ -360,7 +360,7 @@ class Answer:
             spent[0],
             cache_tokens=counts.cached_tokens,
             evaluated_tokens=counts.evaluated_tokens,
-            predicted_tokens=counts.predicted_tokens,
+            predicted_tokens=counts.completion_tokens,
             prompt_ms=max(one.prompt_ms for one in spent),
             predicted_ms=max(one.predicted_ms for one in spent),
             drafted_tokens=sum(one.drafted_tokens for one in spent),
@@ -416,12 +416,14 @@ class Answer:
             return
         first, account = runs[0].open, runs[0].account
         pace, saved_seconds, number = self.context.activity.pace, 0.0, None
-        if first.timings is not None and first.has_ended:
+        if first.timings is not None:
             pace.note(first.model_id, first.timings)
         if first.started is not None:
             cached = counts_of([run.open for run in runs]).cached_tokens
             saved_seconds = pace.seconds(first.model_id, cached) or 0.0
-            number = None if account.name is None else self.context.sessions.num_turns(account.name) + 1
+            if account.name is not None:
+                session = self.context.sessions.find(account.name.namespace, account.name.id)
+                number = 1 if session is None else session.num_turns + 1
         record = RequestRecord(
             tuple(run.open for run in runs),
             name=account.name,
@@ -430,7 +432,8 @@ class Answer:
             saved_seconds=saved_seconds,
             is_refused=self.is_refused,
         )
-        self.context.tell(record)
+        for tell in self.context.subscribers:
+            tell(record)
 
     def _prepare_next_turn(self) -> None:
         """Evaluates the turn ahead; holds the state of an answer that calls tools until they have answered."""
@@ -438,7 +441,7 @@ class Answer:
         request, reply_ids = exchange.request, tuple(run.token_ids)
         if run.open.has_ended and exchange.conversation is not None and request.cache_prompt:
             self.context.in_background(_evaluate_ahead(self._engine, exchange, exchange.conversation, reply_ids))
-        if run.open.is_complete and exchange.parser.made_calls:
+        if run.open.outcome == FinishReason.STOP and exchange.parser.made_calls:
             label = request.session_id or request.request_id
             self._engine.execute_later(PinTurn(request.state_namespace, label, request.tokens, reply_ids))
 

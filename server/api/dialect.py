@@ -25,7 +25,7 @@ from server.api.activity import Activity, EventLog
 from server.api.errors import ApiError, Code, stopped
 from server.api.observe import Metrics, Tracing
 from server.api.planning import Planning
-from server.api.record import RequestLog, RequestRecord, Subscriber, Told
+from server.api.record import RequestRecord, log_end
 from server.api.sessions import Refusals, SessionRecords, resolve_session_id
 from server.api.wire import JsonBody, Payload, bearer_key, sse_comment, sse_event
 from server.app.config import ServerConfig
@@ -228,7 +228,8 @@ class ApiContext:
     activity: Activity = field(init=False)
     started: float = field(default_factory=time.monotonic)
     """`time.monotonic()`."""
-    subscribers: list[Subscriber] = field(init=False)
+    subscribers: list[Callable[[RequestRecord], None]] = field(init=False)
+    """Told of ended requests."""
     tracing: Tracing | None = None
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -238,16 +239,11 @@ class ApiContext:
         self.metrics = Metrics(lambda: self.pool.engines, self.config.slots)
         log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
         self.activity = Activity(log, lambda: self.pool.engines)
-        self.subscribers = [self._keep_turn, self.activity.tell, RequestLog().tell, self.metrics.tell]
+        self.subscribers = [self._keep_turn, self.activity.tell, log_end, self.metrics.tell]
 
-    def tell(self, told: Told) -> None:
-        """Tells every subscriber."""
-        for subscriber in self.subscribers:
-            subscriber(told)
-
-    def _keep_turn(self, told: Told) -> None:
-        if isinstance(told, RequestRecord) and told.name is not None and told.turn is not None:
-            self.sessions.record(told.name, told.turn)
+    def _keep_turn(self, record: RequestRecord) -> None:
+        if record.name is not None and record.turn is not None:
+            self.sessions.record(record.name, record.turn)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
         """What a dialect keeps, made by the first call. For any thread."""

@@ -8,25 +8,23 @@ generative AI. Another thread sends them; an absent collector costs only the spa
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from server.api.record import OpenRequest, RequestRecord, Told
+from server.api.record import RequestRecord
 from server.app.config import StartError
 from server.engine.request import EngineStats
 from server.pool.served import EnginePort
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
-    from server.engine.request import DraftStats
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 logger = logging.getLogger(__name__)
 
@@ -37,87 +35,129 @@ _TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262
 _REQUEST = ("model", "endpoint")
 
 
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "request_queue_time_seconds": ("From a request's arrival to its slot.", _SECONDS),
+    "request_restore_time_seconds": ("Time in which restored state was made live.", _SECONDS),
+    "request_prefill_time_seconds": ("Time in which a prompt was evaluated.", _SECONDS),
+    "time_to_first_token_seconds": ("From a request's arrival to its first text.", _SECONDS),
+    "request_decode_time_seconds": ("From the first token of an answer to its last.", _SECONDS),
+    "e2e_request_latency_seconds": ("From a request's arrival to the end of its answer.", _SECONDS),
+    "request_time_per_output_token_seconds": ("Mean time between the tokens of an answer.", _TOKEN_SECONDS),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens of an answer.", _TOKENS),
+}
+_COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "request_success": ("Answers that ended well, by reason.", ["finished_reason"]),
+    "request_failure": ("Answers that failed or were cancelled, by reason.", ["reason"]),
+    "prompt_tokens": ("Tokens of prompts, restored ones included.", []),
+    "generation_tokens": ("Tokens of answers.", []),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", []),
+    "prefix_cache_hits": ("Prompt tokens that were restored, hence not evaluated.", []),
+    "restored_tokens": ("Restored prompt tokens, by tier of their state.", ["tier"]),
+    "saved_seconds": ("Seconds that evaluating the restored tokens would have taken.", []),
+    "lost_tokens": ("Prompt tokens evaluated again, by reason.", ["reason"]),
+    "cache_misses": ("Times that tokens were evaluated again, by reason.", ["reason"]),
+}
+
+
 class Metrics:
     """One server's counters."""
 
     def __init__(self, engines: Callable[[], Mapping[str, EnginePort]], num_slots: int) -> None:
         """`engines` returns loaded models' engines by id."""
-        self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(engines, num_slots))
-        self._success = self._counter("request_success", "Answers that ended well, by reason.", "finished_reason")
-        self._failed = self._counter("request_failure", "Answers that failed or were cancelled, by reason.", "reason")
-        self._prompt = self._counter("prompt_tokens", "Tokens of prompts, restored ones included.")
-        self._generated = self._counter("generation_tokens", "Tokens of answers.")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hits = self._counter("prefix_cache_hits", "Prompt tokens that were restored, hence not evaluated.")
-        self._restored = self._counter("restored_tokens", "Restored prompt tokens, by tier of their state.", "tier")
-        self._saved = self._counter("saved_seconds", "Seconds that evaluating the restored tokens would have taken.")
-        self._lost = self._counter("lost_tokens", "Prompt tokens evaluated again, by reason.", "reason")
-        self._misses = self._counter("cache_misses", "Times that tokens were evaluated again, by reason.", "reason")
-        self._queued = self._seconds("request_queue_time", "From a request's arrival to its slot.")
-        self._restore = self._seconds("request_restore_time", "Time in which restored state was made live.")
-        self._prefill = self._seconds("request_prefill_time", "Time in which a prompt was evaluated.")
-        self._first = self._seconds("time_to_first_token", "From a request's arrival to its first text.")
-        self._decode = self._seconds("request_decode_time", "From the first token of an answer to its last.")
-        self._whole = self._seconds("e2e_request_latency", "From a request's arrival to the end of its answer.")
-        self._each = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time between the tokens of an answer.", _TOKEN_SECONDS
-        )
-        self._prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._answer_sizes = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self.registry = registry = CollectorRegistry()
+        registry.register(_EngineCollector(engines, num_slots))
+        self._counters = {
+            name: Counter(f"{PREFIX}_{name}", text, (*_REQUEST, *labels), registry=registry)
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(f"{PREFIX}_{name}", text, _REQUEST, registry=registry, buckets=buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
 
-    def tell(self, told: Told) -> None:
+    def tell(self, record: RequestRecord) -> None:
         """Counts a request that has ended."""
-        if not isinstance(told, RequestRecord):
-            return
-        first, received = told.first, told.first.arrival.received
-        labels = {"model": first.model_id, "endpoint": first.arrival.endpoint}
-        if told.failure is None:
-            self._success.labels(**labels, finished_reason=first.outcome).inc()
-        else:
-            self._failed.labels(**labels, reason=told.failure).inc()
-        self._whole.labels(**labels).observe(told.total_seconds)
-        if first.started is None or told.turn is None:
-            return
-        self._queued.labels(**labels).observe(max(first.started_at - received, 0.0))
-        self._restore.labels(**labels).observe(first.started.restore_ms / 1000)
-        if first.first_text_at is not None:
-            self._first.labels(**labels).observe(first.first_text_at - received)
-        self._note_tokens(labels, told)
-        self._note_times(labels, first)
-        self._saved.labels(**labels).inc(told.saved_seconds)
-        for miss in told.turn.misses:
-            self._misses.labels(**labels, reason=miss["reason"]).inc()
-            self._lost.labels(**labels, reason=miss["reason"]).inc(miss["lost_tokens"])
+        labels = (record.first.model_id, record.first.arrival.endpoint)
+        for name, value in _observed(record):
+            self._histograms[name].labels(*labels).observe(value)
+        for name, value, *of in _counted(record):
+            self._counters[name].labels(*labels, *of).inc(value)
 
-    def _note_tokens(self, labels: dict[str, str], record: RequestRecord) -> None:
-        counts, tier = record.counts, record.first.tier
-        self._prompt.labels(**labels).inc(counts.prompt_tokens)
-        self._queries.labels(**labels).inc(counts.prompt_tokens)
-        self._hits.labels(**labels).inc(counts.cached_tokens)
-        self._generated.labels(**labels).inc(counts.predicted_tokens)
-        self._prompt_sizes.labels(**labels).observe(counts.prompt_tokens)
-        self._answer_sizes.labels(**labels).observe(counts.predicted_tokens)
-        if tier is not None:
-            self._restored.labels(**labels, tier=tier).inc(counts.cached_tokens)
 
-    def _note_times(self, labels: dict[str, str], first: OpenRequest) -> None:
-        timings = first.timings
-        if timings is None or not first.has_ended:
-            return
-        self._prefill.labels(**labels).observe(timings.prompt_ms / 1000)
-        self._decode.labels(**labels).observe(timings.predicted_ms / 1000)
-        if timings.predicted_tokens > 1:
-            self._each.labels(**labels).observe(timings.predicted_ms / 1000 / (timings.predicted_tokens - 1))
+def _observed(record: RequestRecord) -> Iterator[tuple[str, float]]:
+    one, turn, received = record.first, record.turn, record.first.arrival.received
+    yield "e2e_request_latency_seconds", record.total_seconds
+    if one.started is None or turn is None:
+        return
+    yield "request_queue_time_seconds", max(one.started_at - received, 0.0)
+    yield "request_restore_time_seconds", one.started.restore_ms / 1000
+    yield "request_prompt_tokens", turn.prompt_tokens
+    yield "request_generation_tokens", turn.completion_tokens
+    if one.first_text_at is not None:
+        yield "time_to_first_token_seconds", one.first_text_at - received
+    if one.timings is not None:
+        seconds, num_later = one.timings.predicted_ms / 1000, one.timings.predicted_tokens - 1
+        yield "request_prefill_time_seconds", one.timings.prompt_ms / 1000
+        yield "request_decode_time_seconds", seconds
+        if num_later > 0:
+            yield "request_time_per_output_token_seconds", seconds / num_later
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"{PREFIX}_{name}", text, (*_REQUEST, *labels), registry=self.registry)
 
-    def _seconds(self, name: str, text: str) -> Histogram:
-        return self._histogram(f"{name}_seconds", text, _SECONDS)
+def _counted(record: RequestRecord) -> Iterator[tuple[str, float, *tuple[str, ...]]]:
+    """Yields a counter's name, how much is added, and values of its own labels."""
+    turn = record.turn
+    if record.failure is None:
+        yield "request_success", 1, record.first.outcome or ""
+    else:
+        yield "request_failure", 1, record.failure
+    if turn is None:
+        return
+    yield "prompt_tokens", turn.prompt_tokens
+    yield "prefix_cache_queries", turn.prompt_tokens
+    yield "prefix_cache_hits", turn.cached_tokens
+    yield "generation_tokens", turn.completion_tokens
+    yield "saved_seconds", record.saved_seconds
+    if turn.tier is not None:
+        yield "restored_tokens", turn.cached_tokens, turn.tier
+    for miss in turn.misses:
+        yield "cache_misses", 1, miss["reason"]
+        yield "lost_tokens", miss["lost_tokens"], miss["reason"]
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(f"{PREFIX}_{name}", text, _REQUEST, registry=self.registry, buckets=tuple(buckets))
+
+def _used_share(stats: EngineStats) -> float:
+    cache = stats.cache
+    return (cache.live_bytes + cache.stored_bytes) / cache.budget_bytes if cache.budget_bytes else 0.0
+
+
+def _tiers(stats: EngineStats) -> Mapping[str, float]:
+    return {"live": stats.cache.live_bytes, "memory": stats.cache.stored_bytes, "disk": stats.cache.disk_bytes}
+
+
+def _drafts(count: str) -> "_Read":
+    return lambda stats: getattr(stats.drafts, count, {})
+
+
+_Read: TypeAlias = Callable[[EngineStats], float | Mapping[str, float]]
+_ENGINE_GAUGES: Sequence[tuple[str, str, str, _Read]] = (
+    ("num_requests_running", "Requests that hold a slot.", "", lambda s: s.requests.prefilling + s.requests.decoding),
+    ("num_requests_waiting", "Requests that wait for a slot.", "", lambda s: s.requests.waiting),
+    ("kv_cache_usage_ratio", "Share of the budget for state that is used, 0 to 1.", "", _used_share),
+    ("state_budget_bytes", "Budget for state in memory.", "", lambda s: s.cache.budget_bytes),
+    ("state_bytes", "State of past tokens by tier.", "tier", _tiers),
+    ("cache_nodes", "Edges of the prefix tries.", "", lambda s: s.cache.num_nodes),
+)
+_ENGINE_COUNTERS: Sequence[tuple[str, str, str, _Read]] = (
+    ("num_preemptions", "Times that a running request had to wait for memory.", "", lambda s: s.num_preempted),
+    ("evictions", "Leaves and snapshots given up for lack of memory.", "", lambda s: s.cache.num_evictions),
+    ("page_ins", "Times that stored state was made live.", "", lambda s: s.cache.moved.page_ins),
+    ("page_outs", "Times that live state left its slot.", "", lambda s: s.cache.moved.page_outs),
+    ("disk_written_bytes", "Bytes of state written to disk.", "", lambda s: s.cache.moved.disk_written_bytes),
+    ("disk_read_bytes", "Bytes of state read from disk.", "", lambda s: s.cache.moved.disk_read_bytes),
+    ("disk_files_gone", "Files missing or damaged when they were read.", "", lambda s: s.cache.num_disk_files_gone),
+    ("spec_decode_num_draft_tokens", "Tokens drafted for answers, by source.", "source", _drafts("drafted")),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that answers hold.", "source", _drafts("accepted")),
+)
 
 
 class _EngineCollector(Collector):
@@ -129,62 +169,21 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = {model_id: engine.stats() for model_id, engine in self._engines().items()}
-        for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, text, read in table:
-                metric: GaugeMetricFamily | CounterMetricFamily = family(f"{PREFIX}_{name}", text, labels=("model",))
+        gauges = [*_ENGINE_GAUGES, ("slots", "Slots by activity.", "state", self._slots)]
+        for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, _ENGINE_COUNTERS)):
+            for name, text, label, read in table:
+                labels = ("model", label) if label else ("model",)
+                metric: GaugeMetricFamily | CounterMetricFamily = family(f"{PREFIX}_{name}", text, labels=labels)
                 for model_id, found in stats.items():
-                    metric.add_metric((model_id,), read(found))
+                    values = read(found)
+                    for part, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+                        metric.add_metric((model_id, part)[: len(labels)], value)
                 yield metric
-        slots = GaugeMetricFamily(f"{PREFIX}_slots", "Slots by activity.", labels=("model", "state"))
-        held = GaugeMetricFamily(f"{PREFIX}_state_bytes", "State of past tokens by tier.", labels=("model", "tier"))
-        for model_id, found in stats.items():
-            requests, cache = found.requests, found.cache
-            idle = max(self._num_slots - requests.prefilling - requests.decoding, 0)
-            states = {"prefilling": requests.prefilling, "decoding": requests.decoding, "idle": idle}
-            for state, number in states.items():
-                slots.add_metric((model_id, state), number)
-            tiers = {"live": cache.live_bytes, "memory": cache.stored_bytes, "disk": cache.disk_bytes}
-            for tier, size in tiers.items():
-                held.add_metric((model_id, tier), size)
-        yield slots
-        yield held
-        yield from _draft_counters({model_id: found.drafts for model_id, found in stats.items() if found.drafts})
 
-
-def _draft_counters(stats: "Mapping[str, DraftStats]") -> Iterator[Metric]:
-    names, labels = f"{PREFIX}_spec_decode_num_{{}}_tokens", ("model", "source")
-    drafted = CounterMetricFamily(names.format("draft"), "Tokens drafted for answers, by source.", labels=labels)
-    accepted = CounterMetricFamily(names.format("accepted"), "Drafted tokens that answers hold.", labels=labels)
-    for model_id, found in stats.items():
-        for metric, counts in ((drafted, found.drafted), (accepted, found.accepted)):
-            for source, count in counts.items():
-                metric.add_metric((model_id, source), count)
-    yield drafted
-    yield accepted
-
-
-def _used_share(stats: EngineStats) -> float:
-    cache = stats.cache
-    return (cache.live_bytes + cache.stored_bytes) / cache.budget_bytes if cache.budget_bytes else 0.0
-
-
-_Read = Callable[[EngineStats], float]
-_GAUGES: tuple[tuple[str, str, _Read], ...] = (
-    ("num_requests_running", "Requests that hold a slot.", lambda s: s.requests.prefilling + s.requests.decoding),
-    ("num_requests_waiting", "Requests that wait for a slot.", lambda s: s.requests.waiting),
-    ("kv_cache_usage_ratio", "Share of the budget for state that is used, 0 to 1.", _used_share),
-    ("state_budget_bytes", "Budget for state in memory.", lambda s: s.cache.budget_bytes),
-    ("cache_nodes", "Edges of the prefix tries.", lambda s: s.cache.num_nodes),
-)
-_COUNTERS: tuple[tuple[str, str, _Read], ...] = (
-    ("num_preemptions", "Times that a running request had to wait for memory.", lambda s: s.num_preempted),
-    ("evictions", "Leaves and snapshots given up for lack of memory.", lambda s: s.cache.num_evictions),
-    ("page_ins", "Times that stored state was made live.", lambda s: s.cache.moved.page_ins),
-    ("page_outs", "Times that live state left its slot.", lambda s: s.cache.moved.page_outs),
-    ("disk_written_bytes", "Bytes of state written to disk.", lambda s: s.cache.moved.disk_written_bytes),
-    ("disk_read_bytes", "Bytes of state read from disk.", lambda s: s.cache.moved.disk_read_bytes),
-    ("disk_files_gone", "Files missing or damaged when they were read.", lambda s: s.cache.num_disk_files_gone),
-)
+    def _slots(self, stats: EngineStats) -> Mapping[str, float]:
+        prefilling, decoding = stats.requests.prefilling, stats.requests.decoding
+        idle = max(self._num_slots - prefilling - decoding, 0)
+        return {"prefilling": prefilling, "decoding": decoding, "idle": idle}
 
 
 PROVIDER = "mlx_serve"
@@ -217,7 +216,6 @@ class Tracing:
     """Sends one server's spans. Event loop only, except `close`."""
 
     def __init__(self, url: str, server_name: str) -> None:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -228,32 +226,29 @@ class Tracing:
         version = metadata.version("mlx-serve")
         about = {"service.name": "mlx-serve", "service.version": version, "service.instance.id": server_name}
         self._provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_SECONDS)
-        self._provider.add_span_processor(BatchSpanProcessor(_telling(exporter, endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
         self._tracer = self._provider.get_tracer("mlx-serve", version)
 
-    def tell(self, told: Told) -> None:
+    def tell(self, record: RequestRecord) -> None:
         """Makes an ended request's spans."""
-        if not isinstance(told, RequestRecord):
-            return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         def at(moment: float) -> int:
             """Converts `time.monotonic()` to nanoseconds since 1970."""
-            return int(told.ended_at * 1e9) - int((told.ended - moment) * 1e9)
+            return int(record.ended_at * 1e9) - int((record.ended - moment) * 1e9)
 
-        arrival, error = told.first.arrival, told.first.error
+        arrival, error = record.first.arrival, record.first.error
         parent = TraceContextTextMapPropagator().extract({"traceparent": arrival.trace_parent or ""})
-        attributes = span_attributes(told)
-        name = f"{attributes['gen_ai.operation.name']} {told.first.model_id}"
+        attributes = span_attributes(record)
+        name = f"{attributes['gen_ai.operation.name']} {record.first.model_id}"
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=at(arrival.received))
         inside = set_span_in_context(span)
-        for phase, start, end in phases(told):
+        for phase, start, end in phases(record):
             self._tracer.start_span(phase, inside, start_time=at(start)).end(at(end))
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, type(error).__name__))
-        span.end(at(told.ended))
+        span.end(at(record.ended))
 
     def close(self) -> None:
         """Sends the rest within `END_SECONDS`. For any thread."""
@@ -276,7 +271,7 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.usage.input_tokens": counts.prompt_tokens,
-        "gen_ai.usage.output_tokens": counts.predicted_tokens,
+        "gen_ai.usage.output_tokens": counts.completion_tokens,
         "url.path": first.arrival.endpoint,
         "mlx_serve.cached_tokens": counts.cached_tokens,
         "mlx_serve.evaluated_tokens": counts.evaluated_tokens,
@@ -312,27 +307,20 @@ def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
         yield "decode", first, record.ended
 
 
-def _telling(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+def _exporter(endpoint: str) -> "SpanExporter":
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import SpanExportResult
 
-    class Telling(SpanExporter):
-        def __init__(self) -> None:
-            self._is_away = False
+    class Exporter(OTLPSpanExporter):
+        is_away = False
 
-        def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
-            result = exporter.export(spans)
-            is_away = result is not SpanExportResult.SUCCESS
-            if is_away and not self._is_away:
+        def export(self, spans: "Sequence[ReadableSpan]") -> SpanExportResult:
+            result = super().export(spans)
+            was_away, self.is_away = self.is_away, result is not SpanExportResult.SUCCESS
+            if self.is_away and not was_away:
                 logger.warning("%s takes no traces; those of requests until it does are lost", endpoint)
-            elif self._is_away and not is_away:
+            elif was_away and not self.is_away:
                 logger.info("%s takes traces again", endpoint)
-            self._is_away = is_away
             return result
 
-        def shutdown(self) -> None:
-            exporter.shutdown()
-
-        def force_flush(self, timeout_millis: int = 30_000) -> bool:
-            return exporter.force_flush(timeout_millis)
-
-    return Telling()
+    return Exporter(endpoint=endpoint, timeout=SEND_SECONDS)

@@ -6,15 +6,15 @@ Knows no dialect and no conversation. Event loop only.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NotRequired, TypeAlias
+from typing import NotRequired
 
 from typing_extensions import TypedDict
 
 from server.api.errors import as_api_error
-from server.api.sessions import MissBody, TurnRecord
+from server.api.sessions import MissBody, TokenCounts, TurnRecord
 from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
@@ -33,6 +33,11 @@ from server.engine.request import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+LONG_PREFILL_SECONDS = 3.0
+"""The log shows the progress of longer prompts."""
+PROGRESS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,13 @@ class OpenRequest:
     """Prompt tokens evaluated, without restored ones."""
     predicted_tokens: int = 0
     timings: Timings | None = None
-    """None until the last event."""
+    """Of an answer that reached its end or limit."""
     outcome: str | None = None
     """How the request ended; None before that."""
     error: Exception | None = None
+    _log_due: float = 0.0
+    """When a long prompt's next progress entry is, and the number of those before."""
+    _num_logged: int = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -81,14 +89,13 @@ class OpenRequest:
         return None if self.started is None else self.started.tier
 
     @property
-    def is_complete(self) -> bool:
-        """The model ended the answer by itself."""
-        return self.outcome == FinishReason.STOP.value
-
-    @property
     def has_ended(self) -> bool:
         """Neither cancelled nor failed."""
-        return self.outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
+        return self.timings is not None
+
+    @property
+    def counts(self) -> TokenCounts:
+        return counts_of((self,))
 
     @property
     def failure(self) -> str | None:
@@ -103,10 +110,8 @@ class OpenRequest:
 
     @property
     def progress(self) -> str:
-        if self.started is None:
-            return "waiting"
-        if self.first_text_at is not None:
-            return "generating"
+        if self.started is None or self.first_text_at is not None:
+            return "waiting" if self.started is None else "generating"
         return f"prefill {self.cached_tokens + self.evaluated_tokens} of {self.started.prompt_tokens}"
 
     def observe(self, event: Event) -> None:
@@ -117,26 +122,33 @@ class OpenRequest:
                 self.first_text_at = self.first_text_at or time.monotonic()
             case Started():
                 self.started, self.started_at = event, time.monotonic()
+                self._log_due = self.started_at + LONG_PREFILL_SECONDS
             case Progress():
                 self.evaluated_tokens = event.evaluated - self.cached_tokens
-            case Finished():
-                if event.reason is not FinishReason.CANCELLED:
-                    self.evaluated_tokens = event.timings.evaluated_tokens
-                self.predicted_tokens = event.timings.predicted_tokens
-                self.outcome, self.timings = event.reason.value, event.timings
+                if self.is_first and logger.isEnabledFor(logging.INFO):
+                    self._log_progress(event)
+            case Finished(reason, timings=timings):
+                self.predicted_tokens, self.outcome = timings.predicted_tokens, reason.value
+                if reason is not FinishReason.CANCELLED:
+                    self.evaluated_tokens, self.timings = timings.evaluated_tokens, timings
             case Failed():
                 self.error = event.error
                 self.outcome = f"failed ({self.failure})"
 
-
-@dataclass(frozen=True, kw_only=True)
-class TokenCounts:
-    """Tokens of all choices; a shared prompt counts once."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    predicted_tokens: int
+    def _log_progress(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now < self._log_due or progress.evaluated >= progress.total - 1:
+            return
+        entry = PrefillProgress(
+            request_id=self.request.request_id,
+            session_id=self.session_id,
+            evaluated_tokens=progress.evaluated,
+            prompt_tokens=progress.total,
+            tokens_per_second=self.evaluated_tokens / (now - self.started_at),
+            number=self._num_logged,
+        )
+        logger.info(entry)
+        self._log_due, self._num_logged = now + PROGRESS_SECONDS, self._num_logged + 1
 
 
 def counts_of(choices: Sequence[OpenRequest]) -> TokenCounts:
@@ -146,7 +158,7 @@ def counts_of(choices: Sequence[OpenRequest]) -> TokenCounts:
         prompt_tokens=sum(len(one.request.tokens) for one in prompts),
         cached_tokens=sum(one.cached_tokens for one in prompts),
         evaluated_tokens=sum(one.evaluated_tokens for one in prompts),
-        predicted_tokens=sum(one.predicted_tokens for one in choices),
+        completion_tokens=sum(one.predicted_tokens for one in choices),
     )
 
 
@@ -194,7 +206,7 @@ class RequestRecord:
             return None
         # For an answer that was cut off, the time so far.
         prompt_ms = 1000 * ((first.first_text_at or self.ended) - first.started_at)
-        if first.timings is not None and first.has_ended:
+        if first.timings is not None:
             prompt_ms = first.timings.prompt_ms
         counts, reuse = self.counts, first.started.reuse
         lost_tokens = min(reuse.lost_tokens, first.evaluated_tokens)
@@ -205,10 +217,7 @@ class RequestRecord:
             model=first.model_id,
             ended=self.ended_at,
             finish=first.outcome or "cancelled",
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            evaluated_tokens=counts.evaluated_tokens,
-            completion_tokens=counts.predicted_tokens,
+            **vars(counts),
             prompt_ms=prompt_ms,
             tier=first.tier,
             kept=reuse.kept,
@@ -219,59 +228,15 @@ class RequestRecord:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """What happened to a running request."""
-
-    of: OpenRequest
-    event: Started | Progress | Delta | None = None
-    """None: the request waits for a slot. A delta is the first."""
-
-
-Told: TypeAlias = Moment | RequestRecord
-Subscriber: TypeAlias = Callable[[Told], None]
-
-LONG_PREFILL_SECONDS = 3.0
-"""The log shows the progress of longer prompts."""
-PROGRESS_SECONDS = 2.0
-
-
-class RequestLog:
-    """Logs one entry per request, and long prompts' progress."""
-
-    def __init__(self) -> None:
-        self._noted: dict[OpenRequest, tuple[float, int]] = {}
-        """When the next progress entry is due, and their number."""
-
-    def tell(self, told: Told) -> None:
-        """Logs the entries that are due."""
-        if isinstance(told, RequestRecord):
-            self._noted.pop(told.first, None)
-            if not told.is_refused and logger.isEnabledFor(logging.INFO):
-                logger.info(ended_entry(told))
-        elif isinstance(told.event, Progress) and told.of.is_first:
-            self._note_progress(told.of, told.event)
-
-    def _note_progress(self, one: OpenRequest, progress: Progress) -> None:
-        now = time.monotonic()
-        due, number = self._noted.get(one, (one.started_at + LONG_PREFILL_SECONDS, 0))
-        if now < due or progress.evaluated >= progress.total - 1 or not logger.isEnabledFor(logging.INFO):
-            return
-        self._noted[one] = now + PROGRESS_SECONDS, number + 1
-        entry = PrefillProgress(
-            request_id=one.request.request_id,
-            session_id=one.session_id,
-            evaluated_tokens=progress.evaluated,
-            prompt_tokens=progress.total,
-            tokens_per_second=one.evaluated_tokens / (now - one.started_at),
-            number=number,
-        )
-        logger.info(entry)
+def log_end(record: RequestRecord) -> None:
+    """Logs the request's entry, unless the client got an error only."""
+    if not record.is_refused and logger.isEnabledFor(logging.INFO):
+        logger.info(ended_entry(record))
 
 
 def ended_entry(record: RequestRecord) -> RequestEnded:
     """The log entry of a request."""
-    first, turn = record.first, record.turn
+    first, turn, counts = record.first, record.turn, record.counts
     received, first_text_at = first.arrival.received, first.first_text_at
     known = as_api_error(first.error) if first.error is not None else None
     return RequestEnded(
@@ -279,7 +244,10 @@ def ended_entry(record: RequestRecord) -> RequestEnded:
         session_id=first.session_id,
         model=first.model_id,
         turn=record.turn_number,
-        **vars(record.counts),
+        prompt_tokens=counts.prompt_tokens,
+        cached_tokens=counts.cached_tokens,
+        evaluated_tokens=counts.evaluated_tokens,
+        predicted_tokens=counts.completion_tokens,
         first_token_ms=None if first_text_at is None else round(1000 * (first_text_at - received), 1),
         total_ms=round(1000 * record.total_seconds, 1),
         tokens_per_second=_speed_of(first.timings) if first.timings else None,
@@ -363,12 +331,8 @@ def cache_of(started: Started | None, session_id: str | None) -> CacheBody | Non
     if started is None:
         return None
     reuse = started.reuse
-    return body_of(CacheBody, started, session_id=session_id, kept=reuse.kept, miss=miss_of(reuse.miss))
-
-
-def miss_of(miss: Miss | None) -> MissBody | None:
-    """A miss as answers have it."""
-    return None if miss is None else miss_body(miss)
+    miss = None if reuse.miss is None else miss_body(reuse.miss)
+    return body_of(CacheBody, started, session_id=session_id, kept=reuse.kept, miss=miss)
 
 
 def miss_body(miss: Miss) -> MissBody:

@@ -10,11 +10,11 @@ another's. Knows no clock, no engine and no HTTP.
 
 import contextlib
 import re
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 from typing_extensions import TypedDict
@@ -23,6 +23,8 @@ from models.texts import read_object
 
 if TYPE_CHECKING:
     from server.diagnosis.account import Name  # with numpy, which `doctor` starts without
+
+Value = TypeVar("Value")
 
 MAX_SESSIONS = 1024
 """The most sessions of all namespaces together."""
@@ -47,7 +49,17 @@ class MissBody(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnRecord:
+class TokenCounts:
+    """Tokens of all choices; a shared prompt counts once."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRecord(TokenCounts):
     """One request of a session that held a slot."""
 
     id: str
@@ -57,10 +69,6 @@ class TurnRecord:
     """Seconds since 1970."""
     finish: str
     """`stop`, `length`, `cancelled`, or that it failed."""
-    prompt_tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    completion_tokens: int
     prompt_ms: float
     tier: str | None
     kept: float | None
@@ -73,7 +81,50 @@ class TurnRecord:
     misses: list[MissBody]
 
 
-_SUMMED = ["prompt_tokens", "cached_tokens", "evaluated_tokens", "completion_tokens", "lost_tokens", "lost_seconds"]
+class Recent(Generic[Value]):
+    """Values by namespace and key, the last put first; of too many the fullest namespace loses its oldest."""
+
+    def __init__(self, most: int, most_each: int | None = None) -> None:
+        """`most_each` is the bound of a namespace, if it has one of its own."""
+        self._most, self._most_each = most, most_each or most
+        self._values: OrderedDict[tuple[str, Hashable], Value] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+
+    def find(self, namespace: str, key: Hashable) -> Value | None:
+        """The value, if any."""
+        return self._values.get((namespace, key))
+
+    def of(self, namespace: str | None) -> list[Value]:
+        """A namespace's values, or all; the last put first."""
+        return [value for (space, _), value in reversed(self._values.items()) if namespace in (None, space)]
+
+    def put(self, namespace: str, key: Hashable, value: Value) -> None:
+        """Adds or replaces a value."""
+        self.forget(namespace, key)
+        self._values[namespace, key] = value
+        self._sizes[namespace] = self._sizes.pop(namespace, 0) + 1
+        if self._sizes[namespace] > self._most_each:
+            self._drop_one(namespace)
+        elif len(self._values) > self._most:
+            self._drop_one(max(self._sizes, key=self._sizes.__getitem__))
+
+    def forget(self, namespace: str, key: Hashable) -> bool:
+        """Drops a value; returns whether there was one."""
+        if self._values.pop((namespace, key), None) is None:
+            return False
+        self._sizes[namespace] -= 1
+        if not self._sizes[namespace]:
+            del self._sizes[namespace]
+        return True
+
+    def is_passing(self, value: Value) -> bool:
+        """Whether a value goes before older ones."""
+        return False
+
+    def _drop_one(self, namespace: str) -> None:
+        own = ((key, value) for (space, key), value in self._values.items() if space == namespace)
+        oldest = list(islice(own, _LOOKED_AT))
+        self.forget(namespace, next((key for key, value in oldest if self.is_passing(value)), oldest[0][0]))
 
 
 @dataclass
@@ -84,88 +135,39 @@ class SessionRecord:
     created: float
     model: str = ""
     num_turns: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    evaluated_tokens: int = 0
-    completion_tokens: int = 0
-    lost_tokens: int = 0
-    lost_seconds: float = 0.0
+    sums: Counter[str] = field(default_factory=Counter)
+    """Of `SUMMED`."""
     last_miss: MissBody | None = None
     turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=MAX_TURNS))
 
-    def add(self, turn: TurnRecord) -> None:
-        """Counts and keeps a turn; drops the oldest beyond `MAX_TURNS`."""
-        self.num_turns += 1
-        for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(turn, name))
-        self.last_miss = turn.miss or self.last_miss
-        self.model = turn.model
-        self.turns.append(turn)
+
+SUMMED = ("prompt_tokens", "cached_tokens", "evaluated_tokens", "completion_tokens", "lost_tokens", "lost_seconds")
 
 
-class SessionRecords:
+class SessionRecords(Recent[SessionRecord]):
     """The sessions of all namespaces. Event loop only."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
-        self._namespaces: OrderedDict[str, OrderedDict[str, SessionRecord]] = OrderedDict()
-        self._max_sessions = max_sessions
-        self._num_sessions = 0
+        super().__init__(max_sessions)
 
-    def record(self, name: "Name", turn: TurnRecord) -> int:
-        """Adds a turn; returns its number in the session."""
-        namespace, session_id = name.namespace, name.id
-        sessions = self._namespaces.setdefault(namespace, OrderedDict())
-        if session_id not in sessions:
-            sessions[session_id] = SessionRecord(name, created=turn.ended)
-            self._num_sessions += 1
-        session = sessions[session_id]
-        session.add(turn)
-        sessions.move_to_end(session_id)
-        self._namespaces.move_to_end(namespace)
-        if self._num_sessions > self._max_sessions:
-            self._drop_one()
-        return session.num_turns
+    def record(self, name: "Name", turn: TurnRecord) -> None:
+        """Counts and keeps a turn; drops the oldest beyond `MAX_TURNS`."""
+        session = self.find(name.namespace, name.id) or SessionRecord(name, created=turn.ended)
+        session.num_turns += 1
+        session.sums.update({summed: getattr(turn, summed) for summed in SUMMED})
+        session.last_miss = turn.miss or session.last_miss
+        session.model = turn.model
+        session.turns.append(turn)
+        self.put(name.namespace, name.id, session)
 
-    def num_turns(self, name: "Name") -> int:
-        """A session's number of turns; 0 if unknown."""
-        known = self.find(name.namespace, name.id)
-        return 0 if known is None else known.num_turns
-
-    def sessions(self, namespace: str | None) -> Iterable[SessionRecord]:
-        """A namespace's sessions, or all; last used first."""
-        if namespace is not None:
-            return reversed(self._namespaces.get(namespace, OrderedDict()).values())
-        every = [session for sessions in self._namespaces.values() for session in sessions.values()]
-        return sorted(every, key=lambda session: -session.turns[-1].ended)
-
-    def find(self, namespace: str, session_id: str) -> SessionRecord | None:
-        """The namespace's session of that name, if any."""
-        return self._namespaces.get(namespace, OrderedDict()).get(session_id)
-
-    def forget(self, namespace: str, session_id: str) -> bool:
-        """Drops a session; returns whether there was one."""
-        sessions = self._namespaces.get(namespace, OrderedDict())
-        if sessions.pop(session_id, None) is None:
-            return False
-        self._num_sessions -= 1
-        if not sessions:
-            del self._namespaces[namespace]
-        return True
-
-    def _drop_one(self) -> None:
-        """Drops the fullest namespace's oldest session; unnamed ones of a single request first."""
-        fullest = max(self._namespaces, key=lambda name: len(self._namespaces[name]))
-        sessions = self._namespaces[fullest]
-        passing = (
-            name for name, one in islice(sessions.items(), _LOOKED_AT) if not one.name.is_named and one.num_turns == 1
-        )
-        self.forget(fullest, next(passing, next(iter(sessions))))
+    def is_passing(self, value: SessionRecord) -> bool:
+        """An unnamed session of a single request."""
+        return not value.name.is_named and value.num_turns == 1
 
 
 MAX_REFUSALS = 32
-MAX_NAMESPACES = 128
-
-_Key: TypeAlias = tuple[str, str, str]
+"""The most refusals of one namespace."""
+MAX_ALL_REFUSALS = 4096
 
 
 @dataclass(frozen=True)
@@ -185,36 +187,23 @@ class Refusal:
     count: int = 1
 
 
-class Refusals:
+class Refusals(Recent[Refusal]):
     """The refusals of all namespaces."""
 
     def __init__(self) -> None:
-        self._namespaces: OrderedDict[str, OrderedDict[_Key, Refusal]] = OrderedDict()
+        super().__init__(MAX_ALL_REFUSALS, MAX_REFUSALS)
 
     def record(self, refusal: Refusal) -> None:
         """Keeps or counts a refusal."""
-        known = self._namespaces.setdefault(refusal.namespace, OrderedDict())
         key = refusal.path, refusal.code, refusal.message
-        before = known.pop(key, None)
-        known[key] = refusal if before is None else replace(refusal, count=before.count + 1)
-        if len(known) > MAX_REFUSALS:
-            known.popitem(last=False)
-        self._namespaces.move_to_end(refusal.namespace)
-        if len(self._namespaces) > MAX_NAMESPACES:
-            self._namespaces.popitem(last=False)
+        before = self.find(refusal.namespace, key)
+        self.put(refusal.namespace, key, refusal if before is None else replace(refusal, count=before.count + 1))
 
-    def of(self, namespace: str | None) -> Iterable[Refusal]:
-        """A namespace's refusals, or all; last first."""
-        if namespace is not None:
-            return reversed(self._namespaces.get(namespace, OrderedDict()).values())
-        every = [one for known in self._namespaces.values() for one in known.values()]
-        return sorted(every, key=lambda one: -one.ended)
-
-    def forget(self, namespace: str, session_id: str) -> None:
+    def forget_session(self, namespace: str, session_id: str) -> None:
         """Drops a session's refusals."""
-        known = self._namespaces.get(namespace, OrderedDict())
-        for key in [key for key, one in known.items() if one.session_id == session_id]:
-            del known[key]
+        for one in self.of(namespace):
+            if one.session_id == session_id:
+                self.forget(namespace, (one.path, one.code, one.message))
 
 
 def header_text(value: str) -> str:

@@ -67,8 +67,8 @@ async def list_sessions(request: Request) -> Response:
     """Lists the namespace's sessions, for the owner all."""
     context = context_of(request)
     namespace = listed_namespace(request)
-    data = [_session_body(session, context.keys) for session in context.sessions.sessions(namespace)]
-    return JsonBody(SessionList(object="list", data=data, refused=list(context.refusals.of(namespace))))
+    data = [_session_body(session, context.keys) for session in context.sessions.of(namespace)]
+    return JsonBody(SessionList(object="list", data=data, refused=context.refusals.of(namespace)))
 
 
 async def get_session(request: Request) -> Response:
@@ -97,7 +97,7 @@ async def delete_session(request: Request) -> Response:
     context.pool.forget_session_of_unloaded(namespace, session_id)
     context.sessions.forget(namespace, session_id)
     context.conversations.forget(namespace, session_id)
-    context.refusals.forget(namespace, session_id)
+    context.refusals.forget_session(namespace, session_id)
     return JsonBody(DeletedBody(id=session_id, object="session.deleted", deleted=True))
 
 
@@ -119,6 +119,7 @@ def _session_body(session: SessionRecord, keys: KeyRing) -> SessionBody:
         key=keys.name_of(namespace),
         last_used=last.ended,
         kept=last.kept,
+        **session.sums,
     )
 
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from cache.budget import MovedState
-from server.api.activity import EventLog, Listener, LiveEvent, Lost, Sums, frame_of
+from server.api.activity import EventLog, Listener, Sums
 from server.api.bodies import BodyModel
 from server.api.call import AnswerStream
 from server.api.dialect import ApiContext, Endpoint, Operation, context_of
@@ -215,7 +215,7 @@ async def get_stats(request: Request) -> Response:
         "loading": [{"id": model_id, "step": step} for model_id, step in context.pool.loading.items()],
         "requests": [_request_body(one, now) for one in context.activity.open_requests(namespace)],
         "totals": context.activity.totals.of(namespace),
-        "sessions": sum(1 for _ in context.sessions.sessions(namespace)),
+        "sessions": len(context.sessions.of(namespace)),
     }
     return JsonBody(body)
 
@@ -248,8 +248,7 @@ def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
         slot=None if one.started is None else one.started.slot,
         received=round(one.received_at, 3),
         seconds=round(now - one.arrival.received, 3),
-        prompt_tokens=len(one.request.tokens),
-        completion_tokens=one.predicted_tokens,
+        **vars(one.counts),
     )
 
 
@@ -272,13 +271,13 @@ async def get_events(request: Request) -> Response:
     """Streams what happens; raises ApiError (503) if too many listen."""
     context = context_of(request)
     log = context.activity.log
-    if log.num_listeners >= MAX_LISTENERS:
+    if len(log.listeners) >= MAX_LISTENERS:
         message = f"{MAX_LISTENERS} clients listen to events already; close one of them, or read GET /v1/stats"
         raise ApiError(Code.TOO_MANY_LISTENERS, message)
     seconds = number_asked(request, "seconds", MAX_SECONDS)
     listener = log.listen(listed_namespace(request), request.headers.get("last-event-id"))
     frames, heartbeat = _frames(log, listener, seconds), partial(sse_comment, "listening")
-    return AnswerStream(request, frames, heartbeat, drain_seconds=0.0, on_close=listener.close)
+    return AnswerStream(request, frames, heartbeat, drain_seconds=0.0, on_close=partial(log.leave, listener))
 
 
 async def _frames(log: EventLog, listener: Listener, seconds: int | None) -> AsyncIterator[bytes]:
@@ -292,13 +291,7 @@ async def _frames(log: EventLog, listener: Listener, seconds: int | None) -> Asy
         except TimeoutError:
             return
         if read := listener.take():
-            yield b"".join(_frame(log, one) for one in read)
-
-
-def _frame(log: EventLog, one: LiveEvent | Lost) -> bytes:
-    if isinstance(one, LiveEvent):
-        return one.frame
-    return frame_of("lost", {"time": round(time.time(), 3), "count": one.count}, log.id_before(one.next_number))
+            yield b"".join(event.frame for event in read)
 
 
 class ModelNameBody(BodyModel):

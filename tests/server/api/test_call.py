@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from server.api.activity import Activity, Totals
 from server.api.answer import Run, TurnAccount
 from server.api.app import create_pool_app
 from server.api.call import Call
-from server.api.dialect import ApiContext
 from server.api.openai.generate import ChatExchange
 from server.api.planning import Planning
 from server.api.wire import JsonBody
@@ -33,7 +33,8 @@ STAGES: list[tuple[type[Any], str]] = [
     (Run, "_observe"),
     (ChatExchange, "take"),
     (TurnAccount, "record"),
-    (ApiContext, "tell"),
+    (Activity, "note"),
+    (Totals, "add"),
     (JsonBody, "render"),
 ]
 """Methods through which a request for chat goes, in about this order; each is a stage at each of its calls."""

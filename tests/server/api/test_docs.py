@@ -42,7 +42,7 @@ from server.api.openai.generate import (
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody, StreamOptions
 from server.api.record import CacheBody, TimingsBody
 from server.api.sessions import (
-    MAX_NAMESPACES,
+    MAX_ALL_REFUSALS,
     MAX_REFUSALS,
     MAX_SESSIONS,
     MAX_TURNS,
@@ -152,7 +152,7 @@ def test_every_field_of_sessions_is_documented() -> None:
     of_session, of_turn = text.split("| field of a turn |")
     of_turn, of_refusal = of_turn.split("| field of a refusal |")
     assert set(rows(of_refusal)) == set(get_type_hints(Refusal))
-    assert f"last {MAX_REFUSALS} refusals" in text and f"{MAX_NAMESPACES}\nnamespaces" in text
+    assert f"last {MAX_REFUSALS} refusals" in text and f"{MAX_ALL_REFUSALS} in all" in text
     assert set(rows(of_session)) == set(get_type_hints(SessionDetail))
     assert set(rows(of_turn)) == set(get_type_hints(TurnRecord))
     others = {name for body in (SessionList, DeletedBody) for name in get_type_hints(body)}

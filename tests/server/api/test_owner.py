@@ -55,4 +55,4 @@ def test_nobody_else_does(host: str, api_key: str | None, headers: dict[str, str
     path = "/v1/sessions/theirs?namespace=/x"
     answers: list[Any] = [client.get(path, headers=headers), client.delete(path, headers=headers)]
     assert [answer.status_code for answer in answers] == [404, 404]
-    assert len(client.app.state.api.sessions.sessions(None)) == 1  # type: ignore[attr-defined]
+    assert len(client.app.state.api.sessions.of(None)) == 1  # type: ignore[attr-defined]

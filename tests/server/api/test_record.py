@@ -114,7 +114,7 @@ def test_an_event_tells_the_figures_of_its_own_choice() -> None:
         8,
     )
     assert (second["lost_tokens"], second["miss"]) == (0, None), "the first choice tells of the turn"
-    assert (record.counts.prompt_tokens, record.counts.cached_tokens, record.counts.predicted_tokens) == (50, 30, 10)
+    assert (record.counts.prompt_tokens, record.counts.cached_tokens, record.counts.completion_tokens) == (50, 30, 10)
 
 
 @pytest.mark.parametrize(

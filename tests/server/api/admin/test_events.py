@@ -244,7 +244,7 @@ def test_only_so_many_listen_and_who_leaves_makes_place(monkeypatch: pytest.Monk
         with client.stream("GET", "/v1/events"), client.stream("GET", "/events"):
             refused = client.get("/v1/events")
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_listeners"
-        until(lambda: app.state.api.activity.log.num_listeners == 0)
+        until(lambda: not app.state.api.activity.log.listeners)
         assert client.get("/v1/events?seconds=0").status_code == 200
 
 
