@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from server.api.admin import cache, sessions, state
 from server.api.anthropic.api import ANTHROPIC
-from server.api.console import PAGE_ROUTES, needs_no_key
+from server.api.console import PAGE_ROUTES
 from server.api.dialect import ApiContext, Dialect, Endpoint, find_dialect, routes_of, with_and_without_v1
-from server.api.guard import Check, ErrorBoundary, WebAccess, check_key, cross_origin_layer, raise_http_error
+from server.api.guard import ErrorBoundary, cross_origin_layer, raise_http_error
 from server.api.llama_cpp.api import LLAMA_CPP
 from server.api.observe import Tracing
 from server.api.ollama.api import OLLAMA
@@ -61,12 +61,8 @@ def create_pool_app(
     pool: ModelPool, config: ServerConfig, apis: Sequence[Dialect] = APIS, keys: KeyRing | None = None
 ) -> Starlette:
     """The application that serves `pool`; `app.state.api` is its `ApiContext`."""
-    access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.needs_key)
     name = config.name or socket.gethostname()
-    checks: list[Check] = [access.check]
-    if config.needs_key:
-        checks.append(partial(check_key, is_open=lambda scope: config.console and needs_no_key(scope)))
-    layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis), server_name=name, checks=checks)]
+    layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis), server_name=name)]
     if config.cors:
         layers.insert(0, cross_origin_layer(config.cors))
     app = Starlette(

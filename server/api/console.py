@@ -4,29 +4,24 @@ The files hold no user data and need no key. A server without keys gives the pag
 could read along. The page's content policy allows no other server and no code outside these files.
 """
 
-import hashlib
-from dataclasses import dataclass
-from functools import cache
+import mimetypes
 from pathlib import Path
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from server.api.dialect import context_of
 from server.api.errors import ApiError, Code
-from server.api.guard import is_from_this_machine
+from server.api.guard import CONSOLE, is_from_this_machine, wants_page
 
-FOLDER = "/console/"
-PAGE = "index.html"
-_SOURCE = Path(__file__).resolve().parents[1] / "console"
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+SOURCE = Path(__file__).resolve().parents[1] / "console"
+_FILES = StaticFiles(directory=SOURCE)
+mimetypes.add_type("text/javascript", ".js")  # which Python tells only from 3.12 on
+
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -42,27 +37,6 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class ConsoleFile:
-    """A file of the console."""
-
-    content: bytes
-    media_type: str
-    etag: str
-
-
-@cache
-def console_files() -> dict[str, ConsoleFile]:
-    """By path below `/console/`; no other file is served."""
-    paths = (path for path in _SOURCE.rglob("*") if path.suffix in TYPES)
-    return {path.relative_to(_SOURCE).as_posix(): _read(path) for path in paths}
-
-
-def _read(path: Path) -> ConsoleFile:
-    content = path.read_bytes()
-    return ConsoleFile(content, TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')
-
-
 class PageRoute(Route):
     """The page, only for browsers, which ask for HTML."""
 
@@ -71,41 +45,27 @@ class PageRoute(Route):
         return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
 
 
-def wants_page(scope: Scope) -> bool:
-    """Whether a browser asks for a page."""
-    return scope["type"] == "http" and any(
-        name == b"accept" and b"text/html" in value for name, value in scope["headers"]
-    )
-
-
-def needs_no_key(scope: Scope) -> bool:
-    """Whether a request is for a console file."""
-    path: str = scope["path"]
-    return path.startswith(FOLDER) or (path == "/" and wants_page(scope))
-
-
 async def page(request: Request) -> Response:
     """Answers with the page; raises ApiError (403)."""
-    return _answer(request, PAGE)
+    return await _answer(request, "index.html")
 
 
 async def file(request: Request) -> Response:
     """Answers with one of its files; raises ApiError (403, 404)."""
-    return _answer(request, request.path_params["name"])
+    return await _answer(request, request.path_params["name"])
 
 
-def _answer(request: Request, name: str) -> Response:
+async def _answer(request: Request, name: str) -> Response:
     if not context_of(request).config.needs_key and not is_from_this_machine(request):
         message = "without keys the console is for the server's own machine; --api-key makes it one for others"
         raise ApiError(Code.OPERATOR_ONLY, message)
-    found = console_files().get(name)
-    if found is None:
-        raise ApiError(Code.UNKNOWN_PATH, f"the console has no file {name[:200]!r}")
-    headers = {**HEADERS, "etag": found.etag}
-    if request.headers.get("if-none-match") == found.etag:
-        return Response(status_code=304, headers=headers)
-    return Response(found.content, media_type=found.media_type, headers=headers)
+    try:
+        response = await _FILES.get_response(name, request.scope)
+    except HTTPException as error:
+        raise ApiError(Code.UNKNOWN_PATH, f"the console has no file {name[:200]!r}") from error
+    response.headers.update(HEADERS)
+    return response
 
 
-PAGE_ROUTES = (PageRoute("/", page, methods=["GET"]), Route(f"{FOLDER}{{name:path}}", file, methods=["GET"]))
+PAGE_ROUTES = (PageRoute("/", page, methods=["GET"]), Route(CONSOLE + "{name:path}", file, methods=["GET"]))
 """Must precede all other routes."""

@@ -2,7 +2,7 @@
 
 Each key has a namespace that no other key sees, even where the server requires no key. Every page in a user's browser
 can reach the loopback address, so pages may do nothing unless they come from this server or an origin of `--cors`.
-`WebAccess` checks what a page cannot change:
+`check_web_access` checks what a page cannot change:
 
 * *Host*, against DNS rebinding: addresses and unregistrable names pass; others need `--allowed-host` or a key.
 * *Origin*, sent with every request that may change something. Embedded scripts and images send none: `Sec-Fetch-Site`
@@ -15,9 +15,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -35,12 +33,12 @@ from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Refusal, ascii_text
 from server.api.wire import parse_object, read_body
+from server.app.config import ServerConfig
 from server.app.keys import ApiKey
 from server.app.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
 
 logger = logging.getLogger(__name__)
 
-Check: TypeAlias = Callable[[Request], None]
 ANY = "*"
 CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 PREFLIGHT_SECONDS = 600
@@ -50,65 +48,56 @@ _PRIVATE_ENDINGS = (".localhost", ".local", ".internal")
 """RFC 6761, RFC 6762, and ICANN's reservation of 2024."""
 _READING = frozenset({"GET", "HEAD"})
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_JSON_TYPE = re.compile(r"\s*application/(?:[^;]*\+)?json\s*(?:;|\Z)", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class WebAccess:
-    """Which hosts and origins are served. Pure."""
+def check_web_access(config: ServerConfig, method: str, headers: Headers, *, takes_any_type: bool = False) -> None:
+    """Raises ApiError (403, 415) for a request of a foreign web page."""
+    _check_host(config, headers.get("host"))
+    _check_origin(config, method, headers)
+    is_from_browser = "origin" in headers or any(name.startswith("sec-fetch-") for name in headers)
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    kind = headers.get("content-type", "")
+    if has_body and (is_from_browser or not takes_any_type) and not _JSON_TYPE.match(kind):
+        given = f"not {kind[:100]!r}" if kind else "but none was sent"
+        cure = "with curl: -H 'Content-Type: application/json'"
+        message = f"the content type of a body must be application/json, {given}; {cure}"
+        raise ApiError(Code.UNSUPPORTED_MEDIA_TYPE, message)
 
-    hosts: frozenset[str] | None
-    """Names accepted besides the usual ones; None: any name."""
-    origins: frozenset[str]
-    """`*` is all."""
 
-    @classmethod
-    def of(cls, *, hosts: Iterable[str], origins: Iterable[str], needs_key: bool) -> "WebAccess":
-        """A required key allows any host."""
-        names = frozenset(name.lower().rstrip(".") for name in hosts)
-        return cls(None if needs_key or ANY in names else names, frozenset(origin.lower() for origin in origins))
+def _check_host(config: ServerConfig, host: str | None) -> None:
+    """Browsers always send a host; a required key allows any."""
+    if config.needs_key or ANY in config.allowed_hosts or host is None:
+        return
+    found = _HOST.fullmatch(host)
+    name = found["name"].lower().rstrip(".") if found is not None else ""
+    last = name.rpartition(".")[2]
+    is_address = name.startswith("[") or last.isdecimal()
+    is_safe = is_address or last == name or name.endswith(_PRIVATE_ENDINGS)
+    if not name or not (is_safe or name in (one.lower().rstrip(".") for one in config.allowed_hosts)):
+        message = (
+            f"this server is not known as {host[:100]!r}, and a web page could have led a browser here by that name; "
+            "start it with --allowed-host NAME if the name is right"
+        )
+        raise ApiError(Code.HOST_NOT_ALLOWED, message)
 
-    def takes_host(self, host: str | None) -> bool:
-        """Whether requests for this host are served; browsers always send one."""
-        if self.hosts is None or host is None:
-            return True
-        found = _HOST.fullmatch(host)
-        if found is None:
-            return False
-        name = found["name"].lower().rstrip(".")
-        last = name.rpartition(".")[2]
-        is_address = name.startswith("[") or last.isdecimal()
-        return name in self.hosts or is_address or last == name or name.endswith(_PRIVATE_ENDINGS)
 
-    def takes_origin(self, origin: str | None, host: str | None) -> bool:
-        """Whether a page of `origin` may use the server called `host`."""
-        if origin is None or ANY in self.origins or origin.lower() in self.origins:
-            return True
-        return host is not None and is_same_server(origin, host)
-
-    def refusal(self, method: str, headers: Headers, *, takes_any_type: bool = False) -> ApiError | None:
-        """Why a web page's request is refused."""
-        host, origin = headers.get("host"), headers.get("origin")
-        if not self.takes_host(host):
-            return _wrong_host(host or "")
+def _check_origin(config: ServerConfig, method: str, headers: Headers) -> None:
+    host, origin = headers.get("host"), headers.get("origin")
+    if origin is None:
         is_cross_site = headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
         # No other page can read the answer where a browser follows a link.
         is_link = method in _READING and headers.get("sec-fetch-mode", "").lower() == "navigate"
-        is_foreign = origin is None and is_cross_site and not is_link
-        if is_foreign or not self.takes_origin(origin, host):
-            return _wrong_origin(origin or "another page")
-        is_from_browser = origin is not None or any(name.startswith("sec-fetch-") for name in headers)
-        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        kind = headers.get("content-type", "")
-        if has_body and (is_from_browser or not takes_any_type) and not _is_json(kind):
-            return _wrong_type(kind)
-        return None
-
-    def check(self, request: Request) -> None:
-        """Raises ApiError (403, 415) for a request of a foreign web page."""
-        takes_any_type = dialect_of(request).takes_any_content_type
-        error = self.refusal(request.method, request.headers, takes_any_type=takes_any_type)
-        if error is not None:
-            raise error
+        is_allowed = is_link or not is_cross_site
+    else:
+        is_named = ANY in config.cors or origin.lower() in map(str.lower, config.cors)
+        is_allowed = is_named or (host is not None and is_same_server(origin, host))
+    if not is_allowed:
+        message = (
+            f"web pages of {(origin or 'another page')[:100]!r} may not use this server; start it with --cors ORIGIN "
+            "to let those of an origin use it"
+        )
+        raise ApiError(Code.ORIGIN_NOT_ALLOWED, message)
 
 
 def cross_origin_layer(origins: Iterable[str]) -> Middleware:
@@ -136,38 +125,11 @@ def is_same_server(origin: str, host: str) -> bool:
         return False
 
 
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-
-
-def _wrong_host(host: str) -> ApiError:
-    message = (
-        f"this server is not known as {host[:100]!r}, and a web page could have led a browser here by that name; "
-        "start it with --allowed-host NAME if the name is right"
-    )
-    return ApiError(Code.HOST_NOT_ALLOWED, message)
-
-
-def _wrong_origin(origin: str) -> ApiError:
-    message = (
-        f"web pages of {origin[:100]!r} may not use this server; start it with --cors ORIGIN to let those of an "
-        "origin use it"
-    )
-    return ApiError(Code.ORIGIN_NOT_ALLOWED, message)
-
-
-def _wrong_type(content_type: str) -> ApiError:
-    given = f"not {content_type[:100]!r}" if content_type else "but none was sent"
-    cure = "with curl: -H 'Content-Type: application/json'"
-    message = f"the content type of a body must be application/json, {given}; {cure}"
-    return ApiError(Code.UNSUPPORTED_MEDIA_TYPE, message)
-
-
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 OWN_NAMES = LOOPBACK | {"localhost"}
 OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+CONSOLE = "/console/"
 
 
 def key_of(request: Request) -> ApiKey | None:
@@ -185,11 +147,6 @@ def key_name_of(scope: Scope) -> str | None:
     """The name of the key found by `check_key`, if any."""
     key = known_key_of(scope)
     return None if key is None else key.name or None
-
-
-def is_authorised(request: Request) -> bool:
-    """Whether a request holds a valid key, or needs none."""
-    return not context_of(request).config.needs_key or key_of(request) is not None
 
 
 def namespace_of_query(request: Request) -> str:
@@ -252,13 +209,19 @@ def listed_namespace(request: Request) -> str | None:
     return request.query_params.get("namespace")
 
 
-def check_key(request: Request, is_open: Callable[[Scope], bool] = lambda scope: False) -> None:
-    """Raises ApiError without a key of the server; sets `scope["state"]["key"]`.
+def wants_page(scope: Scope) -> bool:
+    """Whether a browser asks for a page."""
+    return scope["type"] == "http" and "text/html" in Headers(scope=scope).get("accept", "")
 
-    Requests that are `is_open` need no key, nor do `OPEN_PATHS`.
-    """
-    if request.scope["path"] in OPEN_PATHS or is_open(request.scope):
-        return
+
+def is_of_console(scope: Scope) -> bool:
+    """Whether a request is for a file of the console, which needs no key."""
+    path: str = scope["path"]
+    return path.startswith(CONSOLE) or (path == "/" and wants_page(scope))
+
+
+def check_key(request: Request) -> None:
+    """Raises ApiError without a key of the server; sets `scope["state"]["key"]`."""
     request.state.key = key_of(request)
     if request.state.key is None:
         raise dialect_of(request).wrong_key()
@@ -273,12 +236,8 @@ class ErrorBoundary:
     All exceptions are caught only here; one after an answer's begin closes the connection.
     """
 
-    def __init__(
-        self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str, checks: Sequence[Check]
-    ) -> None:
-        """`checks` raise ApiError before a body is read."""
+    def __init__(self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str) -> None:
         self._app = app
-        self._checks = checks
         self._find_dialect = find_dialect
         self._server_name = ascii_text(server_name)
 
@@ -293,8 +252,7 @@ class ErrorBoundary:
         scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect, answer_headers=headers, key=None)
         tracked = _TrackedSend(send, headers)
         try:
-            for check in self._checks:
-                check(Request(scope))
+            self._check(Request(scope))
             await self._app(scope, receive, tracked)
         except Exception as error:  # the border of the process: no exception may pass
             answer = explain(error, request_id)
@@ -303,6 +261,14 @@ class ErrorBoundary:
             if tracked.has_started:
                 raise
             await dialect.error_response(answer)(scope, receive, tracked)
+
+    def _check(self, request: Request) -> None:
+        """Raises ApiError before a body is read."""
+        config, takes_any_type = context_of(request).config, dialect_of(request).takes_any_content_type
+        check_web_access(config, request.method, request.headers, takes_any_type=takes_any_type)
+        is_open = request.scope["path"] in OPEN_PATHS or (config.console and is_of_console(request.scope))
+        if config.needs_key and not is_open:
+            check_key(request)
 
 
 def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:

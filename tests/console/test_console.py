@@ -14,7 +14,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from server.api.app import create_app, create_pool_app
-from server.api.console import console_files
+from server.api.console import SOURCE
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.pool.pool import ModelPool
@@ -606,7 +606,7 @@ def problems_of(page: Page) -> str:
 
 
 def test_the_colours_are_told_apart() -> None:
-    css = console_files()["app.css"].content.decode()
+    css = (SOURCE / "app.css").read_text()
     blocks = re.findall(r"color-scheme: (?:light|dark);(.*?)}", css, re.DOTALL)
     palettes = [dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{3,6})", block)) for block in blocks]
     assert len(palettes) == 3 and palettes[1] == palettes[2]

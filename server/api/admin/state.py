@@ -23,7 +23,7 @@ from server.api.bodies import BodyModel
 from server.api.call import AnswerStream
 from server.api.dialect import ApiContext, Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code, stopped
-from server.api.guard import is_authorised, is_owner, listed_namespace, read_owners_body
+from server.api.guard import is_owner, key_of, listed_namespace, read_owners_body
 from server.api.record import OpenRequest
 from server.api.wire import JsonBody, body_of, number_asked, sse_comment
 from server.engine.request import DraftStats, EngineStats, RequestCounts
@@ -86,7 +86,7 @@ async def health(request: Request) -> Response:
     context = context_of(request)
     status = status_of(context)
     body: HealthBody = {"status": status, "models": list(context.pool.models), "loading": list(context.pool.loading)}
-    if is_authorised(request):
+    if not context.config.needs_key or key_of(request) is not None:
         body["engines"] = {
             model_id: _engine_body(engine.stats()) for model_id, engine in context.pool.engines.items()
         }

@@ -8,13 +8,20 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.api.app import create_app
-from server.api.console import POLICY, TYPES, console_files
+from server.api.console import POLICY, SOURCE
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 
 ROOT = Path(__file__).parents[3]
 HTML = {"Accept": "text/html,application/xhtml+xml"}
 MAX_BYTES = 150_000
+FILES = {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in SOURCE.rglob("*") if path.is_file()}
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 
 
 def client(host: str = "127.0.0.1", **settings: object) -> TestClient:
@@ -31,14 +38,12 @@ def test_a_browser_gets_the_page_and_a_program_what_it_always_got() -> None:
 
 
 def test_every_file_is_served_with_its_type_and_the_policy() -> None:
-    server, types = client(), set(TYPES.values())
-    assert {"app.js", "app.css", "chat.css", "views/tree.js", "lib/dom.js", "chat/markdown.js"} <= set(
-        console_files()
-    )
-    for name, file in console_files().items():
+    server = client()
+    assert {"app.js", "app.css", "chat.css", "views/tree.js", "lib/dom.js", "chat/markdown.js"} <= FILES.keys()
+    for name, content in FILES.items():
         answer = server.get(f"/console/{name}")
-        assert answer.status_code == 200 and answer.content == file.content
-        assert answer.headers["content-type"] in types
+        assert answer.status_code == 200 and answer.content == content
+        assert answer.headers["content-type"] == TYPES[Path(name).suffix]
         assert answer.headers["content-security-policy"] == POLICY
         assert answer.headers["x-content-type-options"] == "nosniff"
         again = server.get(f"/console/{name}", headers={"If-None-Match": answer.headers["etag"]})
@@ -46,17 +51,17 @@ def test_every_file_is_served_with_its_type_and_the_policy() -> None:
 
 
 def test_they_are_small_and_in_the_package() -> None:
-    assert sum(len(file.content) for file in console_files().values()) <= MAX_BYTES
+    assert sum(map(len, FILES.values())) <= MAX_BYTES
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["server"]
-    for name in console_files():
+    for name in FILES:
         # A star of setuptools does not reach into folders.
         same_depth = [one for one in patterns if one.count("/") == f"console/{name}".count("/")]
         assert any(fnmatch.fnmatch(f"console/{name}", pattern) for pattern in same_depth), name
 
 
 def test_nothing_makes_html_of_a_text_or_asks_another_host() -> None:
-    for name, file in console_files().items():
-        text = file.content.decode()
+    for name, content in FILES.items():
+        text = content.decode()
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
             assert word not in text, f"{name} has {word}"
         outside = [one for one in text.split("https://")[1:] if not one.startswith(("[", "www.w3.org"))]

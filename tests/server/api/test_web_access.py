@@ -8,7 +8,8 @@ from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
 from server.api.app import create_app
-from server.api.guard import WebAccess
+from server.api.errors import ApiError
+from server.api.guard import check_web_access
 from server.app.config import ConfigError, ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 
@@ -40,7 +41,7 @@ def code_of(answer: Any) -> str:
     ],
 )  # fmt: skip
 def test_names_that_nobody_can_register_and_addresses_are_served(host: str) -> None:
-    assert WebAccess.of(hosts=(), origins=(), needs_key=False).takes_host(host)
+    check_web_access(ServerConfig(), "GET", Headers({"host": host}))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,8 @@ def test_names_that_nobody_can_register_and_addresses_are_served(host: str) -> N
     ],
 )  # fmt: skip
 def test_a_name_that_a_page_could_rebind_is_refused(host: str) -> None:
-    assert not WebAccess.of(hosts=(), origins=(), needs_key=False).takes_host(host)
+    with pytest.raises(ApiError, match="not known as"):
+        check_web_access(ServerConfig(), "GET", Headers({"host": host}))
 
 
 @pytest.mark.parametrize(
@@ -172,9 +174,8 @@ def test_a_body_in_parts_needs_the_type_too() -> None:
 def test_json_is_taken_and_no_body_needs_no_type(content_type: str) -> None:
     body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
     assert client_of().post(CHAT, content=body, headers={"content-type": content_type}).status_code == 200
-    access = WebAccess.of(hosts=(), origins=(), needs_key=False)
-    assert access.refusal("POST", Headers({"host": "localhost", "content-length": "0"})) is None
-    assert access.refusal("POST", Headers({"host": "localhost"})) is None
+    check_web_access(ServerConfig(), "POST", Headers({"host": "localhost", "content-length": "0"}))
+    check_web_access(ServerConfig(), "POST", Headers({"host": "localhost"}))
 
 
 # ---------------------------------------------------------------------------------------------------------- CORS
@@ -249,10 +250,11 @@ def test_every_origin_is_let_in_only_together_with_a_key() -> None:
 
 def test_no_combination_of_a_foreign_page_gets_through() -> None:
     """Whatever a page can do without a preflight: it sets neither Host, nor Origin, nor a JSON type."""
-    access = WebAccess.of(hosts=("llm.example.org",), origins=(PAGE,), needs_key=False)
+    config = ServerConfig(allowed_hosts=("llm.example.org",), cors=(PAGE,))
     hosts = ("127.0.0.1:8080", "localhost:8080", "evil.example:8080")
     origins = ("https://evil.example", "http://evil.example:8080", "null")
     types = ("text/plain", "application/x-www-form-urlencoded", "application/json")
     for host, origin, kind in itertools.product(hosts, origins, types):
         given = Headers({"host": host, "origin": origin, "content-type": kind, "content-length": "2"})
-        assert access.refusal("POST", given) is not None
+        with pytest.raises(ApiError):
+            check_web_access(config, "POST", given)
