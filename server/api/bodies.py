@@ -1,14 +1,13 @@
-"""Checks bodies: the types of their fields, and how each field is treated.
+"""Checks bodies: the types of their fields, and which fields are refused.
 
-A field is honoured; has no effect, since it could not change the answer; or is refused with a reason, except for
-values that ask for nothing. Unknown fields are ignored.
+A field that would change the answer, and that no type reads, is refused with a reason, except for values that ask for
+nothing. All others are ignored; docs/ names those that clients know.
 """
 
 import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -19,61 +18,32 @@ from server.api.errors import ApiError, Code, wrong
 logger = logging.getLogger(__name__)
 
 
-class Treatment(Enum):
-    """How a field is treated."""
-
-    HONOURED = "honoured"
-    NO_EFFECT = "no effect"
-    REFUSED = "refused"
-
-
 @dataclass(frozen=True)
 class Rule:
-    """How one field is treated, and why."""
+    """Why a field is refused, as a clause."""
 
-    treatment: Treatment
-    why: str = ""
-    """Why the field is not honoured, as a clause."""
+    why: str
     neutral: tuple[Any, ...] = ()
-    """Values, besides null, with which a refused field asks for nothing."""
-    is_read: bool = False
+    """Values, besides null, with which the field asks for nothing."""
 
     def allows(self, value: Any) -> bool:
         """Whether a request may hold this value."""
-        if self.treatment is not Treatment.REFUSED or value is None:
-            return True
         # True equals 1 in Python, but clients may not send it for a number.
-        return any(value == other and (value is other or not isinstance(value, bool)) for other in self.neutral)
+        return value is None or any(
+            value == other and (value is other or not isinstance(value, bool)) for other in self.neutral
+        )
 
 
 Rules: TypeAlias = Mapping[str, Rule]
 
 
-def honoured(names: str) -> dict[str, Rule]:
-    """Rules for fields that take effect, separated by white space."""
-    return dict.fromkeys(names.split(), Rule(Treatment.HONOURED, is_read=True))
-
-
-def read_by(kind: type[BaseModel]) -> dict[str, Rule]:
-    """Rules for a body's fields, all of which take effect."""
-    return honoured(" ".join(field.alias or name for name, field in kind.model_fields.items()))
-
-
-def no_effect(why: str, names: str, *, is_read: bool = False) -> dict[str, Rule]:
-    """Rules for fields that cannot change the answer."""
-    return dict.fromkeys(names.split(), Rule(Treatment.NO_EFFECT, why, is_read=is_read))
-
-
 def refused(why: str, fields: str) -> dict[str, Rule]:
-    """Rules for fields refused for one reason, separated by white space.
+    """Fields refused for one reason, separated by white space.
 
     Behind a field's `=` stand, as JSON and with `|` between them, the values that ask for nothing.
     """
     named = (one.partition("=") for one in fields.split())
-    return {
-        name: Rule(Treatment.REFUSED, why, tuple(map(json.loads, values.split("|"))) if values else ())
-        for name, _, values in named
-    }
+    return {name: Rule(why, tuple(map(json.loads, filter(None, values.split("|"))))) for name, _, values in named}
 
 
 def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> None:
@@ -81,7 +51,7 @@ def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> N
     for name, value in fields.items():
         rule = rules.get(name)
         if rule is not None and not rule.allows(value):
-            taken = " or ".join(json.dumps(value) for value in rule.neutral)
+            taken = " or ".join(map(json.dumps, rule.neutral))
             message = f"{place}{name} is not supported: {rule.why}{f'; only {taken} is taken' if taken else ''}"
             raise ApiError(Code.UNSUPPORTED_PARAMETER, message, place + name)
 
@@ -107,9 +77,8 @@ def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Rules = MappingP
     """The checked body; raises ApiError (400) that names the first wrong field."""
     refuse_fields(raw, rules)
     body = validated(kind, raw)
-    unknown = sorted((body.model_extra or {}).keys() - rules.keys())
-    if unknown:
-        logger.debug("fields without meaning here: %s", ", ".join(unknown)[:500])
+    if body.model_extra:
+        logger.debug("fields without effect: %s", ", ".join(sorted(body.model_extra))[:500])
     return body
 
 

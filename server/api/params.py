@@ -23,7 +23,7 @@ from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGramma
 from models.output.tool_calls import CallMarkers, ToolFormat
 from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
-from server.api.bodies import BodyModel, Rules, Whole, no_effect, read_by
+from server.api.bodies import BodyModel, Whole
 from server.api.conversation import Conversation
 from server.api.dialect import context_of, dialect_of
 from server.api.errors import Code, context_exceeded, wrong
@@ -401,27 +401,18 @@ class Options(SampledBody):
         return tuple(text for text in self.stop or () if text)
 
 
-IN_OPTIONS: Rules = {
-    **read_by(Options),
-    **no_effect("the context is as long as the server's, see --context", "num_ctx"),
-    **no_effect("tokens are never shifted or dropped from the context", "num_keep"),
-    **no_effect("it could only save time", "draft_num_predict"),
-    **no_effect(
-        "the model is loaded already",
-        """
-        num_batch num_gpu main_gpu num_thread use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only
-        embedding_only
-        """,
-    ),
-    **no_effect("Ollama itself no longer has it", "tfs_z mirostat mirostat_tau mirostat_eta penalize_newline"),
-}
+IGNORED_OPTIONS = """
+    num_ctx num_keep num_batch num_gpu main_gpu num_thread use_mmap use_mlock numa low_vram f16_kv logits_all
+    vocab_only embedding_only draft_num_predict tfs_z mirostat mirostat_tau mirostat_eta penalize_newline
+"""
+"""Ollama's options that have no effect here."""
 
 
 def options_sampling(options: Options | None, model: ServedModel) -> SamplingParams:
     """The model's defaults, changed by the options; logs unknown ones."""
     if options is None:
         return model.sampling
-    unknown = sorted((options.model_extra or {}).keys() - IN_OPTIONS.keys())
+    unknown = sorted((options.model_extra or {}).keys() - IGNORED_OPTIONS.split())
     if unknown:
         logger.warning("options without meaning here: %s", repr(unknown)[:MAX_NAMED_OPTIONS])
     return changed_sampling(model.sampling, options, model.vocab_size, repetition_penalty=options.repeat_penalty)

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from pydantic import BaseModel
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -18,3 +20,24 @@ class Page:
         found = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", self.text, re.DOTALL | re.MULTILINE)
         assert found, f"docs/{self._name} has no section {title!r}"
         return found.group(1)
+
+    def without_effect(self, title: str) -> set[str]:
+        """Returns the fields that a section says have none."""
+        return {name for line in table(self.section(title), "without effect, because") for name in names(line)}
+
+
+def fields(body: type[BaseModel]) -> set[str]:
+    """Returns the fields of a body, as clients write them."""
+    return {field.alias or name for name, field in body.model_fields.items()}
+
+
+def table(text: str, head: str) -> set[str]:
+    """Returns the lines of the one table whose first column is headed so."""
+    found = re.findall(rf"^\| {head} \|.*\n\|---\|---\|\n((?:\|.*\n)*)", text, re.MULTILINE)
+    assert len(found) == 1, f"{len(found)} tables of what is {head}"
+    return set(found[0].splitlines())
+
+
+def names(line: str) -> list[str]:
+    """Returns the names in the second column of a table's line."""
+    return re.findall(r"`([^`]+)`", line.split("|")[2])

@@ -20,8 +20,8 @@ from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.anthropic.content import AnswerContent, BlockBody, BlockEvent, ServerToolUseBody, ToolSearchResultBody
 from server.api.anthropic.conversation import (
-    IN_COUNT,
     IN_MESSAGES,
+    IN_PROMPT,
     InputMessage,
     MessagesBody,
     PromptBody,
@@ -203,7 +203,7 @@ class TokenCountBody(TypedDict):
 @inspect
 def count_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts a prompt's tokens; evaluates nothing."""
-    body = parse_body(PromptBody, dict(incoming.fields), IN_COUNT)
+    body = parse_body(PromptBody, incoming.fields, IN_PROMPT)
     model = find_model(context, body.model)
     conversation = read_conversation(body, model, context.config, namespace_of(incoming.http, None))
     return TokenCountBody(input_tokens=len(conversation.render().tokens))
@@ -323,7 +323,7 @@ class MessageAnswer(TypedDict):
 @generate("msg_")
 def create_message(context: ApiContext, incoming: Incoming) -> Exchange:
     """Answers the last message of a conversation."""
-    body = parse_body(MessagesBody, dict(incoming.fields), IN_MESSAGES)
+    body = parse_body(MessagesBody, incoming.fields, IN_MESSAGES)
     return _open(context, incoming, body, find_model(context, body.model))
 
 

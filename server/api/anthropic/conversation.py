@@ -14,7 +14,7 @@ from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool
 from server.api.anthropic.content import reasoning_of
 from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
-from server.api.bodies import BodyModel, Rules, Whole, no_effect, read_by, refused
+from server.api.bodies import BodyModel, Rules, Whole, refused
 from server.api.conversation import Conversation, ThinkingWish, check_continuable
 from server.api.dialect import ApiContext
 from server.api.errors import ApiError, Code, wrong
@@ -371,15 +371,6 @@ class MessagesBody(PromptBody):
 
 
 IN_PROMPT: Rules = {
-    **read_by(PromptBody),
-    **no_effect("the turn before is found by what it holds", "diagnostics"),
-    **no_effect("it only says who asks and who pays", "user_profile_id workspace_id billing_policy"),
-    **no_effect(
-        "it only says where and how fast a request runs, and there is one engine",
-        "service_tier speed inference_geo fallbacks fallback_credit_token",
-    ),
-    **no_effect("what is in a beta there is either served here or not", "betas anthropic_beta anthropic_version"),
-    **no_effect("nothing is removed from a conversation by the server", "compaction"),
     **refused("tools run where the client runs, and none on the server", "container mcp_servers=[]"),
     **refused("a request holds its whole conversation", "thread previous_response_id conversation"),
     **refused("the prompt is made of system, messages and tools only", 'prompt input instructions=""'),
@@ -389,7 +380,6 @@ IN_PROMPT: Rules = {
 }
 
 IN_MESSAGES: Rules = {
-    **read_by(MessagesBody),
     **IN_PROMPT,
     **refused(
         "its name here is max_tokens",
@@ -409,12 +399,6 @@ IN_MESSAGES: Rules = {
         "this API has no field for it; /v1/chat/completions has", "cache_prompt=true speculate=true priority=0"
     ),
 }
-
-IN_COUNT: Rules = {
-    **IN_PROMPT,
-    **no_effect("no answer is given", " ".join(name for name in MessagesBody.model_fields if name not in IN_PROMPT)),
-}
-
 
 _ERROR_PREFIX = "Error: "
 

@@ -19,7 +19,7 @@ from models.output.pieces import Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
-from server.api.bodies import BodyModel, Rules, honoured, no_effect, parse_body, refused
+from server.api.bodies import BodyModel, Rules, parse_body, refused
 from server.api.call import generate, inspect
 from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, namespace_of, with_and_without_v1
 from server.api.errors import ApiError, Code, retry_later
@@ -291,10 +291,7 @@ NEVER = -100.0
 STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit", FinishReason.CANCELLED: "none"}
 
 IN_COMPLETION: Rules = {
-    **IN_TEXT,
-    **honoured("return_tokens"),
-    **no_effect("the last object of a stream has all counts", "stream_options", is_read=True),
-    **no_effect("tokens are told by their ids", "return_tokens_as_token_ids", is_read=True),
+    **{name: rule for name, rule in IN_TEXT.items() if name != "return_tokens"},
     **refused("there is one answer to one prompt; /v1/completions gives several", "n=1"),
     **refused("its name here is return_tokens", "return_token_ids=false"),
     **refused("an answer has the text behind the prompt, and its tokens", "echo=false logprobs"),

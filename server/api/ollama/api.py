@@ -27,7 +27,7 @@ from models.store.library import parse_free_name
 from models.store.modelfile import Modelfile, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import ExampleMessage, WeightsPlace
 from server.api import PRODUCT
-from server.api.bodies import BodyModel, no_effect, parse_body, refused
+from server.api.bodies import BodyModel, parse_body, refused
 from server.api.call import AnswerStream, inspect
 from server.api.dialect import ApiContext, Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code, wrong
@@ -331,7 +331,6 @@ _IN_CREATE = {
     **refused("weights stay as they are; pull a quantized model instead", 'quantize="" quantization=""'),
     **refused("a model is pulled, or made from one that is here", 'files={} path=""'),
 }
-_IN_PULL = no_effect("the hub is asked as HF_ENDPOINT and HF_TOKEN say", "insecure username password")
 
 
 class CreateStatus(TypedDict):
@@ -463,7 +462,7 @@ class PullStatus(TypedDict):
 
 async def pull_model(request: Request) -> Response:
     """Downloads a model; raises ApiError (400, 403, 404)."""
-    body = await read_owners_body(request, PullBody, _IN_PULL, "downloads models")
+    body = await read_owners_body(request, PullBody, {}, "downloads models")
     context = context_of(request)
     name = _wanted(body.named)
     steps = context.kept(pulls_of).steps(name)

@@ -27,17 +27,7 @@ from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from models.texts import well_formed_json
 from server.api.answer import Answer, Exchange, OutputEvent, Question
-from server.api.bodies import (
-    BodyModel,
-    Rules,
-    Whole,
-    honoured,
-    no_effect,
-    parse_body,
-    read_by,
-    refuse_fields,
-    refused,
-)
+from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
 from server.api.call import compute, generate
 from server.api.conversation import Conversation, ThinkingWish, can_continue
 from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation, namespace_of
@@ -206,36 +196,17 @@ def follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -
     return RenderedPrompt(tokens, (end,), model.token_texts.text(context) + following)
 
 
+IN_MESSAGE: Rules = refused("no model here takes images, only text", "images=[]")
 IN_BOTH: Rules = {
-    **read_by(OllamaBody),
-    **no_effect("a prompt that is too long is answered with an error, never cut", "truncate shift"),
-    **no_effect("models here write text", "width height steps"),
     **refused("answers hold text, without data on single tokens", "logprobs=false top_logprobs=0"),
     **refused("a prompt is only shown with an answer to it", "_debug_render_only=false"),
 }
 
-_OF_VECTORS: Rules = {
-    **honoured("model keep_alive"),
-    **no_effect("options are about answers, and vectors are none", "options"),
-}
-
-IN_EMBED: Rules = {**_OF_VECTORS, **honoured("input truncate dimensions")}
-
-IN_EMBEDDING: Rules = {**_OF_VECTORS, **honoured("prompt")}
-
-IN_CHAT: Rules = {**IN_BOTH, **honoured("messages tools")}
-
 IN_GENERATE: Rules = {
     **IN_BOTH,
-    **honoured("prompt system raw context"),
-    **refused("no model here takes images, only text", "images=[]"),
+    **IN_MESSAGE,
     **refused("no model here fills in what stands before a text", 'suffix=""'),
     **refused("prompts are made by the model's own template; send a whole prompt with raw", 'template=""'),
-}
-
-IN_MESSAGE: Rules = {
-    **honoured("role content thinking tool_calls tool_name tool_call_id"),
-    **refused("no model here takes images, only text", "images=[]"),
 }
 
 
@@ -425,7 +396,7 @@ class OllamaGenerateAnswer(OllamaHead, OllamaEnd):
 def generate_text(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     """Answers one prompt."""
     began = time.monotonic()
-    body = parse_body(OllamaGenerateBody, dict(incoming.fields), IN_GENERATE)
+    body = parse_body(OllamaGenerateBody, incoming.fields, IN_GENERATE)
     if not body.prompt:
         return answer_loading(context, body, {"response": ""})
     model = find_model(context, body.model)
@@ -534,7 +505,7 @@ class OllamaChatAnswer(OllamaHead, OllamaEnd):
 def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     """Answers the last message of a conversation."""
     began = time.monotonic()
-    body = parse_body(OllamaChatBody, dict(incoming.fields), IN_CHAT)
+    body = parse_body(OllamaChatBody, incoming.fields, IN_BOTH)
     if not body.messages:
         return answer_loading(context, body, {"message": {"role": "assistant", "content": ""}})
     model = find_model(context, body.model)
@@ -638,7 +609,7 @@ class EmbeddingAnswer(TypedDict):
 def embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with the vectors of texts."""
     began = time.monotonic()
-    body = parse_body(EmbedBody, dict(incoming.fields), IN_EMBED)
+    body = parse_body(EmbedBody, incoming.fields)
     reader = TextReader(find_model(context, body.model), cuts=body.truncate is not False)
     texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
     write = partial(_written, body, reader.num_tokens, began)
@@ -648,7 +619,7 @@ def embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
 @compute
 def embed_prompt(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with the vector of one text."""
-    body = parse_body(EmbeddingPromptBody, dict(incoming.fields), IN_EMBEDDING)
+    body = parse_body(EmbeddingPromptBody, incoming.fields)
     reader = TextReader(find_model(context, body.model), cuts=True)
     texts = [reader.read(body.prompt, "prompt")] if body.prompt else []
     return EmbeddingWork(reader.model, texts, _written_alone, body.keep_alive)

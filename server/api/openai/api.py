@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from models.formats import Vector, judged_text
 from server.api import PRODUCT
-from server.api.bodies import BodyModel, Rules, Whole, no_effect, parse_body, read_by, refused
+from server.api.bodies import BodyModel, Rules, Whole, parse_body, refused
 from server.api.call import compute
 from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, with_and_without_v1
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
@@ -28,14 +28,10 @@ from server.api.params import Incoming
 from server.api.wire import JsonBody, body_of, json_text
 from server.pool.served import ListedModel
 
-_OF_VECTORS: Rules = {
-    **no_effect("it only says who asks", "user"),
-    **no_effect("vectors depend on their text only", "session_id cache_salt priority"),
-    **refused(
-        "a text that is too long is answered with an error, never cut",
-        "max_tokens_per_doc max_chunks_per_doc truncate_prompt_tokens=-1",
-    ),
-}
+_OF_VECTORS: Rules = refused(
+    "a text that is too long is answered with an error, never cut",
+    "max_tokens_per_doc max_chunks_per_doc truncate_prompt_tokens=-1",
+)
 
 
 def _as_list(value: Any) -> Any:
@@ -59,7 +55,6 @@ class EmbeddingsBody(BodyModel):
 
 IN_EMBEDDINGS: Rules = {
     **_OF_VECTORS,
-    **read_by(EmbeddingsBody),
     **refused("texts have the tokens that the tokenizer puts around them", "add_special_tokens=true"),
     **refused("a vector has the length 1", "normalize=true embd_normalize=2"),
     **refused("texts are embedded as they are, without a template", "task input_type messages=[]"),
@@ -141,7 +136,6 @@ class RerankBody(BodyModel):
 
 IN_RERANK: Rules = {
     **_OF_VECTORS,
-    **read_by(RerankBody),
     **refused("a document is a text, or an object with a text", 'rank_fields=[]|["text"]'),
 }
 

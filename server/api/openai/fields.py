@@ -1,53 +1,12 @@
-"""How every field of OpenAI's endpoints is treated, and fields that only similar servers know."""
+"""The fields that OpenAI's endpoints refuse; most of them only similar servers know."""
 
-from server.api.bodies import Rules, honoured, no_effect, read_by, refused
-from server.api.openai.types import ChatBody, ChatMessage, GenerationBody
+from server.api.bodies import Rules, refused
 
 _NO_TOKEN_DATA = "answers hold text, without data on single tokens or on the model's inner state"
 _NO_TEMPLATE = "a plain completion has no messages, tools or template; send it to /v1/chat/completions"
 
 IN_BOTH: Rules = {
-    **read_by(GenerationBody),
-    **no_effect("it only says who asks", "user safety_identifier", is_read=True),
-    **no_effect("it only names the request or the session", "request_id rid previous_response_id conversation"),
-    **no_effect("it only labels the request", "custom_labels"),
-    **no_effect("how long models stay loaded is --keep-alive's to say", "keep_alive ttl"),
-    **no_effect("it could only save time", "draft_model num_draft_tokens ngram_corpus_id prompt_cache_options"),
-    **no_effect(
-        "how many tokens a draft has follows from what pays; speculate: false is without drafts",
-        "speculative.n_min speculative.p_min speculative.type",
-    ),
-    **no_effect("special tokens are never part of the answer", "spaces_between_special_tokens"),
-    **no_effect("slots are chosen by the tokens", "id_slot"),
-    **no_effect("tokens are never shifted or dropped from the context", "n_keep n_discard n_cache_reuse"),
-    **no_effect(
-        "it only says where a request runs, and there is one engine",
-        """
-        bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank
-        kv_transfer_params ec_transfer_params
-        """,
-    ),
-    **no_effect(
-        "it only says how often progress is told",
-        "timings_per_token return_progress stream_interval sse_ping_interval",
-    ),
-    **no_effect(
-        "it belongs to a field that is refused",
-        """
-        mirostat_tau mirostat_eta dynatemp_exponent truncation_side custom_params
-        routed_experts_start_len routed_experts_prompt_start return_mm_kwargs
-        """,
-    ),
-    **no_effect(
-        "prompts are text only",
-        """
-        mm_processor_kwargs media_io_kwargs images_config max_dynamic_patch min_dynamic_patch use_audio_in_video
-        """,
-    ),
     **refused("answers are bound by a JSON schema, a pattern, a list of choices or a grammar only", "structural_tag"),
-    **no_effect(
-        "JSON is written on one line here, whatever binds it", "guided_decoding_backend guided_whitespace_pattern"
-    ),
     **refused(
         "all of the n answers are given, each sampled token by token",
         "best_of=1 use_beam_search=false length_penalty=1 do_sample=true",
@@ -103,7 +62,6 @@ IN_BOTH: Rules = {
 }
 
 IN_CHAT: Rules = {
-    **read_by(ChatBody),
     **IN_BOTH,
     **refused(
         "what the model thinks is returned apart from what it says",
@@ -112,7 +70,6 @@ IN_CHAT: Rules = {
         reasoning_format="auto"|"deepseek"|"parsed"
         """,
     ),
-    **no_effect("the model decides", "verbosity", is_read=True),
     **refused("its newer names are tools and tool_choice", 'functions=[] function_call="none"'),
     **refused("prompts and answers are text only", 'audio modalities=["text"]'),
     **refused(
@@ -125,7 +82,6 @@ IN_CHAT: Rules = {
 
 IN_TEXT: Rules = {
     **IN_BOTH,
-    **honoured("prompt echo logprobs"),
     **refused(
         "a plain completion has no template that could be told to think; send it to /v1/chat/completions",
         """
@@ -156,7 +112,6 @@ IN_TEXT_PRIME: Rules = {
 }
 
 IN_MESSAGE: Rules = {
-    **read_by(ChatMessage),
     **refused("prompts are text only", "images=[]"),
     **refused("its name here is reasoning_content", 'thinking=""'),
     **refused("tools stand in the body, not in a message", "tools=[]"),

@@ -520,7 +520,7 @@ class ChatCompletion(AnswerHead, PromptIds, Costs):
 @generate("chatcmpl-")
 def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
     """Answers the last message of a conversation."""
-    body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
+    body = parse_body(ChatBody, incoming.fields, IN_CHAT)
     refuse_lone_stream_options(body)
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
@@ -722,7 +722,7 @@ class TextCompletion(AnswerHead, CostsAtEnd):
 @generate("cmpl-")
 def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
     """Continues a text."""
-    body = parse_body(CompletionBody, dict(incoming.fields), IN_TEXT)
+    body = parse_body(CompletionBody, incoming.fields, IN_TEXT)
     refuse_lone_stream_options(body)
     num_scored = body.num_prompt_logprobs()
     model = context.find_model(body.model)

@@ -51,7 +51,7 @@ class ModelReader:
         )
 
     def _conversation(self, fields: Mapping[str, Any], namespace: str) -> Conversation:
-        body = parse_body(ChatBody, dict(fields), IN_CHAT)
+        body = parse_body(ChatBody, fields, IN_CHAT)
         messages, tools = list(map(template_message, body.messages)), fields.get("tools") or ()
         if self._orders is not None:
             messages, tools = with_constant_headers(messages), self._orders.settle(namespace, tools)

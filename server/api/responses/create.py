@@ -10,7 +10,7 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from server.api.responses.background import BackgroundRun, BackgroundRuns
 from server.api.responses.items import Item, check_items, read_messages, search_outputs
 from server.api.responses.output import AnswerOutput, ItemBody, ResponseEvent, ToolSet
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
-from server.api.responses.types import IN_COUNT, IN_RESPONSES, InputBody, ResponsesBody, read_tools
+from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, InputBody, ResponsesBody, read_tools
 from server.api.wire import MAX_MESSAGES, Payload, body_of, sse_event
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ServedModel
@@ -201,13 +201,12 @@ class ReadInput:
     conversation: Conversation
 
 
-def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules) -> Body:
-    """Raises ApiError (400), also for an unknown field."""
-    unknown = sorted(fields.keys() - rules.keys() - kind.model_fields.keys())
-    if unknown:
+def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules, known: Set[str] = frozenset()) -> Body:
+    """Raises ApiError (400), also for a field that is neither the type's nor `known`."""
+    if unknown := sorted(fields.keys() - known - kind.model_fields.keys()):
         name = unknown[0][:200]
         raise ApiError(Code.UNSUPPORTED_PARAMETER, f"{name} is not known here", name)
-    return parse_body(kind, dict(fields), rules)
+    return parse_body(kind, fields, rules)
 
 
 def with_ids(items: Sequence[Item], name: str) -> list[Item]:
@@ -314,7 +313,7 @@ def _found_tools(
 @inspect
 def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts the tokens of a prompt, those of the template included."""
-    body = parse_known(InputBody, incoming.fields, IN_COUNT)
+    body = parse_known(InputBody, incoming.fields, IN_INPUT, KNOWN)
     given = read_given(context, body, context.find_model(body.model), namespace_of(incoming.http, None), "count")
     num_tokens = len(given.conversation.render().tokens)
     return ResponseTokensBody(object="response.input_tokens", input_tokens=num_tokens)
@@ -323,7 +322,7 @@ def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
 @generate(ID_PREFIX)
 def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     """Answers items, and those that they go on from."""
-    body = parse_known(ResponsesBody, incoming.fields, IN_RESPONSES)
+    body = parse_known(ResponsesBody, incoming.fields, IN_RESPONSES, KNOWN)
     if body.background and not body.is_stored:
         raise wrong("background", "a response that is made in the background is stored; leave store out")
     model = context.find_model(body.model)

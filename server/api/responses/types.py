@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from server.api.bodies import BodyModel, Rules, Whole, no_effect, read_by, refused, validated
+from server.api.bodies import BodyModel, Rules, Whole, refused, validated
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
 from server.api.openai.types import RANDOM_SEED, CallingBody, Schema, SharedBody, ToolChoice, read_tool_choice
@@ -286,24 +286,12 @@ def _input_schema(wanted: InputFormat | None) -> dict[str, Any]:
 
 
 IN_INPUT: Rules = {
-    **read_by(InputBody),
-    **no_effect("prompts are never cut; what is too long is answered with an error", "truncation", is_read=True),
-    **no_effect("no model here has personalities", "personality"),
     **refused("prompts are not kept here; send instructions and input", "prompt"),
     **refused("its name here is input", "messages=[]"),
 }
 
 IN_RESPONSES: Rules = {
-    **read_by(ResponsesBody),
     **IN_INPUT,
-    **no_effect("it only says who asks", "user safety_identifier", is_read=True),
-    **no_effect("no tools run on the server", "max_tool_calls", is_read=True),
-    **no_effect("it only labels the request", "client_metadata"),
-    **no_effect("it could only save time", "prompt_cache_options"),
-    **no_effect("nothing is removed from a conversation by the server", "context_management"),
-    **no_effect("it only says what a request may be used for", "access_programs"),
-    **no_effect("prompts are text only", "image"),
-    **no_effect("a response in the background is made as soon as it can be", "background_options"),
     **refused("nothing is looked up or judged on the side", "moderation"),
     **refused("answers hold text, without data on single tokens", "top_logprobs=0"),
     **refused("its name here is max_output_tokens", "max_tokens max_completion_tokens"),
@@ -318,7 +306,8 @@ IN_RESPONSES: Rules = {
     ),
 }
 
-IN_COUNT: Rules = {
-    **IN_INPUT,
-    **no_effect("no answer is given", " ".join(name for name in IN_RESPONSES if name not in IN_INPUT)),
-}
+WITHOUT_EFFECT: Final = (
+    *("personality", "client_metadata", "prompt_cache_options", "context_management", "access_programs", "image"),
+    "background_options",
+)
+KNOWN: Final = frozenset((*ResponsesBody.model_fields, *IN_RESPONSES, *WITHOUT_EFFECT))

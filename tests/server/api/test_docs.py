@@ -22,7 +22,7 @@ from server.api.admin.cache import (
 from server.api.admin.sessions import DeletedBody, SessionDetail, SessionList
 from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody
 from server.api.app import ADMIN_ROUTES, APIS
-from server.api.bodies import Rule, Rules, Treatment
+from server.api.bodies import Rule, Rules
 from server.api.dialect import ErrorObject
 from server.api.errors import Code
 from server.api.openai.api import ModelBody, ModelList
@@ -54,7 +54,7 @@ from server.api.sessions import (
 )
 from server.engine.diagnosis import MissReason
 from server.engine.request import DraftSource, RequestCounts
-from tests.support.docs import Page
+from tests.support.docs import Page, table
 
 ROOT = Path(__file__).parents[3]
 PAGE = Page("api.md")
@@ -66,25 +66,17 @@ def rows(text: str) -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
-def reasons(rules: Rules, treatment: Treatment) -> set[str]:
-    """The lines of the table of fields with this treatment: a reason, and its fields with their neutral values."""
+def reasons(rules: Rules) -> set[str]:
+    """The lines of the table of refused fields: a reason, and its fields with their neutral values."""
     fields: dict[str, list[str]] = {}
     for name, rule in rules.items():
-        if rule.treatment is treatment and not rule.is_read:
-            fields.setdefault(rule.why, []).append(f"`{name}`{neutral_values(rule)}")
+        fields.setdefault(rule.why, []).append(f"`{name}`{neutral_values(rule)}")
     return {f"| {why} | {', '.join(names)} |" for why, names in fields.items()}
 
 
 def neutral_values(rule: Rule) -> str:
     values = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)
     return f" ({values})" if values else ""
-
-
-def table(text: str, head: str) -> set[str]:
-    """The lines of the one table whose first column is headed so."""
-    found = re.findall(rf"^\| {head} \|.*\n\|---\|---\|\n((?:\|.*\n)*)", text, re.MULTILINE)
-    assert len(found) == 1, f"{len(found)} tables of what is {head}"
-    return set(found[0].splitlines())
 
 
 CHAT, TEXT = section("`POST /v1/chat/completions`"), section("`POST /v1/completions`")
@@ -118,16 +110,12 @@ def test_every_source_of_drafts_is_documented(page: str) -> None:
 
 
 def test_every_refused_field_is_documented_and_refused() -> None:
-    assert table(BOTH, "refused, because") == reasons(IN_BOTH, Treatment.REFUSED)
+    assert table(BOTH, "refused, because") == reasons(IN_BOTH)
     of_chat, of_messages = CHAT.split("A message holds:")
     for text, rules in ((of_chat, IN_CHAT), (TEXT, IN_TEXT)):
         added = {name: rule for name, rule in rules.items() if IN_BOTH.get(name) != rule}
-        assert table(text, "refused, because") == reasons(added, Treatment.REFUSED)
-    assert table(of_messages, "refused, because") == reasons(IN_MESSAGE, Treatment.REFUSED)
-
-
-def test_every_field_without_effect_is_documented() -> None:
-    assert table(BOTH, "without effect, because") == reasons(IN_BOTH, Treatment.NO_EFFECT)
+        assert table(text, "refused, because") == reasons(added)
+    assert table(of_messages, "refused, because") == reasons(IN_MESSAGE)
 
 
 def test_every_field_of_an_answer_is_documented() -> None:

@@ -16,6 +16,7 @@ from server.api.openai.generate import CompletionBody
 from server.api.openai.types import ChatBody
 from server.app.config import ServerConfig
 from server.engine.request import Priority
+from tests.support.docs import fields
 from tests.support.fake_engine import VOCAB_SIZE, FakeEngine, FakeRenderer, fake_model
 
 JSON = {"Content-Type": "application/json"}
@@ -205,7 +206,7 @@ def test_the_tables_above_cover_every_type_of_a_field(body: type[BaseModel], wro
     """Fields of one type are checked alike: one has all wrong values, the others those that only they refuse."""
     tried = {kind_of(info) for name, info in body.model_fields.items() if name in wrong}
     assert {name for name, info in body.model_fields.items() if kind_of(info) not in tried} == set()
-    assert wrong.keys() <= IN_CHAT.keys() | IN_TEXT.keys()
+    assert wrong.keys() <= IN_CHAT.keys() | IN_TEXT.keys() | fields(body)
 
 
 def kind_of(field: FieldInfo) -> str:
@@ -566,7 +567,7 @@ def test_tools_for_a_model_that_takes_none_are_refused() -> None:
     assert post(client, CHAT, tools=[]).status_code == 200
 
 
-FIELDS = sorted({*IN_CHAT, *IN_TEXT})
+FIELDS = sorted({*IN_CHAT, *IN_TEXT, *fields(ChatBody), *fields(CompletionBody)})
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(FIELDS)
 NAMES = st.sampled_from(["role", "content", "type", "text", "function", "name", "user", "arguments", "0", "7"])
 VALUES = st.recursive(

@@ -14,10 +14,9 @@ from server.api.anthropic.api import (
     error_type,
 )
 from server.api.anthropic.conversation import IN_MESSAGES, MessagesBody, PromptBody
-from server.api.bodies import Treatment
 from server.api.errors import Code
-from tests.server.api.test_docs import reasons, rows, table
-from tests.support.docs import Page
+from tests.server.api.test_docs import reasons, rows
+from tests.support.docs import Page, table
 
 PAGE = Page("anthropic.md")
 section = PAGE.section
@@ -36,9 +35,8 @@ def test_every_field_of_a_body_is_documented_and_exists() -> None:
     assert all(f"`{name}`" in counted for name in get_type_hints(TokenCountBody))
 
 
-def test_every_refused_field_and_every_one_without_effect_is_documented() -> None:
-    assert table(FIELDS, "refused, because") == reasons(IN_MESSAGES, Treatment.REFUSED)
-    assert table(FIELDS, "without effect, because") == reasons(IN_MESSAGES, Treatment.NO_EFFECT)
+def test_every_refused_field_is_documented() -> None:
+    assert table(FIELDS, "refused, because") == reasons(IN_MESSAGES)
 
 
 def test_every_field_of_an_answer_is_documented() -> None:

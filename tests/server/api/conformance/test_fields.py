@@ -1,7 +1,7 @@
 """No field that a client of any dialect knows is ignored: it is honoured, refused in words, or changes nothing."""
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,22 +14,20 @@ from openai.types.responses import input_token_count_params, response_create_par
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from server.api.anthropic.conversation import IN_COUNT as IN_MESSAGE_COUNT
 from server.api.anthropic.conversation import IN_MESSAGES, IN_PROMPT, MessagesBody, PromptBody
 from server.api.app import create_app
-from server.api.bodies import Rules, Treatment
+from server.api.bodies import Rules
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
 from server.api.ollama.generate import IN_BOTH as IN_OLLAMA
-from server.api.ollama.generate import IN_CHAT as IN_OLLAMA_CHAT
-from server.api.ollama.generate import IN_GENERATE, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage
+from server.api.ollama.generate import IN_GENERATE, OllamaChatBody, OllamaGenerateBody, OllamaMessage
 from server.api.ollama.generate import IN_MESSAGE as IN_OLLAMA_MESSAGE
-from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
+from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import CompletionBody
-from server.api.openai.types import ChatBody, ChatMessage, GenerationBody
-from server.api.params import IN_OPTIONS, Options
-from server.api.responses.types import IN_COUNT as IN_RESPONSE_COUNT
-from server.api.responses.types import IN_INPUT, IN_RESPONSES, InputBody, ResponsesBody
+from server.api.openai.types import ChatBody
+from server.api.params import IGNORED_OPTIONS, Options
+from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, WITHOUT_EFFECT, InputBody, ResponsesBody
 from server.app.config import ServerConfig
+from tests.support.docs import Page, fields
 from tests.support.fake_engine import FakeEngine, fake_model
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -41,37 +39,47 @@ REQUEST = ("max_tokens", "sampling", "stop", "session_id", "namespace", "cache_p
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An endpoint, the smallest body that it serves, and the table of its fields."""
+    """An endpoint, the smallest body that it serves, its type, and what is refused and ignored."""
 
     path: str
     body: Mapping[str, Any]
+    kind: type[BaseModel]
     rules: Rules
-    asking: Mapping[str, Any] = field(default_factory=dict)
+    ignored: Iterable[str]
+    typed: Mapping[str, Any] = field(default_factory=dict)
     """Values of fields without effect whose type is checked."""
-    skipped: Set[str] = frozenset()
-    """Fields without effect whose type is checked, or which name something stored."""
     ignores_unknown: bool = True
 
 
-RESPONSE_TYPES = {
-    **dict.fromkeys(name for name, rule in IN_RESPONSES.items() if rule.is_read),
-    "truncation": "auto",
-    "parallel_tool_calls": False,
-    "user": "me",
-    "safety_identifier": "me",
-    "max_tool_calls": 1,
-}
-STORED = frozenset({"previous_response_id", "conversation"})
+ASKED_BY = {"user": "me", "safety_identifier": "me"}
+RESPONSE_TYPES = {"truncation": "auto", "parallel_tool_calls": False}
+STORED = {"previous_response_id", "conversation"}
+"""Sessions are found by these."""
+OF_COMPLETIONS = Page("api.md").without_effect("Fields of both completion endpoints") - STORED
+OF_MESSAGES = Page("anthropic.md").without_effect("Fields of `POST /v1/messages`")
+OF_COUNT = OF_MESSAGES | fields(MessagesBody) - fields(PromptBody)
+OF_RESPONSE_COUNT = KNOWN - IN_INPUT.keys() - fields(InputBody)
+OF_OLLAMA = Page("ollama.md").without_effect("Fields of both endpoints")
+PROMPT = {"prompt": "Hi"}
 ENDPOINTS = (
-    Endpoint("/v1/chat/completions", {"messages": HI}, IN_CHAT, skipped=STORED | set(ChatBody.model_fields)),
-    Endpoint("/v1/completions", {"prompt": "Hi"}, IN_TEXT, skipped=STORED | set(CompletionBody.model_fields)),
-    Endpoint("/v1/messages", {"messages": HI, "max_tokens": 9}, IN_MESSAGES),
-    Endpoint("/v1/messages/count_tokens", {"messages": HI}, IN_MESSAGE_COUNT),
-    Endpoint("/v1/responses", {"input": "Hi"}, IN_RESPONSES, RESPONSE_TYPES, ignores_unknown=False),
-    Endpoint("/v1/responses/input_tokens", {"input": "Hi"}, IN_RESPONSE_COUNT, RESPONSE_TYPES, ignores_unknown=False),
-    Endpoint("/api/chat", {"model": "tiny", "messages": HI, "stream": False}, IN_OLLAMA_CHAT),
-    Endpoint("/api/generate", {"model": "tiny", "prompt": "Hi", "stream": False}, IN_GENERATE),
-    Endpoint("/completion", {"prompt": "Hi"}, IN_COMPLETION, skipped=STORED | set(LlamaCompletionBody.model_fields)),
+    Endpoint("/v1/chat/completions", {"messages": HI}, ChatBody, IN_CHAT, OF_COMPLETIONS, ASKED_BY),
+    Endpoint("/v1/completions", PROMPT, CompletionBody, IN_TEXT, OF_COMPLETIONS, ASKED_BY),
+    Endpoint("/v1/messages", {"messages": HI, "max_tokens": 9}, MessagesBody, IN_MESSAGES, OF_MESSAGES),
+    Endpoint("/v1/messages/count_tokens", {"messages": HI}, PromptBody, IN_PROMPT, OF_COUNT),
+    Endpoint(
+        *("/v1/responses", {"input": "Hi"}, ResponsesBody, IN_RESPONSES, WITHOUT_EFFECT),
+        {**ASKED_BY, **RESPONSE_TYPES, "max_tool_calls": 1},
+        ignores_unknown=False,
+    ),
+    Endpoint(
+        *("/v1/responses/input_tokens", {"input": "Hi"}, InputBody, IN_INPUT, OF_RESPONSE_COUNT, RESPONSE_TYPES),
+        ignores_unknown=False,
+    ),
+    Endpoint("/api/chat", {"model": "tiny", "messages": HI, "stream": False}, OllamaChatBody, IN_OLLAMA, OF_OLLAMA),
+    Endpoint(
+        "/api/generate", {"model": "tiny", **PROMPT, "stream": False}, OllamaGenerateBody, IN_GENERATE, OF_OLLAMA
+    ),
+    Endpoint("/completion", PROMPT, LlamaCompletionBody, IN_COMPLETION, OF_COMPLETIONS, ASKED_BY),
 )
 of_every_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
 
@@ -91,21 +99,16 @@ def post(client: TestClient, endpoint: Endpoint, **fields: Any) -> Any:
     return client.post(endpoint.path, content=content, headers={"content-type": "application/json"})
 
 
-def treated(rules: Rules, treatment: Treatment) -> list[str]:
-    return [name for name, rule in rules.items() if rule.treatment is treatment]
-
-
 @of_every_endpoint
 def test_every_refused_field_is_refused_with_its_reason_and_neutral_values_are_taken(
     client: TestClient, engine: FakeEngine, endpoint: Endpoint
 ) -> None:
-    names = treated(endpoint.rules, Treatment.REFUSED)
-    for name in names:
+    for name in endpoint.rules:
         answer = post(client, endpoint, **{name: ASKING})
         assert answer.status_code == 400, name
         assert endpoint.rules[name].why in json.dumps(answer.json()["error"], ensure_ascii=False), name
     assert engine.requests == []
-    for name in names:
+    for name in endpoint.rules:
         for value in (*endpoint.rules[name].neutral, None):
             answer = post(client, endpoint, **{name: value})
             assert answer.status_code == 200, (name, value, answer.text)
@@ -115,8 +118,7 @@ def test_every_refused_field_is_refused_with_its_reason_and_neutral_values_are_t
 def test_every_field_without_effect_is_taken_and_has_none(
     client: TestClient, engine: FakeEngine, endpoint: Endpoint
 ) -> None:
-    names = set(treated(endpoint.rules, Treatment.NO_EFFECT)) - endpoint.skipped
-    fields = {name: endpoint.asking.get(name, ASKING) for name in names}
+    fields = {**dict.fromkeys(endpoint.ignored, ASKING), **endpoint.typed}
     if endpoint.ignores_unknown:
         fields["a_field_of_the_next_version"] = {"enabled": True}
     answers = [post(client, endpoint), post(client, endpoint, **fields)]
@@ -131,56 +133,34 @@ def test_every_field_without_effect_is_taken_and_has_none(
 
 @of_every_endpoint
 def test_null_is_the_same_as_absent(client: TestClient, engine: FakeEngine, endpoint: Endpoint) -> None:
-    nothing = dict.fromkeys(endpoint.rules.keys() - endpoint.body.keys())
+    nothing = dict.fromkeys({*endpoint.rules, *endpoint.ignored, *fields(endpoint.kind)} - endpoint.body.keys())
     answers = [post(client, endpoint), post(client, endpoint, **nothing)]
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     for plain, with_nulls in zip(engine.requests[::2], engine.requests[1::2], strict=True):
         assert [getattr(plain, name) for name in REQUEST] == [getattr(with_nulls, name) for name in REQUEST]
 
 
-@pytest.mark.parametrize(
-    ("rules", "body"),
-    [
-        (IN_BOTH, GenerationBody),
-        (IN_CHAT, ChatBody),
-        (IN_TEXT, CompletionBody),
-        (IN_MESSAGE, ChatMessage),
-        (IN_MESSAGES, MessagesBody),
-        (IN_PROMPT, PromptBody),
-        (IN_MESSAGE_COUNT, PromptBody),
-        (IN_RESPONSES, ResponsesBody),
-        (IN_INPUT, InputBody),
-        (IN_RESPONSE_COUNT, InputBody),
-        (IN_OLLAMA, OllamaBody),
-        (IN_OLLAMA_CHAT, OllamaChatBody),
-        (IN_GENERATE, OllamaGenerateBody),
-        (IN_OLLAMA_MESSAGE, OllamaMessage),
-        (IN_OPTIONS, Options),
-        (IN_COMPLETION, LlamaCompletionBody),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_is_honoured_is_what_the_bodies_read(rules: Rules, body: type[BaseModel]) -> None:
-    read = {name for name, rule in rules.items() if rule.is_read and rule.treatment is not Treatment.REFUSED}
-    # What a body of llama.cpp has from another's and refuses.
-    unread = {"n", "return_token_ids"} if body is LlamaCompletionBody else set()
-    assert read == {field.alias or name for name, field in body.model_fields.items()} - unread
-    assert {name for name, rule in rules.items() if rule.treatment is Treatment.HONOURED} <= read
+COUNTED = message_count_tokens_params.MessageCountTokensParams.__annotations__
 
 
 @pytest.mark.parametrize(
-    ("names", "rules"),
+    ("names", "known"),
     [
-        (message_create_params.MessageCreateParamsBase.__annotations__, IN_MESSAGES),
-        (beta_params.MessageCreateParamsBase.__annotations__, IN_MESSAGES),
-        (message_count_tokens_params.MessageCountTokensParams.__annotations__, IN_MESSAGE_COUNT),
-        (response_create_params.ResponseCreateParamsBase.__annotations__, IN_RESPONSES),
-        (input_token_count_params.InputTokenCountParams.__annotations__, IN_RESPONSE_COUNT),
-        (_types.ChatRequest.model_fields, IN_OLLAMA_CHAT),
-        (_types.GenerateRequest.model_fields, IN_GENERATE),
-        (ollama.Options.model_fields, IN_OPTIONS),
-        (ollama.Message.model_fields, IN_OLLAMA_MESSAGE),
+        (
+            message_create_params.MessageCreateParamsBase.__annotations__,
+            {*IN_MESSAGES, *OF_COUNT, *fields(PromptBody)},
+        ),
+        (beta_params.MessageCreateParamsBase.__annotations__, {*IN_MESSAGES, *OF_COUNT, *fields(PromptBody)}),
+        (COUNTED, {*IN_PROMPT, *OF_COUNT, *fields(PromptBody)}),
+        (response_create_params.ResponseCreateParamsBase.__annotations__, KNOWN),
+        (input_token_count_params.InputTokenCountParams.__annotations__, KNOWN),
+        (_types.ChatRequest.model_fields, {*IN_OLLAMA, *OF_OLLAMA, *fields(OllamaChatBody)}),
+        (_types.GenerateRequest.model_fields, {*IN_GENERATE, *OF_OLLAMA, *fields(OllamaGenerateBody)}),
+        (ollama.Options.model_fields, {*IGNORED_OPTIONS.split(), *fields(Options)}),
+        (ollama.Message.model_fields, {*IN_OLLAMA_MESSAGE, *fields(OllamaMessage)}),
     ],
 )
-def test_every_field_that_a_package_can_send_is_in_the_table(names: Mapping[str, Any], rules: Rules) -> None:
-    assert set(names) - rules.keys() == set()
+def test_every_field_that_a_package_can_send_is_read_refused_or_documented(
+    names: Mapping[str, Any], known: Set[str]
+) -> None:
+    assert set(names) - known == set()

@@ -15,8 +15,8 @@ from models.prompt.chat_template import ChatRenderer
 from models.texts import enclose
 from server.api.app import create_app
 from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
-from server.api.ollama.generate import IN_CHAT, IN_GENERATE, IN_MESSAGE
-from server.api.params import IN_OPTIONS
+from server.api.ollama.generate import OllamaChatBody, OllamaGenerateBody, OllamaMessage
+from server.api.params import Options
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models
@@ -371,10 +371,10 @@ OTHER_MESSAGES: list[Any] = [
 
 def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     for value in VALUES:
-        yield from (("/api/chat", {"messages": [MESSAGE], name: value}) for name in IN_CHAT)
-        yield from (("/api/generate", {"prompt": "Hi", name: value}) for name in IN_GENERATE)
-        yield from (("/api/chat", {"messages": [{**MESSAGE, name: value}]}) for name in IN_MESSAGE)
-        yield from (("/api/chat", {"messages": [MESSAGE], "options": {name: value}}) for name in IN_OPTIONS)
+        yield from (("/api/chat", {"messages": [MESSAGE], name: value}) for name in OllamaChatBody.model_fields)
+        yield from (("/api/generate", {"prompt": "Hi", name: value}) for name in OllamaGenerateBody.model_fields)
+        yield from (("/api/chat", {"messages": [{**MESSAGE, name: value}]}) for name in OllamaMessage.model_fields)
+        yield from (("/api/chat", {"messages": [MESSAGE], "options": {name: value}}) for name in Options.model_fields)
         yield from (("/api/show", {name: value}) for name in ("model", "name", "verbose"))
         yield from (("/tokenize", {"content": "Hi", name: value}) for name in TokenizeBody.model_fields)
         yield from (("/detokenize", {name: value}) for name in DetokenizeBody.model_fields)

@@ -4,7 +4,6 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from server.api.bodies import Treatment
 from server.api.errors import Code
 from server.api.llama_cpp.api import (
     ERROR_TYPES,
@@ -26,7 +25,8 @@ from server.api.llama_cpp.api import (
     TokensBody,
 )
 from server.api.openai.fields import IN_TEXT
-from tests.server.api.test_docs import ROOT, reasons, rows, table
+from tests.server.api.test_docs import ROOT, reasons, rows
+from tests.support.docs import table
 
 PAGE = (ROOT / "docs" / "llama_cpp.md").read_text(encoding="utf-8")
 
@@ -48,7 +48,7 @@ def test_every_field_has_a_line(head: str, names: Any) -> None:
 
 def test_every_field_that_only_completion_refuses_is_named() -> None:
     added = {name: rule for name, rule in IN_COMPLETION.items() if IN_TEXT.get(name) != rule}
-    assert table(PAGE, "refused, because") == reasons(added, Treatment.REFUSED)
+    assert table(PAGE, "refused, because") == reasons(added)
 
 
 def test_every_other_field_and_type_of_error_is_named() -> None:

@@ -10,14 +10,14 @@ from starlette.testclient import TestClient
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import Grammar
 from server.api.app import create_app
-from server.api.bodies import Treatment
-from server.api.ollama.generate import IN_CHAT, IN_GENERATE
-from server.api.params import IN_OPTIONS
+from server.api.ollama.generate import IN_BOTH, IN_GENERATE
+from server.api.params import IGNORED_OPTIONS
 from server.app.config import ServerConfig
+from tests.support.docs import Page
 from tests.support.fake_engine import FakeEngine, fake_model
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
-TABLES = {CHAT: IN_CHAT, GENERATE: IN_GENERATE}
+TABLES = {CHAT: IN_BOTH, GENERATE: IN_GENERATE}
 HI = [{"role": "user", "content": "Hi"}]
 TEXT_ARGUMENTS = {"name": "f", "arguments": "{}"}
 ASKING = [{"an": "object that no field takes"}]
@@ -54,8 +54,8 @@ def test_what_has_no_effect_and_what_is_unknown_changes_nothing(
     client: TestClient, engine: FakeEngine, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "server")
-    without = {name: ASKING for name, rule in TABLES[path].items() if rule.treatment is Treatment.NO_EFFECT}
-    options = {name: ASKING for name, rule in IN_OPTIONS.items() if rule.treatment is Treatment.NO_EFFECT}
+    without = dict.fromkeys(Page("ollama.md").without_effect("Fields of both endpoints"), ASKING)
+    options = dict.fromkeys(IGNORED_OPTIONS.split(), ASKING)
     assert post(client, path).status_code == 200
     assert post(client, path, **without, unheard_of=1, options={**options, "seeed": 3}).status_code == 200
     plain, other = engine.requests

@@ -3,7 +3,6 @@
 import re
 from typing import Any, get_type_hints
 
-from server.api.bodies import Treatment
 from server.api.responses.background import KEPT_SECONDS, MAX_EVENT_BYTES, MAX_RUNNING, MAX_RUNS, MAX_SECONDS
 from server.api.responses.create import (
     AnswerTokensDetails,
@@ -15,9 +14,9 @@ from server.api.responses.create import (
 )
 from server.api.responses.items import ITEM_TYPES, SKIPPED_ITEM_TYPES
 from server.api.responses.store import FILE_NAME, MAX_RESPONSES
-from server.api.responses.types import IN_RESPONSES, LEFT_OUT, InputBody, ResponsesBody
-from tests.server.api.test_docs import reasons, rows, table
-from tests.support.docs import Page
+from server.api.responses.types import IN_RESPONSES, LEFT_OUT, WITHOUT_EFFECT, InputBody, ResponsesBody
+from tests.server.api.test_docs import reasons, rows
+from tests.support.docs import Page, table
 
 PAGE = Page("responses.md")
 section = PAGE.section
@@ -37,8 +36,8 @@ def test_every_field_of_a_body_is_documented_and_exists() -> None:
 
 
 def test_every_refused_field_and_every_one_without_effect_is_documented() -> None:
-    assert table(FIELDS, "refused, because") == reasons(IN_RESPONSES, Treatment.REFUSED)
-    assert table(FIELDS, "without effect, because") == reasons(IN_RESPONSES, Treatment.NO_EFFECT)
+    assert table(FIELDS, "refused, because") == reasons(IN_RESPONSES)
+    assert PAGE.without_effect("Fields of `POST /v1/responses`") == set(WITHOUT_EFFECT)
 
 
 def test_every_field_of_an_answer_is_documented() -> None:
