@@ -23,6 +23,7 @@ from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGramma
 from models.output.tool_calls import CallMarkers, ToolFormat
 from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
+from server.api.answer import Question
 from server.api.bodies import BodyModel, Whole
 from server.api.conversation import Conversation
 from server.api.dialect import context_of, dialect_of
@@ -107,7 +108,9 @@ class GenerationParams(GenerationOptions):
     """None: no limit."""
     is_single_call: bool = False
     """The answer ends with its first tool call, if calls have markers."""
+    forced: "ForcedCalls | None" = None
     grammar: AnswerGrammar | None = None
+    """What the client wants the answer to be; `ask` adds what calls need."""
     prompt_param: str = "messages"
 
 
@@ -215,15 +218,26 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
     return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, "\n".join(lines)), forces_calls=True)
 
 
-def answer_grammar(
-    model: ServedModel, conversation: Conversation, wanted: AnswerGrammar | None, forced: ForcedCalls | None = None
-) -> AnswerGrammar | None:
-    """What binds an answer: `forced` calls; else `wanted` or calls; else the rest. Raises ApiError (400)."""
-    tools = conversation.callable_tools
-    if forced is not None:
-        return forced_calls(model, tools, forced)
+def ask(incoming: Incoming, model: ServedModel, conversation: Conversation, params: GenerationParams) -> Question:
+    """The request for a conversation's answer; raises ApiError, SessionIdError and the renderer's errors."""
+    prompt = conversation.render()
+    params = replace(
+        params,
+        grammar=answer_grammar(model, conversation, params),
+        is_single_call=params.is_single_call and bool(conversation.callable_tools),
+    )
+    request = build_request(incoming, model, prompt, params, conversation.namespace)
+    return Question(model, request, prompt, conversation)
+
+
+def answer_grammar(model: ServedModel, conversation: Conversation, params: GenerationParams) -> AnswerGrammar | None:
+    """What binds an answer: forced calls; else what is wanted, or calls; else the rest. Raises ApiError (400)."""
+    tools, wanted = conversation.callable_tools, params.grammar
+    if params.forced is not None:
+        return forced_calls(model, tools, params.forced)
     if wanted is None:
-        return calls_in_text(model, conversation)
+        # A request that only measures continues after the end of turn, where no grammar applies.
+        return None if params.ignore_eos else calls_in_text(model, conversation)
     return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
 
 

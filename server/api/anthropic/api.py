@@ -45,7 +45,7 @@ from server.api.dialect import (
     with_and_without_v1,
 )
 from server.api.errors import ApiError, Code, ContextExceeded
-from server.api.params import Incoming, build_request
+from server.api.params import Incoming, ask
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
 from server.api.wire import JsonBody, Payload, bearer_key, sse_comment, sse_event
@@ -330,16 +330,16 @@ def create_message(context: ApiContext, incoming: Incoming) -> Exchange:
 def _open(context: ApiContext, incoming: Incoming, body: MessagesBody, model: ServedModel) -> "MessageExchange":
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, model, context.config, namespace)
-    prompt = conversation.render()
-    request = build_request(incoming, model, prompt, read_params(body, conversation, model), namespace)
+    question = ask(incoming, model, conversation, read_params(body, model))
 
     def open_part(longer: MessagesBody, number: int) -> MessageExchange:
         # The model is held, but may take no other requests any more, so it is not looked up again.
         return _open(context, replace(incoming, request_id=f"{incoming.request_id}-{number}"), longer, model)
 
     # A prompt that is only evaluated has no answer for the next turn.
-    source = None if request.is_prefix_only else conversation
-    return MessageExchange(body, Question(model, request, prompt, source), open_part)
+    return MessageExchange(
+        body, replace(question, conversation=None) if question.request.is_prefix_only else question, open_part
+    )
 
 
 class MessageExchange(Exchange):

@@ -26,7 +26,6 @@ from server.api.params import (
     ForcedCalls,
     GenerationParams,
     Share,
-    answer_grammar,
     can_forbid_calls,
     changed_sampling,
     json_grammar,
@@ -595,29 +594,22 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
         return context.find_model(None)
 
 
-def read_params(body: MessagesBody, conversation: Conversation, model: ServedModel) -> GenerationParams:
+def read_params(body: MessagesBody, model: ServedModel) -> GenerationParams:
     """A checked body's parameters; raises ApiError or InvalidParameter."""
     sampling = changed_sampling(model.sampling, body, model.vocab_size)
     check(sampling, model.vocab_size)
+    choice, forced = body.tool_choice or ToolChoiceOption(type="auto"), None
+    if choice.type in ("any", "tool"):
+        forced = ForcedCalls((choice.name,) if choice.type == "tool" and choice.name else None, choice.is_single)
     return GenerationParams(
         sampling=sampling,
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         max_thinking_tokens=body.thinking_wish().max_tokens,
-        is_single_call=bool(conversation.callable_tools)
-        and body.tool_choice is not None
-        and body.tool_choice.is_single,
-        grammar=_grammar(body, conversation, model),
+        is_single_call=choice.is_single,
+        forced=forced,
+        grammar=_output_format(body) if forced is None else None,
     )
-
-
-def _grammar(body: MessagesBody, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
-    choice, forced = body.tool_choice, None
-    if choice is not None and choice.type in ("any", "tool"):
-        names = (choice.name,) if choice.type == "tool" and choice.name is not None else None
-        forced = ForcedCalls(names, choice.is_single)
-    wanted = _output_format(body) if forced is None else None
-    return answer_grammar(model, conversation, wanted, forced)
 
 
 def _output_format(body: MessagesBody) -> AnswerGrammar | None:

@@ -39,7 +39,7 @@ from server.api.params import (
     GenerationParams,
     Incoming,
     Options,
-    answer_or_calls,
+    ask,
     build_request,
     check_token_ids,
     json_grammar,
@@ -519,18 +519,7 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
         namespace=namespace,
         continues=_continues(body.messages, model),
     ).prepared_for(model, hygiene=context.config.prompt_hygiene)
-    prompt = conversation.render()
-    params = read_params(body, model)
-    params = replace(params, grammar=_grammar(params.grammar, conversation, model))
-    request = build_request(incoming, model, prompt, params, namespace)
-    return OllamaExchange(body, Question(model, request, prompt, conversation), began)
-
-
-def _grammar(wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
-    if wanted is None:
-        return None
-    bound = answer_or_calls(model, conversation.tools, wanted) if conversation.tools else wanted
-    return replace(bound, begun=conversation.begun)
+    return OllamaExchange(body, ask(incoming, model, conversation, read_params(body, model)), began)
 
 
 def _continues(messages: Sequence[OllamaMessage], model: ServedModel) -> bool:

@@ -39,7 +39,7 @@ from server.api.openai.types import (
     refuse_lone_stream_options,
     template_message,
 )
-from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, check_token_ids, shows_tools
+from server.api.params import ForcedCalls, Incoming, ask, build_request, check_token_ids, shows_tools
 from server.api.record import Costs, CostsAtEnd, costs_of
 from server.api.wire import Payload, body_of, sse_event
 from server.app.config import ServerConfig
@@ -525,18 +525,13 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExc
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, incoming, model, context.config, namespace)
-    prompt = conversation.render()
-    params = read_params(body, model)
-    params = replace(
-        params,
-        max_thinking_tokens=body.thinking_wish().max_tokens,
-        is_single_call=body.wants_one_call and bool(conversation.callable_tools),
-        grammar=_grammar(body, params.grammar, conversation, model),
-        prediction=_predicted(body, model),
-    )
-    request = build_request(incoming, model, prompt, params, namespace)
+    if isinstance(body.tool_choice, ForcedCalls):
+        refuse_going_on(body, "an answer ends with the calls that are forced")
+    thinking, prediction = body.thinking_wish().max_tokens, _predicted(body, model)
+    params = replace(read_params(body, model), max_thinking_tokens=thinking, prediction=prediction, **body.calls())
+    question = ask(incoming, model, conversation, params)
     first, *others = [
-        ChatExchange(body, Question(model, request_of_choice(request, index, index), prompt, conversation), index)
+        ChatExchange(body, replace(question, request=request_of_choice(question.request, index, index)), index)
         for index in range(num_choices(body, 1, context.config))
     ]
     return first.with_others(others)
@@ -566,17 +561,6 @@ def read_conversation(
         namespace=namespace,
         continues=continues,
     ).prepared_for(model, hygiene=config.prompt_hygiene)
-
-
-def _grammar(
-    body: ChatBody, wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel
-) -> AnswerGrammar | None:
-    forced = body.forced_calls()
-    if forced is not None:
-        refuse_going_on(body, "an answer ends with the calls that are forced")
-    elif wanted is None and body.ignore_eos:
-        return None  # a request that only measures continues after the end of turn, where no grammar applies
-    return answer_grammar(model, conversation, wanted, forced)
 
 
 def _predicted(body: ChatBody, model: ServedModel) -> TokenArray | None:

@@ -4,7 +4,7 @@ All fields that the endpoints share are optional, and null means absent.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -344,66 +344,57 @@ _BUDGETS = (
 )
 
 
-class ToolChoice(BodyModel):
-    """Which calls are wanted."""
-
-    mode: Literal["auto", "required", "none"] = "auto"
-    names: tuple[str, ...] | None = None
-    """None for all."""
-    is_named: bool = False
-
-
 class CallingBody(BodyModel):
     """Which calls are wanted, and how many."""
 
-    tool_choice: ToolChoice | None = None
+    tool_choice: Any = None
+    """As `tool_choice_reader` returns it."""
     parallel_tool_calls: bool | None = None
 
     @property
     def forbids_calls(self) -> bool:
-        return self.tool_choice is not None and self.tool_choice.mode == "none"
+        return bool(self.tool_choice == "none")
 
-    @property
-    def wants_one_call(self) -> bool:
-        return self.parallel_tool_calls is False
-
-    def forced_calls(self) -> ForcedCalls | None:
-        """The calls that are forced, if any."""
-        choice = self.tool_choice
-        if choice is None or choice.mode != "required":
-            return None
-        return ForcedCalls(choice.names, choice.is_named or self.wants_one_call)
+    def calls(self) -> dict[str, Any]:
+        """The parameters of calls."""
+        is_single, forced = self.parallel_tool_calls is False, self.tool_choice
+        if isinstance(forced, ForcedCalls):
+            return {"forced": replace(forced, is_single=forced.is_single or is_single), "is_single_call": is_single}
+        return {"is_single_call": is_single}
 
 
-def read_tool_choice(value: Any, allowed: Any, name_of: Callable[[Any], str], **kinds: str) -> ToolChoice | None:
-    """The choice from a mode, one tool, or the tools of `allowed`.
+def tool_choice_reader(kinds: Collection[str], *, is_nested: bool) -> BeforeValidator:
+    """Reads a mode; or a tool of `kinds`, or several of `allowed_tools`, as calls that are forced.
 
-    `kinds` says what errors call each kind of tool.
+    `is_nested`: functions and lists of tools are in a field of their own.
     """
-    if value is None or value in ("auto", "required", "none"):
-        return None if value is None else ToolChoice(mode=value)
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind in kinds:
-        return ToolChoice(mode="required", names=(name_of(value),), is_named=True)
-    is_list = kind == "allowed_tools" and isinstance(allowed, dict) and allowed.get("mode") == "required"
-    tools = allowed.get("tools") if is_list else None
-    if isinstance(tools, list) and tools:
-        return ToolChoice(mode="required", names=tuple(map(name_of, tools)))
-    modes = ", ".join(['"auto", "required", "none"', *kinds.values(), 'or allowed_tools with the mode "required"'])
-    raise PydanticCustomError("tool_choice", "Input should be {modes}", {"modes": modes})
 
+    def inner(value: Any, field: str) -> dict[str, Any]:
+        held = value.get(field) if is_nested and isinstance(value, dict) else value
+        return held if isinstance(held, dict) else {}
 
-def _tool_choice(value: Any) -> Any:
-    allowed = value.get("allowed_tools") if isinstance(value, dict) else None
-    return read_tool_choice(value, allowed, _named, function="a function")
+    def named(tool: Any) -> str:
+        name = inner(tool, "function").get("name")
+        if isinstance(name, str):
+            return name
+        raise PydanticCustomError("tool_choice", "Each tool should be named")
 
+    def read(value: Any) -> Any:
+        if value in (None, "auto", "none"):
+            return value
+        kind = value.get("type") if isinstance(value, dict) else None
+        if value == "required":
+            return ForcedCalls()
+        if isinstance(kind, str) and kind in kinds:
+            return ForcedCalls((named(value),), is_single=True)
+        allowed = inner(value, "allowed_tools") if kind == "allowed_tools" else {}
+        tools = allowed.get("tools")
+        if allowed.get("mode") == "required" and tools and isinstance(tools, list):
+            return ForcedCalls(tuple(map(named, tools)))
+        why = 'Input should be "auto", "required", "none", a tool, or allowed_tools with the mode "required"'
+        raise PydanticCustomError("tool_choice", why)
 
-def _named(tool: Any) -> str:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise PydanticCustomError("tool_choice", "A function should be named as function.name")
-    return name
+    return BeforeValidator(read)
 
 
 def _arguments(value: Any) -> Any:
@@ -525,7 +516,7 @@ class ChatBody(GenerationBody, CallingBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolSpec] | None = None
-    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
+    tool_choice: Annotated[Any, tool_choice_reader(["function"], is_nested=True)] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`."""

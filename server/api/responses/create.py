@@ -25,7 +25,7 @@ from server.api.conversation import Conversation, can_continue
 from server.api.dialect import ApiContext, Endpoint, Operation, namespace_of
 from server.api.errors import ApiError, Code, explain, wrong
 from server.api.openai.types import GenerationBody, read_params
-from server.api.params import AnswerGrammar, Incoming, answer_grammar, build_request, shows_tools
+from server.api.params import Incoming, ask, shows_tools
 from server.api.record import CostsAtEnd, costs_of
 from server.api.responses.background import BackgroundRun, BackgroundRuns
 from server.api.responses.items import Item, check_items, read_messages, search_outputs
@@ -328,26 +328,15 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     given = read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
-    prompt = given.conversation.render()
-    params = replace(
-        read_params(validated(GenerationBody, body.generation()), model),
-        grammar=_grammar(body, given, model),
-        is_single_call=body.wants_one_call and bool(given.conversation.callable_tools),
-        prompt_param="input",
-    )
+    params = read_params(validated(GenerationBody, body.generation()), model)
+    params = replace(params, grammar=body.answer_grammar(), prompt_param="input", **body.calls())
+    if params.forced is not None:
+        params = replace(params, forced=replace(params.forced, names=given.tools.shown_names(params.forced.names)))
     if given.session is not None:
         # The session is that of the chain's first response.
         incoming = replace(incoming, fields={**incoming.fields, "previous_response_id": given.session})
-    request = build_request(incoming, model, prompt, params, namespace)
-    question = Question(model, request, prompt, given.conversation)
+    question = ask(incoming, model, given.conversation, params)
     return ResponseExchange(body, incoming.fields, question, given, context if body.is_stored else None)
-
-
-def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> AnswerGrammar | None:
-    wanted, forced = body.answer_grammar(), body.forced_calls()
-    if forced is not None and forced.names is not None:
-        forced = replace(forced, names=given.tools.shown_names(forced.names))
-    return answer_grammar(model, given.conversation, wanted, forced)
 
 
 class ResponseExchange(Exchange):

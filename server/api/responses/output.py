@@ -49,10 +49,10 @@ class ToolSet:
         new = [tool for tool in found.shown if tool["function"]["name"] not in known]
         return ToolSet(self.shown, [*self.loaded, *new], {**found.by_name, **self.by_name})
 
-    def shown_names(self, names: Sequence[str]) -> tuple[str, ...]:
+    def shown_names(self, names: Sequence[str] | None) -> tuple[str, ...] | None:
         """The model's names for the client's."""
         shown = {tool.name: name for name, tool in self.by_name.items()}
-        return tuple(shown.get(name, name) for name in names)
+        return None if names is None else tuple(shown.get(name, name) for name in names)
 
 
 def joined_name(namespace: str | None, name: str) -> str:

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from server.api.bodies import BodyModel, Rules, Whole, refused, validated
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
-from server.api.openai.types import RANDOM_SEED, CallingBody, Schema, SharedBody, ToolChoice, read_tool_choice
+from server.api.openai.types import RANDOM_SEED, CallingBody, Schema, SharedBody, tool_choice_reader
 from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar
 from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 
@@ -32,17 +32,6 @@ def _as_items(value: Any) -> Any:
 
 def _conversation(value: Any) -> Any:
     return value.get("id") if isinstance(value, dict) else value
-
-
-def _tool_choice(value: Any) -> Any:
-    return read_tool_choice(value, value, _named, function="a function", custom="a custom tool")
-
-
-def _named(tool: Any) -> str:
-    name = tool.get("name") if isinstance(tool, dict) else None
-    if not isinstance(name, str):
-        raise PydanticCustomError("tool_choice", "A tool should be named")
-    return name
 
 
 class TextFormat(BodyModel):
@@ -92,7 +81,7 @@ class InputBody(CallingBody):
     previous_response_id: str | None = None
     conversation: Annotated[str | None, BeforeValidator(_conversation)] = None
     tools: list[Any] | None = None
-    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
+    tool_choice: Annotated[Any, tool_choice_reader(["function", "custom"], is_nested=False)] = None
     reasoning: ReasoningWish | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None

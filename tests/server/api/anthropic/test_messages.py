@@ -13,6 +13,7 @@ from models.texts import enclose
 from server.api.anthropic.content import sign
 from server.api.anthropic.conversation import MAX_CACHE_POINTS, MessagesBody, read_conversation, read_params
 from server.api.app import create_app
+from server.api.params import answer_grammar
 from server.app.config import ServerConfig
 from server.engine.diagnosis import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory
@@ -456,7 +457,7 @@ def test_forced_calls_bind_the_answer(choice: dict[str, Any], start: str, names:
     syntax = replace(JSON_TOOLS, writes_json=True)
     model = fake_model(grammars=Speller(), tool_syntax=syntax)
     conversation = read_conversation(body, model, ServerConfig(), "")
-    wanted = read_params(body, conversation, model).grammar
+    wanted = answer_grammar(model, conversation, read_params(body, model))
     assert wanted is not None and wanted.param == "tool_choice"
     assert wanted.grammar.text.splitlines()[0] == start
     assert [f'\\"name\\": \\"{name}\\"' in wanted.grammar.text for name in ("f", "g")] == [
