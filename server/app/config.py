@@ -1,8 +1,8 @@
-"""Every setting: its default, range, unit, help text and origin, in one place. Pure.
+"""Every setting: its default, text and range, and what flags, variables and the file say of it. Pure.
 
-Command line, `--help` and documentation are made from these fields. `--cache-memory` is `cache_memory` in the file
-and `MLX_SERVE_CACHE_MEMORY` in the environment. Flags go before variables, variables before the file. No part of the
-server reads variables.
+Command line, `--help` and documentation are made from `ServerConfig` and settings.toml. `--cache-memory` is
+`cache_memory` in the file and `MLX_SERVE_CACHE_MEMORY` in the environment. Flags go before variables, variables
+before the file. No part of the server reads variables.
 """
 
 import contextlib
@@ -11,12 +11,11 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from types import MappingProxyType
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 from models.adapter import parse_adapter
 from server.pool.names import parse_alias, parse_keep_alive
@@ -35,181 +34,45 @@ class ConfigError(ValueError):
     """Names setting, value and what would be accepted."""
 
 
-def _setting(
-    default: Any,
-    help_text: str,
-    *,
-    between: tuple[float, float] = (-math.inf, math.inf),
-    choices: tuple[str, ...] | None = None,
-    is_secret: bool = False,
-    **names: str,
-) -> Any:
-    """`names` holds `flag` and `unit` unless they follow from the field's name."""
-    told = {"help": help_text, "between": between, "choices": choices}
-    return field(default=default, repr=not is_secret, metadata={**told, **names})
-
-
 @dataclass(frozen=True)
 class ServerConfig:
     """None means: chosen at the start, as the help text says."""
 
-    models: tuple[str, ...] = _setting(
-        ("demo",),
-        "Models to serve: 'demo', a folder, or a Hugging Face repository in the local cache. The first is loaded at "
-        "the start, others when requests name them.",
-        flag="MODEL",
-    )
-    aliases: tuple[str, ...] = _setting(
-        (),
-        "Another name for a model, or a pattern of names, such as 'gpt-*=qwen3:8b'; may be given several times.",
-        flag="--alias",
-        unit="pattern=model",
-    )
-    adapters: tuple[str, ...] = _setting(
-        (),
-        "A LoRA adapter of the first MODEL, served under a name of its own beside it; may be given several times.",
-        flag="--adapter",
-        unit="name=folder",
-    )
-    max_models: int | None = _setting(
-        None,
-        "Models that may be loaded at once; by default as many as fit. With 1 only MODEL is served.",
-        between=(1, 1024),
-    )
-    keep_alive: str | None = _setting(
-        None,
-        "How long an unused model stays loaded, such as 30m, or -1 for ever; by default for ever, or 30m if the "
-        "weights take more than half of the memory.",
-        unit="duration",
-    )
-    host: str = _setting("127.0.0.1", "Address to listen on.")
-    port: int = _setting(8080, "Port to listen on; 0 takes a free one.", between=(0, 65535))
-    name: str | None = _setting(
-        None,
-        "Name in the header X-Served-By of every answer, to tell several servers apart; by default this machine's "
-        "name.",
-    )
-    slots: int = _setting(8, "Sequences that are live on the device at once.", between=(1, 1024))
-    cache_memory_bytes: int | None = _setting(
-        None,
-        "Memory for the state of past tokens, live and stored, at any time; by default from the machine's memory.",
-        between=(MEBIBYTE, math.inf),
-    )
-    share_heads: bool = _setting(
-        True,
-        "Give each running conversation its own copy of a beginning that several have in common; by default they "
-        "share one, where that is faster or memory is short. With half precision the last bits of an answer may then "
-        "depend on what else runs.",
-    )
-    wire_weights: bool = _setting(
-        True,
-        "Let macOS page out the weights like other memory; by default they are wired, so that a Mac whose memory is "
-        "nearly full stays quick.",
-    )
-    cache_disk_bytes: int | None = _setting(
-        None,
-        "Disk space for state that outlives memory and restarts; by default nothing is written.",
-        between=(MEBIBYTE, math.inf),
-    )
-    cache_disk_write_bytes_per_day: int | None = _setting(
-        100 * GIGABYTE,
-        "Most that is written to --cache-disk in 24 hours, so that the disk does not wear out; 'none' for no limit.",
-        flag="--cache-disk-writes",
-        unit="bytes/day",
-        between=(MEBIBYTE, math.inf),
-    )
-    cache_dir: str = _setting(
-        "~/.cache/mlx-serve",
-        "Folder for --cache-disk; it holds people's conversations, readable by their owner only.",
-    )
-    context_tokens: int | None = _setting(
-        None,
-        "Longest prompt and answer together; by default the model's own limit.",
-        flag="--context",
-        between=(16, math.inf),
-    )
-    max_waiting: int = _setting(
-        64, "Requests that may wait for a slot; one more is answered with status 429.", between=(0, 100_000)
-    )
-    speculate: str = _setting(
-        "auto",
-        "Guess the next tokens of an answer from earlier text, a grammar or the model's own MTP module, and evaluate "
-        "several in one step: 'auto' wherever that is faster, 'history' without that module, 'draft=MODEL' with a "
-        "smaller model of the same tokenizer in its place, 'off' never. The answer stays the same.",
-        choices=("auto", "off", "history", f"{_DRAFT}MODEL"),
-    )
-    chunk_tokens: int = _setting(
-        256,
-        "Prompt tokens evaluated per step; running answers pause for at most one such step. On a GPU eight times as "
-        "many while nothing else runs or waits, up to token 65 536, except for models with sliding windows.",
-        between=(16, 65_536),
-    )
-    max_body_bytes: int = _setting(
-        32 * MEBIBYTE, "Largest request body; a larger one is answered with status 413.", between=(1024, math.inf)
-    )
-    api_key: str | None = _setting(
-        None, "Key that clients must send as a bearer token; by default no key is required.", is_secret=True
-    )
-    allowed_hosts: tuple[str, ...] = _setting(
-        (),
-        "Name by which browsers reach this server, besides this machine's name, addresses and local names; may be "
-        "given several times. With a key every name is taken.",
-        flag="--allowed-host",
-        unit="name",
-    )
-    cors: tuple[str, ...] = _setting(
-        (),
-        "Origin whose web pages may use this server, such as https://chat.example.org; may be given several times. "
-        "'*' lets every page use it, and needs a key.",
-        unit="origin",
-    )
-    api_key_file: str | None = _setting(
-        None,
-        "File that holds the key, since anyone on this machine can read the command line. Or set MLX_SERVE_API_KEY.",
-    )
-    api_keys_file: str | None = _setting(
-        None, "TOML file of several keys, each with a name and limits; SIGHUP has it read again.", flag="--api-keys"
-    )
-    insecure_no_key: bool = _setting(
-        False,
-        "Let anyone who reaches the address use the server; by default a key is needed where others can reach it.",
-    )
-    otlp: str | None = _setting(
-        None,
-        "Address of an OpenTelemetry collector that gets a trace of each request, such as http://127.0.0.1:4318.",
-        unit="URL",
-    )
-    console: bool = _setting(
-        True, "Serve no console; by default / is a page for browsers on the server's own machine, or with a key."
-    )
-    prompt_hygiene: bool = _setting(
-        True,
-        "Keep each request's head as the client sent it; by default headers that Claude Code changes each time are "
-        "made constant, and tools keep the first order of their keys, so that prompts are reused.",
-    )
-    default_max_tokens: int | None = _setting(
-        None,
-        "Longest answer when the request names no limit; by default until the context is full.",
-        between=(1, math.inf),
-    )
-    heartbeat_seconds: float = _setting(
-        5.0, "Silence on a stream after which a comment is sent, so that proxies keep it open.", between=(0.01, 3600)
-    )
-    client_seconds: float = _setting(
-        10.0,
-        "Time in which a client must send its request, or take some of its answer; then its connection is closed.",
-        flag="--client-timeout",
-        between=(0.1, 3600),
-    )
-    drain_seconds: float = _setting(
-        10.0, "Time that running answers have to finish once the server is asked to stop.", between=(0, 3600)
-    )
-    log_level: str = _setting("info", "Least severe messages to log.", choices=("debug", "info", "warning", "error"))
-    log_format: str = _setting(
-        "text",
-        "How the log is written: 'text' for people, 'json' for programs, one object per line.",
-        choices=("text", "json"),
-    )
+    models: tuple[str, ...] = ("demo",)
+    aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    max_models: int | None = None
+    keep_alive: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    name: str | None = None
+    slots: int = 8
+    cache_memory_bytes: int | None = None
+    share_heads: bool = True
+    wire_weights: bool = True
+    cache_disk_bytes: int | None = None
+    cache_disk_write_bytes_per_day: int | None = 100 * GIGABYTE
+    cache_dir: str = "~/.cache/mlx-serve"
+    context_tokens: int | None = None
+    max_waiting: int = 64
+    speculate: str = "auto"
+    chunk_tokens: int = 256
+    max_body_bytes: int = 32 * MEBIBYTE
+    api_key: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    cors: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    api_keys_file: str | None = None
+    insecure_no_key: bool = False
+    otlp: str | None = None
+    console: bool = True
+    prompt_hygiene: bool = True
+    default_max_tokens: int | None = None
+    heartbeat_seconds: float = 5.0
+    client_seconds: float = 10.0
+    drain_seconds: float = 10.0
+    log_level: str = "info"
+    log_format: str = "text"
 
     @property
     def draft_model(self) -> str | None:
@@ -220,115 +83,63 @@ class ServerConfig:
     def needs_key(self) -> bool:
         return self.api_key is not None or self.api_keys_file is not None
 
-    def check(self) -> None:
-        """Raises ConfigError for the first unusable setting."""
-        for setting in fields(self):
-            _check_setting(setting.name, setting.type, getattr(self, setting.name), setting.metadata)
-        for name, parse in (("aliases", parse_alias), ("keep_alive", parse_keep_alive), ("adapters", parse_adapter)):
-            value = getattr(self, name) or ()
-            try:
-                for text in (value,) if isinstance(value, str) else value:
-                    parse(text)
-            except ValueError as error:
-                raise ConfigError(f"{name} is wrong: {error}") from error
-        names = [parse_adapter(adapter).name for adapter in self.adapters]
-        for name in names:
-            if names.count(name) > 1 or name in self.models:
-                raise ConfigError(f"adapters is wrong: {name!r} stands for something else already")
-        for origin in self.cors:
-            if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    f"cors is {origin!r}; it must be an origin such as https://chat.example.org, or '*'"
-                )
-        if ANY_ORIGIN in self.cors and not self.needs_key:
-            raise ConfigError("cors is '*', which lets every web page use this server; it must have --api-key then")
-
-
-def _check_setting(name: str, kind: Any, value: Any, metadata: Any) -> None:
-    if value is None and type(None) in getattr(kind, "__args__", ()):
-        return
-    if kind == tuple[str, ...]:
-        _check_names(name, value)
-    elif kind is bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}; it must be true or false")
-    elif kind in (str, str | None):
-        _check_text(name, value, metadata["choices"])
-    else:
-        _check_number(name, value, kind in (int, int | None), *metadata["between"])
-
-
-def _check_names(name: str, value: Any) -> None:
-    if not isinstance(value, tuple) or (name == "models" and not value):
-        raise ConfigError(f"{name} is {value!r}; it must hold at least one name")
-    for entry in value:
-        _check_text(name, entry, None)
-    if len(set(value)) != len(value):
-        raise ConfigError(f"{name} is {value!r}; a name stands there twice")
-
-
-def _check_text(name: str, value: Any, choices: tuple[str, ...] | None) -> None:
-    is_text = isinstance(value, str) and value and value.isprintable()
-    if not is_text or (choices is not None and not any(_is_choice(value, choice) for choice in choices)):
-        # A key is a secret and stays out of messages: only its name is given.
-        shown = "unusable" if name == "api_key" else repr(value)
-        wanted = f"one of {', '.join(choices)}" if choices else "a printable text that is not empty"
-        raise ConfigError(f"{name} is {shown}; it must be {wanted}")
-
-
-def _is_choice(value: str, choice: str) -> bool:
-    head, _, _ = choice.partition("MODEL")  # which stands for any name
-    return value == choice if head == choice else value.startswith(head) and value != head
-
-
-def _check_number(name: str, value: Any, is_whole: bool, minimum: float, maximum: float) -> None:
-    accepted = (int,) if is_whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
-        raise ConfigError(f"{name} is {value!r}; it must be a {'whole ' if is_whole else ''}number")
-    if value < minimum:
-        raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
-    if value > maximum:
-        raise ConfigError(f"{name} is {value}; it must be at most {maximum}")
-
 
 PREFIX = "MLX_SERVE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 KEY_VARIABLE = f"{PREFIX}API_KEY"
 
 
-def _named(setting: "Field[Any]") -> "Field[Any]":
-    stem, _, last = setting.name.rpartition("_")
-    flag = (stem if last in ("bytes", "seconds") else setting.name).replace("_", "-")
-    unit = last if last in ("bytes", "seconds", "tokens") else None
-    own = {"flag": f"--no-{flag}" if setting.default is True else f"--{flag}", "unit": unit}
-    setting.metadata = MappingProxyType({**own, **setting.metadata})
-    return setting
+@dataclass(frozen=True)
+class Setting:
+    """One field of `ServerConfig`, with what settings.toml says of it."""
+
+    name: str
+    kind: type
+    """Of the value, or of each of several."""
+    default: Any
+    flag: str
+    help: str
+    unit: str = ""
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    choices: Sequence[str] = ()
+    """MODEL stands for any name."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file: `x` for a switch `--no-x`."""
+        stem = self.flag.removeprefix("--no-") if self.default is True else self.flag.lstrip("-")
+        return stem.lower().replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.key.upper()
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it is in bytes, or bytes a day."""
+        return self.unit in ("bytes", "bytes/day")
 
 
-SETTINGS: Mapping[str, "Field[Any]"] = {setting.name: _named(setting) for setting in fields(ServerConfig)}
+_TOLD = tomllib.loads(Path(__file__).with_name("settings.toml").read_text(encoding="utf-8"))
+SETTINGS: Mapping[str, Setting] = {
+    one.name: Setting(one.name, (*get_args(one.type), one.type)[0], one.default, **_TOLD[one.name])
+    for one in fields(ServerConfig)
+}
 
-_SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _ONE_KEY = {"api_key", "api_key_file"}
 _KEYS = {*_ONE_KEY, "api_keys_file"}
 # Kubernetes gives every container such variables for a service that is called mlx-serve.
-_INJECTED = re.compile(rf"{PREFIX}(SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+)")
-
-
-class SettingOrigin(StrEnum):
-    """Sources of a setting, the strongest first."""
-
-    FLAG = "flag"
-    VARIABLE = "variable"
-    FILE = "file"
-    DEFAULT = "default"
+_INJECTED = re.compile(rf"{PREFIX}(SERVICE_(HOST|PORT\w*)=.*|PORT_\d+_\w+=.*|PORT=tcp://.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ToldSetting:
-    """A checked value, and its source."""
+    """A value, and its source."""
 
     value: Any
-    origin: SettingOrigin
+    origin: str
+    """`flag`, `variable`, `file` or `default`."""
     where: str
     """What a person edits: `--port`, `MLX_SERVE_PORT`, `port in FILE`."""
 
@@ -336,45 +147,28 @@ class ToldSetting:
 Layer = Mapping[str, ToldSetting]
 
 
-def key_of(setting: "Field[Any]") -> str:
-    """The setting's key in the file: `x` for a switch `--no-x`."""
-    flag = str(setting.metadata["flag"]).lstrip("-").lower()
-    if setting.type is bool and setting.default is True:
-        flag = flag.removeprefix("no-")
-    return flag.replace("-", "_")
-
-
-def variable_of(setting: "Field[Any]") -> str:
-    """The variable's name."""
-    return PREFIX + key_of(setting).upper()
-
-
 def from_flags(given: Mapping[str, Any]) -> Layer:
-    """The settings given as flags; raises ConfigError."""
+    """The settings given as flags."""
     layer = {}
     for name, value in given.items():
         if value not in (None, [], ()):
-            setting, flag = SETTINGS[name], SETTINGS[name].metadata["flag"]
+            setting = SETTINGS[name]
             # A switch sets the opposite of the default.
-            is_switch = setting.type is bool
-            read = not setting.default if is_switch else _read(setting, value, flag)
-            layer[name] = ToldSetting(read, SettingOrigin.FLAG, flag)
+            said = not setting.default if setting.kind is bool else value
+            layer[name] = ToldSetting(said, "flag", setting.flag)
     return layer
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """Settings of non-empty variables; raises ConfigError, also for an unknown name."""
-    names = {variable_of(setting): setting for setting in SETTINGS.values()}
+    """Settings of non-empty variables; raises ConfigError for an unknown name."""
+    names = {setting.variable: setting for setting in SETTINGS.values()}
     layer = {}
     for variable, text in environment.items():
-        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not text:
-            continue
-        if _INJECTED.fullmatch(variable) or (variable == f"{PREFIX}PORT" and text.startswith("tcp://")):
-            continue
-        if variable not in names:
-            raise ConfigError(f"{variable} belongs to no setting{_nearest(variable, names)}")
-        setting = names[variable]
-        layer[setting.name] = ToldSetting(_read(setting, text, variable), SettingOrigin.VARIABLE, variable)
+        is_ours = variable.startswith(PREFIX) and variable != FILE_VARIABLE and text
+        if is_ours and not _INJECTED.fullmatch(f"{variable}={text}"):
+            if variable not in names:
+                raise ConfigError(f"{variable} belongs to no setting{_nearest(variable, names)}")
+            layer[names[variable].name] = ToldSetting(text, "variable", variable)
     return layer
 
 
@@ -384,66 +178,146 @@ def from_file(text: str, path: str) -> Layer:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
-    names = {key_of(setting): setting for setting in SETTINGS.values()}
-    layer = {}
-    for key, value in table.items():
+    names = {setting.key: setting for setting in SETTINGS.values()}
+    for key in table:
         if key not in names:
             raise ConfigError(f"{key!r} in {path} is no setting{_nearest(key, names)}")
-        setting, where = names[key], f"{key} in {path}"
-        layer[setting.name] = ToldSetting(_read(setting, value, where), SettingOrigin.FILE, where)
-    return layer
+    return {names[key].name: ToldSetting(value, "file", f"{key} in {path}") for key, value in table.items()}
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    own_parts = {other.removeprefix(PREFIX): other for other in names}
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), own_parts, n=1)
+    return f"; did you mean {own_parts[near[0]]}?" if near else "; `mlx-serve config` lists them all"
 
 
 def merge(layers: Iterable[Layer]) -> Layer:
-    """The strongest layer comes first. A source that names a key or a file of keys replaces the keys of weaker
-    sources.
+    """Every setting, read from the strongest layer that has it. The strongest layer comes first.
+
+    A source that names a key or a file of keys replaces the keys of weaker sources. Raises ConfigError, which names
+    the flag, variable or file.
     """
     merged: dict[str, ToldSetting] = {}
     is_key_told = False
     for layer in layers:
         for name, told in layer.items():
             if name not in merged and not (is_key_told and name in _ONE_KEY):
-                merged[name] = told
+                merged[name] = read(SETTINGS[name], told)
         is_key_told = is_key_told or not _KEYS.isdisjoint(layer)
-    return {
-        name: merged.get(name) or ToldSetting(setting.default, SettingOrigin.DEFAULT, setting.metadata["flag"])
-        for name, setting in SETTINGS.items()
-    }
+    defaults = {name: ToldSetting(setting.default, "default", setting.flag) for name, setting in SETTINGS.items()}
+    return {**defaults, **merged}
 
 
 def checked(settings: Layer) -> ServerConfig:
-    """The settings. Raises ConfigError, which names the flag, variable or file."""
+    """The settings together. Raises ConfigError for two that contradict each other."""
     config = ServerConfig(**{name: told.value for name, told in settings.items()})
-    try:
-        config.check()
-    except ConfigError as error:
-        name, _, rest = str(error).partition(" ")
-        raise ConfigError(f"{settings[name].where} {rest}" if name in settings else str(error)) from error
+    names = [parse_adapter(adapter).name for adapter in config.adapters]
+    for name in names:
+        if names.count(name) > 1 or name in config.models:
+            raise ConfigError(f"{settings['adapters'].where}: {name!r} stands for something else already")
+    if ANY_ORIGIN in config.cors and not config.needs_key:
+        told = f"{settings['cors'].where} is '*', which lets every web page use this server"
+        raise ConfigError(f"{told}; it must have --api-key then")
     return config
 
 
-def toml_value(setting: "Field[Any]", value: Any) -> str:
+def read(setting: Setting, told: ToldSetting) -> ToldSetting:
+    """With the value as `ServerConfig` has it. Raises ConfigError, which names the source."""
+    value = told.value
+    if not isinstance(setting.default, tuple):
+        return replace(told, value=_read_one(setting, value, told.where))
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list) or not (value or setting.default == ()):
+        raise ConfigError(f"{told.where} is {value!r}; it must hold at least one name")
+    values = tuple(_read_one(setting, one, told.where) for one in value)
+    if len(set(values)) != len(values):
+        raise ConfigError(f"{told.where} is {value!r}; a name stands there twice")
+    return replace(told, value=values)
+
+
+def _read_one(setting: Setting, value: Any, where: str) -> Any:
+    if isinstance(value, str) or (setting.unit == "duration" and type(value) is int):
+        try:
+            value = _parse(setting, str(value))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    wanted = _wanted(setting, value)
+    if wanted is not None:
+        # A key is a secret and stays out of messages: only its name is given.
+        shown = "unusable" if setting.name == "api_key" else repr(value)
+        raise ConfigError(f"{where} is {shown}; it must be {wanted}")
+    return value
+
+
+def _parse(setting: Setting, text: str) -> Any:
+    """Returns a text of no number or switch as it is, for `_wanted` to refuse. Raises ValueError for other forms."""
+    if setting.name in _FORMS:
+        _FORMS[setting.name](text)
+    if setting.is_size:
+        return parse_size(text) if setting.unit == "bytes" else parse_size_per_day(text)
+    if setting.kind is bool:
+        return _SWITCH.get(text.strip().lower(), text)
+    with contextlib.suppress(ValueError):
+        return setting.kind(text)
+    return text
+
+
+def _wanted(setting: Setting, value: Any) -> str | None:
+    """What a value must be, if it is not."""
+    kind = setting.kind
+    if kind is bool:
+        return None if isinstance(value, bool) else "true or false"
+    if kind is str:
+        is_text = isinstance(value, str) and value and value.isprintable()
+        if setting.choices:
+            pattern = "|".join(setting.choices).replace("MODEL", ".+")
+            return None if is_text and re.fullmatch(pattern, value) else f"one of {', '.join(setting.choices)}"
+        return None if is_text else "a printable text that is not empty"
+    if value is None:  # `none` for no limit
+        return None
+    accepted = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
+        return "a whole number" if kind is int else "a number"
+    if value < setting.at_least:
+        return f"at least {setting.at_least}"
+    return f"at most {setting.at_most}" if value > setting.at_most else None
+
+
+_SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def _check_origin(text: str) -> None:
+    if text != ANY_ORIGIN and not _ORIGIN.fullmatch(text):
+        raise ValueError(f"{text!r} is no origin; write it like https://chat.example.org, or '*' for any")
+
+
+_FORMS: Mapping[str, Callable[[str], object]] = {
+    "aliases": parse_alias,
+    "adapters": parse_adapter,
+    "keep_alive": parse_keep_alive,
+    "cors": _check_origin,
+}
+"""Raise ValueError for a text of another form."""
+
+
+def toml_value(setting: Setting, value: Any) -> str:
     """A value as the file has it; empty for None."""
-    if is_size(setting) and isinstance(value, int):
+    if setting.is_size and isinstance(value, int):
         return f'"{size_literal(setting, value)}"'
     if value is None:
-        return '"none"' if setting.metadata["unit"] == "bytes/day" else ""
+        return '"none"' if setting.unit == "bytes/day" else ""
     # For the other kinds JSON is valid TOML.
     return json.dumps(value, ensure_ascii=False)
 
 
-def size_literal(setting: "Field[Any]", num_bytes: int) -> str:
+def size_literal(setting: Setting, num_bytes: int) -> str:
     """Text that reads back as the same number."""
-    suffix = "/day" if setting.metadata["unit"] == "bytes/day" else ""
+    suffix = "/day" if setting.unit == "bytes/day" else ""
     for unit, unit_bytes in (("GB", GIGABYTE), ("GiB", 2**30), ("MiB", MEBIBYTE), ("MB", 10**6)):
         if num_bytes and num_bytes % unit_bytes == 0:
             return f"{num_bytes // unit_bytes}{unit}{suffix}"
     return f"{num_bytes}{suffix}"
-
-
-def is_size(setting: "Field[Any]") -> bool:
-    """Whether the setting is in bytes, or bytes a day."""
-    return setting.metadata["unit"] in ("bytes", "bytes/day")
 
 
 def parse_size(text: str) -> int:
@@ -464,36 +338,6 @@ def parse_size_per_day(text: str) -> int | None:
         if unit.strip().lower() == "day":
             return parse_size(size)
     raise ConfigError(f"{text!r} is not a size per day; write it like 200GB/day, or none for no limit")
-
-
-def _read(setting: "Field[Any]", value: Any, where: str) -> Any:
-    """Reads a value; an unreadable one stays unchanged, for `check` to refuse."""
-    if isinstance(value, list):
-        return tuple(value)
-    if not isinstance(value, str):
-        is_duration = setting.metadata["unit"] == "duration" and type(value) is int
-        return str(value) if is_duration else value
-    if is_size(setting):
-        try:
-            return parse_size(value) if setting.metadata["unit"] == "bytes" else parse_size_per_day(value)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-    if setting.type == tuple[str, ...]:
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    if setting.type is bool:
-        return _SWITCH.get(value.strip().lower(), value)
-    with contextlib.suppress(ValueError):
-        if setting.type in (int, int | None):
-            return int(value)
-        if setting.type is float:
-            return float(value)
-    return value
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    own_parts = {other.removeprefix(PREFIX): other for other in names}
-    near = difflib.get_close_matches(name.removeprefix(PREFIX), own_parts, n=1)
-    return f"; did you mean {own_parts[near[0]]}?" if near else "; `mlx-serve config` lists them all"
 
 
 class StartError(Exception):

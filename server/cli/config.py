@@ -4,7 +4,7 @@ import inspect
 import os
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import Field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 
 from models.names import used_last
 from server.app import config
-from server.app.config import SETTINGS, ConfigError, Layer, ServerConfig, SettingOrigin, ToldSetting
+from server.app.config import SETTINGS, ConfigError, Layer, ServerConfig, Setting, ToldSetting
 from server.app.keys import read_private
 from server.cli.options import Json, command_group, model_names, plain_table, print_json
 
@@ -26,56 +26,43 @@ _HEAD = """\
 # A variable of the environment goes before this file, a flag before both; `mlx-serve config` shows the result.
 """
 
-
-_TEMPLATE_HELP = "Print a file of all settings, to be edited."
 _MODEL_DEFAULT = "Default: the pulled model that was used last, else demo."
 
 
-def with_settings(**others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command a flag for each setting; `others` are the command's own switches."""
-    options: dict[str, tuple[Any, object]] = {name: (_option(setting), None) for name, setting in SETTINGS.items()}
-    options |= {name: (annotation, False) for name, annotation in others.items()}
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        parameters = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for name, (annotation, default) in options.items()
-        ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
-
-    return decorate
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command a flag for each setting in place of its `given`."""
+    own = [one for one in inspect.signature(command).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    told = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(setting))
+        for name, setting in SETTINGS.items()
+    ]
+    command.__signature__ = inspect.Signature([*told, *own])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*told, *own]}
+    return command
 
 
-def _option(setting: "Field[Any]") -> Any:
-    metadata, kind = setting.metadata, setting.type
-    if metadata["flag"] == "MODEL":
-        told = f"{metadata['help']} {_MODEL_DEFAULT}"
+def _option(setting: Setting) -> Any:
+    is_list = isinstance(setting.default, tuple)
+    if setting.flag == "MODEL":
+        told = f"{setting.help} {_MODEL_DEFAULT}"
         return Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=told, autocompletion=model_names)]
+    is_switch, default = setting.kind is bool, setting.default
+    shown = config.size_literal(setting, default) if setting.is_size and default else default
     info = typer.Option(
-        metadata["flag"],
-        help=metadata["help"] + _default(setting),
-        metavar=None if kind is bool else _metavar(setting),
-        autocompletion=(lambda: list(metadata["choices"])) if metadata["choices"] else None,
+        setting.flag,
+        help=setting.help if is_switch or default in (None, ()) else f"{setting.help} Default: {shown}.",
+        metavar=None if is_switch else _metavar(setting),
+        autocompletion=(lambda: list(setting.choices)) if setting.choices else None,
     )
     # A text is read like one from the file or a variable.
-    return Annotated[(bool if kind is bool else list[str] if kind == tuple[str, ...] else str) | None, info]
+    return Annotated[(bool if is_switch else list[str] if is_list else str) | None, info]
 
 
-def _default(setting: "Field[Any]") -> str:
-    default: Any = setting.default
-    if default in (None, ()) or setting.type is bool:
-        return ""
-    return f" Default: {config.size_literal(setting, default) if config.is_size(setting) else default}."
-
-
-def _metavar(setting: "Field[Any]") -> str:
-    if setting.metadata["choices"]:
-        return "|".join(setting.metadata["choices"])
-    if config.is_size(setting):
-        return "SIZE" if setting.metadata["unit"] == "bytes" else "SIZE/day"
-    return (setting.metadata["unit"] or ("TEXT" if setting.type in (str, str | None) else "NUMBER")).upper()
+def _metavar(setting: Setting) -> str:
+    if setting.choices:
+        return "|".join(setting.choices)
+    usual = setting.unit.upper() or ("TEXT" if setting.kind is str else "NUMBER")
+    return {"bytes": "SIZE", "bytes/day": "SIZE/day"}.get(setting.unit, usual)
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
@@ -100,7 +87,7 @@ def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
     """As `load_config`; without a MODEL, takes the one used last, and says so."""
     settings = read_settings(given, environment)
-    found = used_last() if settings["models"].origin is SettingOrigin.DEFAULT else None
+    found = used_last() if settings["models"].origin == "default" else None
     if found is not None:
         settings = {**settings, "models": replace(settings["models"], value=(found,))}
         typer.echo(f"No MODEL is named: taking {found}, which was used last; 'demo' is the built-in one.", err=True)
@@ -108,8 +95,15 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
 
 
 @app.command("config")
-@with_settings(as_json=Json, as_template=Annotated[bool, typer.Option("--template", help=_TEMPLATE_HELP)])
-def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
+@with_settings
+def show_settings(
+    *,
+    as_json: Json = False,
+    as_template: Annotated[
+        bool, typer.Option("--template", help="Print a file of all settings, to be edited.")
+    ] = False,
+    **given: Any,
+) -> None:
     """Prints settings and their sources, or a template. Raises ConfigError."""
     if as_template:
         typer.echo("\n".join([_HEAD, *map(_template_entry, SETTINGS.values())]), nl=False)
@@ -117,11 +111,11 @@ def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
     settings = read_settings(given, os.environ)
     config.checked(settings)
     file = config_file(os.environ)
+    records = {name: _record(name, told) for name, told in settings.items()}
     if as_json:
-        records = [_record(name, told) for name, told in settings.items()]
-        print_json({"file": str(file), "exists": file.is_file(), "settings": records})
+        print_json({"file": str(file), "exists": file.is_file(), "settings": list(records.values())})
     else:
-        typer.echo(plain_table([_row(*entry) for entry in settings.items()]))
+        typer.echo(plain_table([_row(*entry) for entry in records.items()]))
         typer.echo(f"\nfile: {file}{'' if file.is_file() else ', which is not there'}")
 
 
@@ -138,38 +132,33 @@ def _read_file(environment: Mapping[str, str]) -> Layer:
 
 
 def _with_key(settings: Layer) -> Layer:
-    file = settings["api_key_file"]
-    if not isinstance(file.value, str):
+    file, key = settings["api_key_file"], settings["api_key"]
+    if file.value is None:
         return settings
-    if settings["api_key"].value is not None:
-        raise ConfigError(f"give {settings['api_key'].where} or {file.where}, not both")
-    key, _ = read_private(Path(file.value).expanduser(), f"{file.where}: {file.value}")
-    return {**settings, "api_key": ToldSetting(key.strip(), file.origin, file.where)}
-
-
-def _shown(name: str, told: ToldSetting) -> Any:
-    return told.value if SETTINGS[name].repr or told.value is None else HIDDEN
+    if key.value is not None:
+        raise ConfigError(f"give {key.where} or {file.where}, not both")
+    text, _ = read_private(Path(file.value).expanduser(), f"{file.where}: {file.value}")
+    return {**settings, "api_key": config.read(SETTINGS["api_key"], replace(file, value=text.strip()))}
 
 
 def _record(name: str, told: ToldSetting) -> dict[str, Any]:
-    setting = SETTINGS[name]
+    setting, is_default = SETTINGS[name], told.origin == "default"
     return {
-        "key": config.key_of(setting),
-        "value": _shown(name, told),
-        "origin": str(told.origin),
-        "where": "" if told.origin is SettingOrigin.DEFAULT else told.where,
-        "flag": setting.metadata["flag"],
-        "variable": config.variable_of(setting),
+        "key": setting.key,
+        "value": HIDDEN if name == "api_key" and told.value is not None else told.value,
+        "origin": told.origin,
+        "where": "" if is_default else told.where,
+        "flag": setting.flag,
+        "variable": setting.variable,
     }
 
 
-def _row(name: str, told: ToldSetting) -> tuple[str, ...]:
-    value = _shown(name, told)
+def _row(name: str, record: Mapping[str, Any]) -> tuple[str, ...]:
+    value = record["value"]
     shown = value if value == HIDDEN else config.toml_value(SETTINGS[name], value)
-    where = "default" if told.origin is SettingOrigin.DEFAULT else told.where
-    return config.key_of(SETTINGS[name]), shown or "-", where
+    return record["key"], shown or "-", record["where"] or "default"
 
 
-def _template_entry(setting: "Field[Any]") -> str:
-    told = textwrap.fill(setting.metadata["help"], 100, initial_indent="# ", subsequent_indent="# ")
-    return f"{told}\n#{config.key_of(setting)} = {config.toml_value(setting, setting.default)}".rstrip() + "\n"
+def _template_entry(setting: Setting) -> str:
+    told = textwrap.fill(setting.help, 100, initial_indent="# ", subsequent_indent="# ")
+    return f"{told}\n#{setting.key} = {config.toml_value(setting, setting.default)}".rstrip() + "\n"

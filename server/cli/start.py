@@ -18,7 +18,7 @@ app = command_group()
 
 
 @app.command()
-@with_settings()
+@with_settings
 def serve(**given: Any) -> None:
     """Serves until asked to stop; raises ConfigError, StartError, ModelError and FolderError."""
     config = load_model_config(given, os.environ)

@@ -1,23 +1,33 @@
 """Every setting is checked, and every setting says what a command line needs to know about it."""
 
-from dataclasses import fields, replace
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.app.config import ConfigError, ServerConfig
+from server.app import config
+from server.app.config import SETTINGS, ConfigError, ServerConfig, Setting, ToldSetting, checked, merge, read
 
 
 def test_defaults_pass_the_check() -> None:
-    ServerConfig().check()
+    assert checked(merge([])) == ServerConfig()
+    for setting in SETTINGS.values():
+        told = ToldSetting(list(value) if isinstance(value := setting.default, tuple) else value, "file", "F")
+        assert value is None or read(setting, told).value == value
+
+
+def test_what_is_said_of_settings_is_said_of_those_that_there_are() -> None:
+    told = tomllib.loads(Path(config.__file__).with_name("settings.toml").read_text(encoding="utf-8"))
+    assert list(told) == list(SETTINGS)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("models", ()),
-        ("models", ("a", "a")),
-        ("models", "demo"),
+        ("models", []),
+        ("models", ["a", "a"]),
+        ("models", 1),
         ("host", ""),
         ("host", "a\nb"),
         ("port", -1),
@@ -36,36 +46,34 @@ def test_defaults_pass_the_check() -> None:
         ("heartbeat_seconds", 0),
         ("heartbeat_seconds", float("nan")),
         ("drain_seconds", float("inf")),
-        ("drain_seconds", None),
         ("log_level", "loud"),
         ("prompt_hygiene", 1),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_its_value(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=name) as caught:
-        replace(ServerConfig(), **{name: value}).check()
-    assert str(value) in str(caught.value) or repr(value) in str(caught.value)
+    with pytest.raises(ConfigError, match=f"^{name} in F") as caught:
+        read(SETTINGS[name], ToldSetting(value, "file", f"{name} in F"))
+    assert repr(value) in str(caught.value)
 
 
 def test_a_model_without_a_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="models is ''"):
-        ServerConfig(models=("demo", "")).check()
+        read(SETTINGS["models"], ToldSetting(["demo", ""], "file", "models"))
 
 
 def test_the_key_appears_in_no_message() -> None:
-    config = ServerConfig(api_key="se\ncret")
-    assert "cret" not in repr(config)
+    assert "cret" not in repr(ServerConfig(api_key="secret"))
     with pytest.raises(ConfigError, match="api_key") as caught:
-        config.check()
+        read(SETTINGS["api_key"], ToldSetting("se\ncret", "file", "api_key"))
     assert "cret" not in str(caught.value)
 
 
 def test_every_setting_has_help_and_a_flag_of_its_own() -> None:
-    flags = [setting.metadata["flag"] for setting in fields(ServerConfig)]
-    assert len(set(flags)) == len(flags)
-    assert all(setting.metadata["help"].endswith(".") for setting in fields(ServerConfig))
+    assert len({setting.flag for setting in SETTINGS.values()}) == len(SETTINGS)
+    assert all(setting.help.endswith(".") for setting in SETTINGS.values())
+    assert all(setting.flag.startswith("--no-") == (setting.default is True) for setting in SETTINGS.values())
 
 
-@pytest.mark.parametrize("setting", [s for s in fields(ServerConfig) if s.name.endswith(("bytes", "seconds"))])
-def test_a_setting_with_a_unit_in_its_name_states_that_unit(setting: Any) -> None:
-    assert setting.name.endswith(setting.metadata["unit"])
+@pytest.mark.parametrize("setting", [s for s in SETTINGS.values() if s.name.endswith(("bytes", "seconds", "tokens"))])
+def test_a_setting_with_a_unit_in_its_name_states_that_unit(setting: Setting) -> None:
+    assert setting.unit and setting.name.endswith(setting.unit)

@@ -11,18 +11,15 @@ from server.app.config import (
     SETTINGS,
     ConfigError,
     ServerConfig,
-    SettingOrigin,
     checked,
     from_environment,
     from_file,
     from_flags,
-    key_of,
     merge,
     parse_size,
     parse_size_per_day,
     size_literal,
     toml_value,
-    variable_of,
 )
 
 FLAG, VARIABLE, FILE = {"port": 1}, {"MLX_SERVE_PORT": "2"}, "port = 3"
@@ -48,11 +45,11 @@ def test_a_flag_goes_before_a_variable_and_that_before_the_file(
 ) -> None:
     flags, environment, file = sources
     told = merge([from_flags(flags), from_environment(environment), from_file(file, "F")])["port"]
-    assert (told.value, told.origin, told.where) == (port, SettingOrigin(origin), where)
+    assert (told.value, told.origin, told.where) == (port, origin, where)
 
 
 def test_names_are_made_of_flags_and_none_is_there_twice() -> None:
-    names = {name: (key_of(setting), variable_of(setting)) for name, setting in SETTINGS.items()}
+    names = {name: (setting.key, setting.variable) for name, setting in SETTINGS.items()}
     assert names["cache_memory_bytes"] == ("cache_memory", "MLX_SERVE_CACHE_MEMORY")
     assert names["models"] == ("model", "MLX_SERVE_MODEL")
     assert names["prompt_hygiene"] == ("prompt_hygiene", "MLX_SERVE_PROMPT_HYGIENE")
@@ -79,8 +76,8 @@ EXAMPLES: dict[str, tuple[Any, str, str]] = {
 def test_the_file_and_a_variable_can_say_the_same(name: str) -> None:
     value, literal, text = EXAMPLES[name]
     setting = SETTINGS[name]
-    by_file = config_of(file=f"{key_of(setting)} = {literal}")
-    by_variable = config_of(environment={variable_of(setting): text})
+    by_file = config_of(file=f"{setting.key} = {literal}")
+    by_variable = config_of(environment={setting.variable: text})
     assert getattr(by_file, name) == getattr(by_variable, name) == value
     assert value != setting.default
 
@@ -104,7 +101,7 @@ def test_the_file_and_a_variable_can_say_the_same(name: str) -> None:
         ({}, "slots = 0", "slots in F is 0; it must be at least 1"),
         ({}, "cache_memory = true", "cache_memory in F is True; it must be a whole number"),
         ({}, "cache_disk_writes = '5GB'", "cache_disk_writes in F: '5GB' is not a size per day"),
-        ({}, "model = []", "model in F is (); it must hold at least one name"),
+        ({}, "model = []", "model in F is []; it must hold at least one name"),
         ({}, "model = [1]", "model in F is 1; it must be a printable text"),
         ({}, "host = 1", "host in F is 1; it must be a printable text"),
         ({}, "speculate = false", "speculate in F is False; it must be one of auto, off, history, draft=MODEL"),

@@ -15,6 +15,7 @@ import pytest
 from server.api.app import create_pool_app
 from server.app.config import ConfigError, ServerConfig
 from server.app.service import ServiceOpener, open_service
+from server.cli.config import load_config
 from server.pool.catalog import Catalog
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource
@@ -52,7 +53,6 @@ class Server:
 def serving(folder: Path, adapters: dict[str, Path], **settings: Any) -> Iterator[Server]:
     named = tuple(f"{name}={path}" for name, path in adapters.items())
     config = ServerConfig(models=(str(folder),), adapters=named, cache_memory_bytes=1 << 28, **settings)
-    config.check()
     service = open_service(config)
     service.engine.start()
     first = ModelSource(service.model.id, folder)
@@ -220,4 +220,4 @@ def test_a_disk_gives_an_adapter_its_own_states_and_none_of_changed_files(
 )
 def test_a_wrong_adapter_is_a_wrong_setting(adapters: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        ServerConfig(adapters=adapters).check()
+        load_config({"adapters": [*adapters]}, {})

@@ -11,6 +11,7 @@ from server.api.app import create_app
 from server.api.errors import ApiError
 from server.api.guard import check_web_access
 from server.app.config import ConfigError, ServerConfig
+from server.cli.config import load_config
 from tests.support.fake_engine import FakeEngine, fake_model
 
 CHAT = "/v1/chat/completions"
@@ -20,9 +21,7 @@ JSON = {"content-type": "application/json"}
 
 
 def client_of(host: str = "127.0.0.1:8080", **settings: Any) -> TestClient:
-    config = ServerConfig(**settings)
-    config.check()
-    app = create_app(FakeEngine(), fake_model(), config)
+    app = create_app(FakeEngine(), fake_model(), ServerConfig(**settings))
     return TestClient(app, base_url=f"http://{host}")
 
 
@@ -234,12 +233,13 @@ def test_a_stream_can_be_read_by_the_page() -> None:
 @pytest.mark.parametrize("origin", ["chat.example.org", "https://chat.example.org/", "https://", "https://a b", "x"])
 def test_what_no_browser_sends_as_an_origin_is_refused_at_the_start(origin: str) -> None:
     with pytest.raises(ConfigError, match="cors"):
-        ServerConfig(cors=(origin,)).check()
+        load_config({"cors": [origin]}, {})
 
 
 def test_every_origin_is_let_in_only_together_with_a_key() -> None:
     with pytest.raises(ConfigError, match="--api-key"):
-        ServerConfig(cors=("*",)).check()
+        load_config({"cors": ["*"]}, {})
+    assert load_config({"cors": ["*"], "api_key": "secret"}, {}).cors == ("*",)
     client = client_of(cors=("*",), api_key="secret")
     headers = {"origin": "null", "authorization": "Bearer secret"}
     assert client.post(CHAT, json=HI, headers=headers).status_code == 200

@@ -2,13 +2,12 @@
 
 import json
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.app.config import SETTINGS, ConfigError, ServerConfig, from_file, key_of, variable_of
+from server.app.config import SETTINGS, ConfigError, ServerConfig, from_file, merge
 from server.cli import ask
 from server.cli.config import config_file, load_config, load_model_config
 from server.cli.main import execute
@@ -46,7 +45,7 @@ def test_programs_get_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -
     found = shown(capsys, "--cache-memory", "2GiB")
     assert (found["file"], found["exists"]) == (str(file), True)
     by_key = {record["key"]: record for record in found["settings"]}
-    assert len(by_key) == len(fields(ServerConfig))
+    assert len(by_key) == len(SETTINGS)
     assert by_key["port"] == {
         "key": "port",
         "value": 9000,
@@ -122,9 +121,9 @@ def test_the_template_has_every_setting_and_its_default(capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert tomllib.loads(text) == {}
     lines = [line[1:] for line in text.splitlines() if line.startswith("#") and not line.startswith("# ")]
-    assert [line.partition(" = ")[0].removesuffix(" =") for line in lines] == [key_of(s) for s in SETTINGS.values()]
-    told = from_file("\n".join(line for line in lines if not line.endswith("=")), "F")
-    assert {name: one.value for name, one in told.items()} == {
+    assert [line.partition(" = ")[0].removesuffix(" =") for line in lines] == [s.key for s in SETTINGS.values()]
+    told = merge([from_file("\n".join(line for line in lines if not line.endswith("=")), "F")])
+    assert {name: one.value for name, one in told.items() if one.origin == "file"} == {
         name: setting.default for name, setting in SETTINGS.items() if setting.default is not None
     }
 
@@ -152,7 +151,7 @@ def test_the_cache_is_listed_where_the_file_puts_it(file: Path, capsys: pytest.C
 def test_the_docs_name_what_rules_the_file() -> None:
     docs = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
     section = docs.partition("## `mlx-serve config`")[2].partition("\n## ")[0]
-    for word in ("XDG_CONFIG_HOME", "MLX_SERVE_CONFIG", "config.toml", variable_of(SETTINGS["cache_memory_bytes"])):
+    for word in ("XDG_CONFIG_HOME", "MLX_SERVE_CONFIG", "config.toml", SETTINGS["cache_memory_bytes"].variable):
         assert word in section
 
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from models import names
 from models.names import FAMILIES, SHORT_NAMES
-from server.app.config import ConfigError, ServerConfig, parse_size, parse_size_per_day
+from server.app.config import SETTINGS, ConfigError, ServerConfig, parse_size, parse_size_per_day
 from server.cli.config import load_config
 from server.cli.main import COMMANDS, execute
 from server.cli.repl.commands import HELP
@@ -63,29 +62,29 @@ def test_help_has_every_setting_with_its_text(
     monkeypatch.setenv("TERMINAL_WIDTH", "1000")
     _, output, _ = run(capsys, "serve", "--help")
     shown = " ".join(output.split())
-    for setting in fields(ServerConfig):
-        assert setting.metadata["flag"] in shown
-        assert setting.metadata["help"] in shown
+    for setting in SETTINGS.values():
+        assert setting.flag in shown
+        assert setting.help in shown
 
 
 def test_help_has_no_flag_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
     _, output, _ = run(capsys, "serve", "--help")
-    flags = {setting.metadata["flag"] for setting in fields(ServerConfig)} | {"--help"}
+    flags = {setting.flag for setting in SETTINGS.values()} | {"--help"}
     assert set(re.findall(r"--[a-z-]+", output)) <= flags
 
 
 def test_the_docs_have_one_row_per_setting() -> None:
     rows = dict(re.findall(r"^\| `(MODEL|--[a-z-]+)` \|( .* \| .*) \|$", DOCS, re.MULTILINE))
     expected = {}
-    for setting in fields(ServerConfig):
+    for setting in SETTINGS.values():
         value: Any = setting.default
         is_shown = value not in (None, ()) and not isinstance(value, bool)
         default = (value[0] if isinstance(value, tuple) else value) if is_shown else ""
-        if value and setting.metadata["unit"] == "bytes":
+        if value and setting.unit == "bytes":
             default = f"{value // 2**20}MiB"
-        if setting.metadata["unit"] == "bytes/day":
+        if setting.unit == "bytes/day":
             default = f"{value // 10**9}GB/day"
-        expected[setting.metadata["flag"]] = f" {default} | {setting.metadata['help']}"
+        expected[setting.flag] = f" {default} | {setting.help}"
     assert rows == expected
 
 
@@ -126,8 +125,8 @@ def one_line(errors: str) -> str:
         ("serve --cache-disk-writes 1kB/day", "--cache-disk-writes is 1000; it must be at least"),
         ("serve --log-level loud", "--log-level is 'loud'; it must be one of debug"),
         ("serve --drain nan", "--drain"),
-        ("serve --alias gpt", "--alias is wrong: 'gpt' is no alias; write it like"),
-        ("serve --keep-alive soon", "--keep-alive is wrong: 'soon' is no duration; write it like"),
+        ("serve --alias gpt", "--alias: 'gpt' is no alias; write it like"),
+        ("serve --keep-alive soon", "--keep-alive: 'soon' is no duration; write it like"),
         ("serve --max-models 0", "--max-models is 0; it must be at least 1"),
         ("run --context 3", "--context is 3"),
         ("pull", "org/name"),
@@ -223,7 +222,7 @@ for command in ("serve --help", "run --help", "list", "ps", "pull", "cache list"
 def test_the_signature_of_serve_is_that_of_the_settings() -> None:
     from server.cli.start import serve
 
-    assert list(inspect.signature(serve).parameters) == [setting.name for setting in fields(ServerConfig)]
+    assert list(inspect.signature(serve).parameters) == [*SETTINGS]
 
 
 @pytest.fixture

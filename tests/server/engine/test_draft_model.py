@@ -19,6 +19,7 @@ from models.loader import DraftModel
 from server.app.config import ConfigError, ServerConfig
 from server.app.memory_budget import Machine
 from server.app.service import Service, ServiceOpener, open_service, pool_memory, source_of
+from server.cli.config import load_config
 from server.engine.request import DraftSource, FinishReason
 from server.pool.loader import Around
 from tests.support import fake_runner, tiny_models
@@ -258,6 +259,6 @@ def test_a_model_loaded_later_gets_the_draft_model_too(folders: dict[str, Path])
 
 @pytest.mark.parametrize("value", ["draft", "draft=", "drafts=demo", "mtp"])
 def test_the_setting_names_a_model(value: str) -> None:
-    ServerConfig(speculate="draft=demo").check()
+    assert load_config({"speculate": "draft=demo"}, {}).draft_model == "demo"
     with pytest.raises(ConfigError, match="one of auto, off, history, draft=MODEL"):
-        ServerConfig(speculate=value).check()
+        load_config({"speculate": value}, {})
