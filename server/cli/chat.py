@@ -9,18 +9,21 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
+import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import httpx2
 import typer
 from rich.console import Console
 
+from models.errors import ModelError, reason
 from models.names import settle
 from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
@@ -30,69 +33,21 @@ from server.cli.ask import FIND_SECONDS, KeyNeeded, bearer, find_served, known_u
 from server.cli.keys import INTERRUPTED, keys_unseen, loading
 from server.cli.recipes import Served
 from server.cli.repl import conversation
-from server.cli.repl.commands import NO_IMAGES, QUOTES, Commands, find_image, is_image
-from server.cli.repl.conversation import AnswerPart, ChatError, Dialogue, ModelChoice, WordWrap
+from server.cli.repl.conversation import AnswerPart, ChatError, Dialogue
+from server.cli.repl.screen import Screen
 from server.engine.request import Timings
 
-_DIM = "\x1b[2m"
-_RESET = "\x1b[0m"
+if TYPE_CHECKING:
+    from server.cli.repl.local import LocalModels
 
-
-class Screen:
-    """Wraps answers and dims reasoning; without `columns` plain answers only."""
-
-    def __init__(
-        self, write: Callable[[str], object], columns: Callable[[], int] | None = None, *, is_coloured: bool = False
-    ) -> None:
-        self._write = write
-        self._columns = columns
-        self._is_coloured = is_coloured
-        self._wrap = WordWrap()
-        self._is_reasoning = False
-
-    def note(self, text: str, *, is_quiet: bool = False) -> None:
-        """Shows the program's own lines."""
-        if self._columns is not None:
-            wrap, columns = WordWrap(), self._columns()
-            text = wrap.feed(text, columns) + wrap.finish(columns)
-        self._write(f"{_DIM}{text}{_RESET}\n" if is_quiet and self._is_coloured else f"{text}\n")
-
-    def complain(self, text: str) -> None:
-        """Shows an error on standard error."""
-        if self._columns is None:
-            sys.stderr.write(f"mlx-serve: {text}\n")
-        else:
-            self.note(f"mlx-serve: {text}")
-
-    def show(self, said: Text | Reasoning) -> None:
-        """Shows the next part of an answer."""
-        is_reasoning = isinstance(said, Reasoning)
-        if self._columns is None:
-            if not is_reasoning:
-                self._write(said.text)
-            return
-        if is_reasoning is not self._is_reasoning:
-            self._turn_to(is_reasoning, self._columns())
-        self._write(self._wrap.feed(said.text, self._columns()))
-
-    def end(self, mark: str = "") -> None:
-        """Ends an answer's line, with `mark` behind the last word."""
-        rest = self._wrap.finish(self._columns()) if self._columns is not None else ""
-        reset = _RESET if self._is_reasoning and self._is_coloured else ""
-        self._write(f"{rest}{mark}{reset}\n")
-        self._wrap, self._is_reasoning = WordWrap(), False
-
-    def _turn_to(self, is_reasoning: bool, columns: int) -> None:
-        rest = self._wrap.finish(columns)
-        gap = "" if self._wrap.is_at_start else "\n\n"
-        colour = (_DIM if is_reasoning else _RESET) if self._is_coloured else ""
-        self._write(f"{rest}{gap}{colour}")
-        self._wrap, self._is_reasoning = WordWrap(), is_reasoning
-
+Models: TypeAlias = "LocalModels | JoinedModels"
+"""What there is to talk to, one model at a time: here, or in a server."""
 
 PROMPT = ">>> "
 CONTINUATION = "... "
+QUOTES = '"""'
 _LEAVE = ("bye", "exit", "quit")
+_COMMAND = re.compile(r"/([a-z]+|\?)(?:[^\S\n]+(.*))?", re.DOTALL)
 
 
 def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None, *, is_local: bool) -> int:
@@ -126,7 +81,7 @@ class Opening:
     history: Path | None = None
 
 
-def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
+def chat(models: "Models", opening: Opening, about: str = "") -> int:
     """Talks, or answers once; returns the exit status. `about` says where the model is."""
     console = Console()
     columns = partial(num_columns, sys.stdout) if sys.stdout.isatty() else None
@@ -152,17 +107,14 @@ def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
 
 @dataclass
 class Chat:
-    """A person's conversations. Blocks its thread."""
+    """A person's conversations. Blocks its thread. A command returns what is shown then."""
 
-    models: ModelChoice
+    models: "Models"
     screen: Screen
     dialogue: Dialogue = field(default_factory=Dialogue)
     read_line: Callable[[str], str] = input
     """Shows a prompt; returns one line, or the pasted lines. Raises EOFError."""
     was_interrupted: bool = False
-
-    def __post_init__(self) -> None:
-        self._commands = Commands(self.dialogue, self.models, self.answer)
 
     def run(self) -> None:
         """Runs until the person leaves."""
@@ -183,14 +135,21 @@ class Chat:
                     self.screen.note("Ctrl-C again, Ctrl-D or /bye to leave", is_quiet=True)
 
     def _respond(self, text: str) -> None:
+        match = _COMMAND.fullmatch(text)
+        command = match and _BY_NAME.get(match[1])
         if not text:
             self.screen.note("Nothing to send: type a message, or /? for help.", is_quiet=True)
-            return
-        said = self._commands.try_run(text)
-        if said is None:
+        elif match and command:
+            try:
+                said = command(self, (match[2] or "").strip())
+            except (ChatError, ModelError) as error:
+                said = str(error)
+            if said:
+                self.screen.note(said)
+        elif match and "\n" not in text:
+            self.screen.note(f"There is no command /{match[1]}; /? lists them")
+        else:
             self.answer(text)
-        elif said:
-            self.screen.note(said)
 
     def answer(self, text: str) -> bool:
         """Shows an arriving answer; False if there is none."""
@@ -198,15 +157,15 @@ class Chat:
         if image is not None:
             self.screen.complain(NO_IMAGES.format(image))
             return False
-        self.dialogue.last_message, self.dialogue.is_answered, self.was_interrupted = text, False, False
+        self.dialogue.unanswered, self.was_interrupted = text, False
         self.dialogue.turns.append({"role": "user", "content": text})
         reply = self._hear_reply()
-        if not reply:
+        if reply:
+            self.dialogue.turns.append({"role": "assistant", "content": reply})
+            self.dialogue.unanswered = ""
+        else:
             self.dialogue.turns.pop()
-            return False
-        self.dialogue.turns.append({"role": "assistant", "content": reply})
-        self.dialogue.is_answered = True
-        return True
+        return bool(reply)
 
     def _hear_reply(self) -> str:
         reply: list[str] = []
@@ -250,6 +209,102 @@ class Chat:
             text = f"{text[:-1]}\n{line}"
         return text
 
+    def _start_anew(self, _: str) -> str:
+        self.dialogue.start_anew()
+        return "A new conversation."
+
+    def _retry(self, _: str) -> str:
+        message = self.dialogue.take_back()
+        if not message:
+            return "There is no message to ask again."
+        self.answer(message)
+        return ""
+
+    def _set_system(self, text: str) -> str:
+        if not text:
+            return self.dialogue.system or "There is no system message."
+        self.dialogue.system = text
+        return "The system message is set."
+
+    def _set(self, text: str) -> str:
+        name, _, value = text.partition(" ")
+        said = self.dialogue.parameters
+        if not name:
+            return conversation.describe(said)
+        if name == "system":
+            raise ChatError("the system message is no parameter; /system TEXT sets it")
+        conversation.check_name(name)
+        if value.strip() == "default":
+            said.pop(name, None)
+        elif value.strip():
+            said[name] = conversation.parse_parameter(name, value.strip())
+        return conversation.describe({name: said[name]}) if name in said else f"{name} is as the model recommends."
+
+    def _show(self, _: str) -> str:
+        about = f"model    {self.models.name}\nsystem   {self.dialogue.system or 'none'}"
+        said = conversation.describe(self.dialogue.parameters)
+        return f"{about}\nmessages {len(self.dialogue.turns)}\n{said}"
+
+    def _change_model(self, name: str) -> str:
+        current = self.models.name
+        if not name:
+            others = [other for other in self.models.names() if other != current]
+            return "\n".join([f"{current}, which you are talking to", *others])
+        self.models.change(name)
+        return f"{self.models.name} goes on with the conversation."
+
+    def _save(self, name: str) -> str:
+        path = _path(name, "/save")
+        save_text(path, self.dialogue.dump(self.models.name))
+        return f"Saved in {path}."
+
+    def _load(self, name: str) -> str:
+        path = _path(name, "/load")
+        text = read_text(path)
+        try:
+            model = self.dialogue.load(text)
+        except ChatError as error:
+            raise ChatError(f"{path} cannot be loaded: {error}") from error
+        other = f" It was with {model}: /model {model}" if model != self.models.name else ""
+        return f"{len(self.dialogue.turns)} messages.{other}"
+
+    def _describe_last_answer(self, _: str) -> str:
+        if self.dialogue.timings is not None:
+            return conversation.describe_timings(self.dialogue.timings)
+        return "No answer was measured yet."
+
+
+def _path(name: str, command: str) -> Path:
+    if not name:
+        raise ChatError(f"{command} needs the name of a file")
+    return Path(name).expanduser().absolute()
+
+
+TABLE: Sequence[tuple[str, str, Callable[[Chat, str], str]]] = (
+    ("/help, /?", "this text", lambda *_: HELP),
+    ("/new, /clear", "forget the conversation and start another", Chat._start_anew),
+    ("/retry", "ask the last message again", Chat._retry),
+    ("/system TEXT", "set the system message; without TEXT: show it", Chat._set_system),
+    ("/set NAME VALUE", "set a parameter, such as temperature 0.2; 'default' unsets it", Chat._set),
+    ("/set", "show what is set", Chat._set),
+    ("/show", "the model, the system message and what is set", Chat._show),
+    ("/model NAME", "go on with another model; without NAME: list them", Chat._change_model),
+    ("/save FILE", "write the conversation to a file", Chat._save),
+    ("/load FILE", "go on with a conversation that was saved", Chat._load),
+    ("/stats", "tokens reused, tokens evaluated and speed of the last answer", Chat._describe_last_answer),
+)
+"""What a person types, its help, and what is done."""
+_BY_NAME = {name: act for typed, _, act in TABLE for name in re.findall(r"/(\w+|\?)", typed)}
+
+_rows = "\n".join(f"{typed:<16} {told}" for typed, told, _ in TABLE)
+HELP: str = f"""\
+{_rows}
+/bye             leave, as do /exit, /quit and Ctrl-D
+
+Pasted lines are one message. {QUOTES} begins and ends a message of several
+lines; a backslash at the end of a line continues it. Ctrl-R searches what
+was typed before. Ctrl-C stops an answer; twice at the prompt it leaves."""
+
 
 def _answer_once(talk: Chat, question: str) -> int:
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
@@ -261,9 +316,71 @@ def _answer_once(talk: Chat, question: str) -> int:
         talk.screen.complain(NO_IMAGES.format("the image from the pipe"))
         return 1
     is_answered = talk.answer(text)
-    if talk.was_interrupted:
-        return INTERRUPTED
-    return 0 if is_answered else 1
+    return INTERRUPTED if talk.was_interrupted else 0 if is_answered else 1
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+MAX_BYTES = 256 * 2**20
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".heic")
+NO_IMAGES = "models here take text only, so {} cannot be shown to them; describe it in words"
+
+_PATH = re.compile(r"""(?P<quote>['"])(?P<quoted>.+?)(?P=quote)|(?P<bare>(?:\\.|\S)+)""")
+_SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd\ufffd\ufffd\x00\x10JFIF")
+
+
+def save_text(path: Path, text: str) -> None:
+    """Writes for the owner alone, completely or not at all. Raises ChatError.
+
+    Of existing files only a saved conversation is replaced.
+    """
+    if path.exists() and conversation.read_record(read_text(path)) is None:
+        raise ChatError(f"{path} is there already and is no saved conversation; choose another name")
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            new.touch(0o600)
+            with new.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+    except (OSError, UnicodeEncodeError) as error:
+        raise ChatError(f"{path} cannot be written: {reason(error)}") from error
+
+
+def read_text(path: Path) -> str:
+    """Raises ChatError."""
+    try:
+        if not path.is_file() and path.exists():
+            raise ChatError(f"{path} is no file")
+        if path.stat().st_size > MAX_BYTES:
+            raise ChatError(f"{path} is too long for a conversation")
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ChatError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def find_image(text: str) -> str | None:
+    """The first image's path in a message, as of a dropped file; a bare name is none."""
+    for match in _PATH.finditer(text):
+        path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
+        path = path.removeprefix("file://")
+        if path.startswith(("/", "./", "../", "~/")) and path.lower().endswith(IMAGE_SUFFIXES) and _is_file(path):
+            return path
+    return None
+
+
+def is_image(text: str) -> bool:
+    """Whether a pipe's text is an image."""
+    return text.startswith(_SIGNATURES)
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 # ------------------------------------------------------------------------------------------- models of a server
@@ -285,7 +402,7 @@ class JoinedModels:
     async def answer(
         self, turns: Sequence[Message], number: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[AnswerPart, None]:
-        """As `ModelChoice.answer`; the server notices a cancel by the closed connection."""
+        """As `LocalModels.answer`; the server notices a cancel by the closed connection."""
         arguments = conversation.template_arguments(parameters)
         body = {
             "model": self._served.model,

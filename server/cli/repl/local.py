@@ -72,7 +72,10 @@ class LocalModels:
     async def answer(
         self, turns: Sequence[Message], number: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[AnswerPart, None]:
-        """As `ModelChoice.answer`."""
+        """Yields an answer, which a cancel stops. Missing `parameters` are as the model recommends.
+
+        Raises ChatError.
+        """
         if self._service is None:
             raise ChatError("no model is loaded; /model NAME loads one")
         model = self._service.asked_for

@@ -22,8 +22,9 @@ import pytest
 from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
-from server.cli.chat import Chat, Opening, Screen, chat
+from server.cli.chat import Chat, Opening, chat
 from server.cli.repl.conversation import Dialogue, describe_timings
+from server.cli.repl.screen import Screen
 from server.engine.request import StepFailed, Timings
 from tests.support import forked
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -125,7 +126,7 @@ def test_stats_are_of_the_last_answer_and_gone_after_new() -> None:
     talk = Talk("/stats", "Hi", "/stats", "/new", "/stats")
     talk.engine.script = Script(hit_tokens=2)
     output = talk.run()
-    assert output.count("Nothing was answered yet.") == 2
+    assert output.count("No answer was measured yet.") == 2
     assert "prompt: 8 tokens, 2 cached (25%), 6 evaluated in 20 ms" in output
 
 

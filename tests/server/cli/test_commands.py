@@ -19,24 +19,23 @@ from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.cli.chat import Chat, JoinedModels, Opening, Screen, chat
+from server.cli.chat import Chat, JoinedModels, Models, Opening, chat, find_image, is_image
 from server.cli.recipes import Served
 from server.cli.repl import local, terminal
-from server.cli.repl.commands import find_image, is_image
 from server.cli.repl.conversation import (
     ChatError,
     Dialogue,
-    ModelChoice,
     parse_parameter,
 )
 from server.cli.repl.local import LocalModels
+from server.cli.repl.screen import Screen
 from server.cli.repl.terminal import history_file, open_history
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 from tests.support.local_models import local_models
 
 
-def talk(models: ModelChoice, *lines: str, dialogue: Dialogue | None = None) -> str:
+def talk(models: Models, *lines: str, dialogue: Dialogue | None = None) -> str:
     """Returns what a person who types `lines` sees."""
     seen: list[str] = []
     typed = iter([*lines, "/bye"])
@@ -157,7 +156,7 @@ def test_a_saved_conversation_may_be_replaced_and_nothing_else(models: LocalMode
     other.write_text("notes")
     assert "no saved conversation; choose another name" in talk(models, f"/save {other}")
     assert other.read_text() == "notes"
-    assert "no saved conversation" in talk(models, f"/save {tmp_path}")
+    assert "is no file" in talk(models, f"/save {tmp_path}")
     file = tmp_path / "talk.json"
     talk(models, f"/save {file}", "Hi", f"/save {file}")
     assert len(json.loads(file.read_text())["messages"]) == 2

@@ -16,9 +16,9 @@ import pytest
 from models import names
 from models.names import FAMILIES, SHORT_NAMES
 from server.app.config import SETTINGS, ConfigError, ServerConfig, parse_size, parse_size_per_day
+from server.cli.chat import HELP
 from server.cli.config import load_config
 from server.cli.main import COMMANDS, execute
-from server.cli.repl.commands import HELP
 
 PORT = {"serve": ("--port", "0"), "run": ()}
 DOCS = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
