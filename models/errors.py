@@ -17,6 +17,9 @@ ModelError
     └── RepositoryNotFound
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class ModelError(Exception):
     """The message is one sentence for a person."""
@@ -106,8 +109,20 @@ FOREIGN_FAULTS = (
 
 def reason(error: BaseException) -> str:
     """Why something failed, in the system's words if any."""
+    if isinstance(error, UnicodeError):
+        return "it is no text in UTF-8"
     strerror = getattr(error, "strerror", None)
     return str(strerror).lower() if strerror else " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def told_as(kind: type[Exception], what: str, *others: type[Exception]) -> Iterator[None]:
+    """Raises `kind`, with `what` and the system's reason, in place of an OSError, a UnicodeError or `others`."""
+    expected: tuple[type[Exception], ...] = (OSError, UnicodeError, *others)
+    try:
+        yield
+    except expected as error:
+        raise kind(f"{what}: {reason(error)}") from error
 
 
 def brief(text: object, limit: int) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from models.errors import reason
+from models.errors import told_as
 from server.app.config import ConfigError, ServerConfig
 
 MAX_NAME_CHARACTERS = 64
@@ -145,12 +145,9 @@ def _read_file(path: Path) -> KeyRing:
 
 def read_private(path: Path, name: str) -> tuple[str, str]:
     """A file's text, and a warning where others may open it. Raises ConfigError."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            is_shared = os.fstat(file.fileno()).st_mode & SHARED
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read: {reason(error)}") from error
+    with told_as(ConfigError, f"{name} cannot be read"), path.open(encoding="utf-8") as file:
+        is_shared = os.fstat(file.fileno()).st_mode & SHARED
+        text = file.read()
     fault = f"is open to other users of this machine; run: chmod 600 {shlex.quote(str(path))}"
     return text, fault if is_shared else ""
 

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import plistlib
 import re
 import subprocess
 import sys
@@ -11,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from xml.sax.saxutils import escape
 
 import typer
 
-from models.errors import reason
+from models.errors import told_as
 from models.names import resolve
 from server.app.config import MAX_FILES, PREFIX, StartError
 from server.cli.config import config_file, load_config
@@ -63,12 +63,8 @@ class ServiceSpec:
 
     command: Command
     environment: Mapping[str, str]
-    drain_seconds: float
-
-    @property
-    def stop_seconds(self) -> int:
-        """From the request to end until the kill."""
-        return int(self.drain_seconds) + STOP_SECONDS
+    stop_seconds: int
+    """From the request to end until the kill."""
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
@@ -120,11 +116,9 @@ class ServiceManager:
     def install(self, spec: ServiceSpec) -> None:
         """Writes the file and starts the server, or raises StartError and leaves nothing new."""
         before = read_own(self.file)
-        try:
+        with told_as(StartError, f"{self.file} cannot be written"):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(self.describe(spec), encoding="utf-8")
-        except OSError as error:
-            raise StartError(f"{self.file} cannot be written: {reason(error)}") from error
         try:
             for command in self.start:
                 self._call(command)
@@ -142,11 +136,9 @@ class ServiceManager:
         if read_own(self.file) is None:
             return False
         self._call(self.stop)
-        try:
+        with told_as(StartError, f"{self.file} cannot be deleted"):
             self.leftover.unlink(missing_ok=True)
             self.file.unlink(missing_ok=True)
-        except OSError as error:
-            raise StartError(f"{self.file} cannot be deleted: {reason(error)}") from error
         for command in self.forget:
             self._call(command)
         return True
@@ -158,10 +150,8 @@ class ServiceManager:
     def _call(self, command: Command) -> Ended:
         program = command[0].removeprefix("-")
         words = [program, *command[1:]]
-        try:
+        with told_as(StartError, f"{program} cannot be run", subprocess.TimeoutExpired):
             done = self.run(words)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise StartError(f"{program} cannot be run: {reason(error)}") from error
         if done.returncode and program == command[0]:
             said = " ".join((done.stderr or done.stdout).split()) or f"status {done.returncode}"
             hint = next((hint for text, hint in HINTS.items() if text in said), "")
@@ -171,15 +161,19 @@ class ServiceManager:
 
 def read_own(file: Path) -> str | None:
     """The text of a file that `install` wrote; None for no file. Raises StartError for a file of another program."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"{file} cannot be read: {reason(error)}") from error
+    with told_as(StartError, f"{file} cannot be read"):
+        text = file.read_text(encoding="utf-8")
     if MARK not in text:
         raise StartError(f"{file} was not written by mlx-serve, so it is left alone; remove or rename it")
     return text
+
+
+def _described(name: str, spec: ServiceSpec, **words: str) -> str:
+    """The file of that name beside this one, filled in."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return text.format(stop_seconds=spec.stop_seconds, max_files=MAX_FILES, **words)
 
 
 def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = run_program) -> ServiceManager:
@@ -205,18 +199,10 @@ def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = ru
 
 
 def systemd_unit(spec: ServiceSpec) -> str:
-    """A user's unit, by the file of that name beside this one."""
-    return (
-        Path(__file__)
-        .with_name(UNIT)
-        .read_text(encoding="utf-8")
-        .format(
-            command=" ".join(_systemd_word(word).replace("$", "$$") for word in spec.command),
-            variables=" ".join(_systemd_word(f"{name}={value}") for name, value in spec.environment.items()),
-            stop_seconds=spec.stop_seconds,
-            max_files=MAX_FILES,
-        )
-    )
+    """A user's unit."""
+    command = " ".join(_systemd_word(word).replace("$", "$$") for word in spec.command)
+    variables = " ".join(_systemd_word(f"{name}={value}") for name, value in spec.environment.items())
+    return _described(UNIT, spec, command=command, variables=variables)
 
 
 def _systemd_word(word: str) -> str:
@@ -283,33 +269,19 @@ def launchd(
 
 def launchd_plist(spec: ServiceSpec, log: Path) -> str:
     """A property list for a user's agent."""
-    entries = {
-        "Label": AGENT,
-        "ProgramArguments": list(spec.command),
-        "EnvironmentVariables": dict(spec.environment),
-        "RunAtLoad": True,
-        # After a crash, not after it was asked to end.
-        "KeepAlive": {"SuccessfulExit": False},
-        "ThrottleInterval": 10,
-        # Others get less of the processor, and of the disk.
-        "ProcessType": "Interactive",
-        "ExitTimeOut": spec.stop_seconds,
-        "SoftResourceLimits": {"NumberOfFiles": MAX_FILES},
-        "Umask": 0o077,
-        "StandardOutPath": str(log),
-        "StandardErrorPath": str(log),
-    }
-    text = plistlib.dumps(entries, sort_keys=False).decode()
-    return text.replace("<plist ", f"<!-- {MARK} -->\n<plist ", 1)
+    command = "".join(f"<string>{escape(word)}</string>" for word in spec.command)
+    variables = "".join(
+        f"<key>{name}</key><string>{escape(value)}</string>" for name, value in spec.environment.items()
+    )
+    return _described(f"{AGENT}.plist", spec, command=command, variables=variables, log=escape(str(log)))
 
 
 def _agent_state(done: Ended) -> ServiceState:
     if done.returncode:
         return ServiceState(True, detail="not loaded")
-    found = [
-        re.search(rf"^\s*{name} = (.*)$", done.stdout, re.MULTILINE) for name in ("state", "pid", "last exit code")
-    ]
-    state, pid, code = (match[1].strip() if match else "" for match in found)
+    # The first of a name is the agent's own.
+    said = dict(reversed(re.findall(r"^\s*(.+?) = (.*?)\s*$", done.stdout, re.MULTILINE)))
+    state, pid, code = (said.get(name, "") for name in ("state", "pid", "last exit code"))
     ended = f", last exit code {code}" if code.isdigit() and code != "0" else ""
     return ServiceState(True, state == "running", int(pid) if pid else None, f"{state or 'unknown'}{ended}")
 
@@ -334,7 +306,8 @@ def install() -> None:
     for name in config.models:
         resolve(name)
     manager = find_manager(os.environ)
-    manager.install(ServiceSpec([*own_program(sys.argv[0]), "serve"], seen, config.drain_seconds))
+    stop_seconds = int(config.drain_seconds) + STOP_SECONDS
+    manager.install(ServiceSpec([*own_program(sys.argv[0]), "serve"], seen, stop_seconds))
     typer.echo(f"The server starts now and when you log in; {manager.file} says how.")
     typer.echo(f"Its settings are those of {config_file(seen)}; after a change install it again.")
     for name in os.environ:
@@ -367,10 +340,8 @@ def show_log(
     if not manager.state().is_installed:
         raise StartError(NO_SERVICE)
     command = [*manager.log, *([manager.follow] if follow else [])]
-    try:
+    with told_as(StartError, f"{command[0]} cannot be run"):
         raise typer.Exit(subprocess.run(command, check=False).returncode)
-    except OSError as error:
-        raise StartError(f"{command[0]} cannot be run: {error.strerror}") from error
 
 
 @_service.command()

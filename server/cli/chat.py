@@ -23,7 +23,7 @@ import httpx2
 import typer
 from rich.console import Console
 
-from models.errors import ModelError, reason
+from models.errors import ModelError, told_as
 from models.names import settle
 from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
@@ -336,29 +336,24 @@ def save_text(path: Path, text: str) -> None:
     """
     if path.exists() and conversation.read_record(read_text(path)) is None:
         raise ChatError(f"{path} is there already and is no saved conversation; choose another name")
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            new = Path(folder) / path.name
-            new.touch(0o600)
-            with new.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
-    except (OSError, UnicodeEncodeError) as error:
-        raise ChatError(f"{path} cannot be written: {reason(error)}") from error
+    with told_as(ChatError, f"{path} cannot be written"), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        new = Path(folder) / path.name
+        new.touch(0o600)
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
 
 
 def read_text(path: Path) -> str:
     """Raises ChatError."""
-    try:
+    with told_as(ChatError, f"{path} cannot be read"):
         if not path.is_file() and path.exists():
             raise ChatError(f"{path} is no file")
         if path.stat().st_size > MAX_BYTES:
             raise ChatError(f"{path} is too long for a conversation")
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ChatError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def find_image(text: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from models import names
-from models.errors import ModelfileError, ModelNotFound, StoreError, reason
+from models.errors import ModelfileError, ModelNotFound, StoreError, told_as
 from models.names import InstalledModel
 from models.store import library
 from models.store.library import FileFault, verify
@@ -22,8 +22,6 @@ from server.app.config import StartError
 from server.cli.options import AnyModel, Force, Json, OwnName, command_group, plain_table, print_json
 
 app = command_group()
-
-STANDARD_INPUT = "-"
 
 LIST_HEADINGS = ("NAME", "SIZE", "WEIGHTS", "ARCHITECTURE", "MODIFIED")
 
@@ -256,13 +254,11 @@ def _template(folder: Path) -> str:
 
 def _read(file: str) -> tuple[str, Path]:
     """Also returns the folder of relative paths. Raises StartError."""
-    try:
-        if file == STANDARD_INPUT:
+    with told_as(StartError, f"{file} cannot be read"):
+        if file == "-":
             return sys.stdin.read(), Path.cwd()
         path = Path(file).expanduser()
         return path.read_text(encoding="utf-8"), path.parent
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"{file} cannot be read: {reason(error)}") from error
 
 
 def _remove_name(stored: StoredModel, *, is_forced: bool, as_json: bool) -> None:

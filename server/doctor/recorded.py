@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cache.types import TokenArray, common_prefix_length
+from models.errors import told_as
 from models.prompt.shapes import NO_OUTLINE, with_constant_header
 from server.api.sessions import SessionIdError, resolve_session_id
 from server.app.config import StartError
@@ -92,13 +93,8 @@ class CharacterReader:
 
 def read_requests(path: Path) -> list[Recorded]:
     """A file's requests in order. Raises StartError."""
-    try:
+    with told_as(StartError, f"--file needs a file with a recorded request on each line, and {path} cannot be read"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
-        raise StartError(
-            f"{path} cannot be read: {reason}; --file names one with a recorded request on each line"
-        ) from error
     requests = [_parse_line(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
         raise StartError(f"{path} holds no requests")

@@ -17,7 +17,7 @@ from server.cli.at_login import systemd as systemd_manager
 from server.cli.main import execute
 
 COMMAND = ["/home/a b/bin/mlx-serve", "serve", '50% of $HOME "x" \\']
-SPEC = ServiceSpec(COMMAND, {"HF_HOME": "/models 100%"}, 12.5)
+SPEC = ServiceSpec(COMMAND, {"HF_HOME": "/models <100%>"}, 42)
 
 
 class Programs:
@@ -74,7 +74,7 @@ def test_launchd_reads_what_was_meant() -> None:
 def test_a_unit_says_when_to_start_again_and_when_not() -> None:
     lines = systemd_unit(SPEC).splitlines()
     assert r'ExecStart="/home/a b/bin/mlx-serve" "serve" "50%% of $$HOME \"x\" \\"' in lines
-    assert 'Environment="HF_HOME=/models 100%%"' in lines
+    assert 'Environment="HF_HOME=/models <100%%>"' in lines
     for line in ("Restart=on-failure", "RestartPreventExitStatus=2", "TimeoutStopSec=42", "WantedBy=default.target"):
         assert line in lines
 

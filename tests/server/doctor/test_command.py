@@ -275,8 +275,8 @@ def test_a_bad_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_missing_value_or_file_is_told_with_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, told in (
         (["--file"], "requires an argument; see mlx-serve doctor --help"),
-        (["--file", str(tmp_path)], "--file names one with a recorded request on each line"),
-        (["--file", str(tmp_path / "gone")], "--file names one with a recorded request on each line"),
+        (["--file", str(tmp_path)], "--file needs a file with a recorded request on each line"),
+        (["--file", str(tmp_path / "gone")], "--file needs a file with a recorded request on each line"),
     ):
         _, _, errors = doctor(capsys, *arguments)
         assert told in one_line(errors)

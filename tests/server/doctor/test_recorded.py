@@ -74,7 +74,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, words: s
 
 
 def test_a_file_that_is_not_there_is_no_text_or_is_empty(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"gone\.jsonl cannot be read: No such file"):
+    with pytest.raises(StartError, match=r"gone\.jsonl cannot be read: no such file"):
         read_requests(tmp_path / "gone.jsonl")
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
