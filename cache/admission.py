@@ -11,7 +11,6 @@ from cache import snapshots
 from cache.budget import ASIDE, BudgetExceeded, CacheEvent, DiskFault, Happening, PinnedFull
 from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.io import Prefetch
-from cache.layers.layout import SequenceSizes
 from cache.layers.state import Segment
 from cache.lease import Lease, PrivateLease, Recorder, Tier
 from cache.memory_tier import MemoryTier, Pins, path_nodes
@@ -165,7 +164,6 @@ class Admission:
     clock: RequestClock
     reclaimer: Reclaimer
     pins: Pins
-    sizes: SequenceSizes
     disk_moves: DiskMoves
     recorder: Recorder
     heads: Heads
@@ -218,12 +216,12 @@ class Admission:
     def _capacity(self, request: CacheRequest) -> int:
         """Fewer tokens than expected, if the budget is too small."""
         num_tokens, budget = len(request.tokens), self.pager.ledger.budget_bytes
-        needed = self.sizes.bytes_for(num_tokens)
+        needed = self.pager.layout.bytes_for(num_tokens)
         if needed > budget:
             raise BudgetExceeded(needed, budget)
         wanted = num_tokens + request.expected_tokens
-        excess = self.sizes.bytes_for(wanted) - budget
-        return max(num_tokens, self.sizes.tokens_without(excess, wanted))
+        excess = self.pager.layout.bytes_for(wanted) - budget
+        return max(num_tokens, self.pager.layout.tokens_without(excess, wanted))
 
     def _share_head(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> LookupResult:
         """Shares a head with running sequences, where that pays; returns what memory then holds."""

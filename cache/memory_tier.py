@@ -296,11 +296,10 @@ class _Pin:
 class Pins:
     """All pins by name. Worker thread only."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, layout: Layout) -> None:
         """Explicit pins may protect half of the budget."""
-        self.bytes_per_token = 0.0
-        """0 until measured."""
         self._ledger = ledger
+        self._layout = layout
         self._pins: dict[PinName, _Pin] = {}
 
     def __contains__(self, name: PinName) -> bool:
@@ -338,7 +337,7 @@ class Pins:
     def _bytes_of(self, nodes: set[Node]) -> int:
         snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
         return snapshots + sum(
-            node.span.num_bytes if node.span is not None else int(len(node.tokens) * self.bytes_per_token)
+            node.span.num_bytes if node.span is not None else int(len(node.tokens) * self._layout.bytes_per_token)
             for node in path_nodes(nodes)
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from cache.budget import PADDING, CacheEvent, Happening
 from cache.layers.layout import Layout
-from cache.layers.state import RowSource, Segment
+from cache.layers.state import Segment
 from cache.memory_tier import MemoryTier
 from cache.slots import Slot
 from cache.snapshots import RestorePointKind, cover, is_restorable, window_rows
@@ -96,7 +96,7 @@ class Pager:
         if len(tokens) > keep:
             self._record(Happening.PAGED_IN, slot, len(tokens) - keep)
 
-    def _source(self, node: Node) -> RowSource:
+    def _source(self, node: Node) -> Segment:
         if node.span is not None:
             return node.span
         self._separate(node.home)

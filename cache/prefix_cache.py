@@ -11,7 +11,7 @@ from cache.disk.connector import DiskConnector
 from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
 from cache.history import History
-from cache.layers.layout import CHUNK_TOKENS, Layout, SequenceSizes
+from cache.layers.layout import CHUNK_TOKENS, Layout
 from cache.lease import Lease, Recorder
 from cache.memory_tier import MemoryTier, PinName, Pins
 from cache.pager import Pager
@@ -39,7 +39,7 @@ class PrefixCache:
 
         `disk`, if any, gets idle state, and state beyond the budget.
         """
-        self.layout = layout or Layout(make_caches())
+        self.layout = layout or Layout(make_caches(), chunk_tokens)
         self.clock = RequestClock()
         self.journal = disk.journal if disk is not None else Journal()
         self.memory = MemoryTier(self.layout, budget_bytes, self.journal)
@@ -48,13 +48,12 @@ class PrefixCache:
         self.history = History(stored=disk.tree if disk is not None else None)
         self.pager = Pager(self.layout, self.memory, make_caches, num_slots)
         self.slots = self.pager.slots
-        self.sizes = SequenceSizes(self.layout, chunk_tokens)
-        self.pins = Pins(self.ledger)
-        heads = Heads(self.pager, self.sizes)
-        self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, self.sizes, heads)
+        self.pins = Pins(self.ledger, self.layout)
+        heads = Heads(self.pager)
+        self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, heads)
         self._disk_moves = DiskMoves(self.disk, self.memory, self.pager, self.reclaimer, self.clock)
         parts = self.memory, self.pager, self.clock, self.reclaimer, self.pins
-        self._admission = Admission(*parts, self.sizes, self._disk_moves, Recorder(*parts), heads)
+        self._admission = Admission(*parts, self._disk_moves, Recorder(*parts), heads)
 
     # ------------------------------------------------------------------------------------------ for requests
 
@@ -105,11 +104,7 @@ class PrefixCache:
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
         """Learns a sequence's size and the layers in use from caches with a few tokens."""
-        self.layout.leave_out_unused(caches)
-        self.sizes.calibrate(caches)
-        self.pins.bytes_per_token = self.sizes.bytes_per_token
-        if self.disk is not None:
-            self.disk.bytes_per_token = self.sizes.bytes_per_token
+        self.layout.calibrate(caches)
 
     def clear(self, namespace: str | None = None) -> None:
         """Drops state, history and pins, all or one namespace's, but what a request holds."""
@@ -213,7 +208,7 @@ class PrefixCache:
             stored_bytes=self.ledger.stored_bytes,
             live_bytes=self.ledger.live_bytes,
             budget_bytes=self.ledger.budget_bytes,
-            bytes_per_token=self.sizes.bytes_per_token,
+            bytes_per_token=self.layout.bytes_per_token,
             num_evictions=self.memory.num_evictions,
             moved=self.journal.moved,
             keeps_on_disk=tier is not None,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from cache.budget import ASIDE, PADDING, Ledger
 from cache.layers import layout
-from cache.layers.layout import SequenceSizes
 from cache.memory_tier import MemoryTier, Pins, path_nodes
 from cache.pager import Pager
 from cache.slots import LookupResult, RequestClock, Slot, nodes_to_restore
@@ -30,7 +29,6 @@ class Heads:
     """Has sequences share heads. Worker thread only."""
 
     pager: Pager
-    sizes: SequenceSizes
 
     def _least_tokens(self, *, is_short: bool) -> float:
         """Tokens from which a head pays; inf if none does."""
@@ -94,7 +92,7 @@ class Heads:
             if tip in slot.tip.path():
                 head = self.pager.share_head(slot, tip, head)
                 if slot.is_leased and not slot.is_lost:
-                    reserved = self.sizes.bytes_for(slot.reserved_tokens, slot.origin)
+                    reserved = self.pager.layout.bytes_for(slot.reserved_tokens, slot.origin)
                     self.pager.ledger.reserve(slot.index, reserved)
 
 
@@ -111,7 +109,6 @@ class Reclaimer:
     pager: Pager
     pins: Pins
     clock: RequestClock
-    sizes: SequenceSizes
     heads: Heads
 
     @property
@@ -203,7 +200,7 @@ class Reclaimer:
             if span is not None and start < offset:
                 moving += span.num_bytes if stop <= offset else span.num_bytes * (offset - start) / (stop - start)
         head = self.heads.head_of(slot, path, offset)
-        own_bytes = self.sizes.bytes_for(num_tokens, head.offset if head is not None else 0)
+        own_bytes = self.pager.layout.bytes_for(num_tokens, head.offset if head is not None else 0)
         return int(own_bytes - moving) - self.ledger.slot_bytes(slot.index)
 
     def relieve(self) -> None:
@@ -221,7 +218,7 @@ class Reclaimer:
 
         An error empties the slot and ends its lease.
         """
-        self.ledger.reserve(slot.index, self.sizes.bytes_for(num_tokens, slot.origin))
+        self.ledger.reserve(slot.index, self.pager.layout.bytes_for(num_tokens, slot.origin))
         slot.reserved_tokens, capacity = num_tokens, self.pager.layout.capacity(slot.caches)
         if capacity is not None and needed <= capacity <= num_tokens + layout.GROWTH_TOKENS:
             slot.capacity = capacity
@@ -251,10 +248,10 @@ class Reclaimer:
         The slot counts with its estimate even where it holds more: an allocator returns larger buffers than
         requested.
         """
-        growth = self.sizes.bytes_for(num_tokens, slot.origin) - self.ledger.slot_bytes(slot.index)
+        growth = self.pager.layout.bytes_for(num_tokens, slot.origin) - self.ledger.slot_bytes(slot.index)
         excess = self.ledger.excess_bytes(growth)
         missing = self.free(excess, busy=slot, is_background=slot.turn.is_background)
-        return self.sizes.tokens_without(missing, num_tokens)
+        return self.pager.layout.tokens_without(missing, num_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +262,7 @@ class SetAside:
 
     def try_take(self, num_tokens: int) -> bool:
         """Sets aside memory for `num_tokens`, evicting session ends last; False if requests hold it."""
-        num_bytes = self.reclaimer.sizes.bytes_for(num_tokens)
+        num_bytes = self.reclaimer.pager.layout.bytes_for(num_tokens)
         if num_bytes > self.reclaimer.ledger.budget_bytes:
             return False
         excess = self.reclaimer.ledger.excess_bytes(num_bytes)

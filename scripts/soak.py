@@ -171,7 +171,7 @@ class Soak:
     def _press(self, num_tokens: int, *, is_pressed: bool) -> None:
         """Leaves a request the whole budget, or what it needs and a share of what is held: then something must go."""
         ledger = self._ledger
-        needed = self._cache.sizes.bytes_for(num_tokens + NUM_GENERATED)
+        needed = self._cache.layout.bytes_for(num_tokens + NUM_GENERATED)
         spare = self._rng.randrange(max(1, ledger.charged_bytes))
         ledger.budget_bytes = needed + spare if is_pressed else self._budget_bytes
 

@@ -95,7 +95,7 @@ def read_state(file: TensorFile, first: int, start: int, stop: int) -> LoadedSta
             rows = _array(file, f"rows.{number}", start - first, stop - first)
             packs.append((tuple(group), mx.transpose(rows, (1, 2, 0, 3))))
         mx.eval([rows for _, rows in packs])
-        return Segment.of(start, stop, packs), recurrent
+        return Segment(start, stop, packs), recurrent
 
 
 def _bits(array: mx.array) -> NumpyArray:

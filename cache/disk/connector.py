@@ -58,8 +58,6 @@ class DiskConnector:
 
     def __init__(self, tier: DiskTier, layout: Layout) -> None:
         self.tier = tier
-        self.bytes_per_token = 0.0
-        """0 until measured."""
         self._layout = layout
 
     # ---------------------------------------------------------------------------------------------- reading
@@ -177,7 +175,7 @@ class DiskConnector:
             return []
         on_disk = [file.stop for file in self.tier.tree.snapshots(disk_path.place)]
         size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
-        min_gain = int(GAIN_RATIO * size / self.bytes_per_token) if self.bytes_per_token else 0
+        min_gain = int(GAIN_RATIO * size / self._layout.bytes_per_token) if self._layout.bytes_per_token else 0
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _save_span(self, disk_path: "_DiskPath", node: Node, segment: Segment, used_at: int | None = None) -> None:

@@ -21,10 +21,8 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from cache.layers import state as segments
 from cache.layers.state import (
-    LiveRows,
     Pack,
     RecurrentState,
-    RowSource,
     Segment,
     arrays_in,
     assert_rows,
@@ -168,6 +166,8 @@ def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
     return found
 
 
+CHUNK_TOKENS = 256
+"""Prompt tokens in one model call, by default."""
 GROWTH_TOKENS = 256
 """A full span buffer grows by so many tokens: copying all rows costs 1/128 of reading them for each token."""
 
@@ -192,10 +192,15 @@ def _places(rows: Iterable[tuple[int, RowLeaf]]) -> list[_Place]:
 class Layout:
     """How one model's layer caches come apart."""
 
+    bytes_per_token = 0.0
+    """Of span rows; 0 until `calibrate`."""
+    _window_bytes_per_row = 0.0
+    _recurrent_bytes = 0
     _spans: Sequence[_Place] = ()
     _windows: Sequence[_Place] = ()
 
-    def __init__(self, caches: Sequence[LayerCache]) -> None:
+    def __init__(self, caches: Sequence[LayerCache], chunk_tokens: int = CHUNK_TOKENS) -> None:
+        self._chunk_tokens = chunk_tokens
         leaves = leaves_of(caches)
         rows = [(index, leaf) for index, cache in enumerate(leaves) if (leaf := row_leaf(cache)) is not None]
         windows = {leaf.window for _, leaf in rows if leaf.window}
@@ -208,8 +213,8 @@ class Layout:
         known = {place.index for place in (*self._spans, *self._windows)}
         self._recurrent = [index for index in range(len(leaves)) if index not in known]
 
-    def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
-        """Leaves out layers whose `caches` stay empty when the model evaluates tokens.
+    def calibrate(self, caches: Sequence[LayerCache]) -> None:
+        """Measures a sequence's layers by caches with a few tokens; leaves out those that stay empty.
 
         Some models make caches for layers that share another's keys.
         """
@@ -218,6 +223,8 @@ class Layout:
             for places in (self._spans, self._windows)
         ]
         self._spans, self._windows = used
+        self.bytes_per_token, self._window_bytes_per_row = (_bytes_per_row(_pairs(one, caches)) for one in used)
+        self._recurrent_bytes = sum(array.nbytes for array in arrays_in(self._recurrent_leaves(caches)))
 
     @property
     def has_recurrent(self) -> bool:
@@ -247,21 +254,21 @@ class Layout:
         mx.eval(arrays)
         return int(mx.get_array_buffer_size(*arrays)) if arrays else 0
 
-    def span_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
-        """Bytes of span state per token, by caches that hold some."""
-        return _bytes_per_row(_pairs(self._spans, caches))
+    def bytes_for(self, num_tokens: int, head_tokens: int = 0) -> int:
+        """About the most own bytes of a live sequence until it has `num_tokens`, of them `head_tokens` in a head.
 
-    def window_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
-        """Bytes of window state per row, by caches with a few tokens."""
-        return _bytes_per_row(_pairs(self._windows, caches))
+        0 until `calibrate`. A window layer counts right after a prefill chunk. Recurrent state counts twice: while
+        rows decode together, the runner holds a merged copy.
+        """
+        window_rows = (place.leaf.max_rows(num_tokens, self._chunk_tokens) for place in self._windows)
+        in_windows = max(window_rows, default=0) * self._window_bytes_per_row
+        return int((num_tokens - head_tokens) * self.bytes_per_token + in_windows) + 2 * self._recurrent_bytes
 
-    def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """The most rows in a window layer's buffers."""
-        return max((place.leaf.max_rows(num_tokens, chunk_tokens) for place in self._windows), default=0)
-
-    def recurrent_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Bytes of one sequence's recurrent layers, by caches that have evaluated something."""
-        return sum(array.nbytes for live in self._recurrent_leaves(caches) for array in arrays_in(live))
+    def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:
+        """How many of `num_tokens` remain, maybe negative, when rows take `excess_bytes` less. Needs `calibrate`."""
+        if excess_bytes <= 0 or not self.bytes_per_token:
+            return num_tokens
+        return num_tokens - math.ceil(excess_bytes / self.bytes_per_token)
 
     # -- capacity of live buffers
 
@@ -298,11 +305,13 @@ class Layout:
         """Whether every span layer has its arrays; an error in shared buffers may take them."""
         return all(place.leaf.length(live) for place, live in self._own_spans(caches))
 
-    def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> LiveRows:
-        """Span rows `[start, stop)` as views, to be copied at once."""
-        arrays = [array for place, live in self._own_spans(caches) for array in place.leaf.arrays(live)]
+    def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> Segment:
+        """Span rows `[start, stop)` as views, to be copied before the caches change."""
         first, last = _own_range(self.origin(caches), start, stop)
-        return LiveRows([array[..., first:last, :] for array in arrays])
+        arrays = [array for place, live in self._own_spans(caches) for array in place.leaf.arrays(live)]
+        rows = [array[..., first:last, :] for array in arrays]
+        mx.eval(rows)
+        return Segment(start, stop, [((index,), array) for index, array in enumerate(rows)])
 
     def cut_spans(
         self, caches: Sequence[LayerCache], ranges: Sequence[tuple[int, int]], *, consume: bool = False
@@ -327,7 +336,7 @@ class Layout:
     def load_spans(
         self,
         caches: Sequence[LayerCache],
-        sources: Sequence[RowSource],
+        sources: Sequence[Segment],
         *,
         keep: int,
         offset: int,
@@ -454,47 +463,6 @@ def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
     if num_spare > 0:
         parts = [*parts, mx.zeros((batch, num_heads, num_spare, width), parts[0].dtype)]
     return mx.concatenate(parts, axis=2) if len(parts) > 1 else mx.array(parts[0])
-
-
-CHUNK_TOKENS = 256
-"""Prompt tokens in one model call, by default."""
-
-
-class SequenceSizes:
-    """Bytes of one model's sequences, estimated before allocation. Worker thread only."""
-
-    def __init__(self, layout: Layout, chunk_tokens: int) -> None:
-        self.bytes_per_token = 0.0
-        """0 until `calibrate`."""
-        self._layout = layout
-        self._chunk_tokens = chunk_tokens
-        self._window_bytes_per_token = 0.0
-        self._recurrent_bytes = 0
-
-    def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Measures caches with a few tokens. Until then all estimates are 0."""
-        self.bytes_per_token = self._layout.span_bytes_per_token(caches)
-        self._window_bytes_per_token = self._layout.window_bytes_per_token(caches)
-        self._recurrent_bytes = self._layout.recurrent_bytes(caches)
-
-    def bytes_for(self, num_tokens: int, head_tokens: int = 0) -> int:
-        """About the most own bytes of a live sequence until it has `num_tokens`, of them `head_tokens` in a head.
-
-        A window layer counts right after a prefill chunk. Recurrent state counts twice: while rows decode together,
-        the runner holds a merged copy.
-        """
-        in_windows = self._layout.max_window_rows(num_tokens, self._chunk_tokens)
-        rows = (num_tokens - head_tokens) * self.bytes_per_token + in_windows * self._window_bytes_per_token
-        return int(rows) + 2 * self._recurrent_bytes
-
-    def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:
-        """How many of `num_tokens` remain, maybe negative, when rows take `excess_bytes` less.
-
-        All if nothing is measured.
-        """
-        if excess_bytes <= 0 or not self.bytes_per_token:
-            return num_tokens
-        return num_tokens - math.ceil(excess_bytes / self.bytes_per_token)
 
 
 class HeadedKVCache(KVCache):  # type: ignore[misc]

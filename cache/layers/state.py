@@ -8,8 +8,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -67,73 +66,47 @@ PACK_BYTES = 32 << 20
 """Successive layers share an array up to this size: few buffers, little extra memory in paging."""
 
 
-class RowSource(Protocol):
-    """Rows of a token range, by component."""
-
-    def component(self, index: int) -> mx.array:
-        """One component's rows, [1, num_heads, num_tokens, width]; may be a view."""
-
-    def forget(self, index: int) -> None:
-        """Nobody will read this component again."""
-
-
-@dataclass
-class Pack:
+class Pack(NamedTuple):
     """Rows of equally shaped components in one array, [num_components, num_heads, num_tokens, width]."""
 
     indices: tuple[int, ...]
     rows: mx.array
-    num_wanted: int
 
 
 class Segment:
-    """Immutable rows of the tokens `[start, stop)` for fixed components. Owns its bytes.
+    """Immutable rows of the tokens `[start, stop)` for fixed components. Owns its bytes, unless made of views.
 
     Raises AssertionError for other numbers of rows: MLX silently shortens a slice beyond the end.
     """
 
-    def __init__(self, start: int, stop: int, packs: Sequence[Pack]) -> None:
+    def __init__(self, start: int, stop: int, packs: Iterable[tuple[tuple[int, ...], mx.array]]) -> None:
         self.start = start
         self.stop = stop
-        for pack in packs:
+        self.packs = [Pack(*pack) for pack in packs]
+        for pack in self.packs:
             assert_rows(pack.rows, start, stop)
-        self._packs = list(packs)
-        self._where = {index: (pack, row) for pack in packs for row, index in enumerate(pack.indices)}
-        self._num_components = len(self._where)
-        self.num_bytes = int(mx.get_array_buffer_size(*[pack.rows for pack in packs])) if packs else 0
-
-    @classmethod
-    def of(cls, start: int, stop: int, packs: Iterable[tuple[tuple[int, ...], mx.array]]) -> "Segment":
-        """A segment that was stored elsewhere."""
-        return cls(start, stop, [Pack(indices, rows, len(indices)) for indices, rows in packs])
-
-    @property
-    def packs(self) -> list[tuple[tuple[int, ...], mx.array]]:
-        """Components and rows, [num_components, num_heads, num_tokens, width]; not to be changed."""
-        return [(pack.indices, pack.rows) for pack in self._packs]
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self._where) == self._num_components
+        self._where = {index: (pack, row) for pack in self.packs for row, index in enumerate(pack.indices)}
+        self.is_whole = True
+        self.num_bytes = int(mx.get_array_buffer_size(*[pack.rows for pack in self.packs])) if self.packs else 0
 
     def component(self, index: int) -> mx.array:
-        """A view: see `RowSource`."""
+        """One component's rows, [1, num_heads, num_tokens, width]; a view."""
         pack, row = self._where[index]
         return pack.rows[row : row + 1]
 
     def forget(self, index: int) -> None:
-        """Drops an array once all its components are forgotten: the segment moves into caches."""
-        pack, _ = self._where.pop(index)
-        pack.num_wanted -= 1
-        if pack.num_wanted == 0:
-            self._packs.remove(pack)
+        """Drops an array once nobody will read any of its components: the segment moves into caches."""
+        forgotten, _ = self._where.pop(index)
+        self.is_whole = False
+        if not any(other in self._where for other in reversed(forgotten.indices)):
+            self.packs = [pack for pack in self.packs if pack is not forgotten]
 
     def split(self, offset: int) -> "tuple[Segment, Segment]":
         """`[start, offset)` and `[offset, stop)`, each owning its bytes."""
         cut = offset - self.start
         return (
-            Segment(self.start, offset, [_sliced(pack, 0, cut) for pack in self._packs]),
-            Segment(offset, self.stop, [_sliced(pack, cut, self.stop - self.start) for pack in self._packs]),
+            Segment(self.start, offset, [_sliced(pack, 0, cut) for pack in self.packs]),
+            Segment(offset, self.stop, [_sliced(pack, cut, self.stop - self.start) for pack in self.packs]),
         )
 
     def join(self, *later: "Segment") -> "Segment":
@@ -162,7 +135,7 @@ def assert_rows(rows: mx.array, start: int, stop: int) -> None:
 
 
 def _sliced(pack: Pack, start: int, stop: int) -> Pack:
-    return Pack(pack.indices, owned(pack.rows[:, :, start:stop]), len(pack.indices))
+    return Pack(pack.indices, owned(pack.rows[:, :, start:stop]))
 
 
 def groups(indices: Sequence[int], rows: Iterable[mx.array]) -> Iterable[tuple[list[int], list[mx.array]]]:
@@ -189,27 +162,10 @@ def cut_packs(indices: Sequence[int], arrays: Sequence[mx.array], start: int, st
 def packed(indices: Sequence[int], rows: Sequence[mx.array]) -> Pack:
     """Equally shaped components' rows in one array that owns its bytes."""
     if len(rows) == 1:
-        return Pack(tuple(indices), owned(rows[0]), 1)
+        return Pack(tuple(indices), owned(rows[0]))
     packed = mx.concatenate(list(rows), axis=0)
     mx.eval(packed)
-    return Pack(tuple(indices), packed, len(indices))
-
-
-class LiveRows:
-    """Views of live caches' rows: read them before the caches change."""
-
-    def __init__(self, arrays: list[mx.array]) -> None:
-        self._arrays: list[mx.array | None] = list(arrays)
-
-    def component(self, index: int) -> mx.array:
-        """A view: see `RowSource`."""
-        array = self._arrays[index]
-        assert array is not None, "rows were read after they were forgotten"
-        return array
-
-    def forget(self, index: int) -> None:
-        """Drops the view; the rows stay live."""
-        self._arrays[index] = None
+    return Pack(tuple(indices), packed)
 
 
 def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
@@ -228,18 +184,14 @@ class RecurrentState:
     """
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
-        self._held = [_copied(cache, owned) for cache in caches]
-        arrays = arrays_in(self._held)
+        self.held = [_copied(cache, owned) for cache in caches]
+        """Not to be changed; `RecurrentState(held)` is the same state."""
+        arrays = arrays_in(self.held)
         self.num_bytes = int(mx.get_array_buffer_size(*arrays)) if arrays else 0
-
-    @property
-    def held(self) -> Sequence[LayerCache]:
-        """Layer caches with the state, not to be changed; `RecurrentState(held)` is the same state."""
-        return self._held
 
     def put(self, caches: Sequence[LayerCache]) -> None:
         """Makes this the state of live caches of the same model."""
-        for cache, held in zip(caches, self._held, strict=True):
+        for cache, held in zip(caches, self.held, strict=True):
             vars(cache).update(vars(_copied(held, lambda array: array)))
 
 

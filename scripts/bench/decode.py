@@ -186,7 +186,7 @@ class EngineSide:
     def live_share(self) -> float:
         """Live bytes, in bytes of the rows' different tokens."""
         num_tokens = sum(len(node.tokens) for _, node in self.cache.memory.nodes())
-        return self.cache.ledger.live_bytes / (num_tokens * self.cache.sizes.bytes_per_token)
+        return self.cache.ledger.live_bytes / (num_tokens * self.cache.layout.bytes_per_token)
 
 
 def compare_on_head(subject: Subject, rows: OnHead, num_blocks: int) -> Comparison:

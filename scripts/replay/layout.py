@@ -114,21 +114,9 @@ class SizedLayout(Layout):
         num_state_bytes = self._snapshot_bytes if live.num_tokens and not live.is_head else 0
         return int(live.num_tokens - live.origin) * self._bytes_per_token + num_state_bytes
 
-    def span_bytes_per_token(self, caches: Sequence[Any]) -> float:
-        """Returns the bytes of one token's rows."""
-        return float(self._bytes_per_token)
-
-    def window_bytes_per_token(self, caches: Sequence[Any]) -> float:
-        """Returns 0: there is no window."""
-        return 0.0
-
-    def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns 0: there is no window."""
-        return 0
-
-    def recurrent_bytes(self, caches: Sequence[Any]) -> int:
-        """Returns the bytes of one whole state."""
-        return self._snapshot_bytes
+    def calibrate(self, caches: Sequence[Any]) -> None:
+        """Takes what it was told."""
+        self.bytes_per_token, self._recurrent_bytes = float(self._bytes_per_token), self._snapshot_bytes
 
     def capacity(self, caches: Sequence[Any]) -> int | None:
         """Returns a head's rows; else None: there are no buffers."""

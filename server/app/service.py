@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from cache.budget import UNBOUNDED_BYTES
-from cache.layers.layout import Layout, SequenceSizes
+from cache.layers.layout import Layout
 from models import weights
 from models.adapter import parse_adapter
 from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError, ModelNotFound
@@ -277,11 +277,11 @@ def _useful_bytes(loaded: LoadedModel, config: ServerConfig) -> int:
         return UNBOUNDED_BYTES
     model: Any = drafter_of(loaded) or loaded.model
     caches = make_prompt_cache(model)
-    sizes = SequenceSizes(Layout(caches), config.chunk_tokens)
+    layout = Layout(caches, config.chunk_tokens)
     # Nothing is computed: the shapes of the state of a few tokens say enough.
     model(mx.zeros((1, CALIBRATION_TOKENS), mx.int32), cache=caches)
-    sizes.calibrate(caches)
-    useful_bytes = config.slots * sizes.bytes_for(_context_tokens(loaded, config))
+    layout.calibrate(caches)
+    useful_bytes = config.slots * layout.bytes_for(_context_tokens(loaded, config))
     return max(useful_bytes, memory_budget.SMALLEST_BUDGET_BYTES)
 
 

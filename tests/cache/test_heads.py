@@ -83,10 +83,10 @@ def test_eight_running_sequences_hold_their_head_once(kind: str) -> None:
         pairs = zip(leaves_of(lease.caches), leaves_of(head.caches), strict=True)
         assert all(own.head is one for own, one in pairs if type(one) is KVCache), "a sequence holds a copy"
     if kind == "T":
-        unique = sum(node.stop - node.start for _, node in cache.memory.nodes()) * cache.sizes.bytes_per_token
+        unique = sum(node.stop - node.start for _, node in cache.memory.nodes()) * cache.layout.bytes_per_token
         assert cache.ledger.live_bytes <= 1.15 * unique
     own = [cache.ledger.slot_bytes(lease.slot_index) for lease in leases]
-    assert max(own) <= cache.sizes.bytes_for(len(told_apart(0)) + STEP, head.offset)
+    assert max(own) <= cache.layout.bytes_for(len(told_apart(0)) + STEP, head.offset)
 
 
 def test_a_request_that_reuses_nothing_neither_makes_nor_joins_a_head() -> None:
@@ -112,8 +112,8 @@ def test_short_of_memory_copies_become_a_head_before_anything_is_given_up() -> N
     cache.pager.shared = Shares(math.inf)
     assert leases[2].try_grow(1000)
     (head,) = cache.pager.heads
-    saved = 2 * head.offset * cache.sizes.bytes_per_token
-    assert cache.ledger.charged_bytes <= before - saved + 2 * STEP * cache.sizes.bytes_per_token
+    saved = 2 * head.offset * cache.layout.bytes_per_token
+    assert cache.ledger.charged_bytes <= before - saved + 2 * STEP * cache.layout.bytes_per_token
     assert cache.memory.num_evictions == 0 and slot_of(cache, idle).offset == 50, "state was given up too early"
     for number, lease in enumerate(leases):
         assert_right(cache, lease, told_apart(number)[:-1])
@@ -123,7 +123,7 @@ def test_a_newcomer_that_would_not_fit_joins_a_head_instead_of_waiting() -> None
     for shares_heads in (False, True):
         cache = make(math.inf if shares_heads else None)
         lease = run(cache, told_apart(0))
-        cache.ledger.budget_bytes = cache.sizes.bytes_for(len(HEAD) + 100)
+        cache.ledger.budget_bytes = cache.layout.bytes_for(len(HEAD) + 100)
         found = cache.begin(np.array(told_apart(1), np.int32))
         assert (found is not None) == shares_heads
         assert_right(cache, lease, told_apart(0)[:-1])
@@ -181,7 +181,7 @@ def test_leavers_store_their_tails_and_the_last_its_head() -> None:
     leases[0].close()
     cache.pager.page_out(slot_of(cache, leases[0]), 0)
     cache.check()
-    assert cache.ledger.stored_bytes <= 8 * cache.sizes.bytes_per_token
+    assert cache.ledger.stored_bytes <= 8 * cache.layout.bytes_per_token
     again = run(cache, [*told_apart(0)[:-1], 5, 5, 5])
     assert again.hit_tokens == len(told_apart(0)) - 1 and slot_of(cache, again).head is head
     for lease in (again, leases[1]):
@@ -190,7 +190,7 @@ def test_leavers_store_their_tails_and_the_last_its_head() -> None:
     run(cache, [7, 7, 7]).close()
     run(cache, [6, 6, 6])  # pages out the last reader; its head follows
     assert run(cache, [5, 5, 5]) and not cache.pager.heads
-    assert cache.ledger.stored_bytes >= len(HEAD) * cache.sizes.bytes_per_token
+    assert cache.ledger.stored_bytes >= len(HEAD) * cache.layout.bytes_per_token
     assert cache.peek(np.array(told_apart(1), np.int32)) == len(told_apart(1)) - 1
 
 
@@ -220,7 +220,7 @@ def test_a_preempted_sequence_moves_its_tail_alone_and_joins_again() -> None:
     (head,) = cache.pager.heads
     leases[1].suspend()
     cache.pager.page_out_idle(0, None)
-    assert cache.ledger.stored_bytes <= 8 * cache.sizes.bytes_per_token and cache.pager.heads == [head]
+    assert cache.ledger.stored_bytes <= 8 * cache.layout.bytes_per_token and cache.pager.heads == [head]
     again = run(cache, told_apart(1))
     assert again.hit_tokens == len(told_apart(1)) - 1 and slot_of(cache, again).head is head
 

@@ -120,7 +120,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def _run_within(self, prompt: list[int], percent: int) -> None:
         """Runs a request for which memory holds what it needs, and so much of all that is there."""
         cache = self.prefix_cache
-        before, needed = cache.ledger.budget_bytes, int(len(prompt) * cache.sizes.bytes_per_token) + 1
+        before, needed = cache.ledger.budget_bytes, int(len(prompt) * cache.layout.bytes_per_token) + 1
         cache.ledger.budget_bytes = needed + cache.ledger.charged_bytes * percent // 100
         try:
             self._run(prompt, [])

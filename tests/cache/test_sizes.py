@@ -47,7 +47,7 @@ class CountedWorld(RealWorld):
     def evaluate_counted(self, caches: object, tokens: TokenArray) -> None:
         self.evaluate(self.lease.caches, tokens)
         slot = self.prefix_cache.pager.slots[0]
-        counted = self.prefix_cache.sizes.bytes_for(slot.reserved_tokens)
+        counted = self.prefix_cache.layout.bytes_for(slot.reserved_tokens)
         held = self.prefix_cache.pager.layout.live_bytes(slot.caches)
         assert held <= counted, f"{held} bytes held at {self.lease.offset}, {counted} counted"
 

@@ -66,7 +66,7 @@ def press(make: Callable[[], World], prompt: Sequence[int]) -> list[int]:
     The smallest budget just holds the prompt, the largest needs nothing to go.
     """
     ledger, hits = make().prefix_cache.ledger, list[int]()
-    needed = int(make().prefix_cache.sizes.bytes_for(len(prompt))) + 1
+    needed = int(make().prefix_cache.layout.bytes_for(len(prompt))) + 1
     for step in range(NUM_BUDGETS + 1):
         world = make()
         world.prefix_cache.ledger.budget_bytes = needed + (ledger.charged_bytes + needed) * step // NUM_BUDGETS
@@ -199,7 +199,7 @@ def test_where_state_has_gone_after_all_less_is_restored(
 def rows_of(start: int, stop: int) -> Segment:
     rows = mx.zeros((2, 2, stop - start, 4))
     mx.eval(rows)
-    return Segment.of(start, stop, [((0, 1), rows)])
+    return Segment(start, stop, [((0, 1), rows)])
 
 
 @pytest.mark.parametrize("layout", ["W", "C"])

@@ -59,7 +59,7 @@ def segment_of(tokens: TokenArray, start: int, num_components: int = NUM_COMPONE
     rows = rows_of(tokens, start, num_components)
     split = max(1, num_components // 2)
     packs = [(tuple(range(split)), rows[:split]), (tuple(range(split, num_components)), rows[split:])]
-    return Segment.of(start, len(tokens), [(indices, mx.array(part)) for indices, part in packs if indices])
+    return Segment(start, len(tokens), [(indices, mx.array(part)) for indices, part in packs if indices])
 
 
 def window_of(tokens: TokenArray) -> Segment:

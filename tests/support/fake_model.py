@@ -166,7 +166,7 @@ def _assert_snapshot(node: Node, snapshot: Snapshot, path: list[int]) -> None:
         _assert_rows(snapshot.window, path)
     if snapshot.recurrent is not None:
         assert snapshot.offset == node.stop, "recurrent state of another offset"
-        for held in snapshot.recurrent._held:
+        for held in snapshot.recurrent.held:
             is_recurrent = isinstance(held, ArraysCache)
             seen = _seen(held[0])[0].tolist() if is_recurrent else held.seen
             assert seen == path, "recurrent state of other tokens"
@@ -193,8 +193,8 @@ def stored_bytes(prefix_cache: PrefixCache) -> int:
     for _, node in prefix_cache.memory.nodes():
         snapshot = node.snapshot if isinstance(node.snapshot, Snapshot) else None
         for segment in (node.span, snapshot.window if snapshot else None):
-            arrays += [pack.rows for pack in segment._packs] if isinstance(segment, Segment) else []
+            arrays += [pack.rows for pack in segment.packs] if isinstance(segment, Segment) else []
         arrays += (
-            arrays_in(snapshot.recurrent._held) if snapshot and isinstance(snapshot.recurrent, RecurrentState) else []
+            arrays_in(snapshot.recurrent.held) if snapshot and isinstance(snapshot.recurrent, RecurrentState) else []
         )
     return int(mx.get_array_buffer_size(*arrays)) if arrays else 0

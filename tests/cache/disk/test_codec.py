@@ -77,7 +77,7 @@ def through_disk(folder: Path, segment: Segment, tokens: TokenArray) -> Segment:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_type_comes_back_bit_by_bit(dtype: mx.Dtype, tmp_path: Path) -> None:
     rows = random_bits((3, 2, 20, 8), dtype)
-    segment = Segment.of(0, 20, [((0, 1, 2), rows)])
+    segment = Segment(0, 20, [((0, 1, 2), rows)])
     assert_same(through_disk(tmp_path, segment, tokens_of(range(20))), segment)
 
 
@@ -86,19 +86,19 @@ def test_packs_of_any_shape_come_back(num_tokens: int, tmp_path: Path) -> None:
     shapes = [((0, 3), (2, 2, num_tokens, 8), mx.uint32), ((1,), (1, 2, num_tokens, 1), mx.bfloat16)]
     shapes.append(((2, 4, 5), (3, 1, num_tokens, 6), mx.float16))
     packs = [(indices, random_bits(shape, dtype, shape[0])) for indices, shape, dtype in shapes]
-    segment = Segment.of(0, num_tokens, packs)
+    segment = Segment(0, num_tokens, packs)
     assert_same(through_disk(tmp_path, segment, tokens_of(range(num_tokens))), segment)
 
 
 def test_a_model_without_span_layers_has_empty_segments(tmp_path: Path) -> None:
-    segment = Segment.of(0, 5, [])
+    segment = Segment(0, 5, [])
     assert_same(through_disk(tmp_path, segment, tokens_of(range(5))), segment)
 
 
 def test_rows_that_lie_in_strides_come_back(tmp_path: Path) -> None:
     rows = mx.transpose(random_bits((12, 3, 2, 8), mx.bfloat16), (1, 2, 0, 3))
     mx.eval(rows)
-    segment = Segment.of(0, 12, [((0, 1, 2), rows)])
+    segment = Segment(0, 12, [((0, 1, 2), rows)])
     assert_same(through_disk(tmp_path, segment, tokens_of(range(12))), segment)
 
 

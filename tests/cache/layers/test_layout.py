@@ -231,7 +231,8 @@ def test_nothing_evaluated_is_no_bytes(name: str) -> None:
     caches = CLASSES[name]()
     layout = Layout(caches)
     assert layout.live_bytes(caches) <= 16
-    assert layout.span_bytes_per_token(caches) == 0
+    layout.calibrate(caches)
+    assert layout.bytes_per_token == 0
 
 
 @pytest.mark.usefixtures("exact_buffers")
@@ -244,7 +245,9 @@ def test_live_bytes_of_what_was_not_evaluated_yet() -> None:
 def test_bytes_per_token() -> None:
     caches = CLASSES["window"]()
     evaluate(caches, 0, 5)
-    assert Layout(CLASSES["window"]()).span_bytes_per_token(caches) == 2 * 2 * WIDTH * 4  # the attention layer's
+    layout = Layout(CLASSES["window"]())
+    layout.calibrate(caches)
+    assert layout.bytes_per_token == 2 * 2 * WIDTH * 4  # the attention layer's
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -363,8 +366,8 @@ def test_capacity_that_was_asked_for_is_there(name: str) -> None:
     evaluate(fresh, 5, 1)
     evaluate(fresh, 6, 594)
     assert layout.live_bytes(fresh) == held
-    bytes_per_token = layout.span_bytes_per_token(fresh)
-    assert held == 600 * bytes_per_token
+    layout.calibrate(fresh)
+    assert held == 600 * layout.bytes_per_token
 
 
 @pytest.mark.usefixtures("exact_buffers")

@@ -38,7 +38,7 @@ class Tight(Harness):
     def __init__(self, num_tokens: int, layout: str = "T", *, num_sequences: int = 1, **options: Any) -> None:
         super().__init__(layout, **options)
         self.calibrate()
-        self.prefix_cache.ledger.budget_bytes = num_sequences * self.prefix_cache.sizes.bytes_for(num_tokens)
+        self.prefix_cache.ledger.budget_bytes = num_sequences * self.prefix_cache.layout.bytes_for(num_tokens)
         if isinstance(self.runner, FakeRunner):
             self.runner.log.clear()
         self.excess_bytes = self.snapshot_bytes = 0

@@ -186,7 +186,7 @@ def test_rows_that_an_error_took_from_shared_buffers_become_no_head(
     if in_need == "another":
         cache.reclaimer.free(1)
     else:
-        cache.sizes.bytes_per_token = 1
+        cache.layout.bytes_per_token = 1
         budget, cache.ledger.budget_bytes = cache.ledger.budget_bytes, cache.ledger.charged_bytes
         lost = next(slot for slot in cache.slots if slot.is_leased and not slot.is_lost)
         assert cache.reclaimer.try_grow(lost, 1000)

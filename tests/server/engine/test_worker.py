@@ -619,8 +619,7 @@ def budgeted(num_tokens: int) -> Harness:
     caches = harness.runner.make_caches()
     harness.runner.prefill(caches, np.array([1, 2, 3, 4], np.int32))
     harness.prefix_cache.calibrate(caches)
-    per_token = harness.prefix_cache.layout.span_bytes_per_token(caches)
-    harness.prefix_cache.ledger.budget_bytes = int(num_tokens * per_token)
+    harness.prefix_cache.ledger.budget_bytes = int(num_tokens * harness.prefix_cache.layout.bytes_per_token)
     return harness
 
 
