@@ -18,96 +18,85 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cache.prefix_cache import PrefixCache
 from models.errors import RowLost
 from models.output.grammar import MaskWords
-from server.engine.feeds import Feed, FeedSteps
+from models.output.pieces import TokenLogprob
+from server.engine.feeds import Feed, FeedSteps, error_of, force, prepare
 from server.engine.request import is_out_of_memory
+from server.engine.scheduler import Phase
 from server.engine.sequence import Sequence, SequenceTable
 from server.engine.speculation import Speculation
 
 if TYPE_CHECKING:
-    from models.inference.runner import DecodeStep, Runner
+    from models.inference.runner import DecodeStep
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class InFlightStep:
-    """A launched decode step and its sequences."""
+    """A launched decode step and its sequences, until it is read."""
 
     step: "DecodeStep"
     sequences: list[Sequence]
-    is_read: bool = False
-    waits: bool = False
+    waits: bool
+    """The step is sampled once the tokens before it are read."""
 
 
 class DecodePipeline:
     """Decodes all sequences, one step after another. Worker thread only."""
 
-    def __init__(
-        self,
-        runner: "Runner",
-        prefix_cache: PrefixCache,
-        table: SequenceTable,
-        clock: Callable[[], float],
-        speculation: Speculation | None,
-    ) -> None:
-        self._runner = runner
-        self._prefix_cache = prefix_cache
-        self._table = table
-        self._clock = clock
+    def __init__(self, table: SequenceTable, speculation: Speculation | None) -> None:
+        self._table, self._runner, self._clock = table, table.runner, table.clock
+        self._feeds = FeedSteps(table, speculation) if speculation is not None else None
         self._in_flight: InFlightStep | None = None
-        self._feeds: FeedSteps | None = None
-        if speculation is not None:
-            self._feeds = FeedSteps(runner, prefix_cache, table, speculation, clock)
+        self._left_seconds: float | None = None
+        """What the last plain step's end took, if a step with drafts was to follow it at once."""
 
     def next_sequences(self) -> list[Sequence]:
-        """All sequences that decode, or the first suspect alone."""
-        ready = [one for one in self._table.decoding() if one.may_launch or one.output.reason is not None]
-        suspects = [sequence for sequence in ready if sequence.decode.is_suspect]
-        return suspects[:1] or ready
+        """All sequences that decode, the best rank first, or the first suspect alone."""
+        decoding = self._table.scheduler.in_phase(Phase.DECODING)
+        ready = [one for one in decoding if one.may_launch or one.output.reason is not None]
+        return [one for one in ready if one.is_suspect][:1] or ready
 
     def step(self) -> None:
         """Launches the next step and reads the one before; a step with drafts is read too."""
         begun = self._clock()
         if self._feeds is None:
             self._step_plain(self.next_sequences())
-        elif not self._is_under_way:
+        elif self._in_flight is None:
             self._step_known(self._feeds, begun)
         elif self._feeds.may_pay(sequences := self.next_sequences()):
             self.read()
-            self._step_known(self._feeds, self._feeds.has_left(begun))
+            now = self._clock()
+            self._left_seconds = now - begun
+            self._step_known(self._feeds, now)
         else:
             looked = self._clock()
             self._step_plain(sequences)
-            self._feeds.observe(len(sequences), begun, looked)
-
-    @property
-    def _is_under_way(self) -> bool:
-        return self._in_flight is not None and not self._in_flight.is_read
+            if sequences:
+                self._feeds.speculation.observe(len(sequences), self._clock() - looked, looked - begun)
 
     def _step_known(self, steps: FeedSteps, begun: float) -> None:
         """A step before which all tokens are known."""
-        sequences = self._with_room()
-        feeds = steps.plan(sequences) if sequences else []
-        if feeds:
+        sequences = self._with_memory()
+        if feeds := steps.plan(sequences):
             self._step_feeds(steps, feeds, begun)
-        else:
-            self._step_plain(self._with_room())
-            steps.observe_restart(len(sequences), begun)
+            return
+        self._step_plain(self._with_memory())
+        if self._left_seconds is not None and sequences:
+            # Where drafts ended plain steps, end and beginning together outlast a step.
+            steps.speculation.observe_restart(len(sequences), self._left_seconds + self._clock() - begun)
+        self._left_seconds = None
 
-    def _with_room(self) -> list[Sequence]:
+    def _with_memory(self) -> list[Sequence]:
         """The next sequences for which memory is reserved: what has just ended waits for a step."""
-        return [
-            one for one in self.next_sequences() if one.lease is not None and one.lease.spare_tokens >= one.needed
-        ]
+        return [one for one in self.next_sequences() if one.has_memory]
 
     def _step_feeds(self, steps: FeedSteps, feeds: list[Feed], begun: float) -> None:
-        self._in_flight = None
         error = steps.evaluate(feeds)
         if error is None:
-            steps.learn(feeds, begun)
+            steps.learn(feeds, self._clock() - begun)
             return
         sequences = [feed.sequence for feed in feeds]
         for sequence in sequences:
@@ -117,14 +106,14 @@ class DecodePipeline:
 
     def _step_plain(self, sequences: list[Sequence]) -> None:
         previous, self._in_flight = self._in_flight, None
-        error = _error_of(partial(self._prepare, sequences, previous))
+        error = error_of(partial(self._prepare, sequences, previous))
         if self._runner.overlaps:
-            error = error or _error_of(self._start)
-        if previous is not None and not previous.is_read:
+            error = error or error_of(self._start)
+        if previous is not None:
             self._read(previous)
-        error = error or _error_of(self._sample)
+        error = error or error_of(self._sample)
         if not self._runner.overlaps:
-            error = error or _error_of(self._start)
+            error = error or error_of(self._start)
         if error is not None:
             self._recover(sequences, error)
         else:
@@ -132,8 +121,9 @@ class DecodePipeline:
 
     def read(self) -> None:
         """Waits for the launched step."""
-        if self._in_flight is not None and not self._in_flight.is_read:
-            self._read(self._in_flight)
+        launched, self._in_flight = self._in_flight, None
+        if launched is not None:
+            self._read(launched)
 
     # -- launch
 
@@ -141,32 +131,19 @@ class DecodePipeline:
         if not sequences:
             return
         for sequence in sequences:
-            self._feed(sequence, previous)
-        rows = [sequence.decode.row for sequence in sequences]
-        waits = any(sequence.output.is_bound for sequence in sequences)
-        spare_bytes = self._prefix_cache.reclaimer.spare_bytes
-        step = self._runner.prepare(
-            rows, previous.step if previous else None, samples=not waits, spare_bytes=spare_bytes
-        )
-        if self._runner.take_change():
-            self._prefix_cache.pager.measure_running()
+            if previous is None or sequence not in previous.sequences:
+                assert len(sequence.known) == 1, "a step without drafts feeds one token"
+                sequence.row.known = [*sequence.known]
+            elif (forced := sequence.output.forced_token()) is not None:
+                self._force(sequence, forced)
+        step, waits = prepare(self._table, sequences, previous.step if previous else None)
         for sequence in sequences:
-            sequence.decode.num_launched += 1
+            sequence.num_launched += 1
             sequence.record()
-        self._in_flight = InFlightStep(step, sequences, waits=waits)
-
-    def _feed(self, sequence: Sequence, previous: InFlightStep | None) -> None:
-        if previous is None or previous.is_read or sequence not in previous.sequences:
-            assert len(sequence.decode.known) == 1, "a step without drafts feeds one token"
-            sequence.decode.row.known = [*sequence.decode.known]
-            return
-        forced = sequence.output.forced_token()
-        if forced is not None:
-            self._force(sequence, forced)
+        self._in_flight = InFlightStep(step, sequences, waits)
 
     def _force(self, sequence: Sequence, token: int) -> None:
-        generated = [*sequence.output.tokens, token]
-        self._runner.force(sequence.decode.row, token, prompt=sequence.request.tokens, generated=generated)
+        force(self._runner, sequence, [*sequence.output.tokens, token])
 
     def _start(self) -> None:
         prepared, self._in_flight = self._in_flight, None
@@ -181,8 +158,8 @@ class DecodePipeline:
         if waiting is None or not waiting.waits:
             return
         self._in_flight = None
-        waiting.waits = False
-        self._runner.sample(waiting.step, [self._mask_of(sequence) for sequence in waiting.sequences])
+        masks = [self._mask_of(sequence) for sequence in waiting.sequences]
+        self._runner.sample(waiting.step, masks)
         self._in_flight = waiting
         if self._runner.overlaps:
             self._start()
@@ -191,7 +168,7 @@ class DecodePipeline:
         if sequence not in self._table:
             return None
         try:
-            return sequence.output.mask()
+            return sequence.output.masks_along(())[0]
         except Exception as error:  # an error of the grammar concerns this row only
             self._table.fail_bound(sequence, error)
             return None
@@ -199,41 +176,35 @@ class DecodePipeline:
     # -- read
 
     def _read(self, launched: InFlightStep) -> None:
-        launched.is_read = True
+        newer = self._in_flight.sequences if self._in_flight is not None else []
         try:
             tokens = launched.step.tokens()
         except Exception as error:  # an error of the device is raised only when the step is waited for
-            newer = self._newer_than(launched)
             self._in_flight = None
             self._recover(list(dict.fromkeys([*launched.sequences, *newer])), error)
             return
         for index, (sequence, (token,)) in enumerate(zip(launched.sequences, tokens, strict=True)):
             if sequence.output.reason is None and sequence in self._table:
-                forced = sequence.output.forced_token()
-                if forced is not None and sequence not in self._newer_than(launched):
-                    try:
-                        self._force(sequence, forced)
-                    except Exception as error:  # of the device, while the row's penalties are made anew
-                        self._table.fail_step(sequence, error)
-                        continue
-                self._accept(sequence, index, token if forced is None else forced, launched)
+                self._accept(sequence, token, partial(launched.step.logprob, index), is_fed=sequence in newer)
 
-    def _accept(self, sequence: Sequence, index: int, token: int, launched: InFlightStep) -> None:
-        sequence.decode.is_suspect = False
-        sequence.decode.known = [token]
-        if sequence in self._newer_than(launched):
+    def _accept(
+        self, sequence: Sequence, sampled: int, logprob: Callable[[int], TokenLogprob | None], *, is_fed: bool
+    ) -> None:
+        """`is_fed`: the next step, launched already, has the token."""
+        forced = sequence.output.forced_token()
+        if forced is not None and not is_fed:
+            try:
+                self._force(sequence, forced)
+            except Exception as error:  # of the device, while the row's penalties are made anew
+                self._table.fail_step(sequence, error)
+                return
+        token, now = sampled if forced is None else forced, self._clock()
+        sequence.is_suspect = False
+        sequence.known = [token]
+        if is_fed:
             sequence.record()
-        logprob = launched.step.logprob(index, token)
-        now = self._clock()
-        sequence.post([*sequence.accept(token, now, logprob), *sequence.finished(now)])
-        if sequence.output.reason is None:
-            return
-        if not sequence.decode.known or not sequence.request.cache_prompt:
-            self._table.close(sequence)
-
-    def _newer_than(self, launched: InFlightStep) -> list[Sequence]:
-        newer = self._in_flight
-        return newer.sequences if newer is not None and newer is not launched else []
+        sequence.post([*sequence.accept(token, now, logprob(token)), *sequence.finished(now)])
+        self._table.close_evaluated(sequence)
 
     # -- recover
 
@@ -252,13 +223,4 @@ class DecodePipeline:
                 self._table.replay(sequence)
         if is_out_of_memory(error):
             self._table.defer_youngest(alive)
-            self._prefix_cache.reclaimer.relieve()
-
-
-def _error_of(act: Callable[[], None]) -> Exception | None:
-    """An error for later: the step before is read first."""
-    try:
-        act()
-    except Exception as error:  # an error of the model: replaying the rows shows which one is at fault
-        return error
-    return None
+            self._table.prefix_cache.reclaimer.relieve()

@@ -130,14 +130,11 @@ class Output:
         """Earlier tokens must be read before the next is sampled."""
         return self._grammar is not None and self.reason is None
 
-    def mask(self) -> MaskWords | None:
-        """Which tokens may come next, None where any may; raises GrammarFailed."""
-        return self._grammar.mask() if self._grammar is not None and self.reason is None else None
-
     def masks_along(self, draft: Sequence[int]) -> list[MaskWords | None]:
-        """As `mask`, and for what comes behind each token of `draft`, up to one that may not come or ends the output.
+        """Which tokens may come next, and behind each of `draft`, up to one that may not come or ends the output.
 
-        Behind an end nothing is sampled, but the end itself may be evaluated ahead.
+        None where any may. Behind an end nothing is sampled, but the end itself may be evaluated ahead. Raises
+        GrammarFailed.
         """
         if self._grammar is not None and self.reason is None:
             return [*self._grammar.masks_along(draft)]

@@ -15,9 +15,8 @@ Every live row decodes at each step. The same calls in the same order give the s
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -37,120 +36,104 @@ Rank: TypeAlias = tuple[int, int]
 
 
 class Phase(Enum):
-    """How far a request has come, always forward; a replay begins with a new ticket."""
+    """How far a request has come, forward but for a replay."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
 
 
-@dataclass(eq=False)
-class Ticket:
-    """What the scheduler knows of one request."""
+class Scheduled:
+    """What the scheduler knows of a sequence."""
 
-    request_id: str
-    arrival: int
-    tokens: TokenArray
-    priority: Priority
-    namespace: str
-    session_id: str | None
-    num_prompt: int
-    """Later tokens were generated before a replay."""
-    shares: bool
-    """The request may reuse shared state and leave state for others."""
-    phase: Phase = Phase.WAITING
-    offset: int = 0
-    is_preempted: bool = False
-    """Nothing of a worse rank begins before the request goes on."""
-    is_deferred: bool = False
-    """The device lacks memory: the request begins once another has ended."""
-    is_loading: bool = False
-    """State of the request is being read from disk."""
-    is_unread: bool = False
-    """The client has left much unread, so no other request waits for the end."""
-    num_passed: int = 0
+    def __init__(self, request: GenerationRequest, arrival: int) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.namespace = request.state_namespace
+        self.is_loading = False
+        """State of the request is being read from disk."""
+        self.is_unread = False
+        """The client has left much unread, so no other request waits for the end."""
+        self.num_passed = 0
+        self.queue(request.tokens)
+
+    def queue(self, tokens: TokenArray) -> None:
+        """Has tokens evaluated from the first one: the prompt and, in a replay, the output."""
+        self.tokens, self.offset, self.phase = tokens, 0, Phase.WAITING
+        self.is_preempted = False
+        """Nothing of a worse rank begins before the request goes on."""
+        self.is_deferred = False
+        """The device lacks memory: the request begins once another has ended."""
 
     @property
     def rank(self) -> Rank:
         aged = self.num_passed >= MAX_WAITS
-        return (Priority.INTERACTIVE if aged else self.priority), self.arrival
+        return (Priority.INTERACTIVE if aged else self.request.priority), self.arrival
 
     @property
-    def remaining(self) -> int:
-        """The last prompt token is evaluated by the first decode step."""
-        return len(self.tokens) - 1 - self.offset
+    def limit(self) -> int:
+        """Where the prefill ends: the last token is evaluated by the first decode step."""
+        return len(self.tokens) - 1
+
+    @property
+    def shares(self) -> bool:
+        """The request may reuse shared state and leave state for others."""
+        return self.request.cache_prompt
 
 
-def ticket_for(request: GenerationRequest, arrival: int, tokens: TokenArray) -> Ticket:
-    """The ticket's `tokens` are the prompt and, in a replay, the output."""
-    return Ticket(
-        request_id=request.request_id,
-        arrival=arrival,
-        tokens=tokens,
-        priority=request.priority,
-        namespace=request.state_namespace,
-        session_id=request.session_id,
-        num_prompt=len(request.tokens),
-        shares=request.cache_prompt,
-    )
+S = TypeVar("S", bound=Scheduled)
 
 
-class Scheduler:
-    """Chooses the next chunk. Worker thread only."""
+class Scheduler(Generic[S]):
+    """All unfinished sequences, and the choice of the next chunk. Worker thread only."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self._tickets: dict[str, Ticket] = {}
-        self._sessions: dict[tuple[str, str], list[Ticket]] = {}
-        self._predecessors: dict[Ticket, Ticket | None] = {}
-        """The ticket that each continues and waits for, once looked up."""
-        self._awaited: dict[Ticket, tuple[Ticket, int]] = {}
-        """The prefill that a ticket waits for, and the end of their common prefix."""
-        self._lent: dict[Ticket, Rank] = {}
-        """The best rank among the tickets that wait for a prefill."""
-        self._common: dict[Ticket, dict[Ticket, int]] = {}
+        self.sequences: dict[str, S] = {}
+        """By request id."""
+        self._sessions: dict[tuple[str, str], list[S]] = {}
+        self._predecessors: dict[S, S | None] = {}
+        """The sequence that each continues and waits for, once looked up."""
+        self._awaited: dict[S, tuple[S, int]] = {}
+        """The prefill that a sequence waits for, and the end of their common prefix."""
+        self._lent: dict[S, Rank] = {}
+        """The best rank among the sequences that wait for a prefill."""
+        self._common: dict[S, dict[S, int]] = {}
         self.is_stalled = False
         """Nothing can begin until a request ends or memory is given back."""
 
-    def add(self, ticket: Ticket) -> None:
-        """Queues a request."""
-        self._tickets[ticket.request_id] = ticket
-        tickets = self._of_session(ticket)
-        for other in tickets:
-            if other.arrival > ticket.arrival:  # as when a request is replayed
+    def add(self, one: S) -> None:
+        """Queues a sequence."""
+        self.sequences[one.request.request_id] = one
+        others = self._of_session(one)
+        for other in others:
+            if other.arrival > one.arrival:  # as when a request is replayed
                 self._predecessors.pop(other, None)
-        tickets.append(ticket)
+        others.append(one)
 
-    def remove(self, ticket: Ticket) -> None:
-        """Forgets an ended request; waiting ones may be tried again."""
-        self._take_out(ticket)
-        deferred = [other for other in self._tickets.values() if other.is_deferred]
+    def remove(self, one: S) -> None:
+        """Forgets an ended sequence; waiting ones may be tried again."""
+        self.take_out(one)
+        deferred = [other for other in self.sequences.values() if other.is_deferred]
         if deferred:
             min(deferred, key=lambda other: other.rank).is_deferred = False
 
-    def replace(self, ticket: Ticket, by: Ticket) -> None:
-        """Queues a request again; waiting ones may be tried again."""
-        self._take_out(ticket)
-        self.add(by)
-
-    def _take_out(self, ticket: Ticket) -> None:
-        del self._tickets[ticket.request_id]
-        self._predecessors.pop(ticket, None)
-        self._awaited.pop(ticket, None)
-        for other in self._common.pop(ticket, {}):
-            del self._common[other][ticket]
-        self._leave_session(ticket)
+    def take_out(self, one: S) -> None:
+        """Forgets a sequence that begins again; waiting ones may be tried again."""
+        del self.sequences[one.request.request_id]
+        self._predecessors.pop(one, None)
+        self._lent.pop(one, None)
+        self._awaited = {other: goal for other, goal in self._awaited.items() if one not in (other, goal[0])}
+        for other in self._common.pop(one, {}):
+            del self._common[other][one]
+        self._leave_session(one)
         self.is_stalled = False
 
-    def in_phase(self, phase: Phase) -> list[Ticket]:
-        """Tickets, best rank first."""
-        return sorted((t for t in self._tickets.values() if t.phase is phase), key=lambda ticket: ticket.rank)
+    def in_phase(self, phase: Phase) -> list[S]:
+        """Sequences, best rank first."""
+        return sorted((one for one in self.sequences.values() if one.phase is phase), key=lambda one: one.rank)
 
-    def count(self, phase: Phase) -> int:
-        """How many tickets are in a phase."""
-        return sum(ticket.phase is phase for ticket in self._tickets.values())
-
-    def common_tokens(self, one: Ticket, other: Ticket) -> int:
+    def common_tokens(self, one: S, other: S) -> int:
         """The length of the common prefix, 0 where state may not be shared."""
         if one.namespace != other.namespace or not (one.shares and other.shares):
             return 0
@@ -160,138 +143,130 @@ class Scheduler:
             self._common.setdefault(other, {})[one] = found[other]
         return found[other]
 
-    def choose_prefill(self, restorable: Callable[[Ticket], int], max_tokens: int) -> Ticket | None:
-        """The request that gets the next prefill chunk; None if none can get one.
+    def choose_prefill(self, restorable: Callable[[S], int], max_tokens: int) -> S | None:
+        """The sequence that gets the next prefill chunk; None if none can get one.
 
         A chunk of more than `max_tokens`, what this step has left, is not passed over: it goes first in the next
         step.
         """
         running, waiting = self.in_phase(Phase.PREFILLING), self._free_to_begin()
-        todo = {ticket: ticket.remaining for ticket in running}
+        todo = {one: one.limit - one.offset for one in running}
         todo |= self._could_begin(waiting, running, restorable)
         if not todo:
             return None
         chosen = self._choose(todo)
-        limit = len(chosen.tokens) - 1
-        offset = limit - todo[chosen]
-        if chunk_end(offset, limit, self._chunk_tokens) - offset > max_tokens:
+        offset = chosen.limit - todo[chosen]
+        if chunk_end(offset, chosen.limit, self._chunk_tokens) - offset > max_tokens:
             return None
-        for ticket in (*running, *waiting):
-            if ticket.arrival < chosen.arrival and not self._waits_for_another(ticket):
-                ticket.num_passed += 1
+        for one in (*running, *waiting):
+            is_waiting = one in self._awaited or self._predecessors.get(one) is not None
+            if one.arrival < chosen.arrival and not is_waiting:
+                one.num_passed += 1
         return chosen
 
-    def _choose(self, todo: dict[Ticket, int]) -> Ticket:
-        ranks = {ticket: min(ticket.rank, self._lent.get(ticket, ticket.rank)) for ticket in todo}
+    def _choose(self, todo: dict[S, int]) -> S:
+        ranks = {one: min(one.rank, self._lent.get(one, one.rank)) for one in todo}
         first = min(todo, key=ranks.__getitem__)
         if todo[first] <= self._chunk_tokens or first.num_passed >= MAX_PASSES:
             return first
-        short = [t for t, left in todo.items() if left <= self._chunk_tokens and ranks[t][0] == ranks[first][0]]
+        short = [one for one, left in todo.items() if left <= self._chunk_tokens and ranks[one][0] == ranks[first][0]]
         return min(short, key=ranks.__getitem__, default=first)
 
     # -- who may begin
 
-    def _free_to_begin(self) -> list[Ticket]:
+    def _free_to_begin(self) -> list[S]:
         if self.is_stalled:
             return []
-        is_busy = any(ticket.phase is not Phase.WAITING for ticket in self._tickets.values())
         waiting = self.in_phase(Phase.WAITING)
-        # A worse rank would take the memory that a preempted ticket waits for; one with a predecessor waits for that.
-        preempted = [ticket for ticket in waiting if ticket.is_preempted and self._predecessor(ticket) is None]
-        last = min((ticket.rank for ticket in preempted), default=None)
-        if is_busy:
-            waiting = [ticket for ticket in waiting if not (ticket.is_loading or ticket.is_deferred)]
-        return [ticket for ticket in waiting if last is None or ticket.rank <= last]
+        # A worse rank would take the memory that a preempted one waits for; one with a predecessor waits for that.
+        preempted = [one.rank for one in waiting if one.is_preempted and self._predecessor(one) is None]
+        if len(waiting) < len(self.sequences):
+            waiting = [one for one in waiting if not (one.is_loading or one.is_deferred)]
+        return [one for one in waiting if not preempted or one.rank <= preempted[0]]
 
-    def _could_begin(
-        self, waiting: list[Ticket], running: list[Ticket], restorable: Callable[[Ticket], int]
-    ) -> dict[Ticket, int]:
-        """The first tickets that wait for no other, with tokens to evaluate."""
-        self._awaited = {ticket: goal for ticket, goal in self._awaited.items() if self._is_ahead(*goal)}
+    def _could_begin(self, waiting: list[S], running: list[S], restorable: Callable[[S], int]) -> dict[S, int]:
+        """The first sequences that wait for no other, with tokens to evaluate."""
+        self._awaited = {
+            one: (prefill, stop)
+            for one, (prefill, stop) in self._awaited.items()
+            if prefill.phase is Phase.PREFILLING and prefill.offset < stop
+        }
         self._lent = {}
-        found: dict[Ticket, int] = {}
-        for ticket in waiting:
+        found: dict[S, int] = {}
+        for one in waiting:
             if len(found) == LOOKAHEAD:
                 break
-            if self._predecessor(ticket) is not None:
+            if self._predecessor(one) is not None:
                 continue
-            if ticket not in self._awaited:
-                num_restorable = restorable(ticket)
-                prefill = next((t for t in running if self._is_computing_for(t, ticket, num_restorable)), None)
+            if one not in self._awaited:
+                num_restorable = restorable(one)
+                prefill = next((other for other in running if self._computes_for(other, one, num_restorable)), None)
                 if prefill is None:
-                    found[ticket] = len(ticket.tokens) - 1 - num_restorable
+                    found[one] = one.limit - num_restorable
                     continue
                 # The restorable tokens stay the same until that prefill has come far enough.
-                self._awaited[ticket] = prefill, self._shared_stop(prefill, ticket)
-            # The prefill goes by the waiting ticket's rank, so that others do not pass both.
-            self._lent.setdefault(self._awaited[ticket][0], ticket.rank)
+                self._awaited[one] = prefill, self._shared_stop(prefill, one)
+            # The prefill goes by the waiting one's rank, so that others do not pass both.
+            self._lent.setdefault(self._awaited[one][0], one.rank)
         return found
 
-    def _waits_for_another(self, ticket: Ticket) -> bool:
-        return ticket in self._awaited or self._predecessors.get(ticket) is not None
+    def _computes_for(self, prefill: S, one: S, num_restorable: int) -> bool:
+        common = min(self.common_tokens(one, prefill), one.limit)
+        return prefill.offset < self._shared_stop(prefill, one) and common - num_restorable >= MIN_SHARED_TOKENS
 
-    def _is_ahead(self, prefill: Ticket, stop: int) -> bool:
-        is_running = prefill.phase is Phase.PREFILLING and self._tickets.get(prefill.request_id) is prefill
-        return is_running and prefill.offset < stop
-
-    def _is_computing_for(self, other: Ticket, ticket: Ticket, restorable: int) -> bool:
-        common = min(self.common_tokens(ticket, other), len(ticket.tokens) - 1)
-        return other.offset < self._shared_stop(other, ticket) and common - restorable >= MIN_SHARED_TOKENS
-
-    def _shared_stop(self, other: Ticket, ticket: Ticket) -> int:
-        return min(self.common_tokens(ticket, other), len(ticket.tokens) - 1, len(other.tokens) - 1)
+    def _shared_stop(self, prefill: S, one: S) -> int:
+        return min(self.common_tokens(one, prefill), one.limit, prefill.limit)
 
     # -- sessions
 
-    def _of_session(self, ticket: Ticket) -> list[Ticket]:
-        if ticket.session_id is None:
-            return []
-        return self._sessions.setdefault((ticket.namespace, ticket.session_id), [])
+    def _of_session(self, one: S) -> list[S]:
+        session_id = one.request.session_id
+        return [] if session_id is None else self._sessions.setdefault((one.namespace, session_id), [])
 
-    def _leave_session(self, ticket: Ticket) -> None:
-        if ticket.session_id is None:
+    def _leave_session(self, one: S) -> None:
+        if one.request.session_id is None:
             return
-        tickets = self._of_session(ticket)
-        tickets.remove(ticket)
-        if not tickets:
-            del self._sessions[ticket.namespace, ticket.session_id]
-        for other in tickets:
-            if self._predecessors.get(other) is ticket:
+        others = self._of_session(one)
+        others.remove(one)
+        if not others:
+            del self._sessions[one.namespace, one.request.session_id]
+        for other in others:
+            if self._predecessors.get(other) is one:
                 del self._predecessors[other]
 
-    def _predecessor(self, ticket: Ticket) -> Ticket | None:
-        found = self._predecessors.get(ticket)
-        if ticket not in self._predecessors or (found is not None and found.is_unread):
-            tickets = (other for other in self._of_session(ticket) if not other.is_unread)
-            found = next((other for other in tickets if _goes_on_from(ticket, other)), None)
-            self._predecessors[ticket] = found
+    def _predecessor(self, one: S) -> S | None:
+        found = self._predecessors.get(one)
+        if one not in self._predecessors or (found is not None and found.is_unread):
+            others = (other for other in self._of_session(one) if not other.is_unread)
+            found = next((other for other in others if _goes_on_from(one, other)), None)
+            self._predecessors[one] = found
         return found
 
 
-def _goes_on_from(ticket: Ticket, earlier: Ticket) -> bool:
+def _goes_on_from(one: Scheduled, earlier: Scheduled) -> bool:
     """The prompt begins with all of an earlier one, so it may hold its answer.
 
     Nobody waits for a less urgent request, nor for state that is not shared.
     """
-    num = earlier.num_prompt
+    prompt, start = one.request.tokens, earlier.request.tokens
     return (
-        earlier.arrival < ticket.arrival
-        and earlier.priority <= ticket.priority
+        earlier.arrival < one.arrival
+        and earlier.request.priority <= one.request.priority
         and earlier.shares
-        and ticket.shares
-        and num < ticket.num_prompt
+        and one.shares
+        and len(start) < len(prompt)
         # Most prompts differ here already, and comparing one token costs next to nothing.
-        and ticket.tokens[num - 1] == earlier.tokens[num - 1]
-        and np.array_equal(ticket.tokens[:num], earlier.tokens[:num])
+        and prompt[len(start) - 1] == start[-1]
+        and np.array_equal(prompt[: len(start)], start)
     )
 
 
-def choose_to_wait(running: Iterable[Ticket]) -> Ticket | None:
-    """The ticket to be preempted for lack of memory; None where only one runs.
+def choose_to_wait(running: Iterable[S]) -> S | None:
+    """The sequence to be preempted for lack of memory; None where only one runs.
 
     The worst rank waits, so the oldest never does, and a sequence waits at most as often as others end.
     """
-    ranked = sorted(running, key=lambda ticket: ticket.rank)
+    ranked = sorted(running, key=lambda one: one.rank)
     return ranked[-1] if len(ranked) > 1 else None
 
 

@@ -7,8 +7,8 @@ cache, except after a failed step, which may have damaged it. Knows no device an
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,7 +20,6 @@ from cache.prefix_cache import PrefixCache
 from cache.slots import Lookup
 from cache.types import common_prefix_length
 from models.errors import GrammarFailed
-from models.inference.sampling_params import SamplingParams
 from models.output.pieces import TokenLogprob
 from server.engine.output import Output, TextDecoder
 from server.engine.request import (
@@ -39,7 +38,7 @@ from server.engine.request import (
     check_device,
     is_out_of_memory,
 )
-from server.engine.scheduler import Phase, Scheduler, Ticket, choose_to_wait, ticket_for
+from server.engine.scheduler import Scheduled, Scheduler, choose_to_wait
 from server.engine.speculation import Drafting
 
 if TYPE_CHECKING:
@@ -63,21 +62,20 @@ class Sink(Protocol):
         """Hands events over, in order."""
 
 
-@dataclass
-class DecodeState:
-    """Decoding state; a replay begins with a new one."""
-
-    row: Any = None
-    known: list[int] = field(default_factory=list)
-    """Known tokens, not in the lease's log yet: several where a draft was taken back."""
-    num_launched: int = 0
-    """Tokens sampled in all steps, running steps included."""
-    is_suspect: bool = False
-    """A step failed: the sequence decodes alone until one succeeds."""
-
-
-class Sequence:
+class Sequence(Scheduled):
     """The mutable side of a request. Worker thread only."""
+
+    lookup: Lookup
+    """The next match compares only new tokens."""
+    lease: Lease | None
+    row: Any
+    """Of the runner, while the sequence decodes."""
+    known: list[int]
+    """Known tokens, not in the lease's log yet: several where a draft was taken back."""
+    num_launched: int
+    """Tokens sampled in all steps, running steps included."""
+    is_suspect: bool
+    """A step failed: the sequence decodes alone until one succeeds."""
 
     def __init__(
         self,
@@ -89,19 +87,17 @@ class Sequence:
         arrival: int,
     ) -> None:
         ends = request.stop_token_ids | (frozenset() if request.ignore_eos else eos_token_ids)
-        # A request without a seed gets one, so that a replay samples the same tokens.
-        sampling = _seeded(request.sampling).within(len(request.tokens) + request.max_tokens)
+        sampling = request.sampling
+        if sampling.seed is None and not sampling.is_greedy:
+            # So that a replay samples the same tokens.
+            sampling = replace(sampling, seed=secrets.randbits(SEED_BITS))
+        sampling = sampling.within(len(request.tokens) + request.max_tokens)
         if sampling.min_tokens:
             sampling = replace(sampling, end_token_ids=tuple(sorted(ends)))
-        self.request = replace(request, sampling=sampling)
+        super().__init__(replace(request, sampling=sampling), arrival)
         self.sink = sink
-        self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
-        self.lookup = Lookup(self.tokens, namespace=request.state_namespace)
-        """The next match compares only new tokens."""
-        self.lease: Lease | None = None
         self.prefetch: Prefetch | None = None
         """State being read from disk, until there is a lease."""
-        self.decode = DecodeState()
         self.output = Output(request, decoder, ends)
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of evaluated prompt tokens after the first, where requested."""
@@ -118,41 +114,37 @@ class Sequence:
         self.may_draft = request.speculates
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.begin()
 
-    @property
-    def tokens(self) -> TokenArray:
-        """The prompt and, after a replay, the output; all but the last are evaluated before sampling."""
-        return self.ticket.tokens
+    def begin(self, *, is_suspect: bool = False) -> None:
+        """Waits to be evaluated: the prompt and, in a replay, the output. All but the last are prefilled."""
+        behind = [NO_TOKEN] if self.request.is_prefix_only else self.output.tokens
+        self.queue(np.append(self.request.tokens, np.array(behind, np.int32)) if behind else self.request.tokens)
+        self.lookup = Lookup(self.tokens, namespace=self.namespace)
+        self.lease = self.row = None
+        self.known, self.num_launched, self.is_suspect = [], len(self.output.tokens), is_suspect
 
     @property
     def may_launch(self) -> bool:
-        return self.output.reason is None and self.decode.num_launched < self.request.max_tokens
+        return self.output.reason is None and self.num_launched < self.request.max_tokens
 
     @property
     def needed(self) -> int:
         """Tokens that the next step evaluates at least."""
-        return max(1, len(self.decode.known))
+        return max(1, len(self.known))
+
+    @property
+    def has_memory(self) -> bool:
+        """Memory for the next step is reserved."""
+        return self.lease is not None and self.lease.spare_tokens >= self.needed
+
+    @property
+    def is_drafted_for(self) -> bool:
+        return self.may_draft and not self.is_suspect and self.output.reason is None
 
     @property
     def has_lost_state(self) -> bool:
         return self.lease is not None and self.lease.is_lost
-
-    @property
-    def max_offset(self) -> int:
-        return len(self.request.tokens) + self.request.max_tokens
-
-    def replay(self, *, is_suspect: bool) -> None:
-        """Begins again: the text is kept, prompt and output are evaluated anew.
-
-        A sequence that is not suspect only made way, and goes on before any newcomer.
-        """
-        tokens = np.concatenate([_tokens_to_evaluate(self.request), np.array(self.output.tokens, np.int32)])
-        num_passed = self.ticket.num_passed
-        self.ticket = ticket_for(self.request, self.ticket.arrival, tokens)
-        self.lookup = Lookup(tokens, namespace=self.request.state_namespace)
-        self.ticket.num_passed, self.ticket.is_preempted = num_passed, not is_suspect
-        self.lease = None
-        self.decode = DecodeState(num_launched=len(self.output.tokens), is_suspect=is_suspect)
 
     def post(self, events: list[Event]) -> None:
         """Hands events to the client."""
@@ -161,14 +153,14 @@ class Sequence:
 
     def record(self) -> None:
         """Adds the known tokens, now evaluated, to the lease's log."""
-        if self.lease is not None and self.decode.known:
-            self.lease.append(*self.decode.known)
-            self.decode.known = []
+        if self.lease is not None and self.known:
+            self.lease.append(*self.known)
+            self.known = []
 
     def progress(self) -> list[Event]:
         """Tells of newly evaluated prompt tokens, not of replayed ones."""
         num_prompt = len(self.request.tokens)
-        evaluated = min(self.ticket.offset, num_prompt)
+        evaluated = min(self.offset, num_prompt)
         if self.output.tokens or evaluated <= self._reported_tokens:
             return []
         self._reported_tokens = evaluated
@@ -228,16 +220,6 @@ class Sequence:
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )
-
-
-def _seeded(sampling: SamplingParams) -> SamplingParams:
-    if sampling.seed is not None or sampling.is_greedy:
-        return sampling
-    return replace(sampling, seed=secrets.randbits(SEED_BITS))
-
-
-def _tokens_to_evaluate(request: GenerationRequest) -> TokenArray:
-    return np.append(request.tokens, np.int32(NO_TOKEN)) if request.is_prefix_only else request.tokens
 
 
 MAX_SESSIONS = 1024
@@ -316,37 +298,36 @@ class EngineSessions:
 
 
 class SequenceTable:
-    """Sequences by request id, each with a ticket in the scheduler. Worker thread only."""
+    """The unfinished sequences; how they end and start over. Worker thread only."""
 
     def __init__(
         self,
         runner: "Runner",
         prefix_cache: PrefixCache,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Sequence],
         sessions: EngineSessions,
         clock: Callable[[], float],
     ) -> None:
-        self._runner = runner
-        self._prefix_cache = prefix_cache
-        self._scheduler = scheduler
+        self.runner = runner
+        self.prefix_cache = prefix_cache
+        self.scheduler = scheduler
+        self.clock = clock
         self._sessions = sessions
-        self._clock = clock
-        self._sequences: dict[str, Sequence] = {}
         self.num_suspended = 0
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.scheduler.sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Over a snapshot, so sequences may be removed meanwhile."""
-        return iter(list(self._sequences.values()))
+        return iter(list(self.scheduler.sequences.values()))
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.request.request_id in self._sequences
+        return sequence.request.request_id in self.scheduler.sequences
 
     def find(self, request_id: str) -> Sequence | None:
         """An unfinished request's sequence."""
-        return self._sequences.get(request_id)
+        return self.scheduler.sequences.get(request_id)
 
     def others(self, sequence: Sequence) -> list[Sequence]:
         """All sequences except this one."""
@@ -356,21 +337,12 @@ class SequenceTable:
         """The sequences with a slot."""
         return [sequence for sequence in self if sequence.lease is not None]
 
-    def decoding(self) -> list[Sequence]:
-        """The decoding sequences, best rank first."""
-        return [self._sequences[ticket.request_id] for ticket in self._scheduler.in_phase(Phase.DECODING)]
-
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence."""
-        self._sequences[sequence.request.request_id] = sequence
-        self._scheduler.add(sequence.ticket)
-
     # -- endings
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends the sequence, and its answer unless that has ended."""
         if sequence.output.reason is None:
-            sequence.post(sequence.end(reason, self._clock()))
+            sequence.post(sequence.end(reason, self.clock()))
         self.close(sequence)
 
     def end_truncated(self, sequence: Sequence) -> None:
@@ -397,11 +369,16 @@ class SequenceTable:
             self._sessions.record(sequence)
             self._release(sequence, sequence.lease, sequence.lease.close)
 
-    def close_finished(self, sequences: list[Sequence]) -> None:
-        """Closes answered sequences whose last token is evaluated."""
+    def close_finished(self, sequences: Iterable[Sequence]) -> None:
+        """Closes answered sequences."""
         for sequence in sequences:
             if sequence.output.reason is not None and sequence in self:
                 self.close(sequence)
+
+    def close_evaluated(self, sequence: Sequence) -> None:
+        """Closes an answered sequence unless its last token is to be evaluated for the next turn."""
+        if not (sequence.known and sequence.request.cache_prompt):
+            self.close_finished([sequence])
 
     def fail_step(self, sequence: Sequence, error: Exception) -> None:
         """Fails a sequence, unless memory for it may come. Raises DeviceLost."""
@@ -425,7 +402,7 @@ class SequenceTable:
         """Queues a sequence again without its live state, which may be damaged."""
         if sequence.lease is not None:
             sequence.lease.discard()
-        self._requeue(sequence, is_suspect=True)
+        self._begin_again(sequence, is_suspect=True)
 
     def replay_lost(self) -> None:
         """Queues sequences again whose state was lost while memory was freed; no step may be unread."""
@@ -438,11 +415,12 @@ class SequenceTable:
         assert sequence.lease is not None
         self.num_suspended += 1
         self._release(sequence, sequence.lease, sequence.lease.suspend)
-        self._requeue(sequence, is_suspect=False)
+        self._begin_again(sequence, is_suspect=False)
+        sequence.is_preempted = True
 
     def defer_youngest(self, sequences: list[Sequence]) -> None:
         """Makes the youngest replayed sequence wait for another's end: together they might fail again."""
-        waits = choose_to_wait(sequence.ticket for sequence in sequences if sequence in self)
+        waits = choose_to_wait(sequence for sequence in sequences if sequence in self)
         if waits is not None:
             self._defer(waits)
 
@@ -453,24 +431,24 @@ class SequenceTable:
             return False
         sequence.was_out_of_memory = True
         self.replay(sequence)
-        self._prefix_cache.reclaimer.relieve()
+        self.prefix_cache.reclaimer.relieve()
         if not is_first:
-            self._defer(sequence.ticket)
+            self._defer(sequence)
         return True
 
-    def _defer(self, ticket: Ticket) -> None:
-        ticket.is_preempted = ticket.is_deferred = True
+    def _defer(self, sequence: Sequence) -> None:
+        sequence.is_preempted = sequence.is_deferred = True
         self.num_suspended += 1
 
-    def _requeue(self, sequence: Sequence, *, is_suspect: bool) -> None:
-        former = sequence.ticket
-        sequence.replay(is_suspect=is_suspect)
-        self._scheduler.replace(former, sequence.ticket)
+    def _begin_again(self, sequence: Sequence, *, is_suspect: bool) -> None:
+        self.scheduler.take_out(sequence)
+        sequence.begin(is_suspect=is_suspect)
+        self.scheduler.add(sequence)
 
     def _release(self, sequence: Sequence, lease: Lease, end: Callable[[], None]) -> None:
         try:
-            if sequence.decode.row is not None:
-                self._runner.detach(sequence.decode.row)
+            if sequence.row is not None:
+                self.runner.detach(sequence.row)
             end()
         except Exception:  # the state cannot be read out, so it is dropped; the client has got all that was generated
             logger.exception("the state of request %s was lost", sequence.request.request_id)
@@ -478,8 +456,7 @@ class SequenceTable:
                 lease.discard()
 
     def _forget(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request.request_id]
-        self._scheduler.remove(sequence.ticket)
+        self.scheduler.remove(sequence)
         sequence.end_prefetch()
         if sequence.drafting is not None:
             sequence.drafting.end()

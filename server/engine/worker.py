@@ -11,6 +11,7 @@ for it too.
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ from server.engine.request import (
     RequestCounts,
     Started,
 )
-from server.engine.scheduler import LOOKAHEAD, Phase, Scheduler, Ticket, choose_to_wait
+from server.engine.scheduler import LOOKAHEAD, Phase, Scheduler, choose_to_wait
 from server.engine.sequence import EngineSessions, Sequence, SequenceTable, Sink
 from server.engine.speculation import Speculation
 
@@ -58,22 +59,10 @@ class Prefill:
     """Admits sequences and evaluates prompts. Worker thread only."""
 
     def __init__(
-        self,
-        runner: "Runner",
-        prefix_cache: PrefixCache,
-        scheduler: Scheduler,
-        table: SequenceTable,
-        clock: Callable[[], float],
-        *,
-        chunk_tokens: int,
-        expected_tokens: int,
-        speculation: Speculation | None,
+        self, table: SequenceTable, speculation: Speculation | None, *, chunk_tokens: int, expected_tokens: int
     ) -> None:
-        self._runner = runner
-        self._prefix_cache = prefix_cache
-        self._scheduler = scheduler
-        self._table = table
-        self._clock = clock
+        self._table, self._scheduler = table, table.scheduler
+        self._runner, self._prefix_cache = table.runner, table.prefix_cache
         self._chunk_tokens = chunk_tokens
         self._expected_tokens = expected_tokens
         self._speculation = speculation
@@ -87,12 +76,11 @@ class Prefill:
         """
         left_tokens = self._chunk_tokens
         while left_tokens > 0:
-            ticket = self._scheduler.choose_prefill(self._restorable, left_tokens)
-            if ticket is None:
+            sequence = self._scheduler.choose_prefill(self._restorable, left_tokens)
+            if sequence is None:
                 return
             before_each()
-            sequence = self._table.find(ticket.request_id)
-            if sequence is not None:
+            if sequence in self._table:
                 left_tokens -= self._advance(sequence)
 
     def _chunk_for(self, sequence: Sequence) -> int:
@@ -111,33 +99,32 @@ class Prefill:
     def share_prefixes(self, sequence: Sequence) -> None:
         """Makes prefills keep a restore point where their prefix in common with the sequence ends."""
         for other in self._table.others(sequence):
-            prefills = [one for one in (sequence, other) if one.ticket.phase is Phase.PREFILLING]
-            for one in prefills:
-                if one.lease is not None:
-                    shared = self._scheduler.common_tokens(sequence.ticket, other.ticket)
+            for one in (sequence, other):
+                if one.phase is Phase.PREFILLING and one.lease is not None:
+                    shared = self._scheduler.common_tokens(sequence, other)
                     one.lease.want(RestorePoint(shared, RestorePointKind.BRANCH))
 
-    def _restorable(self, ticket: Ticket) -> int:
-        if not ticket.shares:
-            return 0
-        sequence = self._table.find(ticket.request_id)
-        return self._prefix_cache.peek(ticket.tokens, lookup=sequence.lookup) if sequence is not None else 0
+    def _restorable(self, sequence: Sequence) -> int:
+        return self._prefix_cache.peek(sequence.tokens, lookup=sequence.lookup) if sequence.shares else 0
 
     def _advance(self, sequence: Sequence) -> int:
-        """The part of the chunk taken, in tokens."""
-        is_newcomer = sequence.lease is None
-        if is_newcomer and not self._admit(sequence):
-            return 0
-        lease, limit = sequence.lease, len(sequence.tokens) - 1
-        assert lease is not None
-        taken_tokens = self._restore_cost(lease) if is_newcomer else 0
-        if lease.offset < limit:
-            stop = lease.chunk_stop(self._chunk_for(sequence), limit)
-            taken_tokens += self._evaluate(sequence, lease, stop)
-        if lease.is_open and lease.offset >= limit:
-            finish = self._end_prefix if sequence.request.is_prefix_only else self._start_decoding
-            finish(sequence, lease)
-        return taken_tokens
+        """The part of the chunk taken, in tokens; all of it by a failure."""
+        try:
+            lease, taken_tokens = sequence.lease, 0
+            if lease is None:
+                lease = self._admit(sequence)
+                if lease is None:
+                    return 0
+                taken_tokens = self._restore_cost(lease)
+            if lease.offset < sequence.limit:
+                taken_tokens += self._evaluate(sequence, lease)
+            if lease.offset >= sequence.limit:
+                finish = self._end_prefix if sequence.request.is_prefix_only else self._start_decoding
+                finish(sequence, lease)
+            return taken_tokens
+        except Exception as error:  # of the model or of paging, or a bug of ours: none concerns other requests
+            self._table.fail_step(sequence, error)
+            return self._chunk_tokens
 
     def _restore_cost(self, lease: Lease) -> int:
         """The time to restore, in tokens that could be evaluated meanwhile."""
@@ -145,52 +132,44 @@ class Prefill:
             return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
         return self._chunk_tokens if lease.tier is Tier.DISK else 0
 
-    def _evaluate(self, sequence: Sequence, lease: Lease, stop: int) -> int:
+    def _evaluate(self, sequence: Sequence, lease: Lease) -> int:
+        stop = lease.chunk_stop(self._chunk_for(sequence), sequence.limit)
         chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
-        try:
-            if num_top is None:
-                self._runner.prefill(lease.caches, chunk, sequence.request.adapter_index)
-            else:
-                following = sequence.tokens[lease.offset + 1 : stop + 1]
-                found = self._runner.score(lease.caches, chunk, following, num_top, sequence.request.adapter_index)
-                sequence.prompt_logprobs[lease.offset : stop] = found
-            lease.advance(chunk)
-        except Exception as error:  # whatever the model raises is this request's failure, not the engine's
-            self._table.fail_step(sequence, error)
-            return len(chunk)
-        sequence.ticket.offset = lease.offset
+        if num_top is None:
+            self._runner.prefill(lease.caches, chunk, sequence.request.adapter_index)
+        else:
+            following = sequence.tokens[lease.offset + 1 : stop + 1]
+            found = self._runner.score(lease.caches, chunk, following, num_top, sequence.request.adapter_index)
+            sequence.prompt_logprobs[lease.offset : stop] = found
+        lease.advance(chunk)
+        sequence.offset = lease.offset
         sequence.post(sequence.progress())
         return len(chunk)
 
     # -- admission
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """False if the sequence must wait for a lease, or failed."""
+    def _admit(self, sequence: Sequence) -> Lease | None:
+        """None if the sequence must wait for a slot or for memory, or was refused."""
+        begun = self._table.clock()
+        self._prefix_cache.pins.release_expired(begun)
         try:
-            return self._try_admit(sequence)
+            lease = self._begin(sequence)
         except (BudgetExceeded, PinnedFull) as error:
             self._refuse(sequence, error)
-        except Exception as error:  # paging failed, or a bug of ours: neither concerns other requests
-            self._table.fail_step(sequence, error)
-        return False
-
-    def _try_admit(self, sequence: Sequence) -> bool:
-        begun = self._clock()
-        self._prefix_cache.pins.release_expired(begun)
-        lease = self._begin(sequence)
+            return None
         if lease is None:
             self._scheduler.is_stalled = True
-            return False
+            return None
         sequence.lease = lease
         sequence.end_prefetch()
-        sequence.ticket.phase, sequence.ticket.offset = Phase.PREFILLING, lease.offset
+        sequence.phase, sequence.offset = Phase.PREFILLING, lease.offset
         if sequence.started is None:
             self._post_started(sequence, lease, begun)
         if self._speculation is not None and sequence.drafting is None:
             begin_drafting = self._speculation.begin
             sequence.drafting = begin_drafting(sequence.request, lease.match_tokens, sequence.output.forced)
         self.share_prefixes(sequence)
-        return True
+        return lease
 
     def _begin(self, sequence: Sequence) -> Lease | None:
         request = sequence.request
@@ -214,7 +193,7 @@ class Prefill:
             self._table.fail(sequence, kind(str(error)))
 
     def _post_started(self, sequence: Sequence, lease: Lease, begun: float) -> None:
-        request, now = sequence.request, self._clock()
+        request, now = sequence.request, self._table.clock()
         sequence.begun = begun
         reuse = Reuse(lease.match_tokens, lease.hit_tokens)
         if request.prompt_logprobs is not None:
@@ -227,28 +206,20 @@ class Prefill:
 
     def _start_decoding(self, sequence: Sequence, lease: Lease) -> None:
         last = int(sequence.tokens[-1])
-        try:
-            sequence.decode.row = self._runner.make_row(
-                lease.caches,
-                sequence.request.sampling,
-                last,
-                prompt=sequence.request.tokens,
-                generated=sequence.output.tokens,
-                adapter=sequence.request.adapter_index,
-            )
-        except Exception as error:  # an error of the device fails this request only, as in `_evaluate`
-            self._table.fail_step(sequence, error)
-            return
-        sequence.decode.known = [last]
-        sequence.ticket.phase = Phase.DECODING
+        sequence.row = self._runner.make_row(
+            lease.caches,
+            sequence.request.sampling,
+            last,
+            prompt=sequence.request.tokens,
+            generated=sequence.output.tokens,
+            adapter=sequence.request.adapter_index,
+        )
+        sequence.known = [last]
+        sequence.phase = Phase.DECODING
 
     def _end_prefix(self, sequence: Sequence, lease: Lease) -> None:
-        try:
-            is_asked_for = not sequence.request.is_idle_work
-            lease.keep(RestorePointKind.EXPLICIT if is_asked_for else RestorePointKind.PROMPT_END)
-        except Exception as error:  # an error of the device fails this request only, as in `_evaluate`
-            self._table.fail_step(sequence, error)
-            return
+        is_asked_for = not sequence.request.is_idle_work
+        lease.keep(RestorePointKind.EXPLICIT if is_asked_for else RestorePointKind.PROMPT_END)
         self._table.end(sequence, FinishReason.LENGTH)
 
 
@@ -283,19 +254,10 @@ class Worker:
         self.sessions = sessions or EngineSessions(prefix_cache)
         self.now = clock
         prefix_cache.pager.shared = runner
-        self._scheduler = Scheduler(chunk_tokens)
+        self._scheduler = Scheduler[Sequence](chunk_tokens)
         self._table = SequenceTable(runner, prefix_cache, self._scheduler, self.sessions, clock)
-        self._decode = DecodePipeline(runner, prefix_cache, self._table, clock, speculation)
-        self._prefill = Prefill(
-            runner,
-            prefix_cache,
-            self._scheduler,
-            self._table,
-            clock,
-            chunk_tokens=chunk_tokens,
-            expected_tokens=expected_tokens,
-            speculation=speculation,
-        )
+        self._decode = DecodePipeline(self._table, speculation)
+        self._prefill = Prefill(self._table, speculation, chunk_tokens=chunk_tokens, expected_tokens=expected_tokens)
         prefix_cache.use_awaited(self._find_awaited)
         self._embeddings = Embeddings(embedder, SetAside(prefix_cache.reclaimer), chunk_tokens)
         self._make_decoder = make_decoder
@@ -315,12 +277,12 @@ class Worker:
         if not request.is_idle_work:
             self._end_idle_work()
         sequence = Sequence(request, sink, self._make_decoder(), self._eos, arrival=next(self._arrivals))
-        self._table.add(sequence)
+        self._scheduler.add(sequence)
         if request.cache_prompt:
             sequence.prefetch = self.prefix_cache.prefetch(sequence.tokens, lookup=sequence.lookup)
         self._prefill.share_prefixes(sequence)
         others = self._table.others(sequence)
-        if request.is_idle_work and any(other.ticket.phase is not Phase.DECODING for other in others):
+        if request.is_idle_work and any(other.phase is not Phase.DECODING for other in others):
             self.cancel(request.request_id)
 
     def embed(self, job: EmbeddingJob) -> None:
@@ -330,8 +292,7 @@ class Worker:
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its progress stays cached. Unknown ids are ignored."""
-        sequence = self._table.find(request_id)
-        if sequence is not None:
+        if (sequence := self._table.find(request_id)) is not None:
             self._table.end(sequence, FinishReason.CANCELLED)
 
     def close_answered(self, namespace: str) -> None:
@@ -340,8 +301,7 @@ class Worker:
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Ends a request with an error. Unknown ids are ignored."""
-        sequence = self._table.find(request_id)
-        if sequence is not None:
+        if (sequence := self._table.find(request_id)) is not None:
             self._table.fail(sequence, error)
 
     def fail_all(self, error: Exception) -> None:
@@ -365,8 +325,8 @@ class Worker:
 
     def stats(self) -> EngineStats:
         """Current counts and bytes."""
-        count = self._scheduler.count
-        requests = RequestCounts(count(Phase.WAITING), count(Phase.PREFILLING), count(Phase.DECODING))
+        phases = Counter(sequence.phase for sequence in self._table)
+        requests = RequestCounts(phases[Phase.WAITING], phases[Phase.PREFILLING], phases[Phase.DECODING])
         rows_form, drafts_form = self._forms
         return EngineStats(
             requests,
@@ -399,14 +359,14 @@ class Worker:
 
     def step(self) -> None:
         """Evaluates up to one chunk of prompt tokens, and runs one decode step."""
-        self._update_tickets()
+        self._update_waiting()
         self._prefill.run_chunk(before_each=self._finish_decode_step)
         self._give_memory_to_answers()
         self._reserve_next_step()
         if any(sequence.has_lost_state for sequence in self._table):
             self._finish_decode_step()
         self._decode.step()
-        wants_memory = self._scheduler.count(Phase.WAITING) > 0 and self._has_free_slot()
+        wants_memory = self._has_free_slot() and any(one.phase is Phase.WAITING for one in self._table)
         self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
 
     def _give_memory_to_answers(self) -> None:
@@ -416,15 +376,14 @@ class Worker:
     def _has_free_slot(self) -> bool:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)
 
-    def _update_tickets(self) -> None:
+    def _update_waiting(self) -> None:
         for sequence in self._table:
-            sequence.ticket.is_unread = sequence.sink.is_behind
-            sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
+            sequence.is_unread = sequence.sink.is_behind
+            sequence.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
 
     def _find_awaited(self) -> list[Lookup]:
         waiting = self._scheduler.in_phase(Phase.WAITING)[:LOOKAHEAD]
-        sequences = [self._table.find(ticket.request_id) for ticket in waiting if ticket.shares]
-        return [sequence.lookup for sequence in sequences if sequence is not None]
+        return [sequence.lookup for sequence in waiting if sequence.shares]
 
     def _finish_decode_step(self) -> None:
         self._decode.read()
@@ -436,15 +395,16 @@ class Worker:
     def _reserve_next_step(self) -> None:
         """Where memory is short, the youngest waits."""
         for sequence in self._decode.next_sequences():
-            if sequence.lease is not None and sequence.lease.spare_tokens < sequence.needed:
+            if sequence.lease is not None and not sequence.has_memory:
                 # Recover from a fault of the running step first; a sequence that will wait must have its tokens.
                 self._decode.read()
                 self._grow(sequence, sequence.needed)
 
     def _grow(self, sequence: Sequence, needed: int) -> None:
+        max_offset = len(sequence.request.tokens) + sequence.request.max_tokens
         while sequence.lease is not None and sequence.lease.is_open:
             try:
-                if sequence.lease.try_grow(sequence.max_offset, needed):
+                if sequence.lease.try_grow(max_offset, needed):
                     return
             except Exception as error:  # the device has less memory than the budget says, or paging failed
                 self._table.fail_step(sequence, error)
@@ -455,12 +415,9 @@ class Worker:
         if self._embeddings.give_way():
             return
         running = self._table.leased()
-        ended = [other for other in running if other.output.reason is not None]
-        waits = choose_to_wait(other.ticket for other in running)
-        preempted = self._table.find(waits.request_id) if waits is not None else None
-        if ended:
-            self._table.close_finished(ended)
-        elif preempted is not None:
+        if any(other.output.reason is not None for other in running):
+            self._table.close_finished(running)
+        elif (preempted := choose_to_wait(running)) is not None:
             self._preempt(preempted)
         else:
             self._table.end_truncated(sequence)
@@ -470,6 +427,6 @@ class Worker:
         if sequence.request.is_idle_work:
             self.cancel(request_id)
             return
-        logger.info("request %s waits for memory after %d tokens", request_id, sequence.ticket.offset)
+        logger.info("request %s waits for memory after %d tokens", request_id, sequence.offset)
         self._table.suspend(sequence)
         self._scheduler.is_stalled = True

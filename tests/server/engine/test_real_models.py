@@ -14,6 +14,7 @@ from cache.budget import PADDING
 from models.inference.groups import GroupLayer
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
+from server.engine.scheduler import Phase
 from tests.support import fake_runner, tiny_models
 from tests.support.engine_driver import Collected, Harness
 from tests.support.oracle import Oracle
@@ -214,12 +215,14 @@ def test_what_is_held_is_charged_whoever_leaves(name: str, exact_buffers: None) 
         ask(harness, prompt, request_id=f"{number}", cache_prompt=False)
     ledger, table = harness.prefix_cache.ledger, harness.worker._table
     harness.step(3)
-    assert len(table.decoding()) == len(prompts)
+    assert {one.phase for one in table} == {Phase.DECODING} and len(table) == len(prompts)
     for leaving in ("", "1", "2", "", "0", "3"):
         if leaving == "1":
             harness.worker.cancel("1")
         elif leaving:
-            table.fail_step(table._sequences[leaving], RuntimeError("the model failed"))  # which detaches no row
+            table.fail_step(
+                table.scheduler.sequences[leaving], RuntimeError("the model failed")
+            )  # which detaches no row
         else:
             harness.step()
         harness.worker._decode.read()

@@ -1,121 +1,119 @@
 """The scheduler's choices, one rule at a time."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from server.engine.request import Priority
-from server.engine.scheduler import LOOKAHEAD, MAX_PASSES, MAX_WAITS, Phase, Scheduler, Ticket, choose_to_wait
+from server.engine.request import GenerationRequest, Priority
+from server.engine.scheduler import LOOKAHEAD, MAX_PASSES, MAX_WAITS, Phase, Scheduled, Scheduler, choose_to_wait
 
 CHUNK = 16
 
 
-def ticket(
-    name: str,
-    arrival: int,
-    tokens: Sequence[int] | int,
-    *,
-    phase: Phase = Phase.WAITING,
-    offset: int = 0,
-    priority: Priority = Priority.INTERACTIVE,
-    session_id: str | None = None,
-    num_prompt: int | None = None,
-    namespace: str = "",
-    shares: bool = True,
-) -> Ticket:
-    """Returns a ticket; an int for `tokens` means so many tokens that nobody else has."""
-    values = [1000 * arrival + n for n in range(tokens)] if isinstance(tokens, int) else list(tokens)
-    return Ticket(
-        request_id=name,
-        arrival=arrival,
-        tokens=np.array(values, np.int32),
-        priority=priority,
-        namespace=namespace,
-        session_id=session_id,
-        num_prompt=len(values) if num_prompt is None else num_prompt,
-        shares=shares,
-        phase=phase,
-        offset=offset,
-    )
+class Turn(Scheduled):
+    """A sequence of which only the scheduler knows."""
+
+    def __init__(
+        self,
+        name: str,
+        arrival: int,
+        tokens: Sequence[int] | int,
+        *,
+        phase: Phase = Phase.WAITING,
+        offset: int = 0,
+        num_prompt: int | None = None,
+        shares: bool = True,
+        **fields: Any,
+    ) -> None:
+        """An int for `tokens` means so many tokens that nobody else has; those behind `num_prompt` are output."""
+        values = [1000 * arrival + n for n in range(tokens)] if isinstance(tokens, int) else list(tokens)
+        every = np.array(values, np.int32)
+        super().__init__(GenerationRequest(name, every[:num_prompt], 1, cache_prompt=shares, **fields), arrival)
+        self.queue(every)
+        self.phase, self.offset = phase, offset
+
+    def change(self, **fields: Any) -> None:
+        self.request = replace(self.request, **fields)
 
 
-def scheduler_with(*tickets: Ticket) -> Scheduler:
-    """Returns a scheduler that knows the tickets."""
-    scheduler = Scheduler(CHUNK)
-    for one in tickets:
+def scheduler_with(*turns: Turn) -> Scheduler[Turn]:
+    """Returns a scheduler that knows the turns."""
+    scheduler = Scheduler[Turn](CHUNK)
+    for one in turns:
         scheduler.add(one)
     return scheduler
 
 
-def chosen(scheduler: Scheduler, max_tokens: int = CHUNK, **restorable: int) -> str | None:
-    """Returns the name of the ticket that goes next."""
-    choice = scheduler.choose_prefill(lambda one: restorable.get(one.request_id, 0), max_tokens)
-    return None if choice is None else choice.request_id
+def chosen(scheduler: Scheduler[Turn], max_tokens: int = CHUNK, **restorable: int) -> str | None:
+    """Returns the name of the sequence that goes next."""
+    choice = scheduler.choose_prefill(lambda one: restorable.get(one.request.request_id, 0), max_tokens)
+    return None if choice is None else choice.request.request_id
 
 
 def test_nothing_to_do() -> None:
-    assert chosen(Scheduler(CHUNK)) is None
-    assert chosen(scheduler_with(ticket("a", 1, 9, phase=Phase.DECODING))) is None
+    assert chosen(Scheduler[Turn](CHUNK)) is None
+    assert chosen(scheduler_with(Turn("a", 1, 9, phase=Phase.DECODING))) is None
 
 
 def test_first_come_first_served() -> None:
-    assert chosen(scheduler_with(ticket("b", 2, 100), ticket("a", 1, 100))) == "a"
+    assert chosen(scheduler_with(Turn("b", 2, 100), Turn("a", 1, 100))) == "a"
 
 
 def test_a_prefill_under_way_goes_on() -> None:
-    assert chosen(scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=16), ticket("b", 2, 100))) == "a"
+    assert chosen(scheduler_with(Turn("a", 1, 100, phase=Phase.PREFILLING, offset=16), Turn("b", 2, 100))) == "a"
 
 
 def test_what_is_left_of_a_step_goes_to_whoever_is_next_or_to_nobody() -> None:
-    scheduler = scheduler_with(ticket("a", 1, 10), ticket("b", 2, 3))
+    scheduler = scheduler_with(Turn("a", 1, 10), Turn("b", 2, 3))
     assert chosen(scheduler, max_tokens=9) == "a"
     assert chosen(scheduler, max_tokens=8) is None, "somebody passed who came later"
     assert chosen(scheduler, max_tokens=5, a=4) == "a", "what can be restored is not evaluated"
 
 
 def test_chunks_end_at_multiples_of_their_size_or_with_the_prompt_so_what_fits_is_known() -> None:
-    scheduler = scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=CHUNK + 10))
+    scheduler = scheduler_with(Turn("a", 1, 100, phase=Phase.PREFILLING, offset=CHUNK + 10))
     assert chosen(scheduler, max_tokens=6) == "a"
     assert chosen(scheduler, max_tokens=5) is None
-    scheduler = scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=100 - 1 - CHUNK))
+    scheduler = scheduler_with(Turn("a", 1, 100, phase=Phase.PREFILLING, offset=100 - 1 - CHUNK))
     assert chosen(scheduler, max_tokens=CHUNK) == "a"
     assert chosen(scheduler, max_tokens=CHUNK - 1) is None, "what is left at the end is one chunk"
 
 
 def test_a_short_one_passes_a_long_one_a_bounded_number_of_times() -> None:
-    long = ticket("long", 1, 1000, phase=Phase.PREFILLING)
+    long = Turn("long", 1, 1000, phase=Phase.PREFILLING)
     scheduler = scheduler_with(long)
     for number in range(MAX_PASSES):
-        short = ticket(f"short{number}", 2 + number, CHUNK)
+        short = Turn(f"short{number}", 2 + number, CHUNK)
         scheduler.add(short)
-        assert chosen(scheduler) == short.request_id
+        assert chosen(scheduler) == short.request.request_id
         scheduler.remove(short)
-    scheduler.add(ticket("late", 99, CHUNK))
+    scheduler.add(Turn("late", 99, CHUNK))
     assert chosen(scheduler) == "long"
 
 
 def test_what_is_restorable_makes_a_prompt_short() -> None:
-    scheduler = scheduler_with(ticket("long", 1, 1000), ticket("warm", 2, 900))
+    scheduler = scheduler_with(Turn("long", 1, 1000), Turn("warm", 2, 900))
     assert chosen(scheduler) == "long"
     assert chosen(scheduler, warm=890) == "warm"
 
 
 def test_interactive_before_background_until_it_has_waited_enough() -> None:
-    patient = ticket("patient", 1, 100, priority=Priority.BACKGROUND, phase=Phase.PREFILLING, offset=16)
+    patient = Turn("patient", 1, 100, priority=Priority.BACKGROUND, phase=Phase.PREFILLING, offset=16)
     scheduler = scheduler_with(patient)
     for number in range(MAX_WAITS):
-        other = ticket(f"i{number}", 2 + number, 100)
+        other = Turn(f"i{number}", 2 + number, 100)
         scheduler.add(other)
-        assert chosen(scheduler) == other.request_id
+        assert chosen(scheduler) == other.request.request_id
         scheduler.remove(other)
-    scheduler.add(ticket("one more", 999, 100))
+    scheduler.add(Turn("one more", 999, 100))
     assert chosen(scheduler) == "patient"
 
 
 def test_a_stalled_scheduler_begins_nothing_new_until_something_ends() -> None:
-    running, waiting = ticket("a", 1, 9, phase=Phase.DECODING), ticket("b", 2, 9)
+    running, waiting = Turn("a", 1, 9, phase=Phase.DECODING), Turn("b", 2, 9)
     scheduler = scheduler_with(running, waiting)
     scheduler.is_stalled = True
     assert chosen(scheduler) is None
@@ -128,25 +126,25 @@ class TestOneSession:
 
     def pair(
         self, phase: Phase = Phase.DECODING, *, session: str = "s", tail: Sequence[int] = (7, 8), **fields: Any
-    ) -> Scheduler:
+    ) -> Scheduler[Turn]:
         """Returns a request of session "s" in some phase, and a later one that adds `tail` to its prompt."""
         return scheduler_with(
-            ticket("a", 1, self.prompt, session_id="s", phase=phase, offset=39, **fields),
-            ticket("b", 2, [*self.prompt, *tail], session_id=session, **fields),
+            Turn("a", 1, self.prompt, session_id="s", phase=phase, offset=39, **fields),
+            Turn("b", 2, [*self.prompt, *tail], session_id=session, **fields),
         )
 
     @pytest.mark.parametrize("phase", list(Phase))
     def test_what_goes_on_from_an_earlier_prompt_waits_for_its_end(self, phase: Phase) -> None:
         scheduler = self.pair(phase)
         assert chosen(scheduler, b=40) in (None, "a")
-        scheduler.remove(scheduler._tickets["a"])
+        scheduler.remove(scheduler.sequences["a"])
         assert chosen(scheduler, b=40) == "b"
 
     @pytest.mark.parametrize("tail", [(), (7,)])
     def test_another_message_after_the_same_history_runs_beside_it(self, tail: tuple[int, ...]) -> None:
         scheduler = scheduler_with(
-            ticket("a", 1, [*self.prompt, 91, 92], session_id="s", phase=Phase.DECODING),
-            ticket("b", 2, [*self.prompt, 81, *tail], session_id="s"),
+            Turn("a", 1, [*self.prompt, 91, 92], session_id="s", phase=Phase.DECODING),
+            Turn("b", 2, [*self.prompt, 81, *tail], session_id="s"),
         )
         assert chosen(scheduler, b=40) == "b"
 
@@ -161,32 +159,32 @@ class TestOneSession:
 
     def test_an_earlier_request_never_waits_for_a_later_one(self) -> None:
         scheduler = scheduler_with(
-            ticket("late", 2, self.prompt, session_id="s", phase=Phase.DECODING),
-            ticket("early", 1, [*self.prompt, 92], session_id="s"),
+            Turn("late", 2, self.prompt, session_id="s", phase=Phase.DECODING),
+            Turn("early", 1, [*self.prompt, 92], session_id="s"),
         )
         assert chosen(scheduler) == "early"
 
     def test_one_that_is_replayed_is_waited_for_again_wherever_its_answer_leads(self) -> None:
         scheduler = self.pair()
-        scheduler.remove(scheduler._tickets["a"])
-        scheduler.add(ticket("a", 1, [*self.prompt, 55, 56], num_prompt=40, session_id="s"))
+        scheduler.remove(scheduler.sequences["a"])
+        scheduler.add(Turn("a", 1, [*self.prompt, 55, 56], num_prompt=40, session_id="s"))
         assert chosen(scheduler) == "a"
-        scheduler._tickets["a"].phase = Phase.DECODING
+        scheduler.sequences["a"].phase = Phase.DECODING
         assert chosen(scheduler) is None
 
     def test_each_waits_for_all_it_goes_on_from_and_for_nobody_else(self) -> None:
-        turns = [ticket(f"t{n}", n, [*self.prompt, *range(n)], session_id="s") for n in range(1, 5)]
+        turns = [Turn(f"t{n}", n, [*self.prompt, *range(n)], session_id="s") for n in range(1, 5)]
         scheduler = scheduler_with(*turns)
         for turn in turns:
-            assert chosen(scheduler) == turn.request_id
+            assert chosen(scheduler) == turn.request.request_id
             turn.phase = Phase.DECODING
             assert chosen(scheduler) is None
             scheduler.remove(turn)
 
     def test_an_interactive_turn_does_not_wait_for_a_background_request(self) -> None:
         scheduler = self.pair()
-        scheduler._tickets["a"].priority = Priority.BACKGROUND
-        scheduler.remove(turn := scheduler._tickets["b"])
+        scheduler.sequences["a"].change(priority=Priority.BACKGROUND)
+        scheduler.remove(turn := scheduler.sequences["b"])
         scheduler.add(turn)
         assert chosen(scheduler) == "b"
 
@@ -194,11 +192,11 @@ class TestOneSession:
 class TestOnePrefix:
     shared = tuple(range(200))
 
-    def pair(self, *, offset: int, **fields: object) -> Scheduler:
+    def pair(self, *, offset: int, **fields: object) -> Scheduler[Turn]:
         """Returns a prefill at `offset` of a shared prefix, and a later request on the same prefix."""
         return scheduler_with(
-            ticket("a", 1, [*self.shared, *range(900, 1200)], phase=Phase.PREFILLING, offset=offset),
-            ticket("b", 2, [*self.shared, 5], **fields),  # type: ignore[arg-type]
+            Turn("a", 1, [*self.shared, *range(900, 1200)], phase=Phase.PREFILLING, offset=offset),
+            Turn("b", 2, [*self.shared, 5], **fields),  # type: ignore[arg-type]
         )
 
     def test_the_second_waits_until_the_first_has_passed_it(self) -> None:
@@ -213,14 +211,14 @@ class TestOnePrefix:
         for fields in ({"namespace": "other"}, {"shares": False}):
             scheduler = self.pair(offset=0, **fields)
             scheduler.choose_prefill(lambda one: 0, CHUNK)
-            waiting = [one.request_id for one in scheduler.in_phase(Phase.WAITING)]
-            first = scheduler._tickets["a"]
+            waiting = [one.request.request_id for one in scheduler.in_phase(Phase.WAITING)]
+            first = scheduler.sequences["a"]
             first.phase = Phase.DECODING
             assert waiting == ["b"] and chosen(scheduler) == "b"
 
     def test_nobody_is_asked_again_what_is_restorable_before_the_first_has_passed_it(self) -> None:
         scheduler = self.pair(offset=0)
-        first, asked = scheduler._tickets["a"], []
+        first, asked = scheduler.sequences["a"], []
         for offset in (0, 50, 150, 199, 200):
             first.offset = offset
             scheduler.choose_prefill(lambda one: asked.append(first.offset) or 0, CHUNK)  # type: ignore[func-returns-value]
@@ -230,10 +228,10 @@ class TestOnePrefix:
         self,
     ) -> None:
         scheduler = self.pair(offset=0)
-        scheduler._tickets["a"].priority = Priority.BACKGROUND
-        scheduler.add(ticket("later", 3, 100))
+        scheduler.sequences["a"].change(priority=Priority.BACKGROUND)
+        scheduler.add(Turn("later", 3, 100))
         assert chosen(scheduler) == "a"
-        scheduler.remove(scheduler._tickets["b"])
+        scheduler.remove(scheduler.sequences["b"])
         assert chosen(scheduler) == "later"
 
 
@@ -243,33 +241,33 @@ class TestManyWaiting:
     prompt = tuple(range(100))
 
     def test_a_stranger_behind_one_sessions_turns_is_chosen_at_once(self) -> None:
-        turns = [ticket(f"t{n}", n, [*self.prompt, *range(n)], session_id="s") for n in range(1, 42)]
+        turns = [Turn(f"t{n}", n, [*self.prompt, *range(n)], session_id="s") for n in range(1, 42)]
         turns[0].phase = Phase.DECODING
-        assert chosen(scheduler_with(*turns, ticket("stranger", 99, 9))) == "stranger"
+        assert chosen(scheduler_with(*turns, Turn("stranger", 99, 9))) == "stranger"
 
     def test_a_stranger_behind_those_who_wait_for_one_prefix_is_chosen_at_once(self) -> None:
-        first = ticket("first", 0, [*self.prompt, *range(900)], phase=Phase.PREFILLING)
-        others = [ticket(f"o{n}", n, [*self.prompt, 1000 + n]) for n in range(1, 42)]
-        assert chosen(scheduler_with(first, *others, ticket("stranger", 99, 9))) == "stranger"
+        first = Turn("first", 0, [*self.prompt, *range(900)], phase=Phase.PREFILLING)
+        others = [Turn(f"o{n}", n, [*self.prompt, 1000 + n]) for n in range(1, 42)]
+        assert chosen(scheduler_with(first, *others, Turn("stranger", 99, 9))) == "stranger"
 
     def test_only_so_many_that_could_run_are_looked_at(self) -> None:
-        scheduler, asked = scheduler_with(*[ticket(f"{n}", n, 9) for n in range(100)]), []
+        scheduler, asked = scheduler_with(*[Turn(f"{n}", n, 9) for n in range(100)]), []
         scheduler.choose_prefill(lambda one: asked.append(one) or 0, CHUNK)  # type: ignore[func-returns-value]
         assert [one.arrival for one in asked] == list(range(LOOKAHEAD))
 
     def test_a_background_request_grows_impatient_behind_a_window_full_of_interactive_ones(self) -> None:
-        scheduler = scheduler_with(ticket("patient", 1, 9, priority=Priority.BACKGROUND))
+        scheduler = scheduler_with(Turn("patient", 1, 9, priority=Priority.BACKGROUND))
         for number in range(LOOKAHEAD + MAX_WAITS):
-            scheduler.add(ticket(f"i{number}", 2 + number, 9))
+            scheduler.add(Turn(f"i{number}", 2 + number, 9))
         for _ in range(MAX_WAITS):
             choice = scheduler.choose_prefill(lambda one: 0, CHUNK)
-            assert choice is not None and choice.request_id != "patient"
+            assert choice is not None and choice.request.request_id != "patient"
             scheduler.remove(choice)
         assert chosen(scheduler) == "patient"
 
 
 def test_a_request_whose_state_is_being_read_waits_only_while_others_run() -> None:
-    loading, other = ticket("loading", 1, 9), ticket("other", 2, 9)
+    loading, other = Turn("loading", 1, 9), Turn("other", 2, 9)
     loading.is_loading = True
     scheduler = scheduler_with(loading, other)
     assert chosen(scheduler) == "loading"
@@ -280,18 +278,18 @@ def test_a_request_whose_state_is_being_read_waits_only_while_others_run() -> No
 
 
 def test_of_those_that_run_the_background_waits_first_and_then_the_youngest() -> None:
-    oldest, young = ticket("a", 1, [1, 2]), ticket("b", 2, [1, 2])
-    background = ticket("c", 0, [1, 2], priority=Priority.BACKGROUND)
+    oldest, young = Turn("a", 1, [1, 2]), Turn("b", 2, [1, 2])
+    background = Turn("c", 0, [1, 2], priority=Priority.BACKGROUND)
     assert choose_to_wait([oldest, background, young]) is background
     assert choose_to_wait([young, oldest]) is young
     assert choose_to_wait([oldest]) is None and choose_to_wait([]) is None
 
 
 def test_a_newcomer_does_not_pass_one_that_was_preempted_unless_it_ranks_before_it() -> None:
-    preempted, newcomer = ticket("back", 1, 90, priority=Priority.BACKGROUND), ticket("new", 2, 5)
+    preempted, newcomer = Turn("back", 1, 90, priority=Priority.BACKGROUND), Turn("new", 2, 5)
     preempted.is_preempted = True
     assert chosen(scheduler_with(preempted, newcomer)) == "new"
-    newcomer.priority = Priority.BACKGROUND
+    newcomer.change(priority=Priority.BACKGROUND)
     assert chosen(scheduler_with(preempted, newcomer)) == "back"
     preempted.is_preempted = False
     assert chosen(scheduler_with(preempted, newcomer)) == "new", "a short one passes a long one"
@@ -299,8 +297,8 @@ def test_a_newcomer_does_not_pass_one_that_was_preempted_unless_it_ranks_before_
 
 def test_one_that_was_preempted_holds_up_nothing_that_it_waits_for_itself() -> None:
     history = list(range(20))
-    earlier = ticket("earlier", 1, history, priority=Priority.BACKGROUND, session_id="s")
-    later = ticket("later", 2, [*history, 7, 7], priority=Priority.BACKGROUND, session_id="s")
+    earlier = Turn("earlier", 1, history, priority=Priority.BACKGROUND, session_id="s")
+    later = Turn("later", 2, [*history, 7, 7], priority=Priority.BACKGROUND, session_id="s")
     later.is_preempted, later.num_passed = True, MAX_WAITS
     assert later.rank < earlier.rank
     assert chosen(scheduler_with(earlier, later)) == "earlier"
