@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ PULLED_PATTERNS = [*FILE_PATTERNS, MTP_FILE]
 IGNORED_PATTERNS = ["*/*"]
 """Subfolders with other formats of the same weights."""
 
-_NEEDED = "a model needs config.json and its weights, model*.safetensors"
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?"
 _REPOSITORY = re.compile(
     rf"(?!.*(?:--|\.\.))(?!(?i:www\.)?(?i:huggingface\.co|hf\.co)/){_PART}/{_PART}(?:@[A-Za-z0-9][A-Za-z0-9_./+-]*)?"
@@ -51,7 +50,6 @@ _ADDRESS = re.compile(
 # ------------------------------------------------------------------------------------------------- short names
 
 ORGANIZATION = "mlx-community"
-_PARAMETERS = "parameters"
 _OVERHEAD = 1.06
 
 
@@ -60,25 +58,9 @@ class ShortName:
     """A short name and its repository."""
 
     name: str
-    family: str
     repository: str
     num_bytes: int
     """Estimated, of the weights."""
-    is_usual: bool
-
-
-def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, ShortName]:
-    found: dict[str, ShortName] = {}
-    for family, sizes in families.items():
-        for size, entry in sizes.items():
-            kinds = [kind for kind in entry if kind != _PARAMETERS]
-            for kind in kinds:
-                num_bytes = int(entry[_PARAMETERS] * 1e9 * _bits(kind) / 8 * _OVERHEAD)
-                usual = kind == kinds[0]
-                repository = f"{ORGANIZATION}/{entry[kind]}"
-                for name in [f"{family}:{size}", f"{family}:{size}-{kind}"] if usual else [f"{family}:{size}-{kind}"]:
-                    found[name] = ShortName(name, family, repository, num_bytes, usual and name.endswith(size))
-    return found
 
 
 def _bits(kind: str) -> float:
@@ -86,13 +68,26 @@ def _bits(kind: str) -> float:
     return {"bf16": 16.0, "mxfp4": 4.25}.get(kind) or int(kind.removesuffix("bit")) + 0.5
 
 
-SHORT_NAMES = _read(tomllib.loads(Path(__file__).with_name("short_names.toml").read_text(encoding="utf-8")))
-FAMILIES: Mapping[str, Sequence[ShortName]] = {
-    family: sorted(
-        (one for one in SHORT_NAMES.values() if one.family == family and one.is_usual), key=lambda one: one.num_bytes
-    )
-    for family in dict.fromkeys(one.family for one in SHORT_NAMES.values())
-}
+SHORT_NAMES: dict[str, ShortName] = {}
+FAMILIES: dict[str, list[ShortName]] = {}
+"""Each family's models in the usual quantization, the smallest first."""
+
+
+def _read(families: Mapping[str, Mapping[str, dict[str, Any]]]) -> None:
+    for family, sizes in families.items():
+        for size, entry in sizes.items():
+            num_weights = entry.pop("parameters") * 1e9
+            for number, (kind, model) in enumerate(entry.items()):
+                repository, num_bytes = f"{ORGANIZATION}/{model}", int(num_weights * _bits(kind) / 8 * _OVERHEAD)
+                if number == 0:
+                    usual = SHORT_NAMES[f"{family}:{size}"] = ShortName(f"{family}:{size}", repository, num_bytes)
+                    FAMILIES.setdefault(family, []).append(usual)
+                name = f"{family}:{size}-{kind}"
+                SHORT_NAMES[name] = ShortName(name, repository, num_bytes)
+        FAMILIES[family].sort(key=lambda one: one.num_bytes)
+
+
+_read(tomllib.loads(Path(__file__).with_name("short_names.toml").read_text(encoding="utf-8")))
 
 
 def find_short_name(text: str) -> ShortName | None:
@@ -101,21 +96,13 @@ def find_short_name(text: str) -> ShortName | None:
 
 
 def find_family(text: str) -> Sequence[ShortName]:
-    """Usual names of a family, written `qwen3` or `qwen3:latest`."""
+    """Usual names of a family, written `qwen3` or `qwen3:latest`, the smallest first."""
     return FAMILIES.get(text.lower().removesuffix(":latest"), ())
 
 
-def like(text: str) -> list[str]:
-    """Usual names of families that begin like `text`."""
-    wanted = _plain(text.partition(":")[0])
-    families = [family for family in FAMILIES if wanted and _plain(family).startswith(wanted)]
-    return [one.name for family in families for one in FAMILIES[family]]
-
-
-def largest(names: Sequence[ShortName], limit_bytes: int) -> ShortName | None:
+def largest(names: Iterable[ShortName], limit_bytes: int) -> ShortName | None:
     """The largest model with weights within `limit_bytes`, if any."""
-    fitting = [one for one in names if one.num_bytes <= limit_bytes]
-    return max(fitting, key=lambda one: one.num_bytes, default=None)
+    return max((one for one in names if one.num_bytes <= limit_bytes), key=lambda one: one.num_bytes, default=None)
 
 
 def _plain(text: str) -> str:
@@ -138,7 +125,7 @@ class RepositoryName:
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """`stored` and `identity` are of local names."""
+    """A model that can be loaded."""
 
     name: str
     path: Path
@@ -147,7 +134,7 @@ class InstalledModel:
     quantization: str
     short_name: str = ""
     stored: StoredModel | None = None
-    identity: str = ""
+    """Of a local name."""
 
 
 def shorten(name: str) -> str:
@@ -172,7 +159,7 @@ def as_stored(repository: str) -> str:
     """A repository in the letters of its folder, since the hub ignores case."""
     home = _home_name(repository)
     near = name_on_disk(cache_folder() / home)
-    return repository if near == home else near.removeprefix(_HOME).replace("--", "/")
+    return repository if near == home else _repository_of(near)
 
 
 def name_on_disk(path: Path) -> str:
@@ -188,59 +175,80 @@ def _home_name(repository: str) -> str:
     return _HOME + repository.replace("/", "--")
 
 
+def _repository_of(home_name: str) -> str:
+    return home_name.removeprefix(_HOME).replace("--", "/")
+
+
 def resolve(name: str) -> Path:
-    """The folder of model `name`; raises ModelNotFound or ModelBroken."""
-    return _found(name)[1]
+    """The folder of model `name`; raises as `place_of` and `folder_of`."""
+    return folder_of(place_of(name))
 
 
-def _found(name: str) -> tuple[WeightsPlace, Path]:
-    if name in BUILT_IN:
-        return WeightsPlace("built-in", name), _complete(BUILT_IN[name], f"the model {name!r}", "reinstall mlx-serve")
+def place_of(name: str) -> WeightsPlace:
+    """The weights that a person calls `name`; files may be missing. Raises ModelNotFound, ModelBroken, StoreError."""
     stored = find_stored(name)
     if stored is not None:
-        return stored.weights, folder_of(stored.weights)
+        return stored.weights
+    folder = None if name in BUILT_IN else _find_folder(name)
+    return installed_place(name) if folder is None else WeightsPlace("folder", str(folder.resolve()))
+
+
+def _find_folder(name: str) -> Path | None:
+    """Raises ModelNotFound for any other path."""
     path = Path(name).expanduser()
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:
         raise ModelBroken(f"{name} is not readable: {reason(error)}") from error
     if is_folder:
-        return WeightsPlace("folder", str(path.resolve())), _complete(path, f"the folder {name}", _NEEDED)
+        return path
     if name.lower().endswith(".gguf"):
         raise ModelNotFound(f"{name} is a GGUF file, made for llama.cpp, which MLX does not read: {ADVICE}")
     if is_file:
         raise ModelNotFound(f"{name} is a file; name the folder that holds config.json and model*.safetensors")
     if name.startswith(("/", "./", "../", "~")):
         raise ModelNotFound(f"There is no folder {name}. `mlx-serve list` shows the models of this machine.")
-    return _downloaded(name)
+    return None
 
 
-def _downloaded(name: str) -> tuple[WeightsPlace, Path]:
-    family = find_family(name)
-    repository = parse_repository(_largest_here(family, name) if family else name)
+def installed_place(name: str) -> WeightsPlace:
+    """A built-in model or a download; files may be missing. Raises ModelNotFound.
+
+    Never takes a name for a path: it may come from anyone.
+    """
+    if name in BUILT_IN:
+        return WeightsPlace("built-in", name)
+    repository = parse_repository(_largest_here(name))
     if repository is None:
         raise ModelNotFound(f"There is no model {name!r}: {suggest(name)}")
-    repository = replace(repository, repository=as_stored(repository.repository))
-    folder = _cached(name, repository)
-    return WeightsPlace("repository", repository.repository, folder.name), folder
+    place = _find_download(repository)
+    if place is None:
+        raise ModelNotFound(f"{repository} is not on this machine yet; download it: mlx-serve pull {shorten(name)}")
+    return place
+
+
+def _find_download(repository: RepositoryName) -> WeightsPlace | None:
+    name = as_stored(repository.repository)
+    home = cache_folder() / _home_name(name)
+    ref = home / "refs" / repository.revision
+    commit = ref.read_text().strip() if ref.is_file() else repository.revision
+    return WeightsPlace("repository", name, commit) if (home / "snapshots" / commit).is_dir() else None
 
 
 def settle(name: str) -> str:
-    """The largest model here of the family `name`; else `name`. Raises like `resolve`."""
-    family = () if _is_no_download(name) else find_family(name)
-    return _largest_here(family, name) if family else name
+    """The largest model here of the family `name`; else `name`. Raises ModelNotFound."""
+    is_own = find_stored(name) is not None or Path(name).expanduser().is_dir()
+    return name if is_own else _largest_here(name)
 
 
-def _is_no_download(name: str) -> bool:
-    return name in BUILT_IN or find_stored(name) is not None or Path(name).expanduser().is_dir()
-
-
-def _largest_here(family: Sequence[ShortName], name: str) -> str:
-    for one in sorted(family, key=lambda one: one.num_bytes, reverse=True):
-        with contextlib.suppress(ModelNotFound):
-            _cached(one.name, RepositoryName(one.repository))
-            return one.name
-    raise ModelNotFound(f"No model of the family {name} is on this machine yet; download one: mlx-serve pull {name}")
+def _largest_here(name: str) -> str:
+    family = find_family(name)
+    found = [one.name for one in family if _find_download(RepositoryName(one.repository)) is not None]
+    if family and not found:
+        raise ModelNotFound(
+            f"No model of the family {name} is on this machine yet; download one: mlx-serve pull {name}"
+        )
+    return found[-1] if found else name
 
 
 def find_stored(name: str) -> StoredModel | None:
@@ -248,47 +256,68 @@ def find_stored(name: str) -> StoredModel | None:
     return None if name in BUILT_IN else user_manifest().find(name)
 
 
-def installed_place(name: str) -> WeightsPlace | None:
-    """As `find_installed`, for local names too; raises StoreError too."""
-    stored = find_stored(name)
-    found = find_installed(name) if stored is None else (stored.weights, None)
-    return None if found is None else found[0]
-
-
-def find_installed(name: str) -> tuple[WeightsPlace, Path] | None:
-    """Place and folder of an installed model, if any; local names do not count.
-
-    Never takes a name for a path: it may come from anyone. Raises ModelBroken for half a download.
-    """
-    if name in BUILT_IN:
-        return WeightsPlace("built-in", name), resolve(name)
-    with contextlib.suppress(ModelNotFound):
-        return _downloaded(name)
-    return None
-
-
-def folder_of(place: WeightsPlace) -> Path:
-    """The folder of stored weights; raises ModelNotFound or ModelBroken."""
-    if place.kind == "repository":
-        return _cached(str(place), RepositoryName(place.name, place.commit))
+def files_of(place: WeightsPlace) -> Path:
+    """The folder of weights, which may be incomplete; raises ModelNotFound."""
     if place.kind == "built-in":
         if place.name not in BUILT_IN:
             raise ModelNotFound(f"There is no built-in model {place.name!r} in this version.")
-        return resolve(place.name)
-    folder = Path(place.name)
-    if not folder.is_dir():
-        raise ModelNotFound(f"There is no folder {folder} any more; put it back, or run `mlx-serve create` again.")
-    return _complete(folder, f"the folder {folder}", _NEEDED)
-
-
-def identity_of(place: WeightsPlace, folder: Path | None = None) -> str:
-    """The weights' unique id, never a path; raises like `folder_of`, unless the `folder` is given."""
-    folder = folder or folder_of(place)
+        return BUILT_IN[place.name]
+    folder = _snapshot(place) if place.kind == "repository" else Path(place.name)
+    if folder.is_dir():
+        return folder
     if place.kind == "repository":
-        return _repository_identity(place.name, folder)
+        raise ModelNotFound(f"{place} is not on this machine any more; download it: mlx-serve pull {place}")
+    raise ModelNotFound(f"There is no folder {folder} any more; put it back, or run `mlx-serve create` again.")
+
+
+def _snapshot(place: WeightsPlace) -> Path:
+    return cache_folder() / _home_name(place.name) / "snapshots" / place.commit
+
+
+def folder_of(place: WeightsPlace) -> Path:
+    """The folder of complete weights; raises ModelNotFound or ModelBroken."""
+    folder, name = files_of(place), identity_of(place)
+    what, advice = {
+        "built-in": (f"The model {name}", "reinstall mlx-serve"),
+        "folder": (f"The folder {folder}", "a model needs config.json and its weights, model*.safetensors"),
+        "repository": (f"The download of {name}", f"resume it: mlx-serve pull {name}"),
+    }[place.kind]
+    if place.kind == "repository" and not _has_small_files(place):
+        raise ModelBroken(f"{what} is not complete; {advice}")
+    try:
+        missing = missing_files(folder)
+    except OSError as error:
+        raise ModelBroken(f"{what} is not readable: {reason(error)}") from error
+    if missing:
+        hint = other_formats(folder.iterdir()) if any(name.endswith(".safetensors") for name in missing) else ""
+        raise ModelBroken(f"{what} lacks {', '.join(missing[:3])}{hint or f'; {advice}'}")
+    return folder
+
+
+def _has_small_files(place: WeightsPlace) -> bool:
+    """Whether all files that the hub listed are there: tokenizers have many names."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError
+
+    patterns: dict[str, Any] = {"allow_patterns": FILE_PATTERNS, "ignore_patterns": IGNORED_PATTERNS}
+    try:
+        snapshot_download(place.name, revision=place.commit, local_files_only=True, **patterns)
+    except IncompleteSnapshotError:
+        return False
+    return True
+
+
+def identity_of(place: WeightsPlace) -> str:
+    """The weights' unique id, never a path.
+
+    All branches, tags and the commit of a revision have one: `main`, else a branch, else the commit.
+    """
     if place.kind == "built-in":
         return place.name
-    return f"{folder.name}-{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:8]}"
+    if place.kind == "folder":
+        return f"{Path(place.name).name}-{hashlib.sha256(os.path.realpath(place.name).encode()).hexdigest()[:8]}"
+    refs = _refs(_snapshot(place))
+    return str(RepositoryName(place.name, "main" if "main" in refs else min(refs, default=place.commit)))
 
 
 def model_id(name: str) -> str:
@@ -307,70 +336,57 @@ def model_id(name: str) -> str:
     return name_on_disk(Path(os.path.abspath(path))) or name  # noqa: PTH100
 
 
-def place_of(name: str) -> WeightsPlace:
-    """Where the weights of `name`, perhaps a path, are; raises like `resolve`."""
-    stored = find_stored(name)
-    return _found(name)[0] if stored is None else stored.weights
-
-
-def files_of(name: str) -> tuple[WeightsPlace, Path]:
-    """Place and folder of `name`; files may be missing. Raises ModelNotFound."""
-    repository = None if _is_no_download(name) else parse_repository(name)
-    if repository is not None:
-        repository = replace(repository, repository=as_stored(repository.repository))
-    snapshot = None if repository is None else _snapshot(repository)
-    if repository is not None and snapshot is not None:
-        return WeightsPlace("repository", repository.repository, snapshot.name), snapshot
-    place = place_of(name)
-    if place.kind == "repository":
-        return place, _snapshot(RepositoryName(place.name, place.commit)) or folder_of(place)
-    return place, BUILT_IN[place.name] if place.kind == "built-in" else Path(place.name)
-
-
-def _snapshot(repository: RepositoryName) -> Path | None:
-    home = cache_folder() / _home_name(repository.repository)
-    ref = home / "refs" / repository.revision
-    folder = home / "snapshots" / (ref.read_text().strip() if ref.is_file() else repository.revision)
-    return folder if folder.is_dir() else None
-
-
-def _repository_identity(repository: str, snapshot: Path) -> str:
-    """One id for every branch, tag or commit of a revision: `main`, else a branch, else the commit."""
-    refs = _refs(snapshot)
-    return str(RepositoryName(repository, "main" if "main" in refs else min(refs, default=snapshot.name)))
-
-
-def _refs(snapshot: Path) -> frozenset[str]:
-    refs = snapshot.parent.parent / "refs"
-    return frozenset(str(ref.relative_to(refs)) for ref in refs.rglob("*") if _holds(ref, snapshot.name))
-
-
-def _holds(ref: Path, commit: str) -> bool:
-    try:
-        return ref.is_file() and ref.read_text().strip() == commit
-    except (OSError, ValueError):
-        return False
+def _refs(snapshot: Path) -> list[str]:
+    """The branches and tags of a commit."""
+    refs, found = snapshot.parent.parent / "refs", []
+    for ref in refs.rglob("*"):
+        with contextlib.suppress(OSError, ValueError):
+            if ref.is_file() and ref.read_text().strip() == snapshot.name:
+                found.append(str(ref.relative_to(refs)))
+    return found
 
 
 def installed() -> list[InstalledModel]:
     """Built-in models, local names, complete downloads. Raises StoreError."""
-    models = [describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
-    models += [model for stored in user_manifest().models().values() if (model := _described(stored)) is not None]
-    paths = filter(_is_usable, _snapshots())
-    cached = [describe(_repository_identity(_repository_of(path), path), path) for path in paths]
+    models = [describe(name, folder) for name, folder in BUILT_IN.items() if _is_complete(folder)]
+    for stored in user_manifest().models().values():
+        with contextlib.suppress(ModelError):
+            models.append(replace(describe(stored.short_name, folder_of(stored.weights)), stored=stored))
+    complete = [place for place in _downloads() if _is_complete(_snapshot(place))]
+    cached = [describe(identity_of(place), _snapshot(place)) for place in complete]
     return models + sorted(cached, key=lambda model: model.name.lower())
 
 
 def used_last() -> str | None:
     """The downloaded chat model that was read last, if any."""
 
-    def read_at(folder: Path) -> float:
-        return max((file.stat().st_atime for file in folder.iterdir() if file.exists()), default=0.0)
+    def read_at(place: WeightsPlace) -> float:
+        return max((file.stat().st_atime for file in _snapshot(place).iterdir() if file.exists()), default=0.0)
 
     # In this order before any of their files is looked into.
-    latest_first = sorted(_snapshots(), key=read_at, reverse=True)
-    usable = (path for path in latest_first if "main" in _refs(path) and _is_usable(path) and _can_chat(path))
-    return next(map(_repository_of, usable), None)
+    for place in sorted(_downloads(), key=read_at, reverse=True):
+        folder = _snapshot(place)
+        if identity_of(place) == place.name and _is_complete(folder) and _can_chat(folder):
+            return place.name
+    return None
+
+
+def _downloads() -> list[WeightsPlace]:
+    """All snapshots. The hub's own search takes a quarter of a second to import."""
+    paths = [path for path in cache_folder().glob(f"{_HOME}*/snapshots/*") if path.is_dir()]
+    return [WeightsPlace("repository", _repository_of(path.parent.parent.name), path.name) for path in paths]
+
+
+def _can_chat(folder: Path) -> bool:
+    has_template = (folder / "chat_template.jinja").is_file()
+    return has_template or "chat_template" in read_json(folder / "tokenizer_config.json")
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return not missing_files(folder)
+    except OSError:
+        return False
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -392,7 +408,7 @@ def cache_folder() -> Path:
 
 def cache_stamp() -> tuple[tuple[str, int], ...]:
     """Each folder's modification time in nanoseconds."""
-    repositories = cache_folder().glob("models--*")
+    repositories = cache_folder().glob(f"{_HOME}*")
     folders = [one for repository in repositories for one in (repository / "refs", *repository.glob("snapshots/*"))]
     stamps = []
     for folder in sorted(folders):
@@ -401,77 +417,17 @@ def cache_stamp() -> tuple[tuple[str, int], ...]:
     return tuple(stamps)
 
 
-def _cached(name: str, repository: RepositoryName) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
-
-    pull = f"mlx-serve pull {shorten(name)}"
-    try:
-        folder = snapshot_download(
-            repository.repository,
-            revision=repository.revision,
-            local_files_only=True,
-            allow_patterns=FILE_PATTERNS,
-            ignore_patterns=IGNORED_PATTERNS,
-        )
-    except IncompleteSnapshotError as error:
-        raise ModelBroken(f"The download of {repository} is not complete; resume it: {pull}") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelNotFound(f"{repository} is not on this machine yet; download it: {pull}") from error
-    return _complete(Path(folder), f"the download of {repository}", f"resume it: {pull}")
-
-
-def _complete(folder: Path, what: str, advice: str) -> Path:
-    try:
-        missing = missing_files(folder)
-    except OSError as error:
-        raise ModelBroken(f"{what[0].upper()}{what[1:]} is not readable: {reason(error)}") from error
-    if missing:
-        hint = other_formats(folder.iterdir()) if any(name.endswith(".safetensors") for name in missing) else ""
-        raise ModelBroken(f"{what[0].upper()}{what[1:]} lacks {', '.join(missing[:3])}{hint or f'; {advice}'}")
-    return folder
-
-
 def suggest(name: str) -> str:
     """What to type in place of an unknown name."""
-    sizes = like(name)
-    if sizes:
-        return f"choose a size: {', '.join(sizes)}"
+    typed = _plain(name.partition(":")[0])
+    families = [family for family in FAMILIES if typed and _plain(family).startswith(typed)]
+    if families:
+        return f"choose a size: {', '.join(one.name for family in families for one in FAMILIES[family])}"
     close = difflib.get_close_matches(name.lower(), [*BUILT_IN, *SHORT_NAMES, *FAMILIES], n=1)
     if close:
         return f"did you mean {close[0]}?"
-    families = ", ".join(FAMILIES)
-    return f"give 'demo', a folder, a repository org/name, or a short name such as qwen3:8b; families: {families}"
-
-
-def _snapshots() -> list[Path]:
-    """The hub's own search takes a quarter of a second to import."""
-    return [path for path in cache_folder().glob("models--*/snapshots/*") if path.is_dir()]
-
-
-def _repository_of(snapshot: Path) -> str:
-    return snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
-
-
-def _can_chat(folder: Path) -> bool:
-    has_template = (folder / "chat_template.jinja").is_file()
-    return has_template or "chat_template" in read_json(folder / "tokenizer_config.json")
-
-
-def _described(stored: StoredModel) -> InstalledModel | None:
-    try:
-        folder = folder_of(stored.weights)
-        identity = identity_of(stored.weights, folder)
-        return replace(describe(stored.short_name, folder), stored=stored, identity=identity)
-    except ModelError:
-        return None
-
-
-def _is_usable(folder: Path) -> bool:
-    try:
-        return not missing_files(folder)
-    except OSError:
-        return False
+    known = "'demo', a folder, a repository org/name, or a short name such as qwen3:8b"
+    return f"give {known}; families: {', '.join(FAMILIES)}"
 
 
 def describe(name: str, folder: Path) -> InstalledModel:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from models.errors import ModelBroken, ModelfileError, StoreError, reason
-from models.names import BUILT_IN, find_family, find_stored, missing_files, parse_repository
+from models.names import BUILT_IN, find_family, find_stored, folder_of, missing_files, parse_repository
 from models.store.manifest import user_manifest
 from models.store.modelfile import Modelfile, with_parameters
 from models.store.stored_model import LATEST, ModelDefaults, StoredModel, WeightsPlace, parse_full_name
@@ -22,10 +22,12 @@ from models.weights import read_header
 def create(name: str, weights: WeightsPlace, told: Modelfile, *, replaces: bool = True) -> StoredModel:
     """Makes a model of `weights`, keeping settings that a Modelfile leaves out.
 
-    Raises StoreError, and ModelfileError for a parameter that cannot be honoured.
+    Raises ModelNotFound, ModelBroken, StoreError, and ModelfileError for a parameter that cannot be honoured.
     """
     full = parse_free_name(name)
     parent = find_stored(told.base)
+    if parent is None:
+        folder_of(weights)
     defaults = with_parameters(ModelDefaults() if parent is None else parent.defaults, told.parameters)
     _check_template_arguments(defaults)
     if told.system is not None:

@@ -163,7 +163,8 @@ def check_files(
     as_json: Json = False,
 ) -> None:
     """Prints faults of a model's files; exit status 1 if any. Raises ModelError."""
-    place, folder = names.files_of(name)
+    place = names.place_of(name)
+    folder = names.files_of(place)
     found = verify(folder)
     removed = [] if not removes_damaged or place.kind != "repository" else list(_remove_files(folder, found.faults))
     if as_json:

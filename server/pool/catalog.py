@@ -13,16 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from models.errors import ModelBroken, ModelError, StoreError
+from models.errors import ModelBroken, ModelError, ModelNotFound, StoreError
 from models.names import (
     BUILT_IN,
     InstalledModel,
     cache_stamp,
-    find_installed,
     find_stored,
     folder_of,
     identity_of,
     installed,
+    installed_place,
     parse_repository,
 )
 from models.store.manifest import user_manifest
@@ -59,11 +59,12 @@ class Catalog:
         stored = _read(lambda: find_stored(name), None)
         if stored is not None:
             return self._identified(stored_source(stored))
-        found = find_installed(name)
-        if found is None:
+        try:
+            place = installed_place(name)
+        except ModelNotFound:
             return self._by_id(name)
-        model_id = identity_of(*found)
-        return self._known(model_id) or self._identified(ModelSource(model_id, found[1])).plain
+        model_id, folder = identity_of(place), folder_of(place)
+        return self._known(model_id) or self._identified(ModelSource(model_id, folder)).plain
 
     def all(self) -> Sequence[ModelSource]:
         """The command line's models first."""
@@ -111,12 +112,11 @@ def stored_source(stored: StoredModel) -> ModelSource:
     """Raises ModelBroken, without a path, where weights are missing."""
     try:
         folder = folder_of(stored.weights)
-        model_id = identity_of(stored.weights, folder)
     except ModelError as error:
         logger.warning("%s cannot be used: %s", stored.short_name, error)
         message = f"the weights of {stored.short_name} are not there any more, or not complete; see the server's log"
         raise ModelBroken(message) from error
-    return ModelSource(model_id, folder, label=stored.short_name, defaults=stored.defaults)
+    return ModelSource(identity_of(stored.weights), folder, label=stored.short_name, defaults=stored.defaults)
 
 
 def _read(read: Callable[[], Result], otherwise: Result) -> Result:
@@ -134,4 +134,5 @@ def _all_stored() -> Sequence[StoredModel]:
 def _source(model: InstalledModel) -> ModelSource:
     if model.stored is None:
         return ModelSource(model.name, model.path)
-    return ModelSource(model.identity, model.path, label=model.name, defaults=model.stored.defaults)
+    weights, defaults = model.stored.weights, model.stored.defaults
+    return ModelSource(identity_of(weights), model.path, label=model.name, defaults=defaults)

@@ -12,9 +12,9 @@ from models.errors import ModelBroken, ModelNotFound
 from models.names import (
     SHORT_NAMES,
     RepositoryName,
-    files_of,
-    find_installed,
+    folder_of,
     installed,
+    installed_place,
     missing_files,
     model_id,
     parse_repository,
@@ -67,7 +67,7 @@ def test_demo_is_the_packaged_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "org" / "mine")
     monkeypatch.chdir(tmp_path)
-    assert resolve("org/mine") == Path("org/mine")
+    assert resolve("org/mine") == (tmp_path / "org" / "mine").resolve()
     assert resolve(str(tmp_path / "org" / "mine")) == tmp_path / "org" / "mine"
 
 
@@ -127,10 +127,9 @@ def test_a_repository_in_other_letters_is_the_same_model(hub_cache: Path) -> Non
         "https://hf.co/MLX-community/qwen3-8b-4BIT",
     ):
         assert resolve(name) == folder
-        place = WeightsPlace("repository", "mlx-community/Qwen3-8B-4bit", folder.name)
-        assert find_installed(name) == (place, folder)
+        assert installed_place(name) == WeightsPlace("repository", "mlx-community/Qwen3-8B-4bit", folder.name)
+        assert folder_of(installed_place(name)) == folder
         assert model_id(name) == "mlx-community/Qwen3-8B-4bit"
-        assert files_of(name)[0].name == "mlx-community/Qwen3-8B-4bit"
     assert model_id("Other/Model--x@v2") == "Other/Model--x@v2"
 
 
@@ -257,9 +256,10 @@ def test_a_family_is_the_largest_of_its_models_that_is_here(hub_cache: Path) -> 
         folder = write_download(hub_cache, f"mlx-community/Qwen3-{size}-4bit")
         assert resolve("qwen3") == resolve("Qwen3:latest") == folder
     assert names.settle("qwen3") == "qwen3:4b"
-    found = names.find_installed("qwen3")
-    assert found is not None and found[1] == folder and names.identity_of(*found) == "mlx-community/Qwen3-4B-4bit"
-    assert names.settle("org/name") == "org/name" and names.find_installed("gemma3") is None
+    assert names.identity_of(installed_place("qwen3")) == "mlx-community/Qwen3-4B-4bit"
+    assert names.settle("org/name") == "org/name"
+    with pytest.raises(ModelNotFound, match="No model of the family gemma3 is on this machine yet"):
+        installed_place("gemma3")
 
 
 def test_an_address_is_resolved_from_the_cache(hub_cache: Path) -> None:

@@ -4,7 +4,16 @@ import re
 
 import pytest
 
-from models.names import SHORT_NAMES, RepositoryName, find_family, find_short_name, largest, like, parse_repository
+from models.names import (
+    FAMILIES,
+    SHORT_NAMES,
+    RepositoryName,
+    find_family,
+    find_short_name,
+    largest,
+    parse_repository,
+    suggest,
+)
 
 GB = 10**9
 
@@ -12,7 +21,7 @@ GB = 10**9
 def test_every_name_stands_for_a_repository_of_a_plausible_size() -> None:
     for name, one in SHORT_NAMES.items():
         assert re.fullmatch(r"[a-z0-9.-]+:e?[0-9.]+[mb](-(4bit|6bit|8bit|bf16|mxfp4))?", name), name
-        assert name == one.name and name.startswith(f"{one.family}:")
+        assert name == one.name and name.partition(":")[0] in FAMILIES
         assert parse_repository(name) == RepositoryName(one.repository)
         assert 5 * 10**7 < one.num_bytes < 2 * 10**11
 
@@ -20,7 +29,7 @@ def test_every_name_stands_for_a_repository_of_a_plausible_size() -> None:
 def test_one_quantization_of_a_size_is_the_usual_one() -> None:
     usual, named = SHORT_NAMES["qwen3:8b"], SHORT_NAMES["qwen3:8b-4bit"]
     assert usual.repository == named.repository == "mlx-community/Qwen3-8B-4bit"
-    assert (usual.is_usual, named.is_usual, SHORT_NAMES["qwen3:8b-8bit"].is_usual) == (True, False, False)
+    assert usual in FAMILIES["qwen3"] and named not in FAMILIES["qwen3"]
     assert usual.num_bytes < SHORT_NAMES["qwen3:8b-8bit"].num_bytes < SHORT_NAMES["qwen3:8b-bf16"].num_bytes
 
 
@@ -38,9 +47,9 @@ def test_names_are_found_in_whatever_case() -> None:
 
 
 def test_beginnings_name_all_families_that_begin_so() -> None:
-    assert like("llama3.2") == ["llama3.2:1b", "llama3.2:3b"]
-    assert set(like("Qwen-3:7b")) > set(like("qwen3.5")) > set()
-    assert like("") == like(":8b") == []
+    assert suggest("llama3.2") == "choose a size: llama3.2:1b, llama3.2:3b"
+    assert set(suggest("Qwen-3:7b").split()) > set(suggest("qwen3.5").split())
+    assert suggest("").startswith("give ") and suggest(":8b").startswith("give ")
 
 
 def test_the_largest_that_fits() -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NotRequired, TypeVar
@@ -427,10 +428,13 @@ def _source(context: ApiContext, name: str, param: str) -> ModelSource:
 
 def _place(source: ModelSource) -> WeightsPlace:
     """A model's name if it leads to the weights, else their folder."""
-    place = names.installed_place(source.name) or names.installed_place(source.id)
     folder = os.path.realpath(source.path)
-    if place is not None and os.path.realpath(names.folder_of(place)) == folder:
-        return place
+    for name in (source.name, source.id):
+        with suppress(ModelNotFound):
+            stored = names.find_stored(name)
+            place = names.installed_place(name) if stored is None else stored.weights
+            if os.path.realpath(names.folder_of(place)) == folder:
+                return place
     return WeightsPlace("folder", folder)
 
 
