@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import httpx2
-from huggingface_hub import HfApi, get_session, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -28,7 +28,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # made on demand there
+    build_hf_headers,
+    filter_repo_objects,
+    hf_raise_for_status,
+    http_stream_backoff,
+    tqdm,
+)
 
 from models.errors import ModelError, ModelNotFound, PullFailed, RepositoryNotFound
 from models.names import (
@@ -91,8 +97,6 @@ TellPull: TypeAlias = Callable[[PullEvent], None]
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5
 _PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 60.0
-_BUSY = (429, 500, 502, 503, 504)
 _TIMEOUT_SECONDS = 10.0
 
 
@@ -103,6 +107,10 @@ class _Download:
     files: tuple[PlannedFile, ...]
     others: tuple[str, ...]
     blobs: Path
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
 
     def part(self, file: PlannedFile) -> Path:
         return self.blobs / f"{file.digest}.part"
@@ -133,12 +141,7 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
         download = _plan(repository)
         _require_weights(download)
         _require_memory(download, name, max_weights_bytes)
-        _require_space(download, name)
-        tell(PullPlanned(str(repository), download.files))
-        progress = _Progress(download, tell)
-        for file in download.files:
-            if file.digest and not download.is_here(file):
-                _fetch(download, file, progress)
+        _fetch_weights(download, name, tell)
         folder = snapshot_download(
             repository.repository,
             revision=repository.revision,
@@ -146,7 +149,7 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
             ignore_patterns=IGNORED_PATTERNS,
             tqdm_class=_SilentBar,
         )
-        tell(PullProgress(None, 0, progress.total_bytes, progress.total_bytes))
+        tell(PullProgress(None, 0, download.num_bytes, download.num_bytes))
         return Path(folder)
 
 
@@ -184,11 +187,8 @@ def pull_mtp(folder: Path, module: _Download, check: Callable[[Path], None], tel
         raise PullFailed(f"{repository} is no MTP module: {size_text(file.num_bytes)} is more than the model takes")
     with _explained(module.repository):
         download = replace(module, blobs=folder.parent.parent / "blobs")
-        _require_space(download, repository)
-        tell(PullPlanned(repository, download.files))
         blob, is_new = download.blobs / file.digest, not download.is_here(file)
-        if is_new:
-            _fetch(download, file, _Progress(download, tell))
+        _fetch_weights(download, repository, tell)
         try:
             check(blob)
         except ModelError as error:
@@ -253,7 +253,7 @@ def _alternative(name: str, limit_bytes: int) -> str:
 
 
 def _require_space(download: _Download, name: str) -> None:
-    needed_bytes = sum(file.num_bytes - download.bytes_here(file) for file in download.files)
+    needed_bytes = download.num_bytes - sum(map(download.bytes_here, download.files))
     place = cache_folder()
     while not place.exists():
         place = place.parent
@@ -265,34 +265,26 @@ def _require_space(download: _Download, name: str) -> None:
         )
 
 
-class _Progress:
-    def __init__(self, download: _Download, tell: TellPull) -> None:
-        self.tell = tell
-        self.total_bytes = sum(file.num_bytes for file in download.files)
-        self._done_bytes = sum(map(download.bytes_here, download.files))
-        self._file: PlannedFile | None = None
-        self._file_bytes = 0
-        self.add(0)
-
-    def begin(self, file: PlannedFile, num_bytes: int) -> None:
-        self._file, self._file_bytes = file, num_bytes
-        self.add(0)
-
-    def add(self, num_bytes: int) -> None:
-        """Counts fetched bytes; negative if a file is fetched anew."""
-        self._done_bytes += num_bytes
-        self._file_bytes += num_bytes
-        self.tell(PullProgress(self._file, self._file_bytes, self._done_bytes, self.total_bytes))
+def _fetch_weights(download: _Download, name: str, tell: TellPull) -> None:
+    _require_space(download, name)
+    tell(PullPlanned(str(download.repository), download.files))
+    tell(PullProgress(None, 0, sum(map(download.bytes_here, download.files)), download.num_bytes))
+    for file in download.files:
+        if file.digest and not download.is_here(file):
+            _fetch(download, file, tell)
 
 
-def _fetch(download: _Download, file: PlannedFile, progress: _Progress) -> None:
+def _fetch(download: _Download, file: PlannedFile, tell: TellPull) -> None:
     part = download.part(file)
     part.parent.mkdir(parents=True, exist_ok=True)
-    with part.open("ab") as target, _alone(target, download.repository):
-        progress.begin(file, target.tell())
-        _receive_rest(download, file, target, progress.add)
+    with part.open("ab") as target:
+        try:
+            fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PullFailed(f"{download.repository} is being downloaded by another process already") from error
+        _receive_rest(download, file, target, tell)
         target.flush()
-        progress.tell(PullChecking(file))
+        tell(PullChecking(file))
         with part.open("rb") as source:
             found = hashlib.file_digest(source, "sha256").hexdigest()
         if found != file.digest:
@@ -301,58 +293,43 @@ def _fetch(download: _Download, file: PlannedFile, progress: _Progress) -> None:
         part.rename(part.with_suffix(""))
 
 
-def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, add: Callable[[int], None]) -> None:
+def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, tell: TellPull) -> None:
+    others_bytes = sum(download.bytes_here(one) for one in download.files if one != file)
+
+    def report() -> None:
+        tell(PullProgress(file, target.tell(), others_bytes + target.tell(), download.num_bytes))
+
+    report()
     num_futile = 0
     while target.tell() < file.num_bytes:
         before_bytes = target.tell()
         try:
-            _receive(download, file, target, add)
-        except (httpx2.TransportError, HfHubHTTPError) as error:
+            return _receive(download, file, target, report)
+        except httpx2.TransportError:
             num_futile = 0 if target.tell() > before_bytes else num_futile + 1
-            pause_seconds = _pause_after(error)
-            if num_futile == _MAX_FUTILE_ATTEMPTS or pause_seconds is None:
+            if num_futile == _MAX_FUTILE_ATTEMPTS:
                 raise
-            time.sleep(pause_seconds)
-        else:
-            return
+            time.sleep(_PAUSE_SECONDS)
+    return None
 
 
-def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
-    """The seconds until another attempt; None if that makes no sense."""
-    if not isinstance(error, HfHubHTTPError):
-        return _PAUSE_SECONDS
-    if error.response.status_code not in _BUSY:
-        return None
-    asked = error.response.headers.get("retry-after", "")
-    return min(float(asked), _LONGEST_PAUSE_SECONDS) if asked.isdecimal() else _PAUSE_SECONDS
-
-
-def _receive(download: _Download, file: PlannedFile, target: BinaryIO, add: Callable[[int], None]) -> None:
+def _receive(download: _Download, file: PlannedFile, target: BinaryIO, report: Callable[[], None]) -> None:
     url = hf_hub_url(download.repository.repository, file.name, revision=download.commit)
-    with get_session().stream("GET", url, headers=_headers(target.tell()), timeout=_TIMEOUT_SECONDS) as response:
+    # A range of a compressed answer would contain other bytes.
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    if target.tell():
+        headers["Range"] = f"bytes={target.tell()}-"
+    # The client asks a busy hub again; this module continues where a connection was cut.
+    request = http_stream_backoff("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS, retry_on_exceptions=())
+    with request as response:
         hf_raise_for_status(response)
         if response.status_code != httpx2.codes.PARTIAL_CONTENT:
             # The whole file arrives, although a range was requested.
-            add(-target.tell())
-            target.truncate(0)
+            target.seek(0)
+            target.truncate()
         for block in response.iter_bytes(_BLOCK_BYTES):
             target.write(block)
-            add(len(block))
-
-
-def _headers(num_bytes_here: int) -> dict[str, str]:
-    # A range of a compressed answer would contain other bytes.
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-    return {**headers, "Range": f"bytes={num_bytes_here}-"} if num_bytes_here else headers
-
-
-@contextmanager
-def _alone(target: BinaryIO, repository: RepositoryName) -> Iterator[None]:
-    try:
-        fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise PullFailed(f"{repository} is being downloaded by another process already") from error
-    yield
+            report()
 
 
 class _SilentBar(tqdm):
@@ -362,38 +339,36 @@ class _SilentBar(tqdm):
 
 @contextmanager
 def _explained(repository: RepositoryName) -> Iterator[None]:
-    endpoint = HfApi().endpoint
     try:
         yield
-    except OfflineModeIsEnabled as error:
-        raise PullFailed("HF_HUB_OFFLINE is set, so nothing can be downloaded") from error
-    except GatedRepoError as error:
-        raise PullFailed(
-            f"{repository} asks for consent: accept its terms on {endpoint}/{repository.repository}, set "
-            f"HF_TOKEN to a token of {endpoint}/settings/tokens, and pull it again"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise RepositoryNotFound(f"{repository.repository} has no revision {repository.revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise RepositoryNotFound(
-            f"There is no repository {repository.repository}, or it is private; if it is yours, set HF_TOKEN"
-        ) from error
-    except HfHubHTTPError as error:
-        raise _answered(endpoint, error) from error
-    except (httpx2.HTTPError, ConnectionError, LocalEntryNotFoundError) as error:
-        proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-        way = f" through the proxy of HTTPS_PROXY, {proxy.rpartition('@')[2]}" if proxy else ""
-        raise PullFailed(f"{endpoint} cannot be reached{way}; is there a network?") from error
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise PullFailed(f"The disk is full; make room and pull {repository} again") from error
-        raise PullFailed(f"{repository} could not be stored: {error}") from error
+    except (httpx2.HTTPError, OSError) as error:
+        raise _explanation(repository, HfApi().endpoint, error) from error
 
 
-def _answered(endpoint: str, error: HfHubHTTPError) -> PullFailed:
-    status = error.response.status_code
-    if status in (401, 403):
-        return PullFailed(f"{endpoint} does not take the token; set HF_TOKEN to another, or unset it")
-    if status == 429:
-        return PullFailed(f"{endpoint} is asked too often from here; try again later, or set HF_TOKEN")
-    return PullFailed(f"{endpoint} answered with status {status}; try again later")
+def _explanation(repository: RepositoryName, endpoint: str, error: Exception) -> PullFailed:
+    match error:
+        case OfflineModeIsEnabled():
+            return PullFailed("HF_HUB_OFFLINE is set, so nothing can be downloaded")
+        case GatedRepoError():
+            return PullFailed(
+                f"{repository} asks for consent: accept its terms on {endpoint}/{repository.repository}, set "
+                f"HF_TOKEN to a token of {endpoint}/settings/tokens, and pull it again"
+            )
+        case RevisionNotFoundError():
+            return RepositoryNotFound(f"{repository.repository} has no revision {repository.revision!r}")
+        case RepositoryNotFoundError():
+            hint = "or it is private; if it is yours, set HF_TOKEN"
+            return RepositoryNotFound(f"There is no repository {repository.repository}, {hint}")
+        case HfHubHTTPError(response=response) if response.status_code in (401, 403):
+            return PullFailed(f"{endpoint} does not take the token; set HF_TOKEN to another, or unset it")
+        case HfHubHTTPError(response=response) if response.status_code == httpx2.codes.TOO_MANY_REQUESTS:
+            return PullFailed(f"{endpoint} is asked too often from here; try again later, or set HF_TOKEN")
+        case HfHubHTTPError(response=response):
+            return PullFailed(f"{endpoint} answered with status {response.status_code}; try again later")
+        case httpx2.HTTPError() | ConnectionError() | LocalEntryNotFoundError():
+            proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+            way = f" through the proxy of HTTPS_PROXY, {proxy.rpartition('@')[2]}" if proxy else ""
+            return PullFailed(f"{endpoint} cannot be reached{way}; is there a network?")
+        case OSError(errno=errno.ENOSPC):
+            return PullFailed(f"The disk is full; make room and pull {repository} again")
+    return PullFailed(f"{repository} could not be stored: {error}")
