@@ -20,7 +20,6 @@ from typing import Any, Final, cast
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from transformers import PreTrainedTokenizerBase
 
 from models import weights
@@ -41,60 +40,55 @@ from models.output.detokenizer import Detokenizer, markers
 from models.output.pieces import ReasoningFormat, find_reasoning_format
 from models.output.tool_calls import ToolFormat
 from models.output.tool_formats import HARMONY_REASONING, HarmonyFormat, ToolSyntax, find_tool_syntax, markers_of
-from models.precision import Precision, choose_precision, convert, measure
+from models.precision import Precision, choose_precision, convert, measure, parameters_of
 
 logger = logging.getLogger(__name__)
 
 _MAX_NAME: Final = 100
 _MAX_REASON: Final = 300
-_NEVER_RUN = "which mlx-serve never runs"
 
 
-def _check_model_code(config: dict[str, Any], name: str) -> None:
+def _check_code(config: dict[str, Any], folder: Path, name: str) -> None:
+    """Refuses code of the folder without which its model or tokenizer cannot be loaded."""
     if config.get("model_file") is not None:
         code = brief(config["model_file"], _MAX_NAME)
-        raise ModelBroken(
-            f"{name}: config.json has the model built by code of the folder ({code}), {_NEVER_RUN}; "
-            "choose a conversion without model_file"
-        )
+        raise _needs_code(name, "config.json has the model built by", code, "a conversion without model_file")
+    if not (folder / "tokenizer.json").is_file():
+        _check_tokenizer_code(folder, name)
 
 
 def _check_tokenizer_code(folder: Path, name: str) -> None:
-    """Refuses a tokenizer's code without a `tokenizer.json`."""
-    if (folder / "tokenizer.json").is_file():
-        return
-    code = _tokenizer_code(folder)
-    if code is not None:
-        raise ModelBroken(_refusal_of_tokenizer(name, code))
-
-
-def _tokenizer_code(folder: Path) -> str | None:
     for file in ("tokenizer_config.json", "config.json"):
-        code = _code_in(weights.read_json(folder / file).get("auto_map"), ("AutoTokenizer",))
+        code = _code_in(weights.read_json(folder / file).get("auto_map"), "AutoTokenizer")
         if code is not None:
-            return code
-    return None
+            choice = "a conversion whose tokenizer.json says all, without auto_map in tokenizer_config.json"
+            raise _needs_code(name, "its tokenizer is", code, choice)
 
 
-def _refusal_of_tokenizer(name: str, code: str) -> str:
-    return (
-        f"{name}: its tokenizer is code of the folder ({code}), {_NEVER_RUN}; choose a conversion whose "
-        "tokenizer.json says all, without auto_map in tokenizer_config.json"
-    )
+def _needs_code(name: str, what: str, code: str, choice: str) -> ModelBroken:
+    return ModelBroken(f"{name}: {what} code of the folder ({code}), which mlx-serve never runs; choose {choice}")
 
 
-def _code_in(auto_map: Any, kinds: tuple[str, ...]) -> str | None:
-    """The code named by `auto_map`, if any."""
-    if isinstance(auto_map, list) and "AutoTokenizer" in kinds:
-        auto_map = {"AutoTokenizer": auto_map}
-    if not isinstance(auto_map, dict):
-        return None
+def _code_in(auto_map: Any, *kinds: str) -> str | None:
+    """The code that `auto_map` names, if any; in its older form it is the tokenizer's."""
+    named = auto_map if isinstance(auto_map, dict) else {"AutoTokenizer": auto_map}
     for kind in kinds:
-        named = auto_map.get(kind)
-        found = [code for code in (named if isinstance(named, list) else [named]) if isinstance(code, str)]
-        if found:
-            return brief(found[-1], _MAX_NAME)
+        codes = named[kind] if isinstance(named.get(kind), list) else [named.get(kind)]
+        for code in reversed(codes):
+            if isinstance(code, str):
+                return brief(code, _MAX_NAME)
     return None
+
+
+@contextlib.contextmanager
+def _explained(what: str, kinds: tuple[type[BaseException], ...] = (Exception, SystemExit)) -> Iterator[None]:
+    """Raises ModelBroken for errors of others' code, which may raise anything for a wrong file."""
+    try:
+        yield
+    except ModelBroken:
+        raise
+    except kinds as error:
+        raise ModelBroken(f"{what}: {brief(str(error) or type(error).__name__, _MAX_REASON)}") from error
 
 
 _CHUNK_WORDS: Final = 1 << 22
@@ -138,14 +132,7 @@ def _words(array: mx.array) -> mx.array:
 DEFAULT_CONTEXT_TOKENS = 32_768
 """For configurations without a limit."""
 
-_CONTEXT_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "seq_length",
-    "n_ctx",
-)
+_LIMIT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 _MAX_NORMALIZER_GROWTH = 64
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers")
 
@@ -233,7 +220,7 @@ def load(
         vocab_size=_vocab_size(model, name),
         eos_token_ids=eos_token_ids,
         fingerprint=weights.fingerprint(path),
-        state_fingerprint=weights_fingerprint + ("" if mtp is None else f" mtp {_checksum_of(mtp)}"),
+        state_fingerprint=weights_fingerprint + ("" if mtp is None else f" mtp {checksum(parameters_of(mtp))}"),
         precision=precision,
         mtp=mtp,
     )
@@ -278,19 +265,16 @@ def _tokens_of(tokenizer: Any) -> set[tuple[str, int, bool]]:
 def check(path: Path, name: str) -> None:
     """Raises like `load`; reads little."""
     config = _load_config(path, name)
-    _check_model_code(config, name)
+    _check_code(config, path, name)
     _check_model_type(config, name)
     _check_num_layers(config, weights.find_weight_files(path), name)
-    _check_tokenizer_code(path, name)
 
 
 def check_mtp(path: Path, name: str, file: Path) -> None:
     """Raises like `check` unless `file` holds an MTP module for the model."""
     check(path, name)
-    try:
+    with _explained(f"{name}: cannot be loaded"):
         model, _ = load_model(path, lazy=True)
-    except (Exception, SystemExit) as error:  # as in _load_weights
-        raise _broken(f"{name}: cannot be loaded", error) from error
     if load_mtp(path, name, model, file) is None:
         raise ModelBroken(f"{name}: nothing is known of MTP modules of its family")
 
@@ -309,7 +293,8 @@ def convert_weights(
     `tell` hears of the bytes that are ready, and of all. Raises like `load`.
     """
     check(path, name)
-    try:
+    # Other errors are the disk's.
+    with _explained(f"{name}: cannot be converted", (ValueError, KeyError, TypeError)):
         model, config = load_model(path, lazy=True)
         mtp = _load_mtp(path, name, model, None)
         if bits is not None:
@@ -317,7 +302,7 @@ def convert_weights(
             with contextlib.redirect_stdout(io.StringIO()):
                 model, config = quantize_model(model, config, None, bits)
                 mtp = mtp and quantize_model(mtp, {}, None, bits)[0]
-        arrays = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]
+        arrays = [array for _, array in parameters_of(model)]
         done_bytes, total_bytes = 0, sum(array.nbytes for array in arrays)
         for array in arrays:
             mx.eval(array)
@@ -326,8 +311,6 @@ def convert_weights(
         save(target, path, model, open_tokenizer(path, name, config), config)
         if mtp is not None:
             mx.save_safetensors(str(target / weights.MTP_FILE), tensors_of(mtp))
-    except (ValueError, KeyError, TypeError) as error:  # an architecture's code, as for a wrong configuration
-        raise ModelBroken(f"{name}: cannot be converted: {brief(str(error), _MAX_REASON)}") from error
 
 
 def release(loaded: LoadedModel) -> None:
@@ -337,11 +320,6 @@ def release(loaded: LoadedModel) -> None:
             module.clear()
     if loaded.adapters is not None:
         loaded.adapters.close()
-
-
-def _checksum_of(module: Module) -> str:
-    held = module.parameters()  # type: ignore[no-untyped-call]
-    return checksum(cast(list[tuple[str, mx.array]], tree_flatten(held)))
 
 
 def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
@@ -394,7 +372,7 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
     module = MODEL_REMAPPING.get(model_type, model_type)
     if importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
         unknown = f"{name}: model type {model_type!r} is not known to mlx-lm {version('mlx-lm')}"
-        code = _code_in(config.get("auto_map"), ("AutoModelForCausalLM", "AutoModel", "AutoConfig"))
+        code = _code_in(config.get("auto_map"), "AutoModelForCausalLM", "AutoModel", "AutoConfig")
         own = f", and the folder's own code for it ({code}) is never run; choose a model of a type that mlx-lm knows"
         raise ModelBroken(unknown if code is None else unknown + own)
 
@@ -415,7 +393,11 @@ def _read_model(
     """Model, configuration, precision, and the fingerprint of what the model's state depends on."""
     tell("reading weights")
     model, config = _load_weights(path, name)
-    parts = [weights.fingerprint(path), _checksum_of(model), f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"]
+    parts = [
+        weights.fingerprint(path),
+        checksum(parameters_of(model)),
+        f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
+    ]
     precision = Precision.STORED
     if max_float32_bytes is not None:
         precision = choose_precision(measure(model), max_float32_bytes)
@@ -426,13 +408,11 @@ def _read_model(
 
 
 def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
-    try:
+    with _explained(f"{name}: cannot be loaded"):
         model, config = load_model(path)
-    except (Exception, SystemExit) as error:  # an architecture's code raises anything for a wrong configuration
-        raise _broken(f"{name}: cannot be loaded", error) from error
     # Arrays that are no parameters (rotary frequencies, for one) are still lazy, and lazy arrays belong to their
     # thread.
-    mx.eval(list(_arrays(model)))
+    mx.eval(model)
     return model, config
 
 
@@ -445,16 +425,8 @@ def _load_mtp(path: Path, name: str, model: Module, max_float32_bytes: int | Non
         return None
     if module is not None and max_float32_bytes is not None:
         convert(module, choose_precision(measure(module), max_float32_bytes))
-    mx.eval(list(_arrays(module)))
+    mx.eval(module)
     return module
-
-
-def _arrays(tree: Any) -> Iterator[mx.array]:
-    if isinstance(tree, mx.array):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for branch in tree.values() if isinstance(tree, dict) else tree:
-            yield from _arrays(branch)
 
 
 def _check_normalizer(path: Path, name: str) -> None:
@@ -477,31 +449,22 @@ def open_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerWr
     """The folder's tokenizer and template; raises ModelBroken."""
     # Without these two, a folder could ask on the terminal to run its own code, or load files from elsewhere.
     extra = {"trust_remote_code": False, "local_files_only": True}
-    try:
+    with _explained(f"{name}: its tokenizer cannot be loaded"):
         _check_normalizer(path / "tokenizer.json", name)
-        return load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
-    except ModelBroken:
-        raise
-    except Exception as error:  # tokenizer classes raise anything for a file that is missing or damaged
-        code = _tokenizer_code(path)
-        if code is not None:
-            raise ModelBroken(_refusal_of_tokenizer(name, code)) from error
-        raise _broken(f"{name}: its tokenizer cannot be loaded", error) from error
+        try:
+            return load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
+        except Exception:
+            _check_tokenizer_code(path, name)
+            raise
 
 
 def _vocab_size(model: Any, name: str) -> int:
-    try:
+    with _explained(f"{name}: the model does not run"):
         return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
-    except Exception as error:  # as above: the architecture's own code
-        raise _broken(f"{name}: the model does not run", error) from error
-
-
-def _broken(what: str, error: BaseException) -> ModelBroken:
-    return ModelBroken(f"{what}: {brief(str(error) or type(error).__name__, _MAX_REASON)}")
 
 
 def _context_tokens(config: dict[str, Any]) -> int:
-    found = (section[key] for section in _sections(config) for key in _CONTEXT_KEYS if section.get(key))
+    found = (section[key] for section in _sections(config) for key in _LIMIT_KEYS if section.get(key))
     return int(next(found, DEFAULT_CONTEXT_TOKENS))
 
 

@@ -55,7 +55,7 @@ def choose_precision(sizes: WeightSizes, limit_bytes: int) -> Precision:
 
 def measure(model: Module) -> WeightSizes:
     """Bytes of the weights; evaluates nothing."""
-    arrays = list(_arrays(model))
+    arrays = [array for _, array in parameters_of(model)]
     packed = [module for _, module in _packed(model)]
     stored = sum(array.nbytes for array in arrays)
     all_float32 = sum(_float32_bytes(array) for array in arrays)
@@ -68,7 +68,7 @@ def convert(model: Module, precision: Precision, tell: TellConverted = lambda do
     if precision is Precision.STORED:
         return
     model.update(tree_map(_as_float32, cast(Any, model).parameters()))
-    mx.eval(*_arrays(model))
+    mx.eval(model)
     packed = list(_packed(model)) if precision is Precision.FLOAT32 else []
     done, total = 0, sum(_num_weights(module) for _, module in packed)
     while packed:
@@ -76,7 +76,7 @@ def convert(model: Module, precision: Precision, tell: TellConverted = lambda do
         name, module = packed.pop()
         done += _num_weights(module)
         plain = _unpacked(module)
-        mx.eval(*_arrays(plain))
+        mx.eval(plain)
         model.update_modules(cast(dict[str, Any], tree_unflatten([(name, plain)])))
 
 
@@ -125,8 +125,9 @@ def _unpacked(module: Module) -> Module:
     return plain
 
 
-def _arrays(model: Module) -> Iterator[mx.array]:
-    return (array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(cast(Any, model).parameters())))
+def parameters_of(module: Module) -> list[tuple[str, mx.array]]:
+    """A module's weights by name."""
+    return cast(list[tuple[str, mx.array]], tree_flatten(cast(Any, module).parameters()))
 
 
 def _num_weights(module: Module) -> int:

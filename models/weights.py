@@ -55,11 +55,8 @@ def _files_of_index(folder: Path) -> set[str]:
     if not index.exists():
         return set()
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return {Path(name).name for name in names}
-    except OSError as error:
-        raise unreadable(index, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return {Path(name).name for name in require_json(index, str(folder))["weight_map"].values()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelBroken(f"{index} is damaged: {error}") from error
 
 

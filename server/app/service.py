@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from cache.budget import UNBOUNDED_BYTES
 from cache.layers.layout import Layout
@@ -28,7 +27,7 @@ from models.loader import LoadedModel, check, load, makes_vectors, open_tokenize
 from models.mlx_lm_import import get_total_parameters, make_prompt_cache, set_wired_limit
 from models.names import find_stored, model_id, resolve, suggest_smaller
 from models.output.pieces import ReasoningFormat
-from models.precision import Precision, seconds_per_token
+from models.precision import Precision, parameters_of, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from models.texts import size_text
 from server.app import memory_budget
@@ -443,8 +442,7 @@ def _release(loaded: LoadedModel) -> None:
 
 
 def _weights_bytes(loaded: LoadedModel) -> int:
-    modules = [cast(Any, module).parameters() for module in loaded.modules]
-    own_bytes = sum(array.nbytes for _, array in cast(list[tuple[str, mx.array]], tree_flatten(modules)))
+    own_bytes = sum(array.nbytes for module in loaded.modules for _, array in parameters_of(module))
     return own_bytes + (loaded.adapters.num_bytes if loaded.adapters is not None else 0)
 
 
