@@ -16,11 +16,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cache.budget import CacheStats
 from models.output.pieces import OutputParser, Piece, PlainParser
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
-from server.api.conversation import Conversation, next_turn_requests, sent_back
+from server.api.conversation import Conversation, next_turn_requests
 from server.api.dialect import ApiContext
 from server.api.record import Arrival, OpenRequest, RequestRecord, counts_of
 from server.api.wire import Payload
@@ -122,75 +121,23 @@ class Exchange(ABC):
         return []
 
 
-class TurnAccount:
-    """Compares a request with its conversation's last turn."""
-
-    def __init__(self, conversations: Conversations, exchange: Exchange) -> None:
-        self._conversations = conversations
-        self._exchange = exchange
-        self.name: Name | None = None
-        """None before the request holds a slot, or without a name."""
-        self.previous_id: str | None = None
-        self._is_recorded = False
-
-    async def explained(self, started: Started, cache: CacheStats) -> Started:
-        """The event with reasons for misses; long texts are compared on another thread."""
-        request = self._exchange.request
-        rendered = Rendered(self._exchange.asked, request.tokens, request.outline)
-        if request.is_prefix_only:
-            self.name = Name(request.namespace, request.session_id) if request.session_id is not None else None
-            return started
-        self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
-        self.previous_id = previous.request_id if previous is not None else None
-        if not request.cache_prompt:
-            return _with_reuse(started, declined(previous, rendered))
-        match, hit = started.match_tokens, started.hit_tokens
-        is_unseen = self._conversations.is_unseen(rendered)
-        why = partial(explain, previous, rendered, match=match, hit=hit, is_unseen=is_unseen)
-        if previous is None or hit >= min(len(previous.tokens), len(request.tokens) - 1):
-            return _with_reuse(started, why())
-        reuse = await asyncio.to_thread(why)
-        if any(miss.cause is Cause.EVICTED for miss in reuse.misses):
-            needed = self._conversations.num_tokens_since(self.name, rendered) * cache.bytes_per_token
-            reuse = with_missing_bytes(reuse, int(needed) - cache.budget_bytes)
-        return _with_reuse(started, reuse)
-
-    def record(self, num_evaluated: int, reply_ids: Sequence[int], reply: str | None) -> None:
-        """Keeps the turn, once; `reply` is a complete reply's text."""
-        request = self._exchange.request
-        if self._is_recorded or self.name is None or request.is_prefix_only or not request.cache_prompt:
-            return
-        self._is_recorded = True
-        tokens = request.tokens[:num_evaluated]
-        if num_evaluated == len(request.tokens):
-            tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])
-        turn = Turn(self._exchange.asked, None if reply is None else self._reply_part(reply))
-        evaluated = EvaluatedTurn(turn, tokens, len(request.tokens), request_id=request.request_id)
-        self._conversations.record(self.name, evaluated)
-
-    def _reply_part(self, text: str) -> Part:
-        messages = self._exchange.reply_messages()
-        return part_of(messages[0]) if messages else Part(PLAIN, text)
-
-
-def _with_reuse(started: Started, reuse: Reuse) -> Started:
-    """The engine's reason stays."""
-    return started if started.reuse.miss is not None else replace(started, reuse=reuse)
-
-
 class Run:
-    """One engine request of an answer, followed to its last event."""
+    """One engine request of an answer, followed to its last event, and compared with its conversation's last turn."""
 
     def __init__(self, context: ApiContext, exchange: Exchange, generation: Generation, opened: OpenRequest) -> None:
         self.exchange = exchange
         self.open = opened
-        self.account = TurnAccount(context.conversations if opened.is_first else Conversations(), exchange)
+        self.name: Name | None = None
+        """None before the request holds a slot, or without a name."""
+        self.previous_id: str | None = None
         self.token_ids: list[int] = []
         self.finished: Finished | None = None
         """None unless the run ended well."""
         self._context = context
+        self._conversations = context.conversations if opened.is_first else Conversations()
         self._generation = generation
         self._texts: list[str] = []
+        self._is_kept = False
 
     async def events(self) -> AsyncIterator[OutputEvent]:
         """Yields start, output and end; raises the engine's error."""
@@ -234,11 +181,35 @@ class Run:
         self._generation.cancel()
 
     async def _explained(self, started: Started) -> Started:
+        """The event with reasons for misses; the engine's reason stays."""
+        request = self.exchange.request
+        if request.is_prefix_only:
+            self.name = Name(request.namespace, request.session_id) if request.session_id is not None else None
+            return started
+        rendered = Rendered(self.exchange.asked, request.tokens, request.outline)
+        self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
+        self.open.session_id = self.name.id
+        self.previous_id = previous.request_id if previous is not None else None
+        if started.reuse.miss is not None:
+            return started
+        is_asked = request.cache_prompt
+        reuse = await self._reuse(started, previous, rendered) if is_asked else declined(previous, rendered)
+        return replace(started, reuse=reuse)
+
+    async def _reuse(self, started: Started, previous: EvaluatedTurn | None, rendered: Rendered) -> Reuse:
+        """Compares long texts on another thread."""
+        match, hit = started.match_tokens, started.hit_tokens
+        is_unseen = self._conversations.is_unseen(rendered)
+        why = partial(explain, previous, rendered, match=match, hit=hit, is_unseen=is_unseen)
+        if previous is None or hit >= min(len(previous.tokens), len(rendered.tokens) - 1):
+            return why()
+        reuse = await asyncio.to_thread(why)
         engine = self._context.pool.engines.get(self.exchange.model.base_id)
-        started = await self.account.explained(started, engine.stats().cache if engine is not None else CacheStats())
-        if self.account.name is not None:
-            self.open.session_id = self.account.name.id
-        return started
+        if engine is None or self.name is None or not any(miss.cause is Cause.EVICTED for miss in reuse.misses):
+            return reuse
+        cache = engine.stats().cache
+        needed = self._conversations.num_tokens_since(self.name, rendered) * cache.bytes_per_token
+        return with_missing_bytes(reuse, int(needed) - cache.budget_bytes)
 
     def _observe(self, event: Event) -> None:
         had_text = self.open.first_text_at is not None
@@ -255,11 +226,25 @@ class Run:
                 self._remember_reply()
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        # The last token of a cut-off answer is not evaluated.
-        is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
-        ids = self.token_ids[:-1] if is_cut else self.token_ids
-        reply = "".join(self._texts) if finished is not None else None
-        self.account.record(self.open.cached_tokens + self.open.evaluated_tokens, ids, reply)
+        """Keeps the turn, once; None: the answer broke off."""
+        request = self.exchange.request
+        if self._is_kept or self.name is None or request.is_prefix_only or not request.cache_prompt:
+            return
+        self._is_kept = True
+        num_evaluated = self.open.cached_tokens + self.open.evaluated_tokens
+        tokens = request.tokens[:num_evaluated]
+        if num_evaluated == len(request.tokens):
+            # The last token of a cut-off answer is not evaluated.
+            is_whole = finished is not None and finished.reason is FinishReason.STOP and finished.stop_text is None
+            reply_ids = self.token_ids if is_whole else self.token_ids[:-1]
+            tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])
+        turn = Turn(self.exchange.asked, None if finished is None else self._reply())
+        evaluated = EvaluatedTurn(turn, tokens, len(request.tokens), request_id=request.request_id)
+        self._conversations.record(self.name, evaluated)
+
+    def _reply(self) -> Part:
+        messages = self.exchange.reply_messages()
+        return part_of(messages[0]) if messages else Part(PLAIN, "".join(self._texts))
 
     def _remember_reply(self) -> None:
         """Remembers a whole reply's tokens: a reply that was cut off may end within a token."""
@@ -414,20 +399,20 @@ class Answer:
         self._num_recorded = len(self.runs)
         if not runs:
             return
-        first, account = runs[0].open, runs[0].account
+        first, name = runs[0].open, runs[0].name
         pace, saved_seconds, number = self.context.activity.pace, 0.0, None
         if first.timings is not None:
             pace.note(first.model_id, first.timings)
         if first.started is not None:
             cached = counts_of([run.open for run in runs]).cached_tokens
             saved_seconds = pace.seconds(first.model_id, cached) or 0.0
-            if account.name is not None:
-                session = self.context.sessions.find(account.name.namespace, account.name.id)
+            if name is not None:
+                session = self.context.sessions.find(name.namespace, name.id)
                 number = 1 if session is None else session.num_turns + 1
         record = RequestRecord(
             tuple(run.open for run in runs),
-            name=account.name,
-            previous_id=account.previous_id,
+            name=name,
+            previous_id=runs[0].previous_id,
             turn_number=number,
             saved_seconds=saved_seconds,
             is_refused=self.is_refused,
@@ -449,12 +434,11 @@ class Answer:
 async def _evaluate_ahead(
     engine: EnginePort, exchange: Exchange, conversation: Conversation, reply_ids: Sequence[int]
 ) -> None:
-    def next_prefixes() -> list[RenderedPrompt]:
-        variants = sent_back(exchange.reply_messages())
-        return [conversation.followed_by(messages).stable_prefix() for messages in variants]
+    def requests() -> list[GenerationRequest]:
+        return next_turn_requests(conversation, exchange.request, reply_ids, exchange.reply_messages())
 
     try:
-        for request in next_turn_requests(exchange.request, reply_ids, await asyncio.to_thread(next_prefixes)):
+        for request in await asyncio.to_thread(requests):
             async for _ in engine.submit(request):
                 pass
     except Exception as error:  # no client waits for this, and the next turn evaluates missing tokens itself

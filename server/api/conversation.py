@@ -42,19 +42,17 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
     )
 
 
-def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
-    """How clients may send a reply back."""
-    without = [{name: value for name, value in message.items() if name != _REASONING} for message in reply]
-    return [reply] if without == list(reply) else [reply, without]
-
-
 def next_turn_requests(
-    request: GenerationRequest, reply_ids: Sequence[int], prefixes: Sequence[RenderedPrompt]
+    conversation: "Conversation", request: GenerationRequest, reply_ids: Sequence[int], reply: Sequence[Message]
 ) -> list[GenerationRequest]:
-    """Requests that evaluate, once, where `prefixes` differ from `request` and its reply."""
-    made = [next_turn_request(request, reply_ids, prefix) for prefix in prefixes]
-    distinct = {one.tokens.tobytes(): one for one in made if one is not None}
-    return list(distinct.values())
+    """Requests that evaluate, once, where the next prompt differs from `request` and its reply.
+
+    Clients send a reply back with or without its reasoning.
+    """
+    without = [{name: value for name, value in message.items() if name != _REASONING} for message in reply]
+    sent = [reply] if without == list(reply) else [reply, without]
+    made = [next_turn_request(request, reply_ids, conversation.followed_by(one).stable_prefix()) for one in sent]
+    return list({one.tokens.tobytes(): one for one in made if one is not None}.values())
 
 
 def next_turn_request(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.api.activity import Activity, Totals
-from server.api.answer import Run, TurnAccount
+from server.api.answer import Run
 from server.api.app import create_pool_app
 from server.api.call import Call
 from server.api.openai.generate import ChatExchange
@@ -29,10 +29,10 @@ STAGES: list[tuple[type[Any], str]] = [
     (ModelPool, "try_hold"),
     (Call, "_begin"),
     (FakeEngine, "submit"),
-    (TurnAccount, "explained"),
+    (Run, "_explained"),
     (Run, "_observe"),
     (ChatExchange, "take"),
-    (TurnAccount, "record"),
+    (Run, "_keep_turn"),
     (Activity, "note"),
     (Totals, "add"),
     (JsonBody, "render"),
