@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import KW_ONLY, dataclass, field
 from functools import wraps
 from typing import Any, TypeAlias
 
@@ -66,10 +67,16 @@ def compute(open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Handl
     return _endpoint(open_work, may_stream=False)
 
 
-def _endpoint(open_plan: Callable[[ApiContext, Incoming], Plan], id_prefix: str = "", **options: bool) -> Handler:
+def _endpoint(
+    open_plan: Callable[[ApiContext, Incoming], Plan],
+    id_prefix: str = "",
+    *,
+    is_limited: bool = True,
+    may_stream: bool,
+) -> Handler:
     @wraps(open_plan)
     async def respond(request: Request) -> Response:
-        return await Call(request, open_plan, id_prefix, **options).respond()
+        return await Call(request, open_plan, id_prefix, is_limited=is_limited, may_stream=may_stream).respond()
 
     return respond
 
@@ -118,38 +125,31 @@ async def _with_error(frames: AsyncIterator[bytes], dialect: Dialect, request_id
         yield dialect.error_frame(explain(error, request_id))
 
 
+@dataclass(eq=False)
 class Call:
     """One request with a body, from its arrival to its last byte."""
 
-    def __init__(
-        self,
-        http: Request,
-        open_plan: Callable[[ApiContext, Incoming], Plan],
-        id_prefix: str = "",
-        *,
-        is_limited: bool = True,
-        may_stream: bool = True,
-    ) -> None:
-        """`is_limited`: the key's limits and the server's end count."""
-        self._received = time.monotonic()
-        self._http = http
-        self._context = context_of(http)
-        self._dialect = dialect_of(http)
-        self._open_plan = open_plan
-        self._id_prefix = id_prefix
-        self._is_limited = is_limited
-        self._may_stream = may_stream
-        self._raw = b""
-        self._wants_stream = False
-        self._loading: ModelSource | None = None
-        self._answer: Answer | None = None
-        self._work: EmbeddingWork | None = None
-        self._stack = ExitStack()
+    _http: Request
+    _open_plan: Callable[[ApiContext, Incoming], Plan]
+    _id_prefix: str
+    _: KW_ONLY
+    is_limited: bool
+    """The key's limits and the server's end count."""
+    may_stream: bool
+    _received: float = field(default_factory=time.monotonic)
+    _raw: bytes = b""
+    _wants_stream: bool = False
+    _loading: ModelSource | None = None
+    _charged: Answer | EmbeddingWork | None = None
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self._context, self._dialect = context_of(self._http), dialect_of(self._http)
 
     async def respond(self) -> Response:
         """The response, which owns the stack if it is a stream."""
         self._raw = await read_body(self._http, self._context.config.max_body_bytes)
-        if self._is_limited and self._context.is_draining:
+        if self.is_limited and self._context.is_draining:
             raise stopped()
         response = None
         try:
@@ -175,19 +175,14 @@ class Call:
 
     async def _respond(self) -> Response:
         key = known_key_of(self._http.scope)
-        if self._is_limited and key is not None:
+        if self.is_limited and key is not None:
             usage = self._context.rate_limits.admit(key, self._http.state.answer_headers)
-            self._stack.callback(lambda: usage.end(self._num_tokens))
+            self._stack.callback(lambda: usage.end(self._charged.num_tokens if self._charged is not None else 0))
         try:
             plan = await self._plan()
         except ModelNotLoaded as error:
             return await self._respond_when_loaded(error.source)
         return await self._respond_to(plan)
-
-    @property
-    def _num_tokens(self) -> int:
-        charged = self._answer or self._work
-        return 0 if charged is None else charged.num_tokens
 
     # -------------------------------------------------------------------------------------------------- planning
 
@@ -222,7 +217,7 @@ class Call:
         check_amount(self._raw)
         fields, is_finite = parse_object(self._raw)
         self._http.state.asked_as = self._asked_as(fields)
-        self._wants_stream = self._may_stream and self._dialect.wants_stream(fields)
+        self._wants_stream = self.may_stream and self._dialect.wants_stream(fields)
         check_messages(fields)
         name = self._http.state.request_id.removeprefix("req_")
         plan = self._open_plan(self._context, Incoming(self._http, fields, self._id_prefix + name))
@@ -287,17 +282,17 @@ class Call:
             key_name=key_name_of(self._http.scope),
             trace_parent=self._http.headers.get("traceparent"),
         )
-        self._answer = Answer(self._context, arrival, exchange)
-        self._stack.callback(self._answer.close)
-        exchange.begun(self._answer, self._stack)
-        return self._answer
+        answer = self._charged = Answer(self._context, arrival, exchange)
+        self._stack.callback(answer.close)
+        exchange.begun(answer, self._stack)
+        return answer
 
     def _stream(self, frames: AsyncIterator[bytes]) -> "AnswerStream":
         return AnswerStream(self._http, frames, self._heartbeat, on_close=self._stack.close)
 
     def _heartbeat(self) -> bytes:
-        answer = self._answer
-        if answer is not None:
+        answer = self._charged
+        if isinstance(answer, Answer):
             write = self._dialect.heartbeat if answer.has_started else self._dialect.early_heartbeat
             return write(answer.progress)
         assert self._loading is not None, "a stream without an answer waits for its model"
@@ -306,7 +301,7 @@ class Call:
         return self._dialect.early_heartbeat(f"loading {model_id}: {step}")
 
     async def _compute(self, work: EmbeddingWork) -> Response:
-        self._work = work
+        self._charged = work
         response = await work.run(self._context.running_engine(work.model))
         entry = TextsEmbedded(
             request_id=self._http.state.request_id,

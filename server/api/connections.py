@@ -23,7 +23,6 @@ import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 from server.api.dialect import Dialect
 from server.api.errors import ApiError, Code, retry_later
@@ -104,22 +103,13 @@ class HttpConfig(uvicorn.Config):
 class Connection(H11Protocol):
     """One connection. Event loop only."""
 
-    def __init__(
-        self,
-        config: HttpConfig,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._limits = config.limits
-        self._reports = config.reports
-        self._http_config = config
-        self._is_lingering = False
-        self._num_received = 0
-        self._awaited: tuple[str, int] | None = None
-        self._since = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+    config: HttpConfig
+    _is_lingering = False
+    _num_received = 0
+    _awaited: tuple[str, int] | None = None
+    _since = 0.0
+    """When what is awaited began to be, or made progress, by the loop's clock."""
+    _timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------------- asyncio's protocol
 
@@ -128,10 +118,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         # All that is unsent counts, or a small rest of an answer would wait for its client for ever.
         transport.set_write_buffer_limits(high=0)
-        _hold_little(transport.get_extra_info("socket"))
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._since = self.loop.time()
         self._watch()
-        if len(self.connections) > self._limits.max_connections:
+        if len(self.connections) > self.config.limits.max_connections:
             self._make_place()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -139,7 +131,7 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         if self._is_lingering:
-            self._http_config.num_lingering -= 1
+            self.config.num_lingering -= 1
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -162,7 +154,8 @@ class Connection(H11Protocol):
         A client that has left looks the same until something is written, before an answer an interim one. After an
         answer's begin, the end of sending counts as leaving.
         """
-        if not self._may_say_continue:
+        has_all = not (self._is_lingering or self._is_between_requests or self.cycle.more_body)
+        if not has_all or self.scope["http_version"] != "1.1" or self.conn.our_state is not h11.SEND_RESPONSE:
             return False
         self.transport.write(
             self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue"))
@@ -170,12 +163,6 @@ class Connection(H11Protocol):
         self.cycle.keep_alive = False
         self._look_for_reset()
         return True
-
-    @property
-    def _may_say_continue(self) -> bool:
-        if self._is_lingering or self._is_between_requests or self.cycle.more_body:
-            return False
-        return self.scope["http_version"] == "1.1" and self.conn.our_state is h11.SEND_RESPONSE
 
     def _look_for_reset(self) -> None:
         if self.transport.is_closing():
@@ -191,9 +178,9 @@ class Connection(H11Protocol):
         awaited, now = self._find_awaited(), self.loop.time()
         if awaited is None or awaited != self._awaited:
             self._awaited, self._since = awaited, now
-        elif now - self._since >= self._limits.client_seconds:
+        elif now - self._since >= self.config.limits.client_seconds:
             self._give_up(awaited[0])
-        self._timer = self.loop.call_later(self._limits.client_seconds / CHECKS, self._watch)
+        self._timer = self.loop.call_later(self.config.limits.client_seconds / CHECKS, self._watch)
 
     def _find_awaited(self) -> tuple[str, int] | None:
         """What the client must do, if anything, and its progress."""
@@ -213,7 +200,9 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _give_up(self, what: str) -> None:
-        self._reports.add(f"closed a connection: its client stopped {what} for {self._limits.client_seconds:g} s")
+        self.config.reports.add(
+            f"closed a connection: its client stopped {what} for {self.config.limits.client_seconds:g} s"
+        )
         if self.transport.is_closing() or not self._may_answer:
             self.drop()
         elif self._is_between_requests and not self.conn.trailing_data[0]:
@@ -223,7 +212,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP; uvicorn would use plain text, and fail after an earlier answer."""
-        self._reports.add("closed a connection: what its client sent is no HTTP/1.1")
+        self.config.reports.add("closed a connection: what its client sent is no HTTP/1.1")
         if self._may_answer:
             self._answer(ApiError(Code.INVALID_HTTP, "what was sent is no HTTP/1.1 request"))
         else:
@@ -236,10 +225,10 @@ class Connection(H11Protocol):
         # By time alone: if idle ones went first, newcomers would replace only each other, and slow bodies would stay.
         unfinished = [one for one in others if one.is_idle or one.is_sending]
         if unfinished:
-            self._reports.add("closed a connection without a whole request for a new one: there are too many")
+            self.config.reports.add("closed a connection without a whole request for a new one: there are too many")
             min(unfinished, key=lambda one: one._since).drop()
         else:
-            self._reports.add("refused a connection: there are too many")
+            self.config.reports.add("refused a connection: there are too many")
             self._answer(retry_later(Code.TOO_MANY_CONNECTIONS, "too many connections are at work", RETRY_SECONDS))
             self.connections.discard(self)
 
@@ -277,11 +266,11 @@ class Connection(H11Protocol):
 
     def _linger(self) -> None:
         """Gives the client time to read: closing with unread bytes takes the answer back."""
-        if self._is_lingering or self._http_config.num_lingering >= MAX_LINGERING:
+        if self._is_lingering or self.config.num_lingering >= MAX_LINGERING:
             self.transport.close()
             return
         self._is_lingering = True
-        self._http_config.num_lingering += 1
+        self.config.num_lingering += 1
         if not self._is_between_requests:
             # The application sees a closed connection; nothing may follow the answer.
             self.cycle.disconnected = True
@@ -290,12 +279,6 @@ class Connection(H11Protocol):
         with contextlib.suppress(OSError):
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
-
-
-def _hold_little(connection: socket.socket | None) -> None:
-    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-    if option is not None and connection is not None and connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
 
 
 def find_max_connections() -> int:
