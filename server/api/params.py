@@ -184,9 +184,7 @@ def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: Served
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": True}
-_TEXT: Final = "TEXT: /(?s:.*)/"
-_TAIL: Final = "}\n"
-_CALL: Final = "call: {} body"
+_TAIL: Final = json.dumps("}\n")
 _CALLS: Final = r'call ("\n" call)*'
 _JSON_KINDS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 
@@ -207,15 +205,10 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
     if not tools or missing:
         reason = f"there is no tool {missing[0]!r}" if missing else "there are no tools to be called"
         raise wrong("tool_choice", reason)
-    syntax = _json_format(model, "tool_choice", "calls cannot be forced with")
     allowed = [tool["function"] for tool in tools if forced.names is None or tool["function"]["name"] in forced.names]
-    markers = _markers(model, syntax)
-    lines = [
-        f"start: {'call' if forced.is_single else _CALLS}",
-        _CALL.format(markers[0]),
-        *_call_rules(markers, allowed),
-    ]
-    return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, "\n".join(lines)), forces_calls=True)
+    rules = _rules_of_calls(model, allowed, "tool_choice", "calls cannot be forced with")
+    bound = _lark("tool_choice", f"start: {'call' if forced.is_single else _CALLS}", *rules)
+    return replace(bound, forces_calls=True)
 
 
 def ask(incoming: Incoming, model: ServedModel, conversation: Conversation, params: GenerationParams) -> Question:
@@ -235,9 +228,12 @@ def answer_grammar(model: ServedModel, conversation: Conversation, params: Gener
     tools, wanted = conversation.callable_tools, params.grammar
     if params.forced is not None:
         return forced_calls(model, tools, params.forced)
+    if wanted is None and params.ignore_eos:
+        return None  # a request that only measures continues after the end of turn, where no grammar applies
+    if wanted is None and conversation.forbids_calls:
+        return _no_calls(model.tool_syntax) if model.tool_syntax is not None and can_forbid_calls(model) else None
     if wanted is None:
-        # A request that only measures continues after the end of turn, where no grammar applies.
-        return None if params.ignore_eos else calls_in_text(model, conversation)
+        return strict_calls(model, tools)
     return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
 
 
@@ -248,13 +244,6 @@ def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_call
     if not model.renderer.reads_tools:
         raise wrong("tools", f"the model {model.id!r} takes none", Code.UNSUPPORTED_PARAMETER)
     return True
-
-
-def calls_in_text(model: ServedModel, conversation: Conversation) -> AnswerGrammar | None:
-    """The grammar of text without calls, or with calls of strict tools."""
-    if not conversation.forbids_calls:
-        return strict_calls(model, conversation.callable_tools)
-    return _no_calls(model.tool_syntax) if model.tool_syntax is not None and can_forbid_calls(model) else None
 
 
 def can_forbid_calls(model: ServedModel) -> bool:
@@ -271,7 +260,7 @@ def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
     if isinstance(syntax, BareFormat):
         excluded.append(rf"\s*{syntax.call_start}(?s:.*)")
     terminal = " & ".join(["/(?s:.*)/", *(f"~/{pattern.replace('/', chr(92) + '/')}/" for pattern in excluded)])
-    return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, f"start: TEXT\nTEXT: {terminal}"))
+    return _lark("tool_choice", "start: TEXT", f"TEXT: {terminal}")
 
 
 def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], wanted: AnswerGrammar) -> AnswerGrammar:
@@ -279,14 +268,11 @@ def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], want
     if wanted.grammar.kind not in _JSON_KINDS:
         why = "beside tools only JSON can be asked for; else set tool_choice to none"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
-    syntax = _json_format(model, wanted.param, "an answer cannot be bound beside tools with")
+    functions = [tool["function"] for tool in tools]
+    rules = _rules_of_calls(model, functions, wanted.param, "an answer cannot be bound beside tools with")
     is_lenient = wanted.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
     answer = f"answer: %json {_schema(json.loads(wanted.grammar.text), is_lenient=is_lenient)}"
-    functions = [tool["function"] for tool in tools]
-    markers = _markers(model, syntax)
-    call = _CALL.format(markers[0])
-    lines = [f"start: answer | {_CALLS}", answer, call, *_call_rules(markers, functions)]
-    return AnswerGrammar(wanted.param, Grammar(GrammarKind.LARK, "\n".join(lines)))
+    return _lark(wanted.param, f"start: answer | {_CALLS}", answer, *rules)
 
 
 def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> AnswerGrammar | None:
@@ -303,16 +289,26 @@ def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> Answ
     # A marker that is a token ends the text; a marker of several tokens ends it once complete.
     is_token = start.startswith("<[")
     lead = [f"call: TEXT {start} body"] if is_token else ["call: lead body", f"lead[lazy]: TEXT {start}"]
-    lines = ["start: call* rest", "rest: TEXT", _TEXT, *lead, *_call_rules((start, end), bound)]
-    return AnswerGrammar("tools", Grammar(GrammarKind.LARK, "\n".join(lines)))
+    return _lark("tools", "start: call* rest", "rest: TEXT", "TEXT: /(?s:.*)/", *lead, *_call_rules(end, bound))
 
 
-def _json_format(model: ServedModel, param: str, what: str) -> ToolFormat:
+def _lark(param: str, *lines: str) -> AnswerGrammar:
+    return AnswerGrammar(param, Grammar(GrammarKind.LARK, "\n".join(lines)))
+
+
+def _rules_of_calls(
+    model: ServedModel, functions: Sequence[Mapping[str, Any]], param: str, what: str
+) -> Sequence[str]:
+    """The rule `call` and those that it names."""
     syntax = _bindable_format(model)
-    if syntax is not None:
-        return syntax
-    why = f"{what} the model {model.id!r}, whose calls are not written as JSON between markers"
-    raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
+    if syntax is None:
+        why = f"{what} the model {model.id!r}, whose calls are not written as JSON between markers"
+        raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
+    try:
+        start, end = _spelled(model, syntax)
+    except InvalidGrammar as error:
+        raise wrong("tool_choice", str(error), Code.UNSUPPORTED_PARAMETER) from error
+    return [f"call: {start} body", *_call_rules(end, functions)]
 
 
 def _bindable_format(model: ServedModel) -> ToolFormat | None:
@@ -326,14 +322,14 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
     return function.get("strict") is True
 
 
-def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rule `body`, behind the start marker, and one per function."""
+def _call_rules(end: str, functions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rule `body`, between the markers, and one per function, which ends with the marker `end`."""
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         begun = f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         head = json.dumps(begun, ensure_ascii=False)
         arguments = _schema(_parameters(function), is_lenient=not _is_strict(function))
-        rules.append(f"call_{number}: {head} %json {arguments} {json.dumps(_TAIL)} {markers[1]}")
+        rules.append(f"call_{number}: {head} %json {arguments} {_TAIL} {end}")
     return rules
 
 
@@ -341,13 +337,6 @@ def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of a function's arguments; undescribed ones are none."""
     schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
     return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
-
-
-def _markers(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
-    try:
-        return _spelled(model, syntax)
-    except InvalidGrammar as error:
-        raise wrong("tool_choice", str(error), Code.UNSUPPORTED_PARAMETER) from error
 
 
 def _spelled(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:

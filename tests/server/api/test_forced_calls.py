@@ -13,7 +13,7 @@ from models.inference.grammar import GrammarCompiler
 from models.output.tool_formats import LLAMA_JSON, PYTHONIC, HarmonyFormat
 from server.api.app import create_app
 from server.api.conversation import Conversation
-from server.api.params import ForcedCalls, calls_in_text, forced_calls, strict_calls
+from server.api.params import ForcedCalls, GenerationParams, answer_grammar, forced_calls, strict_calls
 from server.api.responses.output import CustomInput
 from server.app.config import ServerConfig
 from tests.server.api.ollama.test_ollama_fields import NamingBinder
@@ -230,7 +230,7 @@ def test_what_begins_a_call_is_no_text(syntax: Any, text: str, is_allowed: bool)
     grammars = GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
     model = fake_model(tool_syntax=syntax, grammars=grammars)
     conversation = Conversation(model.renderer, [user("Hi")], TOOLS, forbids_calls=True).prepared_for(model)
-    wanted = calls_in_text(model, conversation)
+    wanted = answer_grammar(model, conversation, GenerationParams())
     assert wanted is not None
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert follows(grammars.compile(wanted.grammar).begin(), tokens) == is_allowed
