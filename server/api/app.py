@@ -87,11 +87,6 @@ def openapi_document(apis: Sequence[Dialect]) -> dict[str, Any]:
     return describe([*routes, *((apis[0], route) for route in ADMIN_ROUTES)], metadata.version("mlx-serve"))
 
 
-def replace_keys(app: Starlette, keys: KeyRing) -> None:
-    """Replaces the accepted keys, on the event loop; running answers go on."""
-    app.state.api.keys = keys
-
-
 def start_draining(app: Starlette) -> None:
     """Refuses new requests from now on, on the event loop. Running answers go on."""
     app.state.api.is_draining = True

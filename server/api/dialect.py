@@ -76,10 +76,6 @@ class Dialect:
     def __init__(self, routes: "Sequence[Endpoint]" = ()) -> None:
         self.routes = routes
 
-    def owns(self, path: str) -> bool:
-        """Whether an unknown path belongs to this dialect."""
-        return any(path == own or path.startswith(f"{own}/") for own in self.own_paths)
-
     def api_key(self, headers: Mapping[str, str]) -> str:
         """The request's bearer token, or an empty text."""
         return bearer_key(headers)
@@ -147,12 +143,24 @@ class Endpoint(Route):
     """A path with its function, and what it takes and gives. One with a body takes POST, another GET, unless said."""
 
     operation = Operation()
+    header: str | None = None
+    """Set where two dialects share a path: this one serves requests with its own header."""
 
     def __init__(
         self, path: str, endpoint: Callable[..., Any], operation: Operation = operation, methods: Collection[str] = ()
     ) -> None:
         super().__init__(path, endpoint, methods=methods or ["GET" if operation.body is None else "POST"])
         self.operation = operation
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Matches if the path does, and the header is there."""
+        is_here = self.header is None or self.header in Headers(scope=scope)
+        return super().matches(scope) if is_here else (Match.NONE, {})
+
+    def only_with(self, header: str) -> "Endpoint":
+        """This endpoint, for requests with a header."""
+        self.header = header
+        return self
 
 
 def with_and_without_v1(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
@@ -161,22 +169,10 @@ def with_and_without_v1(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
     return (*below, *endpoints)
 
 
-class HeaderRoute(Endpoint):
-    """A path shared by two dialects: this one serves requests with its own header."""
-
-    def __init__(self, *given: Any, header: str, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._header = header
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Matches if the header is present and the path matches."""
-        return super().matches(scope) if self._header in Headers(scope=scope) else (Match.NONE, {})
-
-
 def routes_of(dialects: Sequence[Dialect]) -> list[tuple[Dialect, Endpoint]]:
     """All routes in matching order: header routes first."""
     routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
-    return sorted(routes, key=lambda pair: not isinstance(pair[1], HeaderRoute))
+    return sorted(routes, key=lambda pair: pair[1].header is None)
 
 
 def find_dialect(dialects: Sequence[Dialect], scope: Scope) -> Dialect:
@@ -184,16 +180,15 @@ def find_dialect(dialects: Sequence[Dialect], scope: Scope) -> Dialect:
     for dialect, route in routes_of(dialects):
         if route.matches(scope)[0] is not Match.NONE:
             return dialect
-    headers = Headers(scope=scope)
-    asked = (one for one in dialects if one.owns(scope["path"]))
+    headers, path = Headers(scope=scope), f"{scope['path']}/"
+    asked = (one for one in dialects if path.startswith(tuple(f"{own}/" for own in one.own_paths)))
     spoken = (one for one in dialects if one.own_header is not None and one.own_header in headers)
     return next(chain(asked, spoken), dialects[0])
 
 
 def dialect_of(request: Request) -> Dialect:
     """The dialect that `ErrorBoundary` found."""
-    dialect = request.state.dialect
-    assert isinstance(dialect, Dialect)
+    dialect: Dialect = request.state.dialect
     return dialect
 
 
@@ -215,7 +210,7 @@ class ApiContext:
     config: ServerConfig
     pool: ModelPool
     keys: KeyRing = field(default_factory=KeyRing)
-    """Replaced while the server runs."""
+    """Replaced while the server runs; running answers go on."""
     rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
     sessions: SessionRecords = field(default_factory=SessionRecords)
     refusals: Refusals = field(default_factory=Refusals)
@@ -273,6 +268,5 @@ class ApiContext:
 
 def context_of(request: Request) -> ApiContext:
     """What the endpoints of the app share."""
-    context = request.app.state.api
-    assert isinstance(context, ApiContext)
+    context: ApiContext = request.app.state.api
     return context

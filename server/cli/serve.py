@@ -37,7 +37,7 @@ from models.fast_blas import ADVICE
 from models.names import model_id, resolve
 from models.precision import Precision
 from models.texts import grouped, size_text
-from server.api.app import create_pool_app, replace_keys, start_draining
+from server.api.app import create_pool_app, start_draining
 from server.api.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
 from server.api.observe import check_otlp
 from server.app import memory_budget
@@ -455,7 +455,7 @@ def _reload_keys(app: Starlette, config: ServerConfig) -> None:
     except ConfigError as error:
         logger.error("the keys stay as they were: %s", error)
         return
-    replace_keys(app, keys)
+    app.state.api.keys = keys
     logger.info("keys were read again: %d", len(keys.keys))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app, replace_keys
+from server.api.app import create_app
 from server.app.config import ConfigError, ServerConfig
 from server.app.keys import KeyRing, digest_of, namespace_of_key, parse_keys, read_keys
 from tests.support.fake_engine import FakeEngine, fake_model
@@ -146,7 +146,7 @@ def test_the_log_has_the_name_of_a_key_and_never_the_key(tmp_path: Path, caplog:
 def test_keys_are_replaced_while_the_server_runs(tmp_path: Path) -> None:
     app = app_of(tmp_path)
     client = TestClient(app)
-    replace_keys(app, parse_keys("[[keys]]\nname = 'new'\nkey = 'newer'"))
+    app.state.api.keys = parse_keys("[[keys]]\nname = 'new'\nkey = 'newer'")
     assert client.get("/v1/models", headers=bearer("key-of-alice")).status_code == 401
     assert client.get("/v1/models", headers=bearer("newer")).status_code == 200
 

@@ -38,7 +38,6 @@ from server.api.dialect import (
     ApiContext,
     Dialect,
     Endpoint,
-    HeaderRoute,
     Operation,
     context_of,
     namespace_of,
@@ -485,7 +484,7 @@ _ROUTES = (
     Endpoint("/messages/count_tokens", count_tokens, Operation(PromptBody, TokenCountBody)),
 )
 _SHARED_PATHS = (
-    HeaderRoute("/v1/models", list_models, Operation(answer=ModelPage), header=VERSION_HEADER),
-    HeaderRoute("/v1/models/{model_id:path}", get_model, Operation(answer=ModelInfoBody), header=VERSION_HEADER),
+    Endpoint("/v1/models", list_models, Operation(answer=ModelPage)).only_with(VERSION_HEADER),
+    Endpoint("/v1/models/{model_id:path}", get_model, Operation(answer=ModelInfoBody)).only_with(VERSION_HEADER),
 )
 ANTHROPIC = AnthropicDialect((*with_and_without_v1(_ROUTES), *_SHARED_PATHS))

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app, replace_keys
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.keys import ApiKey, KeyRing, OverLimit, RateLimits, digest_of, duration_text
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -119,7 +119,7 @@ def app_with(engine: FakeEngine, **limits: int) -> Any:
     """An application whose limits do not fill up: its clock stands still."""
     app = create_app(engine, fake_model(), ServerConfig(api_key="geheim"))
     app.state.api.rate_limits = RateLimits(Clock())
-    replace_keys(app, KeyRing([key_with(**limits)]))
+    app.state.api.keys = KeyRing([key_with(**limits)])
     return app
 
 

@@ -28,7 +28,7 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.app import APIS, create_app
 from server.api.call import generate
 from server.api.conversation import Conversation
-from server.api.dialect import ApiContext, Dialect, Endpoint, HeaderRoute, namespace_of
+from server.api.dialect import ApiContext, Dialect, Endpoint, namespace_of
 from server.api.errors import ApiError, Code
 from server.api.params import GenerationParams, Incoming, build_request
 from server.api.wire import JsonBody, Payload, json_text, sse_comment, sse_event
@@ -168,7 +168,7 @@ async def list_models(request: Request) -> Response:
     return JsonBody(["tiny"])
 
 
-SHARED = HeaderRoute("/v1/models", list_models, header="x-events", methods=["GET"])
+SHARED = Endpoint("/v1/models", list_models).only_with("x-events")
 EVENTS = EventDialect([Endpoint("/ask", ask, methods=["POST"]), SHARED])
 LINES = LineDialect([Endpoint("/lines", ask_in_lines, methods=["POST"])])
 
