@@ -22,12 +22,12 @@ from starlette.types import Message, Receive, Scope, Send
 from server.api.answer import Answer, Exchange
 from server.api.dialect import ApiContext, Dialect, ModelReady, context_of, dialect_of, namespace_of
 from server.api.embedding import EmbeddingWork
-from server.api.errors import explain, stopped
+from server.api.errors import ApiError, Code, explain, stopped
 from server.api.guard import key_name_of, known_key_of
 from server.api.params import Incoming
 from server.api.record import Arrival
 from server.api.sessions import SessionIdError, ascii_text
-from server.api.wire import JsonBody, Payload, check_amount, check_messages, not_finite, parse_object, read_body
+from server.api.wire import JsonBody, Payload, check_amount, check_messages, parse_object, read_body
 from server.app.log_events import TextsEmbedded
 from server.pool.names import ModelNotLoaded, ModelSource
 from server.pool.pool import LOADED
@@ -223,7 +223,7 @@ class Call:
         plan = self._open_plan(self._context, Incoming(self._http, fields, self._id_prefix + name))
         if not is_finite:
             # No typed field refused the number, so it is inside an object with unchecked content.
-            raise not_finite()
+            raise ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
         return plan
 
     def _asked_as(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -9,11 +9,10 @@ import asyncio
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import pydantic_core
-from sse_starlette.event import ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
@@ -49,38 +48,23 @@ MAX_MEMBERS: Final = 64
 """Parts of one gzip body; each costs a copy of all that follow it."""
 
 
-def find_encoding(header: str) -> str | None:
-    """The encoding, None for none; raises ApiError (415) for an unknown one."""
-    name = header.strip().lower()
-    if name in ("", "identity"):
-        return None
-    if name not in _WINDOWS:
-        message = f"Content-Encoding: {name[:40]!r} is not understood; send gzip, deflate or no encoding"
-        raise ApiError(
-            Code.UNSUPPORTED_ENCODING, message, "Content-Encoding", headers={"Accept-Encoding": "gzip, deflate"}
-        )
-    return name
-
-
 def expand(raw: bytes, encoding: str, max_bytes: int) -> bytes | None:
     """The decompressed body; None if it exceeds `max_bytes`. Raises ApiError (400)."""
-    parts: list[bytes] = []
-    num_left, window = max_bytes, _window(raw, encoding)
-    while raw and len(parts) < MAX_MEMBERS:
+    body, window = bytearray(), _window(raw, encoding)
+    for _ in range(MAX_MEMBERS):
         stream = zlib.decompressobj(window)
         try:
-            parts.append(stream.decompress(raw, num_left + 1))
+            body += stream.decompress(raw, max_bytes + 1 - len(body))
         except zlib.error as error:
             raise _broken(encoding) from error
-        num_left -= len(parts[-1])
-        if num_left < 0:
+        if len(body) > max_bytes:
             return None
-        if not stream.eof:
-            raise _broken(encoding)
         raw = stream.unused_data
-    if raw or not parts:
-        raise _broken(encoding)
-    return b"".join(parts)
+        if stream.eof and not raw:
+            return bytes(body)
+        if not stream.eof:
+            break
+    raise _broken(encoding)
 
 
 def _window(raw: bytes, encoding: str) -> int:
@@ -106,9 +90,13 @@ _NO_BACKSLASH: Final = re.compile(rb"[^\\]")
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The decompressed body; raises ApiError: 413 above `max_bytes`, 415 for an unknown compression."""
-    encoding = find_encoding(request.headers.get("content-encoding", ""))
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in (*_WINDOWS, "", "identity"):
+        message = f"Content-Encoding: {encoding[:40]!r} is not understood; send gzip, deflate or no encoding"
+        known = {"Accept-Encoding": "gzip, deflate"}
+        raise ApiError(Code.UNSUPPORTED_ENCODING, message, "Content-Encoding", headers=known)
     raw = await _read_as_sent(request, max_bytes)
-    if encoding is None:
+    if encoding not in _WINDOWS:
         return raw
     # Off the event loop: the work is bounded, but other requests should not wait for it.
     body = await asyncio.to_thread(expand, raw, encoding, max_bytes)
@@ -153,15 +141,12 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
 
 def check_amount(raw: bytes) -> None:
     """Raises ApiError (400) for a body with too many values."""
-    num_texts = num_values = 0
-    for texts, values in _count_by_block(raw):
-        num_texts += texts
-        num_values += values
-        if num_texts > MAX_TEXTS:
-            message = f"the body holds more than {MAX_TEXTS} texts, names, objects and lists"
-            raise ApiError(Code.INVALID_VALUE, message)
-        if num_values > MAX_VALUES:
-            raise ApiError(Code.INVALID_VALUE, f"the body holds more than {MAX_VALUES} values")
+    num_texts, num_values = _amounts(raw)
+    if num_texts > MAX_TEXTS:
+        message = f"the body holds more than {MAX_TEXTS} texts, names, objects and lists"
+        raise ApiError(Code.INVALID_VALUE, message)
+    if num_values > MAX_VALUES:
+        raise ApiError(Code.INVALID_VALUE, f"the body holds more than {MAX_VALUES} values")
 
 
 def check_messages(fields: Mapping[str, Any]) -> None:
@@ -178,24 +163,20 @@ def _num_entries(message: Any) -> int:
     return max(1, sum(len(value) for value in message.values() if isinstance(value, list)))
 
 
-def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
-    """Yields, per block, texts and containers that begin, and values that end with a comma."""
-    start, is_in_text = 0, False
+def _amounts(raw: bytes) -> tuple[int, int]:
+    """Texts and containers that begin, and values that end with a comma."""
+    start = num_texts = num_values = 0
+    is_in_text = False
     while start < len(raw):
         # A block never ends with a backslash, so an escaped character is in its backslash's block.
         found = _NO_BACKSLASH.search(raw, start + _BLOCK_BYTES - 1)
         stop = found.end() if found else len(raw)
         parts = raw[start:stop].replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
-        between = b"".join(parts[is_in_text::2])
-        num_quotes = len(parts) - 1
-        num_begun = (num_quotes + (not is_in_text)) // 2
-        yield num_begun + between.count(b"{") + between.count(b"["), between.count(b",")
+        between, num_quotes = b"".join(parts[is_in_text::2]), len(parts) - 1
+        num_texts += (num_quotes + (not is_in_text)) // 2 + between.count(b"{") + between.count(b"[")
+        num_values += between.count(b",")
         start, is_in_text = stop, is_in_text ^ (num_quotes % 2 == 1)
-
-
-def not_finite() -> ApiError:
-    """The error for a body with NaN or Infinity."""
-    return ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
+    return num_texts, num_values
 
 
 def _too_large(max_bytes: int) -> ApiError:
@@ -237,16 +218,13 @@ def _read(source: object, name: str) -> Any:
     return getattr(source, name if hasattr(source, name) else next(spelled, name))
 
 
-SEPARATOR = "\n"
-
-
 def sse_event(payload: Any, name: str | None = None) -> bytes:
     """An event; raises ValueError or TypeError."""
-    # JSON is one line; the library's frames, made for any text, cost more than its encoding.
-    head = f"event: {name}{SEPARATOR}" if name else ""
-    return f"{head}data: {json_text(payload)}{SEPARATOR}{SEPARATOR}".encode()
+    # JSON is one line; a library's frames, made for any text, cost more than its encoding.
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json_text(payload)}\n\n".encode()
 
 
 def sse_comment(text: str) -> bytes:
-    """A comment."""
-    return ServerSentEvent(comment=text, sep=SEPARATOR).encode()
+    """A comment of one line."""
+    return f": {text}\n\n".encode()
