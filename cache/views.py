@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cache.disk.connector import DiskConnector
 from cache.disk.index import DiskWrites
 from cache.disk.tree import DiskNode
+from cache.lease import Tier
 from cache.memory_tier import MemoryTier, Pins
 from cache.pager import Pager
 from cache.snapshots import RestorePointKind
@@ -23,20 +24,21 @@ class StateBytes:
 
     span: int = 0
     window: int = 0
-    recurrent: int = 0
+    point: int = 0
+    """Recurrent state."""
     live: int = 0
     disk: int = 0
 
     @property
     def in_memory(self) -> int:
-        return self.span + self.window + self.recurrent + self.live
+        return self.span + self.window + self.point + self.live
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeView:
     """One edge `[start, stop)`, in memory or on disk."""
 
-    number: int
+    id: int
     """Unique in its tier and namespace."""
     parent: int | None
     start: int
@@ -47,13 +49,17 @@ class EdgeView:
     """Stored; a live span's are the slot's, a file may hold rows of several edges."""
     first_tokens: TokenArray
 
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, eq=False)
 class NodeView(EdgeView):
     """One edge of the trie."""
 
-    is_live: bool
-    kind: RestorePointKind | None
+    tier: Tier
+    restore_point: RestorePointKind | None
     """Kind of the snapshot at `stop`; None unless it restores by itself."""
     is_explicit: bool
     is_pinned: bool
@@ -67,7 +73,7 @@ class DiskNodeView(EdgeView):
 
     has_snapshot: bool
     memory_tokens: int
-    memory_number: int | None
+    memory_id: int | None
     """Where these or earlier tokens end."""
 
 
@@ -146,12 +152,12 @@ def _newest_children(node: Node, max_nodes: int) -> list[Node]:
 
 def _view(node: Node, disk_tokens: int) -> NodeView:
     return NodeView(
-        number=node.number,
+        id=node.number,
         parent=_number_of(node.parent),
         start=node.start,
         stop=node.stop,
-        is_live=node.home is not None,
-        kind=node.kind if node.snapshot is not None else None,
+        tier=Tier.LIVE if node.home is not None else Tier.MEMORY,
+        restore_point=node.kind if node.snapshot is not None else None,
         is_explicit=node.is_explicit,
         is_pinned=node.num_pins > 0,
         num_uses=node.num_uses,
@@ -164,13 +170,13 @@ def _view(node: Node, disk_tokens: int) -> NodeView:
 
 def _disk_view(edge: DiskNode, in_memory: Place[Node]) -> DiskNodeView:
     return DiskNodeView(
-        number=edge.number,
+        id=edge.number,
         parent=_number_of(edge.parent),
         start=edge.start,
         stop=edge.stop,
         has_snapshot=edge.snapshot is not None,
         memory_tokens=max(0, min(in_memory.length, edge.stop) - edge.start),
-        memory_number=_number_of(in_memory.node),
+        memory_id=_number_of(in_memory.node),
         last_used=max(file.last_used for file in edge.files),
         num_bytes=edge.span.num_bytes + (edge.snapshot.num_bytes if edge.snapshot is not None else 0),
         first_tokens=edge.tokens[:PREVIEW_TOKENS].copy(),

@@ -205,7 +205,7 @@ class JsonBody(JSONResponse):
 def body_of(kind: type[Answer], source: object, **others: Any) -> Answer:
     """A TypedDict of `others`, and for required fields without one the attributes of `source` of their names.
 
-    A count and a flag go by their names without `num_` and `is_`.
+    Counts and flags go by their names without `num_`, `is_` and `has_`.
     """
     fields = getattr(kind, "__annotations__", {})
     assert others.keys() <= fields.keys(), "every value is of a field"
@@ -214,7 +214,7 @@ def body_of(kind: type[Answer], source: object, **others: Any) -> Answer:
 
 
 def _read(source: object, name: str) -> Any:
-    spelled = (prefix + name for prefix in ("num_", "is_") if hasattr(source, prefix + name))
+    spelled = (prefix + name for prefix in ("num_", "is_", "has_") if hasattr(source, prefix + name))
     return getattr(source, name if hasattr(source, name) else next(spelled, name))
 
 

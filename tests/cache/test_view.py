@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache.lease import Tier
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePointKind
@@ -30,9 +31,9 @@ def test_the_bytes_by_kind_are_the_ledgers_in_all(layout: str) -> None:
         cache_driver.run(prefix_cache, [*SYSTEM, end, end + 1], explicit=[len(SYSTEM)])
     view = prefix_cache.reports.view("", 100)
     ledger = prefix_cache.ledger
-    assert view.state.span + view.state.window + view.state.recurrent == ledger.stored_bytes
+    assert view.state.span + view.state.window + view.state.point == ledger.stored_bytes
     assert view.state.live == ledger.live_bytes > 0
-    assert (view.state.window > 0) == ("W" in layout) and (view.state.recurrent > 0) == ("R" in layout)
+    assert (view.state.window > 0) == ("W" in layout) and (view.state.point > 0) == ("R" in layout)
     assert sum(node.num_bytes for node in view.nodes) == ledger.stored_bytes
     assert view.num_nodes == len(view.nodes) and view.num_tokens == sum(n.stop - n.start for n in view.nodes)
 
@@ -44,15 +45,15 @@ def test_the_tree_can_be_put_together_from_the_list() -> None:
     nodes = prefix_cache.reports.view("", 100).nodes
     listed: dict[int, NodeView] = {}
     for node in nodes:
-        assert node.number not in listed
+        assert node.id not in listed
         assert node.start == (listed[node.parent].stop if node.parent is not None else 0), "parents come first"
-        listed[node.number] = node
+        listed[node.id] = node
     head = next(node for node in nodes if node.stop == len(SYSTEM))
-    assert head.kind is RestorePointKind.EXPLICIT and head.is_explicit
+    assert head.restore_point is RestorePointKind.EXPLICIT and head.is_explicit
     assert head.first_tokens.tolist() == SYSTEM[:24]
     newest = next(node for node in nodes if node.first_tokens[0] == 300)
     older = [nodes.index(node) for node in nodes if node.first_tokens[0] in (100, 200)]
-    assert newest.is_live and nodes.index(newest) < min(older)
+    assert newest.tier is Tier.LIVE and nodes.index(newest) < min(older)
 
 
 def test_only_so_many_are_listed_and_the_rest_is_counted() -> None:
@@ -87,8 +88,8 @@ def test_what_is_on_disk_is_listed_apart(layout: str, tmp_path: Path) -> None:
     head, *tails = view.disk_nodes
     assert (head.start, head.stop, head.parent) == (0, len(SYSTEM), None)
     assert head.first_tokens.tolist() == SYSTEM[:24]
-    assert {int(tail.first_tokens[0]) for tail in tails if tail.parent == head.number} == {100, 200}
-    stops = {node.number: node.stop for node in view.disk_nodes}
+    assert {int(tail.first_tokens[0]) for tail in tails if tail.parent == head.id} == {100, 200}
+    stops = {node.id: node.stop for node in view.disk_nodes}
     assert all(stops[tail.parent] == tail.start for tail in tails if tail.parent is not None)
     assert head.has_snapshot == (layout != "T")
     assert sum(node.num_bytes for node in view.disk_nodes) == pytest.approx(view.state.disk, abs=len(view.disk_nodes))

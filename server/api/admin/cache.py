@@ -7,7 +7,7 @@ change its tokens: an answer follows a user's or tool's message, a user's messag
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from cache.budget import PinLimit
 from cache.disk.index import DiskWrites
 from cache.snapshots import RestorePointKind
-from cache.views import CacheView, EdgeDetail, EdgeView, NamespaceView
+from cache.views import CacheView, EdgeDetail, EdgeView, NamespaceView, StateBytes
 from models.adapter import client_namespace
 from server.api.answer import Answer, Exchange, Question
 from server.api.bodies import parse_body
@@ -41,17 +41,7 @@ MAX_NODES_LIMIT = 10_000
 MAX_EDGE_TOKENS = 1024
 MAX_DIGITS = 18
 
-View = TypeVar("View", bound=EdgeView)
-
-
-class CacheBytesBody(TypedDict):
-    """Bytes by what they hold."""
-
-    span: int
-    window: int
-    point: int
-    live: int
-    disk: int
+Edge = TypeVar("Edge")
 
 
 class EdgeBody(TypedDict):
@@ -95,7 +85,7 @@ class NamespaceBody(TypedDict):
     num_nodes: int
     num_tokens: int
     num_disk_nodes: int
-    bytes: CacheBytesBody
+    bytes: StateBytes
 
 
 class CacheStateBody(TypedDict):
@@ -106,7 +96,7 @@ class CacheStateBody(TypedDict):
     namespace: str
     namespaces: list[NamespaceBody] | None
     budget_bytes: int
-    bytes: CacheBytesBody
+    bytes: StateBytes
     disk_writes: DiskWrites | None
     evictions: int
     pinned_sessions: list[str]
@@ -257,23 +247,11 @@ def _state_body(
         model=model.id,
         namespace=namespace,
         namespaces=every,
-        bytes=body_of(CacheBytesBody, view.state, point=view.state.recurrent),
+        bytes=view.state,
         pinned_sessions=list(view.pinned),
         truncated=len(view.nodes) < view.num_nodes or view.is_disk_truncated,
-        nodes=[
-            body_of(
-                NodeBody,
-                node,
-                **edge,
-                tier="live" if node.is_live else "memory",
-                restore_point=None if node.kind is None else node.kind.value,
-            )
-            for node, edge in _edges(model, view.nodes)
-        ],
-        disk_nodes=[
-            body_of(DiskNodeBody, node, **edge, snapshot=node.has_snapshot, memory_id=node.memory_number)
-            for node, edge in _edges(model, view.disk_nodes)
-        ],
+        nodes=_edges(NodeBody, model, view.nodes),
+        disk_nodes=_edges(DiskNodeBody, model, view.disk_nodes),
     )
 
 
@@ -286,17 +264,17 @@ def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceB
         view,
         namespace=namespace,
         adapter=adapter,
-        bytes=body_of(CacheBytesBody, view.state, point=view.state.recurrent),
+        bytes=view.state,
     )
 
 
-def _edges(model: ServedModel, edges: Sequence[View]) -> Iterator[tuple[View, EdgeBody]]:
+def _edges(kind: type[Edge], model: ServedModel, edges: Sequence[EdgeView]) -> list[Edge]:
     # Readings of the clock would reveal how many requests other clients made.
     ranks = {time: rank for rank, time in enumerate(sorted({edge.last_used for edge in edges}), 1)}
-    for edge in edges:
-        preview, num_tokens = model.preview(edge.first_tokens.tobytes()), edge.stop - edge.start
-        told = {"id": edge.number, "tokens": num_tokens, "last_used": ranks[edge.last_used], "preview": preview}
-        yield edge, body_of(EdgeBody, edge, **told)
+    return [
+        body_of(kind, edge, last_used=ranks[edge.last_used], preview=model.preview(edge.first_tokens.tobytes()))
+        for edge in edges
+    ]
 
 
 def _pinned(session_id: str, num_tokens: int) -> Response:

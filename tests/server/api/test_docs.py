@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from cache.disk.index import DiskWrites
+from cache.views import StateBytes
 from server.api.admin.cache import (
-    CacheBytesBody,
     CacheEdgeBody,
     CacheStateBody,
     ClearedBody,
@@ -156,7 +156,7 @@ def test_every_field_of_sessions_is_documented() -> None:
         NodeBody,
         DiskNodeBody,
         CacheEdgeBody,
-        CacheBytesBody,
+        StateBytes,
         DiskWrites,
         ClearedBody,
         PrimedBody,

@@ -56,11 +56,11 @@ def test_an_edge_is_looked_at_closely_by_its_number() -> None:
         harness.run(harness.submit([*STORY, number], namespace="ours", session_id=f"s{number % 2}", max_tokens=2))
     nodes = DescribeCache("ours", 10)(harness.worker).nodes
     head = next(node for node in nodes if node.start == 0)
-    edge = DescribeEdge("ours", head.number, 30)(harness.worker)
+    edge = DescribeEdge("ours", head.id, 30)(harness.worker)
     assert edge is not None and (edge.start, edge.stop) == (0, 40)
     assert edge.first_tokens.tolist() == STORY[:30] and edge.sessions == ["s0", "s1"]
     assert edge.num_uses == head.num_uses == 2, "the first request evaluated it"
-    assert DescribeEdge("theirs", head.number, 30)(harness.worker) is None
+    assert DescribeEdge("theirs", head.id, 30)(harness.worker) is None
     assert DescribeEdge("ours", 999, 30)(harness.worker) is None
 
 
