@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, NotRequired, Self
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeAlias, get_args
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -41,7 +41,7 @@ from server.api.openai.types import (
 )
 from server.api.params import ForcedCalls, Incoming, ask, build_request, check_token_ids, shows_tools
 from server.api.record import Costs, CostsAtEnd, costs_of
-from server.api.wire import Payload, body_of, sse_event
+from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
 from server.engine.request import (
     Delta,
@@ -75,20 +75,7 @@ class AnswerHead(TypedDict):
     """Only if the request names one."""
 
 
-class PromptTokensDetails(TypedDict):
-    """Where the prompt's tokens came from."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(TypedDict, total=False):
-    """What the answer's tokens were spent on."""
-
-    reasoning_tokens: int
-    accepted_prediction_tokens: int
-    """Tokens of the prediction that the answer has; this and the next field come with a `prediction` only."""
-    rejected_prediction_tokens: int
-    """Tokens of the prediction that the answer lacks."""
+Spent: TypeAlias = Literal["reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"]
 
 
 class Usage(TypedDict):
@@ -97,9 +84,9 @@ class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: NotRequired[CompletionTokensDetails]
-    """Only if the model's reasoning is told apart, or with a prediction."""
+    prompt_tokens_details: dict[Literal["cached_tokens"], int]
+    completion_tokens_details: NotRequired[dict[Spent, int]]
+    """Only if the model's reasoning is told apart, or with a `prediction`: of it, the answer has the accepted."""
 
 
 class PromptIds(TypedDict, total=False):
@@ -108,22 +95,17 @@ class PromptIds(TypedDict, total=False):
     prompt_token_ids: list[int]
 
 
-class ChoiceHead(TypedDict):
-    """Which choice, and how it ended, if it has."""
+class ChoiceEnd(TypedDict):
+    """Which choice, its tokens if requested, and its end, if it has ended, in vLLM's and SGLang's words too."""
 
     index: int
     finish_reason: str | None
-
-
-class ChoiceEnd(ChoiceHead, total=False):
-    """A choice's tokens if requested, and its end, in vLLM's and SGLang's words."""
-
-    token_ids: list[int]
-    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
+    stop_reason: NotRequired[str | int | None]
     """None for an end of turn or a limit."""
-    matched_stop: str | int | None
+    matched_stop: NotRequired[str | int | None]
     """As `stop_reason`, or the token of the end of turn."""
-    error: ErrorObject
+    error: NotRequired[ErrorObject]
 
 
 class LikelyToken(TypedDict):
@@ -179,15 +161,6 @@ class TokenNames:
         return {"token": self.name(token), "logprob": max(logprob, LEAST), "bytes": list(self.texts.piece(token))}
 
 
-def chat_logprobs(told: Sequence[TokenLogprob], names: TokenNames) -> ChatLogprobs:
-    """Log-probabilities for chat."""
-    content: list[TokenLogprobs] = []
-    for one in told:
-        top = [names.likely(token, logprob) for token, logprob in one.top]
-        content.append({**names.likely(one.token_id, one.logprob), "top_logprobs": top})
-    return {"content": content, "refusal": None}
-
-
 class TextLogprobsWriter:
     """Writes one completion's log-probabilities in order."""
 
@@ -235,28 +208,35 @@ class ChoiceExchange(Exchange):
     chunk_kind: ClassVar[str]
     nothing: ClassVar[Payload]
     """What a choice's last chunk adds."""
+    others: "Sequence[ChoiceExchange]" = ()
+    """Set by who makes the first choice."""
 
     def __init__(self, body: GenerationBody, question: Question, index: int = 0) -> None:
         super().__init__(question, is_streamed=body.stream is True)
         self.index = index
-        self.answer_id = self.request.request_id
-        self._others: Sequence[ChoiceExchange] = ()
         self.names = TokenNames(self.model.token_texts, body.return_tokens_as_token_ids is True)
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] = []
-        self._num_tokens = 0
+        self._num_tokens = self._num_cached = 0
         self._tells_ids = body.return_token_ids is True
         self._prompt_ids: PromptIds = {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
         options = body.stream_options or StreamOptions()
         self._wants_usage = options.include_usage is True
-        self._wants_usage_always = self._wants_usage and options.continuous_usage_stats is True
-        self._says_tier = body.service_tier is not None
-        self._created = int(time.time())
-        self._started: Started | None = None
+        self._wants_usage_always = options.continuous_usage_stats is True
+        self._head: AnswerHead = {
+            "id": self.request.request_id,
+            "object": self.chunk_kind if self.is_streamed else self.kind,
+            "created": int(time.time()),
+            "model": self.model.id,
+            "system_fingerprint": PRODUCT,
+        }
+        if body.service_tier is not None:
+            is_background = self.request.priority is Priority.BACKGROUND
+            self._head["service_tier"] = BACKGROUND_TIER if is_background else DEFAULT_TIER
 
     @abstractmethod
-    def opening(self) -> Sequence[Payload]:
-        """The stream's first chunks."""
+    def opening(self) -> Payload | None:
+        """What the stream's first chunk adds, if it comes before any output."""
 
     @abstractmethod
     def take(self, piece: Piece) -> Payload | None:
@@ -267,8 +247,8 @@ class ChoiceExchange(Exchange):
         """What a whole answer's choice holds."""
 
     @abstractmethod
-    def logprobs(self, told: Sequence[TokenLogprob]) -> Any:
-        """The next tokens' log-probabilities, if requested."""
+    def logprobs(self) -> Any:
+        """The log-probabilities not yet written, if requested."""
 
     def take_tokens(self, delta: Delta) -> None:
         """Keeps the tokens for the next chunk.
@@ -297,73 +277,62 @@ class ChoiceExchange(Exchange):
 
     @property
     def choices(self) -> "Sequence[ChoiceExchange]":
-        return (self, *self._others)
-
-    def with_others(self, others: "Sequence[ChoiceExchange]") -> Self:
-        """Makes this the first choice."""
-        self._others = others
-        for other in others:
-            other.answer_id = self.answer_id
-        return self
+        return (self, *self.others)
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields all choices' chunks as they come, then the costs."""
-        choices, end = self.choices, None
-        for choice in choices:
-            for chunk in choice.opening():
-                yield sse_event(chunk)
+        end = None
+        for choice in self.choices:
+            if (added := choice.opening()) is not None:
+                yield sse_event({**self.chunk(choice, added), **choice.prompt_ids()})
         async for index, event in answer.choice_events():
-            choice = choices[index]
+            choice = self.choices[index]
             if isinstance(event, Finished | Failed):
                 # The last choice's end has the costs of all.
                 if end is not None:
                     yield sse_event(end)
-                reason, told = choice._end(event)
-                end = choice.chunk(choice.nothing, reason)
-                end["choices"][0].update(told)
+                end = self.chunk(choice, choice.nothing, event)
             elif isinstance(event, Started):
-                choice._started = event
+                choice._num_cached = event.hit_tokens
             elif (added := choice.take(event)) is not None:
-                yield sse_event(choice.chunk(added))
+                yield sse_event(self.chunk(choice, added))
         assert end is not None, "an answer ends"
         if self._wants_usage:
             yield sse_event(end)
-            end = {**self.chunk(None), "usage": usage_of(answer.finished)}
+            end = {**self._head, "choices": [], "usage": usage_of(answer.finished)}
         yield sse_event({**end, **costs_of(answer.finished, self.request.session_id)})
         yield DONE
 
     async def body(self, answer: Answer) -> Payload:
         """A whole answer, its choices in order."""
-        choices, ended = self.choices, dict[int, Payload]()
+        ended = dict[int, Payload]()
         async for index, event in answer.choice_events():
-            choice = choices[index]
+            choice = self.choices[index]
             if isinstance(event, Finished | Failed):
-                reason, told = choice._end(event)
-                held = {**choice.whole(event), "finish_reason": reason, **choice.ids()}
-                ended[index] = {"index": choice.index, **held, **told}
+                ended[index] = choice._entry(choice.whole(event), event)
             elif not isinstance(event, Started):
                 choice.take(event)
         return {
-            **self._head(self.kind),
+            **self._head,
             **self.prompt_ids(),
             "choices": [ended[index] for index in sorted(ended)],
             "usage": usage_of(answer.finished),
             **costs_of(answer.finished, self.request.session_id),
         }
 
-    def chunk(self, added: Payload | None, reason: str | None = None) -> dict[str, Any]:
-        """A chunk; without choices if `added` is None."""
-        choices: list[Payload] = []
-        if added is not None:
-            told = self.untold()
-            held = {**added, "logprobs": self.logprobs(told) if told else None, "finish_reason": reason}
-            choices = [{"index": self.index, **held, **self.ids()}]
-        chunk = {**self._head(self.chunk_kind), "choices": choices}
+    def chunk(self, choice: "ChoiceExchange", added: Payload, end: Finished | Failed | None = None) -> dict[str, Any]:
+        """What a choice adds to the stream, or its end."""
+        entry = choice._entry({**added, "logprobs": choice.logprobs()}, end)
+        chunk = {**self._head, "choices": [entry]}
         if self._wants_usage:
-            num_cached = self._started.hit_tokens if self._started is not None else 0
-            so_far = token_counts(len(self.request.tokens), num_cached, self._num_tokens)
+            so_far = token_counts(len(choice.request.tokens), choice._num_cached, choice._num_tokens)
             chunk["usage"] = so_far if self._wants_usage_always else None
         return chunk
+
+    def _entry(self, held: Payload, end: Finished | Failed | None) -> Payload:
+        """A choice with what it holds, and how it ended, if it has."""
+        reason, told = (None, {}) if end is None else self._end(end)
+        return {"index": self.index, **held, "finish_reason": reason, **self.ids(), **told}
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
         if isinstance(end, Failed):
@@ -373,18 +342,6 @@ class ChoiceExchange(Exchange):
         is_calls = self.parser.made_calls and end.reason is FinishReason.STOP
         told = {"stop_reason": asked if text is None else text, "matched_stop": token if text is None else text}
         return "tool_calls" if is_calls else end.reason.value, told
-
-    def _head(self, kind: str) -> AnswerHead:
-        head: AnswerHead = {
-            "id": self.answer_id,
-            "object": kind,
-            "created": self._created,
-            "model": self.model.id,
-            "system_fingerprint": PRODUCT,
-        }
-        if self._says_tier:
-            head["service_tier"] = BACKGROUND_TIER if self.request.priority is Priority.BACKGROUND else DEFAULT_TIER
-        return head
 
 
 def token_counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
@@ -401,10 +358,9 @@ def usage_of(finished: Finished) -> Usage:
     """A finished request's token counts."""
     timings = finished.timings
     usage = token_counts(finished.prompt_tokens, timings.cache_tokens, timings.predicted_tokens)
-    names = CompletionTokensDetails.__annotations__
-    known = {name: count for name in names if (count := getattr(finished, name)) is not None}
-    if known:
-        usage["completion_tokens_details"] = body_of(CompletionTokensDetails, finished, **known)
+    spent: dict[Spent, int | None] = {name: getattr(finished, name) for name in get_args(Spent)}
+    if known := {name: count for name, count in spent.items() if count is not None}:
+        usage["completion_tokens_details"] = known
     return usage
 
 
@@ -449,34 +405,6 @@ class ToolCallBody(TypedDict):
     function: FunctionBody
 
 
-class FunctionDelta(TypedDict):
-    """The name comes first, then the arguments in parts."""
-
-    name: NotRequired[str]
-    arguments: str
-
-
-class ToolCallDelta(TypedDict):
-    """`id` and `type` come first."""
-
-    index: int
-    id: NotRequired[str]
-    type: NotRequired[str]
-    function: FunctionDelta
-
-
-class DeltaBody(TypedDict, total=False):
-    """What a chunk adds to the message."""
-
-    role: str
-    content: str
-    reasoning_content: str
-    reasoning: str
-    """Same as `reasoning_content`."""
-    refusal: str | None
-    tool_calls: list[ToolCallDelta]
-
-
 class MessageBody(TypedDict):
     """The assistant's message."""
 
@@ -492,7 +420,8 @@ class MessageBody(TypedDict):
 class ChunkChoice(ChoiceEnd):
     """What a chunk adds to one choice."""
 
-    delta: DeltaBody
+    delta: dict[str, Any]
+    """As `message`, in parts."""
     logprobs: ChatLogprobs | None
 
 
@@ -530,11 +459,11 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExc
     thinking, prediction = body.thinking_wish().max_tokens, _predicted(body, model)
     params = replace(read_params(body, model), max_thinking_tokens=thinking, prediction=prediction, **body.calls())
     question = ask(incoming, model, conversation, params)
-    first, *others = [
+    first, *first.others = [
         ChatExchange(body, replace(question, request=request_of_choice(question.request, index, index)), index)
         for index in range(num_choices(body, 1, context.config))
     ]
-    return first.with_others(others)
+    return first
 
 
 def read_conversation(
@@ -591,9 +520,9 @@ class ChatExchange(ChoiceExchange):
         self._num_streamed = 0
         """Failed calls included."""
 
-    def opening(self) -> list[Payload]:
-        """The chunk with the role."""
-        return [{**self.chunk({"delta": {"role": "assistant", "content": "", "refusal": None}}), **self.prompt_ids()}]
+    def opening(self) -> Payload:
+        """The role."""
+        return {"delta": {"role": "assistant", "content": "", "refusal": None}}
 
     def take(self, piece: Piece) -> Payload | None:
         """Keeps a piece; returns its delta, if any."""
@@ -602,19 +531,22 @@ class ChatExchange(ChoiceExchange):
 
     def whole(self, end: Finished | Failed) -> Payload:
         """The message."""
-        told = self.untold()
-        return {"message": self._message, "logprobs": self.logprobs(told) if told else None}
+        return {"message": self._message, "logprobs": self.logprobs()}
 
-    def logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs:
+    def logprobs(self) -> ChatLogprobs | None:
         """The next tokens' log-probabilities."""
-        return chat_logprobs(told, self.names)
+        content: list[TokenLogprobs] = []
+        for one in self.untold():
+            top = [self.names.likely(token, logprob) for token, logprob in one.top]
+            content.append({**self.names.likely(one.token_id, one.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None} if content else None
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
         said = template_message(ChatMessage.model_validate(self._message))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    def _delta(self, piece: Piece) -> DeltaBody | None:
+    def _delta(self, piece: Piece) -> Payload | None:
         match piece:
             case pieces.Text(text):
                 self._said += text
@@ -629,7 +561,7 @@ class ChatExchange(ChoiceExchange):
             case pieces.ToolCallStarted(call_id, name):
                 self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
                 self._num_streamed += 1
-                first: FunctionDelta = {"name": name, "arguments": ""}
+                first = {"name": name, "arguments": ""}
                 index = self._num_streamed - 1
                 return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": first}]}
             case pieces.ToolArguments(text):
@@ -725,7 +657,8 @@ def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange
             index = len(exchanges)
             question = Question(model, request_of_choice(request, index, number), prompt)
             exchanges.append(CompletionExchange(body, question, index, repeated))
-    return exchanges[0].with_others(exchanges[1:])
+    first, *first.others = exchanges
+    return first
 
 
 def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "prompt") -> RenderedPrompt:
@@ -753,9 +686,9 @@ class CompletionExchange(ChoiceExchange):
         count = body.num_top_logprobs()
         self._writer = TextLogprobsWriter(self.names, count) if count is not None else None
 
-    def opening(self) -> list[Payload]:
-        """The echoed prompt's chunk, if any."""
-        return [self.chunk({"text": text}) for text in self._texts if text]
+    def opening(self) -> Payload | None:
+        """The echoed prompt, if any."""
+        return {"text": self._texts[0]} if self._texts[0] else None
 
     def take(self, piece: Piece) -> Payload:
         """Keeps more text; returns it."""
@@ -765,16 +698,17 @@ class CompletionExchange(ChoiceExchange):
 
     def whole(self, end: Finished | Failed) -> Payload:
         """The text, with its prompt's log-probabilities if requested."""
-        told: TextLogprobs | None
+        told = None
         if self._writer is not None and isinstance(end, Finished) and self.request.prompt_logprobs is not None:
             told = self._writer.write_all(self.request.tokens.tolist(), end.scored, len(self._texts[0]))
-        else:
-            told = self.logprobs(self.untold())
+        elif self._writer is not None:
+            told = self._writer.write(self.untold())
         return {"text": "".join(self._texts), "logprobs": told}
 
-    def logprobs(self, told: Sequence[TokenLogprob]) -> TextLogprobs | None:
+    def logprobs(self) -> TextLogprobs | None:
         """The next tokens' log-probabilities, if requested."""
-        return self._writer.write(told) if self._writer is not None else None
+        told = self.untold()
+        return self._writer.write(told) if told and self._writer is not None else None
 
     def ids(self) -> Payload:
         """Tokens not yet written, if requested."""
