@@ -8,10 +8,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, NotRequired, cast
+from typing import Any, Final, Literal, NotRequired, TypeAlias
 
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from cache.snapshots import RestorePointKind
@@ -39,15 +37,15 @@ from server.api.dialect import (
     Dialect,
     Endpoint,
     Operation,
-    context_of,
     namespace_of,
     with_and_without_v1,
 )
 from server.api.errors import ApiError, Code, ContextExceeded
+from server.api.openai.api import describe_models
 from server.api.params import Incoming, ask
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
-from server.api.wire import JsonBody, Payload, bearer_key, sse_comment, sse_event
+from server.api.wire import Payload, bearer_key, sse_comment, sse_event
 from server.engine.diagnosis import MissReason
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ListedModel, ServedModel
@@ -75,21 +73,6 @@ class ModelPage(TypedDict):
     last_id: str | None
 
 
-async def list_models(request: Request) -> Response:
-    """Lists all models on one page, whatever `limit` says."""
-    models = [_body(model) for model in await asyncio.to_thread(context_of(request).pool.listed)]
-    first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
-    return JsonBody(ModelPage(data=models, has_more=False, first_id=first, last_id=last))
-
-
-async def get_model(request: Request) -> Response:
-    """Describes one model, whose id may hold slashes; without an id, lists all."""
-    model_id = request.path_params["model_id"]
-    if not model_id:
-        return await list_models(request)
-    return JsonBody(_body(await asyncio.to_thread(context_of(request).pool.describe, model_id)))
-
-
 def _body(model: ListedModel) -> ModelInfoBody:
     max_tokens = max((model.context_tokens or 0) - 1, 0)
     return {
@@ -101,6 +84,11 @@ def _body(model: ListedModel) -> ModelInfoBody:
         "max_input_tokens": max_tokens,
         "max_tokens": max_tokens,
     }
+
+
+def _page(models: list[ModelInfoBody]) -> ModelPage:
+    first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
+    return {"data": models, "has_more": False, "first_id": first, "last_id": last}
 
 
 _TYPES: Final[Mapping[int, str]] = {
@@ -117,18 +105,13 @@ _NO_THREADS: Final = "thread_unsupported_request"
 """With this code Anthropic's packages send the whole conversation."""
 
 
-class ErrorDetails(TypedDict):
-    """Tells errors of one type apart."""
-
-    error_code: str
-
-
 class MessagesErrorObject(TypedDict):
     """The inner object of an error body."""
 
     type: str
     message: str
-    details: ErrorDetails
+    details: dict[Literal["error_code"], str]
+    """Tells errors of one type apart."""
 
 
 class MessagesErrorBody(TypedDict):
@@ -145,12 +128,9 @@ def error_type(status: int) -> str:
 
 def _message(error: ApiError) -> str:
     # Agents look for these words and numbers, and then shorten the conversation by themselves.
-    match error:
-        case ContextExceeded():
-            return f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
-        case ApiError(Code.CONTEXT_EXCEEDED):
-            return f"prompt is too long: {error.message}"
-    return error.message
+    if isinstance(error, ContextExceeded):
+        return f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+    return f"prompt is too long: {error.message}" if error.code is Code.CONTEXT_EXCEEDED else error.message
 
 
 VERSION_HEADER: Final = "anthropic-version"
@@ -177,8 +157,8 @@ class AnthropicDialect(Dialect):
     def error_body(self, error: ApiError) -> MessagesErrorBody:
         """Anthropic's error object, with this server's code."""
         code = _NO_THREADS if error.param == "thread" else error.code.value
-        kind, details = error_type(error.status), ErrorDetails(error_code=code)
-        return {"type": "error", "error": {"type": kind, "message": _message(error), "details": details}}
+        kind, message = error_type(error.status), _message(error)
+        return {"type": "error", "error": {"type": kind, "message": message, "details": {"error_code": code}}}
 
     def error_frame(self, error: ApiError) -> bytes:
         """An `error` event; no `message_stop` follows it."""
@@ -193,10 +173,7 @@ class AnthropicDialect(Dialect):
         return sse_comment(progress)
 
 
-class TokenCountBody(TypedDict):
-    """The length of a prompt."""
-
-    input_tokens: int
+TokenCount: TypeAlias = dict[Literal["input_tokens"], int]
 
 
 @inspect
@@ -205,28 +182,21 @@ def count_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_body(PromptBody, incoming.fields, IN_PROMPT)
     model = find_model(context, body.model)
     conversation = read_conversation(body, model, context.config, namespace_of(incoming.http, None))
-    return TokenCountBody(input_tokens=len(conversation.render().tokens))
+    return {"input_tokens": len(conversation.render().tokens)}
 
 
+_OTHER_MESSAGES: Final = (
+    *(MissReason.MESSAGES_CHANGED, MissReason.HISTORY_TRIMMED, MissReason.REPLY_CHANGED, MissReason.THOUGHTS_REMOVED),
+    *(MissReason.BRANCHED, MissReason.NOTE_MOVED, MissReason.SIDE_REQUEST),
+)
 _MISS_TYPES: Final = {
-    MissReason.SYSTEM_CHANGED: "system_changed",
-    MissReason.TOOLS_CHANGED: "tools_changed",
-    MissReason.MODEL_CHANGED: "model_changed",
-    MissReason.MESSAGES_CHANGED: "messages_changed",
-    MissReason.HISTORY_TRIMMED: "messages_changed",
-    MissReason.REPLY_CHANGED: "messages_changed",
-    MissReason.THOUGHTS_REMOVED: "messages_changed",
-    MissReason.BRANCHED: "messages_changed",
-    MissReason.NOTE_MOVED: "messages_changed",
-    MissReason.SIDE_REQUEST: "messages_changed",
+    **{
+        reason: reason.value
+        for reason in (MissReason.SYSTEM_CHANGED, MissReason.TOOLS_CHANGED, MissReason.MODEL_CHANGED)
+    },
+    **dict.fromkeys(_OTHER_MESSAGES, "messages_changed"),
 }
 """Other reasons are `unavailable`."""
-
-
-class OutputTokensDetails(TypedDict):
-    """What the answer's tokens were spent on."""
-
-    thinking_tokens: int
 
 
 class MessagesUsage(TypedDict):
@@ -236,7 +206,7 @@ class MessagesUsage(TypedDict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: NotRequired[OutputTokensDetails]
+    output_tokens_details: NotRequired[dict[Literal["thinking_tokens"], int]]
     """If thinking is told apart."""
 
 
@@ -298,12 +268,6 @@ MAX_PARTS = 8
 """After so many parts the client must continue the answer."""
 
 
-class ContextManagementBody(TypedDict):
-    """The edits made to the conversation: none."""
-
-    applied_edits: list[Any]
-
-
 class MessageAnswer(TypedDict):
     """The body of an answer, and in a stream how it begins."""
 
@@ -316,7 +280,8 @@ class MessageAnswer(TypedDict):
     stop_sequence: str | None
     usage: MessagesUsage
     diagnostics: DiagnosticsBody
-    context_management: NotRequired[ContextManagementBody]
+    context_management: NotRequired[dict[Literal["applied_edits"], list[Any]]]
+    """No edits are made."""
 
 
 @generate("msg_")
@@ -354,6 +319,9 @@ class MessageExchange(Exchange):
         self._content = AnswerContent(shows_thinking=body.shows_thinking, searches=searches)
         self._open_part = open_part
         self._message: Mapping[str, Any] = {}
+        self._edits: dict[str, Any] = (
+            {} if body.context_management is None else {"context_management": {"applied_edits": []}}
+        )
         self._finished: list[Finished] = []
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
@@ -387,7 +355,10 @@ class MessageExchange(Exchange):
                         yield {"type": "ping"}
                 case Finished():
                     self._finished.append(event)
-                    for told in await self._run_searches(part):
+                    searches = [block for block in part._content.blocks if block["type"] == "server_tool_use"]
+                    for told in self._content.add_results(
+                        [await asyncio.to_thread(self._run, one) for one in searches]
+                    ):
                         yield told
                     following = await self._next_part(part)
                     if following is not None and answer.go_on(following):
@@ -405,11 +376,6 @@ class MessageExchange(Exchange):
                         part._content.add(event)
                     for told in self._content.add(event):
                         yield told
-
-    async def _run_searches(self, part: "MessageExchange") -> list[BlockEvent]:
-        searches = [block for block in part._content.blocks if block["type"] == "server_tool_use"]
-        found = await asyncio.to_thread(lambda: [self._run(search) for search in searches]) if searches else []
-        return self._content.add_results(found)
 
     async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
         finished, kinds = self._finished[-1], {block["type"] for block in part._content.blocks}
@@ -448,8 +414,8 @@ class MessageExchange(Exchange):
             longer["tool_choice"] = choice.model_copy(update={"type": "auto"})
         return self._body.model_copy(update=longer)
 
-    def _begun(self, started: Started) -> MessageAnswer:
-        message: MessageAnswer = {
+    def _begun(self, started: Started) -> Payload:
+        return {
             "id": self.request.request_id,
             "type": "message",
             "role": "assistant",
@@ -459,12 +425,8 @@ class MessageExchange(Exchange):
             "stop_sequence": None,
             "usage": usage_at_start(self.request, started, caches_all=self._body.cache_control is not None),
             "diagnostics": diagnostics_of(started, self.request.session_id),
+            **self._edits,
         }
-        return cast(MessageAnswer, {**message, **self._edits})
-
-    @property
-    def _edits(self) -> dict[str, ContextManagementBody]:
-        return {} if self._body.context_management is None else {"context_management": {"applied_edits": []}}
 
     def _stop_reason(self, finished: Finished) -> str:
         if finished.reason is FinishReason.LENGTH:
@@ -479,12 +441,13 @@ class MessageExchange(Exchange):
         return "pause_turn" if is_paused else "end_turn"
 
 
+_MODELS = describe_models(_body, _page)
 _ROUTES = (
     Endpoint("/messages", create_message, Operation(MessagesBody, MessageAnswer, dict[str, Any])),
-    Endpoint("/messages/count_tokens", count_tokens, Operation(PromptBody, TokenCountBody)),
+    Endpoint("/messages/count_tokens", count_tokens, Operation(PromptBody, TokenCount)),
 )
 _SHARED_PATHS = (
-    Endpoint("/v1/models", list_models, Operation(answer=ModelPage)).only_with(VERSION_HEADER),
-    Endpoint("/v1/models/{model_id:path}", get_model, Operation(answer=ModelInfoBody)).only_with(VERSION_HEADER),
+    Endpoint("/v1/models", _MODELS, Operation(answer=ModelPage)).only_with(VERSION_HEADER),
+    Endpoint("/v1/models/{model_id:path}", _MODELS, Operation(answer=ModelInfoBody)).only_with(VERSION_HEADER),
 )
 ANTHROPIC = AnthropicDialect((*with_and_without_v1(_ROUTES), *_SHARED_PATHS))

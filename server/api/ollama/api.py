@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NotRequired, TypeVar
+from typing import Any, Final, Literal, NotRequired, TypeAlias, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -35,6 +35,7 @@ from server.api.errors import ApiError, Code, wrong
 from server.api.guard import read_owners_body
 from server.api.ollama import generate
 from server.api.ollama.generate import OllamaDialect, find_model, line, thinks
+from server.api.openai.api import describe_models
 from server.api.openapi import explain_unknown_path
 from server.api.params import Incoming
 from server.api.wire import JsonBody, Payload
@@ -79,12 +80,6 @@ class TagBody(NamedBody):
     size: int
 
 
-class TagsBody(TypedDict):
-    """All models."""
-
-    models: list[TagBody]
-
-
 class RunningBody(NamedBody):
     """One loaded model."""
 
@@ -94,10 +89,8 @@ class RunningBody(NamedBody):
     context_length: int
 
 
-class RunningList(TypedDict):
-    """All loaded models."""
-
-    models: list[RunningBody]
+TagList: TypeAlias = dict[Literal["models"], list[TagBody]]
+RunningList: TypeAlias = dict[Literal["models"], list[RunningBody]]
 
 
 class ShownBody(TypedDict):
@@ -113,12 +106,6 @@ class ShownBody(TypedDict):
     modified_at: str
     system: NotRequired[str]
     messages: NotRequired[list[Mapping[str, str]]]
-
-
-class VersionBody(TypedDict):
-    """Ollama's release."""
-
-    version: str
 
 
 class _NamingBody(BodyModel):
@@ -147,22 +134,14 @@ async def root(request: Request) -> Response:
 async def version(request: Request) -> Response:
     """Names Ollama's release, and as its build this server."""
     # After `-0+`: some clients cut at a dash, others read the rest as a package version or as SemVer.
-    return JsonBody(VersionBody(version=f"{OLLAMA_VERSION}-0+{PRODUCT.replace('/', '.')}"))
-
-
-async def tags(request: Request) -> Response:
-    """Lists the models that requests may name."""
-    listed = await asyncio.to_thread(context_of(request).pool.listed)
-    models = [TagBody(**_head(one), modified_at=_time(one.created), size=one.facts.stored_bytes) for one in listed]
-    return JsonBody(TagsBody(models=models))
+    return JsonBody({"version": f"{OLLAMA_VERSION}-0+{PRODUCT.replace('/', '.')}"})
 
 
 async def ps(request: Request) -> Response:
     """Lists the models that are loaded."""
     pool = context_of(request).pool
-    return JsonBody(
-        RunningList(models=[_running(one.opened.model, pool.idle_seconds_left(one)) for one in pool.members])
-    )
+    running = [_running(one.opened.model, pool.idle_seconds_left(one)) for one in pool.members]
+    return JsonBody({"models": running})
 
 
 @inspect
@@ -197,6 +176,10 @@ def _with_name(shown: ShownBody, name: str, base: str | None) -> ShownBody:
     if stored.defaults.messages:
         more["messages"] = [{"role": one.role, "content": one.content} for one in stored.defaults.messages]
     return more
+
+
+def _tag(model: ListedModel) -> TagBody:
+    return {**_head(model), "modified_at": _time(model.created), "size": model.facts.stored_bytes}
 
 
 def _running(model: ServedModel, idle_seconds_left: float) -> RunningBody:
@@ -334,10 +317,7 @@ _IN_CREATE = {
 }
 
 
-class CreateStatus(TypedDict):
-    """One line: what is being done."""
-
-    status: str
+CreateStatus: TypeAlias = dict[Literal["status"], str]
 
 
 async def create_model(request: Request) -> Response:
@@ -345,8 +325,8 @@ async def create_model(request: Request) -> Response:
     body = await read_owners_body(request, CreateBody, _IN_CREATE, "names models")
     await asyncio.to_thread(_create, context_of(request), body)
     if body.stream is False:
-        return JsonBody(CreateStatus(status=STEPS[-1]))
-    lines = b"".join(line(CreateStatus(status=step)) for step in STEPS)
+        return JsonBody({"status": STEPS[-1]})
+    lines = b"".join(line({"status": step}) for step in STEPS)
     return Response(lines, media_type=OllamaDialect.stream_media_type)
 
 
@@ -522,10 +502,10 @@ def _told(event: PullEvent) -> list[PullStatus]:
 
 
 _ROUTES = (
-    Endpoint("/api/tags", tags, Operation(answer=TagsBody)),
+    Endpoint("/api/tags", describe_models(_tag, lambda models: {"models": models}), Operation(answer=TagList)),
     Endpoint("/api/show", show, Operation(ShowBody, ShownBody)),
     Endpoint("/api/ps", ps, Operation(answer=RunningList)),
-    Endpoint("/api/version", version, Operation(answer=VersionBody)),
+    Endpoint("/api/version", version, Operation(answer=dict[Literal["version"], str])),
     Endpoint("/", root, Operation(answer=str, answer_type="text/plain")),
     Endpoint("/api/pull", pull_model, Operation(PullBody, PullStatus, PullStatus)),
     Endpoint("/api/create", create_model, Operation(CreateBody, CreateStatus, CreateStatus)),

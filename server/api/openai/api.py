@@ -6,7 +6,7 @@ compares their vectors by the cosine.
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -19,13 +19,13 @@ from typing_extensions import TypedDict
 from models.formats import Vector, judged_text
 from server.api import PRODUCT
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refused
-from server.api.call import compute
+from server.api.call import Handler, compute
 from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, with_and_without_v1
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import wrong
 from server.api.openai.generate import ROUTES
 from server.api.params import Incoming
-from server.api.wire import JsonBody, body_of, json_text
+from server.api.wire import JsonBody, Payload, body_of, json_text
 from server.pool.served import ListedModel
 
 _OF_VECTORS: Rules = refused(
@@ -225,48 +225,17 @@ class ModelList(TypedDict):
     data: list[ModelBody]
 
 
-class LmStudioModel(TypedDict):
-    """One model in LM Studio's words."""
+def describe_models(body: Callable[[ListedModel], Any], page: Callable[[list[Any]], Payload]) -> Handler:
+    """Makes an endpoint for all models and for each: `body` writes one, and `page` all of these."""
 
-    type: str
-    publisher: str
-    key: str
-    display_name: str
-    architecture: str
-    quantization: dict[str, Any] | None
-    size_bytes: int
-    params_string: str | None
-    loaded_instances: list[dict[str, Any]]
-    max_context_length: int | None
-    format: str
-    capabilities: dict[str, bool]
-    description: str | None
+    async def describe(request: Request) -> Response:
+        """Describes a model, whose id may hold slashes, or all that requests may name."""
+        pool, model_id = context_of(request).pool, request.path_params.get("model_id")
+        if model_id:
+            return JsonBody(body(await asyncio.to_thread(pool.describe, model_id)))
+        return JsonBody(page(list(map(body, await asyncio.to_thread(pool.listed)))))
 
-
-class LmStudioModels(TypedDict):
-    """All models in LM Studio's words."""
-
-    models: list[LmStudioModel]
-
-
-async def list_models_as_lm_studio(request: Request) -> Response:
-    """Lists the models as LM Studio does."""
-    listed = await asyncio.to_thread(context_of(request).pool.listed)
-    return JsonBody(LmStudioModels(models=list(map(_lm_studio_model, listed))))
-
-
-async def list_models(request: Request) -> Response:
-    """Lists the models that requests may name."""
-    listed = await asyncio.to_thread(context_of(request).pool.listed)
-    return JsonBody(ModelList(object="list", data=list(map(_body, listed))))
-
-
-async def get_model(request: Request) -> Response:
-    """Describes one model, whose id may hold slashes; without an id, lists all."""
-    model_id = request.path_params["model_id"]
-    if not model_id:
-        return await list_models(request)
-    return JsonBody(_body(await asyncio.to_thread(context_of(request).pool.describe, model_id)))
+    return describe
 
 
 def _body(model: ListedModel) -> ModelBody:
@@ -284,7 +253,8 @@ def _body(model: ListedModel) -> ModelBody:
     )
 
 
-def _lm_studio_model(model: ListedModel) -> LmStudioModel:
+def _lm_studio_model(model: ListedModel) -> Payload:
+    """One model in LM Studio's words."""
     facts, publisher, name = model.facts, *model.id.rpartition("/")[::2]
     bits = facts.weight_format.removesuffix("-bit")
     config = {"context_length": model.context_tokens}
@@ -308,12 +278,16 @@ def _lm_studio_model(model: ListedModel) -> LmStudioModel:
     }
 
 
+_MODELS = describe_models(_body, lambda models: ModelList(object="list", data=models))
 _ROUTES = (
     Endpoint("/embeddings", create_embeddings, Operation(EmbeddingsBody, EmbeddingList)),
     Endpoint("/rerank", rerank, Operation(RerankBody, RankedList)),
     *ROUTES,
-    Endpoint("/models", list_models, Operation(answer=ModelList)),
-    Endpoint("/models/{model_id:path}", get_model, Operation(answer=ModelBody)),
+    Endpoint("/models", _MODELS, Operation(answer=ModelList)),
+    Endpoint("/models/{model_id:path}", _MODELS, Operation(answer=ModelBody)),
 )
-_LM_STUDIO = Endpoint("/api/v1/models", list_models_as_lm_studio, Operation(answer=LmStudioModels))
+_IN_LM_STUDIO = describe_models(_lm_studio_model, lambda models: {"models": models})
+_LM_STUDIO = Endpoint(
+    "/api/v1/models", _IN_LM_STUDIO, Operation(answer=dict[Literal["models"], list[dict[str, Any]]])
+)
 OPENAI = Dialect((*with_and_without_v1(_ROUTES), _LM_STUDIO))

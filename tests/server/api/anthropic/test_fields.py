@@ -5,12 +5,9 @@ from typing import Any, get_type_hints
 
 from server.api.anthropic.api import (
     CacheMissReason,
-    ContextManagementBody,
     DiagnosticsBody,
     MessageAnswer,
     MessagesUsage,
-    OutputTokensDetails,
-    TokenCountBody,
     error_type,
 )
 from server.api.anthropic.conversation import IN_MESSAGES, MessagesBody, PromptBody
@@ -32,7 +29,7 @@ def test_every_field_of_a_body_is_documented_and_exists() -> None:
     assert set(rows(FIELDS)) == set(MessagesBody.model_fields)
     counted = section("Fields of `POST /v1/messages/count_tokens`")
     assert set(re.findall(r"`([a-z_]+)`", counted.partition("as above")[0])) == set(PromptBody.model_fields)
-    assert all(f"`{name}`" in counted for name in get_type_hints(TokenCountBody))
+    assert "`input_tokens`" in counted
 
 
 def test_every_refused_field_is_documented() -> None:
@@ -47,8 +44,8 @@ def test_every_field_of_an_answer_is_documented() -> None:
     assert of_answer == set(get_type_hints(MessageAnswer))
     assert of_usage == set(get_type_hints(MessagesUsage))
     assert of_diagnostics == set(get_type_hints(DiagnosticsBody))
-    for kind in (ContextManagementBody, OutputTokensDetails, CacheMissReason):
-        assert all(f"`{name}`" in answer for name in get_type_hints(kind)), kind
+    for name in (*get_type_hints(CacheMissReason), "applied_edits", "thinking_tokens"):
+        assert f"`{name}`" in answer
 
 
 def test_every_status_of_an_error_is_documented_with_its_type() -> None:
