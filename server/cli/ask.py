@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import typer
@@ -167,11 +167,7 @@ def _cells(loaded: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @app.command()
-def stop(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A loaded model, as `mlx-serve ps` shows it.")],
-    api_key: Key = None,
-    as_json: Json = False,
-) -> None:
+def stop(name: str, api_key: Key = None, as_json: Json = False) -> None:
     """Unloads an idle model from every server of this machine; raises StartError."""
     asked = {"model": name}
     answers = [(url, AskedServer(url, api_key).find("POST", "/v1/models/unload", asked)) for url in known_urls()]

@@ -333,7 +333,7 @@ def show_state(as_json: Json = False) -> None:
 
 @_service.command("logs")
 def show_log(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
 ) -> None:
     """Shows the log's end, or follows it. Raises StartError."""
     manager = find_manager(os.environ)

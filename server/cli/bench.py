@@ -24,7 +24,7 @@ from server.app.config import ConfigError, ServerConfig, StartError
 from server.app.memory_budget import Claim, read_machine, running, runtime_folder
 from server.cli.config import load_model_config
 from server.cli.keys import INTERRUPTED, handling, interruptible, leave, loading, scratch_folder
-from server.cli.options import USUAL_MODEL, Json, command_group
+from server.cli.options import USUAL_MODEL, Force, Json, command_group
 
 if TYPE_CHECKING:
     from server.app.service import Service
@@ -39,11 +39,9 @@ LIMIT_SECONDS = 165.0
 @app.command()
 def bench(
     model: Annotated[str | None, typer.Argument(**USUAL_MODEL)] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, to be pasted.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown")] = False,
     as_json: Json = False,
-    is_forced: Annotated[
-        bool, typer.Option("--force", help="Measure beside a running server of yours; the result says so.")
-    ] = False,
+    is_forced: Force = False,
 ) -> None:
     """Measures and prints. Raises ConfigError, StartError and ModelError."""
     until = time.perf_counter() + LIMIT_SECONDS

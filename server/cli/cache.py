@@ -24,10 +24,6 @@ app = command_group()
 _cache = command_group(invoke_without_command=True)
 app.add_typer(_cache, name="cache")
 
-Folder = Annotated[
-    str | None, typer.Option("--cache-dir", metavar="TEXT", help="The folder that servers have as --cache-dir.")
-]
-
 
 @_cache.callback()
 def _without_a_command(context: typer.Context) -> None:
@@ -36,7 +32,7 @@ def _without_a_command(context: typer.Context) -> None:
 
 
 @_cache.command("list")
-def show_folders(cache_dir: Folder = None, as_json: Json = False) -> None:
+def show_folders(cache_dir: str | None = None, as_json: Json = False) -> None:
     """Prints one line for each model's folder; raises ConfigError and FolderUnusable."""
     folder, found = _find(cache_dir)
     if as_json:
@@ -49,9 +45,9 @@ def show_folders(cache_dir: Folder = None, as_json: Json = False) -> None:
 
 @_cache.command("rm")
 def remove_folders(
-    names: Annotated[list[str] | None, typer.Argument(metavar="FOLDER", help="As `cache list` names it.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Delete every folder.")] = False,
-    cache_dir: Folder = None,
+    names: Annotated[list[str] | None, typer.Argument()] = None,
+    everything: Annotated[bool, typer.Option("--all")] = False,
+    cache_dir: str | None = None,
 ) -> None:
     """Deletes folders, by name or model; none if one is unknown or in use.
 
@@ -184,11 +180,11 @@ def _said(edge: _Edge, tier: str) -> Text:
 def show_tree(
     url: Url = None,
     api_key: Key = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Where several models are loaded.")] = None,
-    namespace: Annotated[str | None, typer.Option(metavar="TEXT", help="Another one, for the owner.")] = None,
-    depth: Annotated[int | None, typer.Option(metavar="NUMBER", min=1, help="How many edges deep to go.")] = None,
-    limit: Annotated[int, typer.Option(metavar="NUMBER", min=1, max=10_000, help="The most edges to list.")] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the object of /v1/cache.")] = False,
+    model: str | None = None,
+    namespace: str | None = None,
+    depth: Annotated[int | None, typer.Option(min=1)] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000)] = 256,
+    as_json: Json = False,
 ) -> None:
     """Prints a line for each edge. Raises StartError."""
     asked = {"model": model, "namespace": namespace, "limit": limit}

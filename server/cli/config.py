@@ -99,9 +99,7 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
 def show_settings(
     *,
     as_json: Json = False,
-    as_template: Annotated[
-        bool, typer.Option("--template", help="Print a file of all settings, to be edited.")
-    ] = False,
+    as_template: Annotated[bool, typer.Option("--template")] = False,
     **given: Any,
 ) -> None:
     """Prints settings and their sources, or a template. Raises ConfigError."""

@@ -20,7 +20,7 @@ from models.texts import grouped, shared_length, size_text
 from server.app.config import ConfigError, StartError
 from server.app.log_events import percent_text, printable, seconds_text
 from server.cli.ask import AskedServer, usual_url
-from server.cli.options import Json, Url, command_group, key_option, model_names, print_json
+from server.cli.options import Json, Key, Url, command_group, model_names, print_json
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
 from server.engine.diagnosis import Cause
 
@@ -42,21 +42,10 @@ REFUSED = ("path", "session_id", "status", "code", "message", "count")
 @app.command()
 def doctor(
     url: Url = None,
-    file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
-    ] = None,
-    api_key: Annotated[str | None, key_option("The key that the client sends: a key sees its own sessions.")] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="With --file: the model whose template and tokenizer read it; its weights are not loaded.",
-            autocompletion=model_names,
-        ),
-    ] = None,
+    file: str | None = None,
+    api_key: Key = None,
+    cache_salt: str | None = None,
+    model: Annotated[str | None, typer.Option(autocompletion=model_names)] = None,
     as_json: Json = False,
 ) -> None:
     """Prints what was lost, and why. Raises ConfigError, StartError and ModelError."""

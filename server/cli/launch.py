@@ -70,16 +70,10 @@ def read_totals(served: Served) -> Mapping[str, float]:
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
-    client: Annotated[
-        str,
-        typer.Argument(metavar="|".join(RECIPES), help="The agent to start.", autocompletion=lambda: list(RECIPES)),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGUMENTS", help="For the agent; behind -- if they begin with -."),
-    ] = None,
+    client: Annotated[str, typer.Argument(autocompletion=lambda: list(RECIPES))],
+    arguments: Annotated[list[str] | None, typer.Argument()] = None,
     model: Annotated[str | None, typer.Option(**USUAL_MODEL)] = None,
-    show: Annotated[bool, typer.Option("--show", help="Show the command, and start nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show")] = False,
     api_key: Key = None,
 ) -> None:
     """Runs the agent; its exit status is ours. Raises ConfigError, ModelError or StartError."""

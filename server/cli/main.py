@@ -45,13 +45,16 @@ class LazyCommands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """A command of `COMMANDS`, with its help and its examples."""
+    """A command of `COMMANDS`, with its help, that of its own parameters, and its examples."""
     group = typer.main.get_group(import_module(f"server.cli.{COMMANDS[name]['file']}").app)
     command = group.commands[name]
     for below in [command, *getattr(command, "commands", {}).values()]:
         words = name if below is command else f"{name} {below.name}"
         below.help, below.epilog = COMMANDS[words]["help"], _epilog(COMMANDS[words]["examples"])
         below.short_help = _first_sentence(words)
+        parameters = {parameter.name: parameter for parameter in below.params}
+        for own, (metavar, help_text) in COMMANDS[words].get("parameters", {}).items():
+            parameters[own].metavar, parameters[own].help = metavar or None, help_text
     return command
 
 

@@ -41,11 +41,6 @@ def command_group(**settings: Any) -> typer.Typer:
     return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
 
 
-def key_option(told: str) -> Any:
-    """`--api-key` with its help."""
-    return typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help=told)
-
-
 def model_names() -> list[str]:
     """The names of this machine's models, for a shell's completion."""
     from models.names import installed
@@ -60,7 +55,10 @@ USUAL_MODEL: dict[str, Any] = {
 }
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Force = Annotated[bool, typer.Option("--force", help="Without asking, and in place of what has the name.")]
-Key = Annotated[str | None, key_option("The key of a server that asks for one.")]
+Key = Annotated[
+    str | None,
+    typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that asks for one."),
+]
 Url = Annotated[
     str | None,
     typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),
@@ -95,9 +93,7 @@ app = command_group()
 
 @app.command()
 def completion(
-    shell: Annotated[
-        str, typer.Argument(metavar="|".join(SHELLS), help="The shell to be told.", autocompletion=lambda: [*SHELLS])
-    ],
+    shell: Annotated[str, typer.Argument(autocompletion=lambda: [*SHELLS])],
 ) -> None:
     """Prints typer's script for a shell; raises ConfigError."""
     if shell not in SHELLS:

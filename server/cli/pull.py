@@ -40,7 +40,7 @@ from models.weights import find_weight_files, read_header, read_json, total_byte
 from server.app.config import ConfigError, StartError
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
 from server.cli.keys import INTERRUPTED, handling, leave, loading, scratch_folder
-from server.cli.options import command_group
+from server.cli.options import Force, Json, command_group
 
 app = command_group()
 
@@ -52,20 +52,7 @@ JSON_SECONDS = 0.5
 
 @app.command("pull")
 def pull_for_person(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="org/name[@revision]",
-            help="Or its address on the hub, or a short name such as qwen3:0.6b, or a family such as qwen3.",
-        ),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for each step, for programs.")] = False,
-    is_forced: Annotated[
-        bool, typer.Option("--force", help="Download even what this machine has no memory for.")
-    ] = False,
-    mtp: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Also download this MTP module, with which the model drafts.")
-    ] = None,
+    name: str, as_json: Json = False, is_forced: Force = False, mtp: Annotated[str | None, typer.Option()] = None
 ) -> None:
     """Downloads a model. Raises ModelError. Ctrl-C ends the process and says how to go on."""
     console = Console(markup=False, highlight=False)
@@ -100,17 +87,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 
 
 @app.command("convert")
-def convert(
-    name: Annotated[
-        str, typer.Argument(metavar="REPO|FOLDER", help="Weights in safetensors; a repository is pulled.")
-    ],
-    own: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Its name afterwards. Default: that of REPO, with the bits.")
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(metavar="BITS", help="Bits of a weight: 2, 3, 4, 5, 6 or 8. Default: as they are.")
-    ] = None,
-) -> None:
+def convert(name: str, own: Annotated[str | None, typer.Argument()] = None, quantize: str | None = None) -> None:
     """Makes MLX weights. Raises ConfigError, ModelError and StartError."""
     if quantize is not None and quantize not in map(str, BITS):
         raise ConfigError(f"--quantize is {quantize!r}; it must be one of {', '.join(map(str, BITS))}")

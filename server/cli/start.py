@@ -12,7 +12,7 @@ from models.names import resolve, settle
 from server.app.memory_budget import runtime_folder
 from server.cli.config import load_model_config, with_settings
 from server.cli.keys import keys_unseen, loading
-from server.cli.options import USUAL_MODEL, command_group, key_option
+from server.cli.options import USUAL_MODEL, Key, command_group
 
 app = command_group()
 
@@ -40,22 +40,13 @@ def is_question(text: str) -> bool:
 @app.command()
 def run(
     model: Annotated[str | None, typer.Argument(**USUAL_MODEL)] = None,
-    question: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="QUESTION", help="Answer this and end; what comes through a pipe is added to it."),
-    ] = None,
-    system: Annotated[str, typer.Option(metavar="TEXT", help="A system message to start with.")] = "",
-    context: Annotated[str | None, typer.Option(metavar="TOKENS", help="Longest conversation.")] = None,
-    cache_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for the conversation's state.")
-    ] = None,
-    local: Annotated[
-        bool, typer.Option("--local", help="Load the model here, even if a server on this machine has it loaded.")
-    ] = False,
-    api_key: Annotated[str | None, key_option("The key of a server that has the model.")] = None,
-    no_history: Annotated[
-        bool, typer.Option("--no-history", help="Do not keep what is typed for the arrow keys of the next time.")
-    ] = False,
+    question: Annotated[list[str] | None, typer.Argument()] = None,
+    system: str = "",
+    context: str | None = None,
+    cache_memory: str | None = None,
+    local: Annotated[bool, typer.Option("--local")] = False,
+    api_key: Key = None,
+    no_history: Annotated[bool, typer.Option("--no-history")] = False,
 ) -> None:
     """Talks with a model; raises ConfigError and ModelError."""
     from server.cli.chat import Opening, chat_somewhere

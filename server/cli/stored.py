@@ -71,7 +71,7 @@ def age_text(seconds: float) -> str:
 @app.command()
 def show(
     name: AnyModel,
-    as_modelfile: Annotated[bool, typer.Option("--modelfile", help="Print a Modelfile that makes it.")] = False,
+    as_modelfile: Annotated[bool, typer.Option("--modelfile")] = False,
     as_json: Json = False,
 ) -> None:
     """Prints what a model is; raises ModelError."""
@@ -102,7 +102,7 @@ def copy(source: AnyModel, name: OwnName, replaces: Force = False, as_json: Json
 @app.command()
 def tag(
     name: OwnName,
-    tag_name: Annotated[str, typer.Argument(metavar="TAG", help="What stands behind the colon, such as v2.")],
+    tag_name: str,
     replaces: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -117,10 +117,7 @@ def tag(
 @app.command()
 def create(
     name: OwnName,
-    file: Annotated[
-        str,
-        typer.Option("-f", "--file", metavar="FILE", help="A Modelfile, as Ollama has them; - is standard input."),
-    ] = "Modelfile",
+    file: Annotated[str, typer.Option("-f", "--file")] = "Modelfile",
     as_json: Json = False,
 ) -> None:
     """Makes a model from a Modelfile; raises ModelError and StartError."""
@@ -157,9 +154,7 @@ def remove(name: AnyModel, is_forced: Force = False, as_json: Json = False) -> N
 @app.command("verify")
 def check_files(
     name: AnyModel,
-    removes_damaged: Annotated[
-        bool, typer.Option("--remove-damaged", help="Remove what is damaged from the cache, to be pulled again.")
-    ] = False,
+    removes_damaged: Annotated[bool, typer.Option("--remove-damaged")] = False,
     as_json: Json = False,
 ) -> None:
     """Prints faults of a model's files; exit status 1 if any. Raises ModelError."""

@@ -20,7 +20,7 @@ from server.app.config import StartError
 from server.app.log_events import one_line, percent_text, printable, seconds_text
 from server.cli.ask import AskedServer, usual_url
 from server.cli.keys import handling, keys_unseen, leave
-from server.cli.options import Key, Url, command_group, print_json
+from server.cli.options import Json, Key, Url, command_group, print_json
 
 app = command_group()
 
@@ -176,11 +176,9 @@ def speeds_between(before: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[
 def top(
     url: Url = None,
     api_key: Key = None,
-    interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.2, max=3600, help="Time between two looks.")
-    ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print what it does now, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --once: print the object of /v1/stats.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, max=3600)] = 1.0,
+    once: Annotated[bool, typer.Option("--once")] = False,
+    as_json: Json = False,
 ) -> None:
     """Draws a server's figures. Raises StartError."""
     server = AskedServer(url or usual_url(), api_key, TIMEOUT_SECONDS)

@@ -58,3 +58,8 @@ def test_an_example_is_understood(example: str) -> None:
 @pytest.mark.parametrize("name", [name for name, examples in EXAMPLES.items() if name])
 def test_the_examples_of_a_command_are_its_own(name: str) -> None:
     assert all(f"mlx-serve {name}" in example for example in EXAMPLES[name])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_parameter_says_what_it_is(name: str) -> None:
+    assert all(parameter.help and parameter.help.endswith(".") for parameter in COMMANDS[name].params)
