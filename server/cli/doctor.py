@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 from urllib.parse import quote, urlencode
 
 import typer
@@ -35,6 +35,8 @@ SHORTEST_SECONDS = 60.0
 PIPE_WIDTH = 200
 LEAD_CHARACTERS = 20
 """Shown before the changed words."""
+Examined: TypeAlias = tuple[list[Checkup], list[dict[str, Any]], list[RenderableType]]
+"""Conversations, refused requests, and notes below."""
 REFUSED = ("path", "session_id", "status", "code", "message", "count")
 """Fields of a refusal that the report has."""
 
@@ -52,14 +54,22 @@ def doctor(
     other = find_other_program(sys.argv[0])
     if other is not None:
         typer.echo(f"Another mlx-serve stands first on PATH: {other}; this is {sys.argv[0]}.", err=True)
-    if file is None:
-        if model is not None:
-            raise ConfigError("--model is of use with --file only: a server knows its own")
-        _examine_server(AskedServer(url or usual_url(), api_key), api_key, cache_salt, as_json=as_json)
-    elif url is not None:
+    if file is None and model is not None:
+        raise ConfigError("--model is of use with --file only: a server knows its own")
+    if file is not None and url is not None:
         raise ConfigError("give the address of a server or --file, not both")
-    else:
-        _examine_file(Path(file), model, as_json=as_json)
+    checkups, refused, notes = (
+        _examine_server(AskedServer(url or usual_url(), api_key), api_key, cache_salt)
+        if file is None
+        else _examine_file(Path(file), model)
+    )
+    if as_json:
+        print_json(_body(checkups, refused))
+        return
+    parts = [_report(checkups)] if checkups else [] if refused else [NO_SESSIONS]
+    parts += [""] if checkups and refused else []
+    parts += [_refused(refused)] if refused else []
+    _print(*parts, *notes)
 
 
 def find_other_program(started: str) -> str | None:
@@ -71,7 +81,7 @@ def find_other_program(started: str) -> str | None:
     return first if is_other else None
 
 
-def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | None, *, as_json: bool) -> None:
+def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | None) -> Examined:
     """`cache_salt` and the key limit what the server shows."""
     query, checkups = {"cache_salt": cache_salt} if cache_salt else {}, list[Checkup]()
     try:
@@ -87,41 +97,24 @@ def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | 
         kept_bytes, pressure = memory["idle_limit_bytes"], str(memory["pressure"])
     except (KeyError, TypeError, ValueError) as error:
         raise StartError(f"the sessions of {server.url} are told in a way that this version cannot read") from error
-    notes: list[RenderableType] = []
-    if kept_bytes is not None:
-        kept = f"Idle state is cut to {size_text(kept_bytes)} until it has enough."
-        notes = ["", printable(f"Memory of the machine: {pressure}. {kept}")]
-    _show(checkups, refused, notes, as_json=as_json)
+    if kept_bytes is None:
+        return checkups, refused, []
+    kept = f"Idle state is cut to {size_text(kept_bytes)} until it has enough."
+    return checkups, refused, ["", printable(f"Memory of the machine: {pressure}. {kept}")]
 
 
-def _examine_file(path: Path, model: str | None, *, as_json: bool) -> None:
+def _examine_file(path: Path, model: str | None) -> Examined:
     from server.doctor.recorded import checkups_of, read_requests  # need NumPy, which takes its time
 
-    requests, reader = read_requests(path), None
-    if model is not None:
-        from server.api.openai.recorded import ModelReader  # these two import what a server imports
-        from server.app.service import open_renderer
+    requests = read_requests(path)
+    if model is None:
+        checkups = checkups_of(requests)
+        return checkups, [], [Text(_unknown(checkups), "dim")]
+    from server.api.openai.recorded import ModelReader  # these two import what a server imports
+    from server.app.service import open_renderer
 
-        reader = ModelReader(open_renderer(model))
-    checkups = checkups_of(requests, reader)
-    notes = [Text(_unknown(checkups), "dim")] if reader is None else []
-    _show(checkups, [] if reader is None else reader.refused, notes, as_json=as_json)
-
-
-def _show(
-    checkups: Sequence[Checkup],
-    refused: Sequence[Mapping[str, Any]],
-    notes: Sequence[RenderableType],
-    *,
-    as_json: bool,
-) -> None:
-    if as_json:
-        _print_json(checkups, refused)
-        return
-    parts = [_report(checkups)] if checkups else [] if refused else [NO_SESSIONS]
-    parts += [""] if checkups and refused else []
-    parts += [_refused(refused)] if refused else []
-    _print(*parts, *notes)
+    reader = ModelReader(open_renderer(model))
+    return checkups_of(requests, reader), reader.refused, []
 
 
 _OF_THE_TEMPLATE = (Cause.TEMPLATE_ARGUMENTS, Cause.THOUGHTS, Cause.CALL_IDS)
@@ -134,8 +127,8 @@ def _unknown(checkups: Sequence[Checkup]) -> str:
     return f"Tokens are estimated as characters / 4; --model counts them as the model does.{decides}"
 
 
-def _print_json(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]]) -> None:
-    conversations = [
+def _body(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    told = [
         {
             "id": one.name,
             "turns": one.num_turns,
@@ -144,8 +137,7 @@ def _print_json(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]
         }
         for one in checkups
     ]
-    body = {"conversations": conversations, "savings": asdict(savings_of(checkups)), "refused": refused}
-    print_json(body)
+    return {"conversations": told, "savings": asdict(savings_of(checkups)), "refused": refused}
 
 
 def _finding_body(finding: Finding) -> dict[str, Any]:
@@ -201,8 +193,9 @@ def _refused(refused: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _finding(finding: Finding) -> RenderableType:
-    where = _in_place(finding.example.where)
-    title = Text.assemble((finding.cause.value, "bold yellow"), f"{where}, in {_plural(finding.num_turns, 'turn')}")
+    where = finding.example.where
+    place = f" in {'' if where.startswith('message ') else 'the '}{where}" if where else ""
+    title = Text.assemble((finding.cause.value, "bold yellow"), f"{place}, in {_plural(finding.num_turns, 'turn')}")
     excerpts = _excerpts(finding.example.before, finding.example.after)
     return _titled(title, [*excerpts, ("cost", _cost(finding)), ("mend", finding.cure)], style="dim")
 
@@ -215,10 +208,6 @@ def _titled(title: Text, rows: Iterable[tuple[str, RenderableType]], **labels: A
     for row in rows:
         table.add_row(*row)
     return Group(title, Padding(table, (0, 0, 0, 2), expand=False))
-
-
-def _in_place(where: str) -> str:
-    return f" in {'' if where.startswith('message ') else 'the '}{where}" if where else ""
 
 
 def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:

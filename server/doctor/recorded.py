@@ -7,10 +7,10 @@ every line has one, else of the file. Requests are compared as by a server whose
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -57,31 +57,21 @@ class Read:
     reply: Part | None = None
 
 
-class Reader(Protocol):
-    """Makes tokens of requests, one after the other."""
+class Reader:
+    """Makes tokens of requests, one after the other, where no model is known: a character is a token.
 
-    characters_per_token: int
-    """Characters of an array per token."""
-    refused: list[dict[str, Any]]
-    """As `/v1/sessions` lists them."""
-
-    def read(self, request: Recorded) -> Read | None:
-        """Returns None for a request that a server refuses."""
-
-
-class CharacterReader:
-    """Stands for a model where none is known: a character is a token, and a template shows all.
-
-    Thoughts in a text and in a field are the same.
+    It stands for a template that shows all. Thoughts in a text and in a field are the same.
     """
 
     characters_per_token = 4
+    """Characters of an array per token."""
 
     def __init__(self) -> None:
         self.refused: list[dict[str, Any]] = []
+        """As `/v1/sessions` lists them."""
 
-    def read(self, request: Recorded) -> Read:
-        """Refuses nothing."""
+    def read(self, request: Recorded) -> Read | None:
+        """None for a request that a server refuses: here for none."""
         parts, reply = request.prompt.parts, part_of(request.reply) if request.reply else None
         if request.is_continued:
             reply = reply and replace(reply, text=parts[-1].text + reply.text)
@@ -132,7 +122,9 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
     given = body.get("chat_template_kwargs")
     arguments = dict(given) if isinstance(given, dict) else {}
     arguments |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
-    tools = _tools(body.get("tools"), place)
+    tools = [] if body.get("tools") is None else body["tools"]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise StartError(f"{place}: tools is no list of objects")
     for index, message in enumerate(body["messages"]):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise StartError(f"{place}: messages[{index}] is no object with a role")
@@ -151,28 +143,16 @@ def _namespace(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str:
 
 
 def _reply(outer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    answer = outer.get("response")
-    if not isinstance(answer, dict):
-        return None
-    choices = answer.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else answer
-    message = first.get("message", first) if isinstance(first, dict) else None
-    if not isinstance(message, dict) or not message.keys() & {"content", "tool_calls"}:
-        return None
-    return {"role": "assistant", **message}
+    match outer.get("response"):
+        case {"choices": [{"message": message}, *_]} | {"choices": [message, *_]} | {"message": message} | message:
+            if isinstance(message, dict) and message.keys() & {"content", "tool_calls"}:
+                return {"role": "assistant", **message}
+    return None
 
 
 def _headers(outer: Mapping[str, Any]) -> dict[str, str]:
     given = outer.get("headers")
     return {str(name): str(value) for name, value in given.items()} if isinstance(given, dict) else {}
-
-
-def _tools(tools: Any, place: str) -> Sequence[Mapping[str, Any]]:
-    if tools is None:
-        return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise StartError(f"{place}: tools is no list of objects")
-    return tools
 
 
 def _session_id(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> str | None:
@@ -183,14 +163,9 @@ def _session_id(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -
 
 
 def _time(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str | float | None:
-    for fields in (outer, body):
-        for name in TIME_FIELDS:
-            value = fields.get(name)
-            if isinstance(value, str):
-                return value
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                return float(value)
-    return None
+    told = (fields.get(name) for fields in (outer, body) for name in TIME_FIELDS)
+    known = next((time for time in told if type(time) in (str, int, float)), None)
+    return float(known) if isinstance(known, int) else known
 
 
 # -------------------------------------------------------------------------------------------------- what they lose
@@ -201,7 +176,7 @@ MAX_BYTES = 1 << 30
 
 def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> list[Checkup]:
     """Each conversation's losses."""
-    reader = reader or CharacterReader()
+    reader = reader or Reader()
     per_token = reader.characters_per_token
     visits: dict[Name, list[LinkedTurn]] = {}
     conversations = Conversations(MAX_BYTES, is_of_one_owner=True)

@@ -12,13 +12,13 @@ from server.api.openai.fields import IN_CHAT
 from server.api.openai.types import ChatBody, ChatMessage, template_message
 from server.diagnosis.account import Rendered
 from server.diagnosis.prompt import part_of, prompt_of
-from server.doctor.recorded import Read, Recorded
+from server.doctor.recorded import Read, Reader, Recorded
 from server.pool.served import PromptRenderer
 
 PATH = "/v1/chat/completions"
 
 
-class ModelReader:
+class ModelReader(Reader):
     """Makes the tokens that a server of the model has.
 
     In idle time such a server evaluates replies as the template shows them.
@@ -29,7 +29,7 @@ class ModelReader:
 
     def __init__(self, renderer: PromptRenderer, *, hygiene: bool = True) -> None:
         """`hygiene`: the server runs without `--no-prompt-hygiene`."""
-        self.refused: list[dict[str, Any]] = []
+        super().__init__()
         self._renderer = renderer
         self._orders = ToolOrders() if hygiene else None
 
