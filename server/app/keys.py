@@ -22,7 +22,6 @@ from server.app.config import ConfigError, ServerConfig
 
 MAX_NAME_CHARACTERS = 64
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
-FIELDS = ("name", "key", *LIMITS, "operator")
 
 
 @dataclass(frozen=True)
@@ -92,33 +91,33 @@ def parse_keys(text: str) -> KeyRing:
     return KeyRing(keys)
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and value.isprintable() and value == value.strip()
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and value > 0)
+
+
+_TEXT = "a printable text without spaces around it"
+_FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (lambda name: _is_text(name) and len(name) <= MAX_NAME_CHARACTERS, f"{_TEXT}, of at most 64 characters"),
+    "key": (_is_text, _TEXT),
+    **dict.fromkeys(LIMITS, (_is_count, "a whole number of at least 1")),
+    "operator": (lambda value: value is None or isinstance(value, bool), "true or false"),
+}
+"""What a key's fields must be; None where a field is missing."""
+
+
 def _read_key(entry: Mapping[str, Any], place: str) -> ApiKey:
-    unknown = [name for name in entry if name not in FIELDS]
+    unknown = [name for name in entry if name not in _FORMS]
     if unknown:
-        raise ConfigError(f"{place}: {unknown[0]!r} is not one of {', '.join(FIELDS)}")
-    name = _read_text(entry, "name", place)
-    if len(name) > MAX_NAME_CHARACTERS:
-        raise ConfigError(f"{place}: name has more than {MAX_NAME_CHARACTERS} characters")
-    digest = digest_of(_read_text(entry, "key", place))
-    is_operator = entry.get("operator", False)
-    if not isinstance(is_operator, bool):
-        raise ConfigError(f"{place}: operator must be true or false")
-    limits = {limit: _read_limit(entry, limit, place) for limit in LIMITS}
-    return ApiKey(name, digest, is_operator=is_operator, **limits)
-
-
-def _read_text(entry: Mapping[str, Any], field_name: str, place: str) -> str:
-    value = entry.get(field_name)
-    if not isinstance(value, str) or not value or not value.isprintable() or value != value.strip():
-        raise ConfigError(f"{place}: {field_name} must be a printable text without spaces around it")
-    return value
-
-
-def _read_limit(entry: Mapping[str, Any], limit: str, place: str) -> int | None:
-    value = entry.get(limit)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{place}: {limit} must be a whole number of at least 1")
-    return value
+        raise ConfigError(f"{place}: {unknown[0]!r} is not one of {', '.join(_FORMS)}")
+    for name, (is_right, wanted) in _FORMS.items():
+        if not is_right(entry.get(name)):
+            raise ConfigError(f"{place}: {name} must be {wanted}")
+    limits = {limit: entry.get(limit) for limit in LIMITS}
+    return ApiKey(entry["name"], digest_of(entry["key"]), is_operator=entry.get("operator", False), **limits)
 
 
 SHARED = stat.S_IRWXG | stat.S_IRWXO

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import time
-import traceback
 from typing import TextIO
 
 from rich.console import Console
@@ -43,79 +42,77 @@ def configure_logging(level: str, log_format: str = "text") -> None:
 def make_handler(stream: TextIO, log_format: str) -> logging.Handler:
     """The handler that suits the stream."""
     console = Console(file=stream)
+    handler: logging.StreamHandler[TextIO] = logging.StreamHandler(stream)
     if log_format == "text" and console.is_terminal and not console.is_dumb_terminal:
-        return _TerminalHandler(stream, is_coloured=not console.no_color)
-    handler = logging.StreamHandler(stream)
-    handler.addFilter(_is_for_files)
+        handler = _TerminalHandler(stream)
+        handler.setFormatter(_TerminalFormatter(stream, is_coloured=not console.no_color))
+        return handler
+    handler.addFilter(lambda one: not isinstance(one.msg, PrefillProgress) or one.msg.number % PROGRESS_IN_FILES == 0)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _FileFormatter())
     return handler
-
-
-def _is_for_files(record: logging.LogRecord) -> bool:
-    return not isinstance(record.msg, PrefillProgress) or record.msg.number % PROGRESS_IN_FILES == 0
-
-
-def _trace(record: logging.LogRecord) -> str:
-    if record.exc_info is None or record.exc_info[0] is None:
-        return ""
-    return "".join(traceback.format_exception(*record.exc_info)).rstrip()
 
 
 class _FileFormatter(logging.Formatter):
     """One line per event; a stack trace follows on lines of its own."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+    converter = staticmethod(time.gmtime)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         origin = "" if isinstance(record.msg, LogEntry) else f"{record.name}: "
-        line = f"{stamp} {record.levelname:<7} {origin}{printable(record.getMessage())}"
-        trace = _trace(record)
-        return f"{line}\n{trace}" if trace else line
+        stamp = self.formatTime(record, "%Y-%m-%dT%H:%M:%SZ")
+        return f"{stamp} {record.levelname:<7} {origin}{printable(record.message)}"
 
 
 class _JsonFormatter(logging.Formatter):
+    converter = staticmethod(time.gmtime)
+
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        fields = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
+        stamp = f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z"
+        fields = {"time": stamp, "level": record.levelname.lower()}
         if isinstance(record.msg, LogEntry):
             return json.dumps({**fields, **record.msg.figures()})
-        trace = _trace(record)
         said = {"event": "message", "module": record.name, "message": record.getMessage()}
-        return json.dumps({**fields, **said, **({"trace": trace} if trace else {})})
+        trace = {"trace": self.formatException(record.exc_info)} if record.exc_info else {}
+        return json.dumps({**fields, **said, **trace})
 
 
-class _TerminalHandler(logging.StreamHandler[TextIO]):
+class _TerminalFormatter(logging.Formatter):
     def __init__(self, stream: TextIO, *, is_coloured: bool) -> None:
-        super().__init__(stream)
+        super().__init__()
+        self._stream = stream
         self._is_coloured = is_coloured
-        self._has_progress = False
-        self._progress_at = 0.0
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            is_progress = isinstance(record.msg, PrefillProgress)
-            if is_progress and record.created - self._progress_at < PROGRESS_SECONDS:
-                return
-            text = self._progress_line(record) if is_progress else self.format(record) + "\n"
-            self.stream.write((_ERASE_LINE if self._has_progress or is_progress else "") + text)
-            self._has_progress = is_progress
-            self._progress_at = record.created if is_progress else self._progress_at
-            self.flush()
-        except Exception:  # as every handler of the standard library does
-            self.handleError(record)
-
-    def format(self, record: logging.LogRecord) -> str:
-        lines = lay_out(_time_of_day(record), _parts(record), num_columns(self.stream), self._paint)
-        trace = _trace(record)
-        return f"{lines}\n{trace}" if trace else lines
-
-    def _progress_line(self, record: logging.LogRecord) -> str:
-        """Shorter than the terminal: erasing a full line would leave its rest."""
-        words = "  ".join([_time_of_day(record), *(part.text for part in _parts(record))])
-        return self._paint(one_line(words, num_columns(self.stream) - 1), Tone.QUIET)
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        time_of_day, columns = self.formatTime(record, "%H:%M:%S"), num_columns(self._stream)
+        if isinstance(record.msg, PrefillProgress):
+            # Shorter than the terminal: erasing a full line would leave its rest.
+            words = "  ".join([time_of_day, *(part.text for part in _parts(record))])
+            return self._paint(one_line(words, columns - 1), Tone.QUIET)
+        return lay_out(time_of_day, _parts(record), columns, self._paint)
 
     def _paint(self, text: str, tone: Tone) -> str:
         colour = _COLOURS.get(tone, "")
         return f"{colour}{text}{_RESET}" if colour and self._is_coloured else text
+
+
+class _TerminalHandler(logging.StreamHandler[TextIO]):
+    """A line of progress is replaced by the next entry."""
+
+    _has_progress = False
+    _progress_at = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_progress = isinstance(record.msg, PrefillProgress)
+        if is_progress and record.created - self._progress_at < PROGRESS_SECONDS:
+            return
+        self.terminator = "" if is_progress else "\n"
+        super().emit(record)
+        self._has_progress = is_progress
+        self._progress_at = record.created if is_progress else self._progress_at
+
+    def format(self, record: logging.LogRecord) -> str:
+        erases = self._has_progress or isinstance(record.msg, PrefillProgress)
+        return (_ERASE_LINE if erases else "") + super().format(record)
 
 
 def num_columns(terminal: TextIO) -> int:
@@ -124,10 +121,6 @@ def num_columns(terminal: TextIO) -> int:
         return os.get_terminal_size(terminal.fileno()).columns or DEFAULT_COLUMNS
     except (OSError, ValueError):
         return DEFAULT_COLUMNS
-
-
-def _time_of_day(record: logging.LogRecord) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(record.created))
 
 
 def _parts(record: logging.LogRecord) -> list[EntryPart]:

@@ -67,7 +67,7 @@ def test_a_key_is_found_by_all_of_its_text_and_not_kept() -> None:
         ("[[keys]]\nkey = 'geheim'", "key 1: name must be"),
         ("[[keys]]\nname = 'a'\nkey = ''", "key 1: key must be"),
         ("[[keys]]\nname = 'a'\nkey = 'geheim '", "key 1: key must be"),
-        (f"[[keys]]\nname = '{'a' * 65}'\nkey = 'geheim'", "more than 64"),
+        (f"[[keys]]\nname = '{'a' * 65}'\nkey = 'geheim'", "at most 64"),
         ("[[keys]]\nname = 'a'\nkey = 'geheim'\nlimit = 3", "'limit' is not one of"),
         ("[[keys]]\nname = 'a'\nkey = 'geheim'\ntokens_per_minute = 0", "tokens_per_minute must be"),
         ("[[keys]]\nname = 'a'\nkey = 'geheim'\nconcurrent_requests = true", "concurrent_requests must be"),
