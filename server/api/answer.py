@@ -34,7 +34,7 @@ from server.diagnosis.account import (
 )
 from server.diagnosis.compare import Turn
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, plain_prompt, prompt_of
-from server.engine.commands import PinTurn
+from server.engine.commands import pin_turn
 from server.engine.diagnosis import Cause, Reuse
 from server.engine.messages import Generation
 from server.engine.request import (
@@ -428,7 +428,7 @@ class Answer:
             self.context.in_background(_evaluate_ahead(self._engine, exchange, exchange.conversation, reply_ids))
         if run.open.outcome == FinishReason.STOP and exchange.parser.made_calls:
             label = request.session_id or request.request_id
-            self._engine.execute_later(PinTurn(request.state_namespace, label, request.tokens, reply_ids))
+            self._engine.execute_later(pin_turn, request.state_namespace, label, request.tokens, reply_ids)
 
 
 async def _evaluate_ahead(

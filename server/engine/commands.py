@@ -1,8 +1,7 @@
-"""Commands to a running engine: each is called once with the worker, on its thread, between two steps."""
+"""Commands to a running engine: each is called with the worker, on its thread, between two steps."""
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
@@ -47,148 +46,65 @@ PIN_SECONDS = 120.0
 """How long the state of a turn that ended in tool calls is kept for their results."""
 
 
-@dataclass(frozen=True)
-class DescribeCache:
-    """Returns what the cache holds for a namespace."""
-
-    namespace: str
-    max_nodes: int
-
-    def __call__(self, worker: Worker) -> CacheView:
-        return worker.prefix_cache.reports.view(self.namespace, self.max_nodes)
+def describe_cache(worker: Worker, namespace: str, max_nodes: int) -> CacheView:
+    """What the cache holds for a namespace."""
+    return worker.prefix_cache.reports.view(namespace, max_nodes)
 
 
-@dataclass(frozen=True)
-class DescribeEdge:
-    """Returns one edge of a namespace in memory; None if the edge is gone."""
-
-    namespace: str
-    number: int
-    max_tokens: int
-
-    def __call__(self, worker: Worker) -> EdgeDetail | None:
-        return worker.prefix_cache.reports.edge(self.namespace, self.number, self.max_tokens)
+def describe_edge(worker: Worker, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
+    """One edge of a namespace in memory; None if the edge is gone."""
+    return worker.prefix_cache.reports.edge(namespace, number, max_tokens)
 
 
-@dataclass(frozen=True)
-class ListNamespaces:
+def list_namespaces(worker: Worker) -> list[NamespaceView]:
     """Each namespace's sums, the most bytes first."""
-
-    def __call__(self, worker: Worker) -> list[NamespaceView]:
-        return worker.prefix_cache.reports.namespaces()
+    return worker.prefix_cache.reports.namespaces()
 
 
-@dataclass(frozen=True)
-class Freed:
-    """What clearing a namespace dropped."""
+def clear_cache(worker: Worker, namespace: str) -> tuple[int, int, int]:
+    """Drops state, except what running requests use; returns its tokens, bytes in memory and bytes on disk.
 
-    num_tokens: int
-    memory_bytes: int
-    disk_bytes: int
-
-
-@dataclass(frozen=True)
-class ClearCache:
-    """Drops state, except what running requests use. An idle engine also gives memory back."""
-
-    namespace: str
-
-    def __call__(self, worker: Worker) -> Freed:
-        worker.close_answered(self.namespace)
-        before = worker.prefix_cache.reports.view(self.namespace, max_nodes=0)
-        worker.prefix_cache.clear(self.namespace)
-        after = worker.prefix_cache.reports.view(self.namespace, max_nodes=0)
-        if not worker.has_work:
-            give_back()
-        return Freed(
-            before.num_tokens - after.num_tokens,
-            before.state.in_memory - after.state.in_memory,
-            before.state.disk - after.state.disk,
-        )
+    An idle engine also gives memory back.
+    """
+    worker.close_answered(namespace)
+    before = worker.prefix_cache.reports.view(namespace, max_nodes=0)
+    worker.prefix_cache.clear(namespace)
+    after = worker.prefix_cache.reports.view(namespace, max_nodes=0)
+    if not worker.has_work:
+        give_back()
+    memory_bytes = before.state.in_memory - after.state.in_memory
+    return before.num_tokens - after.num_tokens, memory_bytes, before.state.disk - after.state.disk
 
 
-@dataclass(frozen=True)
-class SlotState:
-    """One slot, never its content."""
-
-    index: int
-    is_leased: bool
+def describe_slots(worker: Worker) -> list[bool]:
+    """Whether each slot is in use."""
+    return [slot.is_leased for slot in worker.prefix_cache.slots]
 
 
-@dataclass(frozen=True)
-class DescribeSlots:
-    """Returns the slots of all namespaces."""
-
-    def __call__(self, worker: Worker) -> tuple[SlotState, ...]:
-        return tuple(SlotState(slot.index, slot.is_leased) for slot in worker.prefix_cache.slots)
-
-
-@dataclass(frozen=True)
-class PinSession:
+def pin_session(worker: Worker, namespace: str, session_id: str) -> int:
     """Pins the state of a session's last turn and of later ones; returns the pinned tokens. Raises PinLimit."""
-
-    namespace: str
-    session_id: str
-
-    def __call__(self, worker: Worker) -> int:
-        worker.close_answered(self.namespace)
-        return worker.sessions.pin(self.namespace, self.session_id)
+    worker.close_answered(namespace)
+    return worker.sessions.pin(namespace, session_id)
 
 
-@dataclass(frozen=True)
-class UnpinSession:
+def unpin_session(worker: Worker, namespace: str, session_id: str) -> bool:
     """Ends a session's pin, if there was one."""
-
-    namespace: str
-    session_id: str
-
-    def __call__(self, worker: Worker) -> bool:
-        return worker.sessions.unpin(self.namespace, self.session_id)
+    return worker.sessions.unpin(namespace, session_id)
 
 
-@dataclass(frozen=True)
-class ForgetSession:
+def forget_session(worker: Worker, namespace: str, session_id: str) -> None:
     """Drops last turn, pins, slot claim and texts for drafts, but no state of tokens."""
-
-    namespace: str
-    session_id: str
-
-    def __call__(self, worker: Worker) -> None:
-        worker.close_answered(self.namespace)  # else its turn would be recorded after this
-        worker.sessions.forget(self.namespace, self.session_id)
+    worker.close_answered(namespace)  # else its turn would be recorded after this
+    worker.sessions.forget(namespace, session_id)
 
 
-@dataclass(frozen=True, eq=False)
-class PinTurn:
+def pin_turn(worker: Worker, namespace: str, label: str, prompt: TokenArray, reply: Sequence[int]) -> None:
     """Pins a turn that will soon go on, unless a running request needs the memory."""
-
-    namespace: str
-    label: str
-    prompt: TokenArray
-    reply: Sequence[int]
-
-    def __call__(self, worker: Worker) -> None:
-        tokens = np.concatenate([self.prompt, np.array(self.reply, np.int32)])
-        name = PinName(self.namespace, self.label, is_soft=True)
-        worker.prefix_cache.pin_until(name, tokens, worker.now() + PIN_SECONDS)
+    tokens = np.concatenate([prompt, np.array(reply, np.int32)])
+    worker.prefix_cache.pin_until(PinName(namespace, label, is_soft=True), tokens, worker.now() + PIN_SECONDS)
 
 
-@dataclass(frozen=True)
-class ResizeBudget:
-    """Changes the budget for state, unless running requests exceed it: returns by how many bytes."""
-
-    budget_bytes: int
-
-    def __call__(self, worker: Worker) -> int:
-        return worker.prefix_cache.try_resize(self.budget_bytes)
-
-
-@dataclass(frozen=True)
-class LimitIdle:
+def limit_idle(worker: Worker, max_bytes: int) -> None:
     """Evicts state beyond `max_bytes` that no request holds and nobody has pinned, and gives memory back."""
-
-    max_bytes: int
-
-    def __call__(self, worker: Worker) -> None:
-        if worker.prefix_cache.limit_idle(self.max_bytes):
-            give_back()
+    if worker.prefix_cache.limit_idle(max_bytes):
+        give_back()

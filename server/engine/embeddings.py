@@ -5,9 +5,7 @@
 * Memory for a long text is set aside within the budget before anything of it is evaluated.
 """
 
-import itertools
 import logging
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -39,10 +37,6 @@ class EmbeddingJob:
     found: dict[int, Vector] = field(default_factory=dict)
     """By the index of the text."""
 
-    def is_like(self, other: "EmbeddingJob") -> bool:
-        """Whether texts of both jobs may be evaluated together."""
-        return (self.reading, self.adapter) == (other.reading, other.adapter)
-
     def take(self, place: int, vector: Vector) -> None:
         """The last vector answers the request."""
         self.found[place] = vector
@@ -59,55 +53,49 @@ class EmbeddingJob:
             self.vectors.set_result([self.found[place] for place in range(len(self.texts))])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Text:
     job: EmbeddingJob
     place: int
+    run: "LongText | None" = None
+    """Of a long text that is under way, the first of all; memory is set aside for it."""
+    offset: int = 0
 
     @property
     def tokens(self) -> TokenArray:
         return self.job.texts[self.place]
 
 
-@dataclass(eq=False)
-class _Running:
-    text: _Text
-    run: "LongText"
-    offset: int = 0
-
-
 class Embeddings:
-    """Waiting texts, and the long text being evaluated."""
+    """Texts that have no vector yet."""
 
     def __init__(self, embedder: "Embedder", aside: SetAside, chunk_tokens: int) -> None:
         self._embedder = embedder
         self._aside = aside
         self._chunk_tokens = chunk_tokens
-        self._texts: deque[_Text] = deque()
-        self._running: _Running | None = None
+        self._texts: list[_Text] = []
         self._num_passed = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._texts) or self._running is not None
+        return bool(self._texts)
 
     def add(self, job: EmbeddingJob) -> None:
         """Queues the texts."""
-        self._texts.extend(_Text(job, place) for place in range(len(job.texts)))
+        self._texts += [_Text(job, place) for place in range(len(job.texts))]
 
     def fail_all(self, error: Exception) -> None:
         """Answers every request with an error."""
-        running = [] if self._running is None else [self._running.text]
-        for text in (*running, *self._texts):
+        for text in self._texts:
             text.job.settle(error)
         self._forget_settled()
 
     def give_way(self) -> bool:
         """Gives back the memory of a long text, which begins anew later; False if there is none."""
-        if self._running is None:
+        if not self._texts or self._texts[0].run is None:
             return False
-        self._texts.appendleft(self._running.text)
-        self._end_running()
+        self._texts[0].run, self._texts[0].offset = None, 0
+        self._aside.give_back()
         return True
 
     def step(self, *, is_behind_chat: bool, may_take_memory: bool) -> None:
@@ -116,16 +104,16 @@ class Embeddings:
         Without `may_take_memory` no long text begins: an answer may need the memory.
         """
         self._forget_settled()
-        if not self.has_work:
+        if not self._texts:
             return
         self._num_passed += 1
         if is_behind_chat and self._num_passed < STEPS_BEHIND_CHAT:
             return
-        self._num_passed = 0
-        if self._running is None and len(self._texts[0].tokens) <= self._chunk_tokens:
+        self._num_passed, first = 0, self._texts[0]
+        if first.run is None and len(first.tokens) <= self._chunk_tokens:
             self._embed_together()
         else:
-            self._embed_long(is_behind_chat=is_behind_chat, may_take_memory=may_take_memory)
+            self._embed_long(first, is_behind_chat=is_behind_chat, may_take_memory=may_take_memory)
 
     def _embed_together(self) -> None:
         texts = self._next_texts()
@@ -142,58 +130,48 @@ class Embeddings:
             text.job.take(text.place, vector)
 
     def _next_texts(self) -> list[_Text]:
-        chosen: list[_Text] = []
-        longest = 0
-        for text in itertools.islice(self._texts, MAX_TOGETHER):
+        """The first text, and others read in the same way, as far as they fit into a chunk."""
+        first, longest, chosen = self._texts[0].job, 0, list[_Text]()
+        for text in self._texts[:MAX_TOGETHER]:
             padded = max(longest, len(text.tokens))
-            if padded * (len(chosen) + 1) <= self._chunk_tokens and text.job.is_like(self._texts[0].job):
+            is_alike = (text.job.reading, text.job.adapter) == (first.reading, first.adapter)
+            if is_alike and padded * (len(chosen) + 1) <= self._chunk_tokens:
                 chosen.append(text)
                 longest = padded
         return chosen
 
-    def _embed_long(self, *, is_behind_chat: bool, may_take_memory: bool) -> None:
-        text = self._texts[0] if self._running is None else self._running.text
+    def _embed_long(self, text: _Text, *, is_behind_chat: bool, may_take_memory: bool) -> None:
         try:
-            if self._running is None and may_take_memory:
-                self._running = self._begin(text, is_behind_chat=is_behind_chat)
-            if self._running is not None:
-                self._feed(self._running)
+            if text.run is None and may_take_memory:
+                self._begin(text, is_behind_chat=is_behind_chat)
+            if text.run is not None:
+                self._feed(text, text.run)
         except Exception as error:  # see above
+            self._aside.give_back()
             text.job.settle(_told(error))
             self._forget_settled()
 
-    def _begin(self, text: _Text, *, is_behind_chat: bool) -> _Running | None:
-        """None while answers hold the memory. Raises PromptTooLarge if the text can never fit."""
-        if not self._aside.try_take(len(text.tokens)):
-            if is_behind_chat:
-                return None
+    def _begin(self, text: _Text, *, is_behind_chat: bool) -> None:
+        """Waits while answers hold the memory. Raises PromptTooLarge if the text can never fit."""
+        if self._aside.try_take(len(text.tokens)):
+            text.run = self._embedder.begin(text.job.reading, text.job.adapter)
+        elif not is_behind_chat:
             raise PromptTooLarge(f"a text of {len(text.tokens)} tokens needs more memory than there is for all state")
-        try:
-            run = self._embedder.begin(text.job.reading, text.job.adapter)
-        except BaseException:
+
+    def _feed(self, text: _Text, run: "LongText") -> None:
+        run.feed(text.tokens[text.offset : text.offset + self._chunk_tokens])
+        text.offset += self._chunk_tokens
+        if text.offset >= len(text.tokens):
+            vector = run.vector()
             self._aside.give_back()
-            raise
-        self._texts.popleft()
-        return _Running(text, run)
-
-    def _feed(self, running: _Running) -> None:
-        tokens = running.text.tokens
-        running.run.feed(tokens[running.offset : running.offset + self._chunk_tokens])
-        running.offset += self._chunk_tokens
-        if running.offset >= len(tokens):
-            vector = running.run.vector()
-            self._end_running()
-            running.text.job.take(running.text.place, vector)
-
-    def _end_running(self) -> None:
-        self._running = None
-        self._aside.give_back()
+            self._texts.remove(text)
+            text.job.take(text.place, vector)
 
     def _forget_settled(self) -> None:
-        if self._running is not None and self._running.text.job.vectors.done():
-            self._end_running()
         if any(text.job.vectors.done() for text in self._texts):
-            self._texts = deque(text for text in self._texts if not text.job.vectors.done())
+            if self._texts[0].job.vectors.done():
+                self._aside.give_back()
+            self._texts = [text for text in self._texts if not text.job.vectors.done()]
 
 
 def _told(error: Exception) -> Exception:

@@ -32,9 +32,9 @@ from models.inference.embedding import Embedder
 from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
-from server.engine.commands import ResizeBudget, give_back
+from server.engine.commands import give_back
 from server.engine.embeddings import EmbeddingJob
-from server.engine.messages import Command, Generation, Inbox, Mailbox, WorkerMessage
+from server.engine.messages import Generation, Inbox, Mailbox, WorkerMessage
 from server.engine.request import (
     DeviceLost,
     DraftSource,
@@ -78,7 +78,7 @@ class KeptState:
         return num_tokens, before - self.num_bytes
 
     def forget_session(self, namespace: str, session_id: str) -> None:
-        """As `ForgetSession`, with whatever adapter the client's namespace was used."""
+        """As `forget_session`, with whatever adapter the client's namespace was used."""
         cache = self.prefix_cache
         for name in {*cache.memory.namespaces, *cache.history.namespaces}:
             if client_namespace(name)[0] == namespace:
@@ -139,8 +139,7 @@ class Engine:
         self._is_accepting = False
         self._idle_work_at: float | None = None
         """None once idle work is done. Worker thread only."""
-        self._ready = threading.Event()
-        self._start_error: BaseException | None = None
+        self._started: Future[None] = Future()
         self._stats = EngineStats()
         self._journal = Journal()
 
@@ -196,9 +195,7 @@ class Engine:
     def start(self) -> None:
         """Starts the worker and waits until it is ready. Raises any error of its start."""
         self._thread.start()
-        self._ready.wait()
-        if self._start_error is not None:
-            raise self._start_error
+        self._started.result()
         self._is_accepting = True
 
     async def drain(self, timeout_seconds: float) -> bool:
@@ -261,37 +258,35 @@ class Engine:
         """Calls `tell` on the event loop for each event of cached state; None ends that."""
         self._journal.tell = None if tell is None else partial(_post, self._mailbox_here(), tell)
 
-    async def execute(self, command: Command[Result]) -> Result:
-        """The result of a command run on the worker thread between two steps, or raises its error.
+    async def execute(self, command: Callable[..., Result], *given: object) -> Result:
+        """The result of `command(worker, *given)`, called on the worker thread between two steps; raises its error.
 
-        Raises QueueFull when too many commands wait, and EngineStopped where the engine does not run or ends before.
+        It may take a fraction of a step's time. Raises QueueFull when too much waits, and EngineStopped where the
+        engine does not run or ends before.
         """
-        return await asyncio.wrap_future(self._inbox.put_command(command))
+        return await asyncio.wrap_future(self._inbox.put_command(lambda worker: command(worker, *given)))
 
     async def try_resize(self, budget_bytes: int) -> int:
-        """As `ResizeBudget`."""
+        """Changes the budget for state, unless running requests exceed it: returns by how many bytes."""
         own_bytes = max(budget_bytes - _disk_bytes_in_memory(self._config), budget_bytes // 2)
-        return await self.execute(ResizeBudget(own_bytes))
+        return await self.execute(lambda worker: worker.prefix_cache.try_resize(own_bytes))
 
-    def execute_later(self, command: Command[object]) -> None:
+    def execute_later(self, command: Callable[..., object], *given: object) -> None:
         """As `execute`, without waiting; an error is logged. For any thread."""
         with contextlib.suppress(QueueFull, EngineStopped):
-            self._inbox.put_command(command).add_done_callback(_log_failure)
+            self._inbox.put_command(lambda worker: command(worker, *given)).add_done_callback(_log_failure)
 
     # ----------------------------------------------------------------------------------------- worker thread
 
     def _run(self) -> None:
         try:
             worker = self._make_worker()
+            self._stats, self._journal = worker.stats(), worker.prefix_cache.journal
         except BaseException as error:  # handed to `start`, which raises it where somebody can answer
-            self._start_error = error
+            self._started.set_exception(error)
             return
-        else:
-            self._stats = worker.stats()
-            self._journal = worker.prefix_cache.journal
-            self._inbox.open()
-        finally:
-            self._ready.set()
+        self._inbox.is_open = True
+        self._started.set_result(None)
         try:
             while self._handle_messages(worker):
                 self._guard(worker, worker.step)

@@ -6,17 +6,14 @@ text that grows: no event is lost, and no other request waits.
 """
 
 import asyncio
-import contextlib
-import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 from server.engine.embeddings import EmbeddingJob
 from server.engine.request import (
@@ -28,12 +25,9 @@ from server.engine.request import (
     GenerationRequest,
     Progress,
     QueueFull,
-    StepFailed,
 )
 from server.engine.scheduler import QueuePace
 from server.engine.worker import Worker
-
-logger = logging.getLogger(__name__)
 
 
 class Mailbox:
@@ -80,8 +74,6 @@ class Generation:
         self.request_id = request_id
         self.on_end: Callable[[], None] = lambda: None
         """Called on the worker thread before the last event is handed over."""
-        self.is_over = False
-        """The last event was posted. Worker thread only."""
         self._cancel = cancel
         self._mailbox = mailbox
         self._pending: deque[Event] = deque()
@@ -97,7 +89,6 @@ class Generation:
     def post(self, events: list[Event]) -> None:
         """Worker thread only. A closed loop means that nobody listens."""
         if any(isinstance(event, Finished | Failed) for event in events):
-            self.is_over = True
             self.on_end()
         try:
             self._mailbox.post(partial(self._put_all, events))
@@ -149,17 +140,14 @@ class Generation:
 
 
 MAX_COMMANDS = 64
-"""Commands that may wait for the end of a step."""
+"""Messages that may wait where a command is to wait too."""
 COMMAND_RETRY_SECONDS = 2
 """No command takes longer than a step."""
 
 Result = TypeVar("Result")
-Command: TypeAlias = Callable[[Worker], Result]
-"""Called between two steps. It may take a fraction of a step's time: every live row waits."""
 
 
-@dataclass(frozen=True, eq=False)
-class WorkerMessage:
+class WorkerMessage(NamedTuple):
     """Both parts run on the worker thread."""
 
     handle: Callable[[Worker], None]
@@ -170,19 +158,17 @@ class WorkerMessage:
 class Inbox:
     """A queue that the worker thread reads and any thread writes."""
 
-    def __init__(self, *, max_slots: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_waiting` requests may wait beyond `max_slots`. `clock` counts seconds."""
+    def __init__(self, *, max_slots: int, max_waiting: int) -> None:
+        """`max_waiting` requests may wait beyond `max_slots`."""
         self._max_slots = max_slots
         self._max_waiting = max_waiting
-        self._clock = clock
         self._pace = QueuePace()
         self._messages: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._is_open = False
+        self.is_open = False
         """A message put in under the lock while this is true is answered."""
         self.num_open = 0
         """Unfinished requests."""
-        self._num_commands = 0
         self._idle = threading.Event()
         self._idle.set()
 
@@ -190,41 +176,42 @@ class Inbox:
 
     def put_request(self, request: GenerationRequest, generation: Generation) -> None:
         """Queues a request. Raises EngineStopped, and QueueFull except for idle work, which is not counted."""
-        message = WorkerMessage(partial(_submit, request, generation), lambda error: generation.post([Failed(error)]))
-        with self._lock:
-            if request.is_idle_work:
-                self._require_open()
-            else:
-                self._count_one_more()
-                generation.on_end = self._request_ended
-            self._messages.put(message)
+        message = WorkerMessage(
+            lambda worker: worker.submit(request, generation), lambda error: generation.post([Failed(error)])
+        )
+        if request.is_idle_work:
+            self._put(message)
+        else:
+            generation.on_end = self._request_ended
+            self._put(message, self._count_one_more)
 
     def put_embedding(self, job: EmbeddingJob) -> None:
         """Raises EngineStopped and QueueFull."""
-        with self._lock:
-            self._count_one_more()
-            self._messages.put(WorkerMessage(lambda worker: worker.embed(job), job.settle))
+        self._put(WorkerMessage(lambda worker: worker.embed(job), job.settle), self._count_one_more)
         job.vectors.add_done_callback(lambda _: self._request_ended())
 
     def put_cancel(self, request_id: str) -> None:
         """A cancel that comes too late has no effect."""
         self._messages.put(WorkerMessage(lambda worker: worker.cancel(request_id)))
 
-    def put_command(self, command: Command[Result]) -> Future[Result]:
+    def put_command(self, command: Callable[[Worker], Result]) -> Future[Result]:
         """The future of a command's result. Raises QueueFull and EngineStopped."""
         future: Future[Result] = Future()
 
-        def handle(worker: Worker) -> None:
-            with self._lock:
-                self._num_commands -= 1
-            _run(command, future, worker)
+        def settle(act: Callable[[], Result]) -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(act())
+                except Exception as error:  # the caller gets it; it concerns nobody else
+                    future.set_exception(error)
 
-        with self._lock:
-            self._require_open()
-            if self._num_commands >= MAX_COMMANDS:
-                raise QueueFull(self._num_commands, COMMAND_RETRY_SECONDS)
-            self._num_commands += 1
-            self._messages.put(WorkerMessage(handle, partial(_refuse_command, future)))
+        def refuse(error: EngineStopped) -> Result:
+            raise error
+
+        message = WorkerMessage(
+            lambda worker: settle(partial(command, worker)), lambda error: settle(partial(refuse, error))
+        )
+        self._put(message, self._check_commands)
         return future
 
     def put_end(self) -> None:
@@ -235,35 +222,37 @@ class Inbox:
         """Whether all requests ended in time."""
         return self._idle.wait(timeout_seconds)
 
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise EngineStopped("the engine is not running")
+    def _put(self, message: WorkerMessage, admit: Callable[[], None] = lambda: None) -> None:
+        with self._lock:
+            if not self.is_open:
+                raise EngineStopped("the engine is not running")
+            admit()
+            self._messages.put(message)
+
+    def _check_commands(self) -> None:
+        if (num_waiting := self._messages.qsize()) >= MAX_COMMANDS:
+            raise QueueFull(num_waiting, COMMAND_RETRY_SECONDS)
 
     def _count_one_more(self) -> None:
-        self._require_open()
         num_waiting = self.num_open - self._max_slots
         if num_waiting >= self._max_waiting:
-            raise QueueFull(num_waiting, self._pace.retry_after_seconds(num_waiting, self._clock()))
+            raise QueueFull(num_waiting, self._pace.retry_after_seconds(num_waiting, time.monotonic()))
         self.num_open += 1
         self._note_waiting()
         self._idle.clear()
 
     def _request_ended(self) -> None:
         with self._lock:
-            self._pace.end(self._clock())
+            self._pace.end(time.monotonic())
             self.num_open -= 1
             self._note_waiting()
             if self.num_open == 0:
                 self._idle.set()
 
     def _note_waiting(self) -> None:
-        self._pace.change(self._clock(), has_waiting=self.num_open > self._max_slots)
+        self._pace.change(time.monotonic(), has_waiting=self.num_open > self._max_slots)
 
     # -- worker thread
-
-    def open(self) -> None:
-        """Begins to take messages."""
-        self._is_open = True
 
     def get(self, timeout_seconds: float | None = None) -> WorkerMessage | None:
         """Returns None for the end. Raises queue.Empty after the time."""
@@ -272,38 +261,7 @@ class Inbox:
     def close(self) -> None:
         """Refuses the messages left, and later ones."""
         with self._lock:
-            self._is_open = False
-        error = EngineStopped("the server is shutting down")
-        with contextlib.suppress(queue.Empty):
-            while True:
-                message = self._messages.get_nowait()
-                if message is not None:
-                    message.refuse(error)
-
-
-def _submit(request: GenerationRequest, generation: Generation, worker: Worker) -> None:
-    """A bug of ours in `submit` fails this request."""
-    try:
-        worker.submit(request, generation)
-    except Exception as error:  # the engine goes on with the next request
-        logger.exception("the engine could not take request %s", request.request_id)
-        reported = StepFailed(f"the server failed: {error}")
-        worker.fail(request.request_id, reported)
-        if not generation.is_over:
-            generation.post([Failed(reported)])
-
-
-def _run(command: Command[Result], future: Future[Result], worker: Worker) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = command(worker)
-    except Exception as error:  # the caller gets it; it concerns nobody else
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
-def _refuse_command(future: Future[Result], error: EngineStopped) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)
+            self.is_open = False
+        while not self._messages.empty():
+            if (message := self._messages.get_nowait()) is not None:
+                message.refuse(EngineStopped("the server is shutting down"))

@@ -275,19 +275,19 @@ class EngineSessions:
         self.history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
 
     def pin(self, namespace: str, session_id: str) -> int:
-        """As `PinSession`."""
+        """As the command."""
         tokens = self.history.last(namespace, session_id)
         return 0 if tokens is None else self._prefix_cache.pin(PinName(namespace, session_id), tokens)
 
     def unpin(self, namespace: str, session_id: str) -> bool:
-        """As `UnpinSession`."""
+        """As the command."""
         name = PinName(namespace, session_id)
         was_pinned = name in self._prefix_cache.pins
         self._prefix_cache.pins.release(name)
         return was_pinned
 
     def forget(self, namespace: str, session_id: str) -> None:
-        """As `ForgetSession`."""
+        """As the command."""
         self.history.forget(namespace, session_id)
         self._prefix_cache.history.forget(namespace, session_id)
         for is_soft in (False, True):

@@ -29,6 +29,7 @@ from server.engine.output import MakeDecoder
 from server.engine.request import (
     EngineStats,
     EngineStopped,
+    Failed,
     FinishReason,
     GenerationRequest,
     OutOfMemory,
@@ -36,6 +37,7 @@ from server.engine.request import (
     PromptTooLarge,
     RequestCounts,
     Started,
+    StepFailed,
 )
 from server.engine.scheduler import LOOKAHEAD, Phase, Scheduler, choose_to_wait
 from server.engine.sequence import EngineSessions, Sequence, SequenceTable, Sink
@@ -273,7 +275,18 @@ class Worker:
     # -------------------------------------------------------------------------------------------- messages
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
-        """Queues a request."""
+        """Queues a request. A bug of ours fails this request only."""
+        try:
+            self._submit(request, sink)
+        except Exception as error:
+            logger.exception("the engine could not take request %s", request.request_id)
+            reported = StepFailed(f"the server failed: {error}")
+            if (sequence := self._table.find(request.request_id)) is not None:
+                self._table.fail(sequence, reported)
+            else:
+                sink.post([Failed(reported)])
+
+    def _submit(self, request: GenerationRequest, sink: Sink) -> None:
         if not request.is_idle_work:
             self._end_idle_work()
         sequence = Sequence(request, sink, self._make_decoder(), self._eos, arrival=next(self._arrivals))
@@ -298,11 +311,6 @@ class Worker:
     def close_answered(self, namespace: str) -> None:
         """Ends sequences whose clients have the whole answer."""
         self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
-
-    def fail(self, request_id: str, error: Exception) -> None:
-        """Ends a request with an error. Unknown ids are ignored."""
-        if (sequence := self._table.find(request_id)) is not None:
-            self._table.fail(sequence, error)
 
     def fail_all(self, error: Exception) -> None:
         """Ends every request with an error, keeping progress where possible."""

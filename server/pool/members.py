@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cache.budget import UNBOUNDED_BYTES
-from server.engine.commands import LimitIdle
+from server.engine.commands import limit_idle
 from server.engine.engine import KeptState
 from server.engine.request import EngineStopped, QueueFull
 from server.pool.memory import IDLE_SECONDS, IdleLimit, ModelUse, PoolMemory, Pressure, divide, due_bytes
@@ -271,7 +271,7 @@ class Budgets:
             return has_changed
         parts = {model_id: limit.max_bytes * num_bytes // total_bytes for model_id, num_bytes in held.items()}
         for member in self.members.values():
-            member.opened.engine.execute_later(LimitIdle(parts[member.source.id]))
+            member.opened.engine.execute_later(limit_idle, parts[member.source.id])
         self._shrink_unloaded(parts, "other programs")
         return has_changed
 

@@ -133,7 +133,7 @@ class EnginePort(Protocol):
     def stats(self) -> EngineStats:
         """As `Engine.stats`."""
 
-    async def execute(self, command: Callable[[Any], Any]) -> Any:
+    async def execute(self, command: Callable[..., Any], *given: Any) -> Any:
         """As `Engine.execute`."""
 
     async def embed(
@@ -141,7 +141,7 @@ class EnginePort(Protocol):
     ) -> Sequence[Vector]:
         """As `Engine.embed`."""
 
-    def execute_later(self, command: Callable[[Any], Any]) -> None:
+    def execute_later(self, command: Callable[..., Any], *given: Any) -> None:
         """As `Engine.execute_later`."""
 
 

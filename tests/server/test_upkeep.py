@@ -15,7 +15,7 @@ from cache.budget import CacheStats
 from server.app import memory_budget
 from server.app.memory_budget import Claim
 from server.app.upkeep import Awake, Upkeep, exclude_from_backups
-from server.engine.commands import LimitIdle
+from server.engine.commands import limit_idle
 from server.engine.request import EngineStats
 from server.pool.catalog import Catalog
 from server.pool.members import OpenedModel
@@ -173,13 +173,13 @@ def test_the_machines_lack_of_memory_reaches_every_model_by_its_share(caplog: py
         assert not first.commands
         level = Pressure.WARN
         await upkeep.tick()
-        assert (first.commands, second.commands) == ([LimitIdle(150 << 20)], [LimitIdle(50 << 20)])
+        assert (first.commands, second.commands) == ([(limit_idle, 150 << 20)], [(limit_idle, 50 << 20)])
         assert "short of memory (warn): idle state is cut to 209.7 MB" in caplog.text
         first.num_bytes, second.num_bytes = 150 << 20, 50 << 20
         await upkeep.tick()
         level = Pressure.CRITICAL
         await upkeep.tick()
-        assert first.commands[1:] == second.commands[1:] == [LimitIdle(0)]
+        assert first.commands[1:] == second.commands[1:] == [(limit_idle, 0)]
 
     asyncio.run(run())
 

@@ -92,7 +92,7 @@ class FakeEngine:
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
-    commands: list[Callable[[Any], Any]] = field(default_factory=list)
+    commands: list[tuple[Any, ...]] = field(default_factory=list)
     cancel_seen: threading.Event = field(default_factory=threading.Event)
     budget_bytes: int | None = None
     """What it was opened with, or given last by `try_resize`."""
@@ -126,10 +126,10 @@ class FakeEngine:
         task.add_done_callback(self._tasks.discard)
         return generation
 
-    async def execute(self, command: Callable[[Any], Any]) -> Any:
+    async def execute(self, command: Callable[..., Any], *given: Any) -> Any:
         if not self.is_running:
             raise EngineStopped("stopped")
-        self.commands.append(command)
+        self.commands.append((command, *given))
 
     async def embed(self, texts: Sequence[Any], reading: Reading, adapter: int = 0) -> list[Any]:
         if not self.is_running:
@@ -158,8 +158,8 @@ class FakeEngine:
     def park(self) -> None:
         self.stop()
 
-    def execute_later(self, command: Callable[[Any], Any]) -> None:
-        self.commands.append(command)
+    def execute_later(self, command: Callable[..., Any], *given: Any) -> None:
+        self.commands.append((command, *given))
 
     def stats(self) -> EngineStats:
         return EngineStats(num_open=len(self.requests) - len(self.finished), drafts=self.drafts)

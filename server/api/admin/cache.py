@@ -149,11 +149,11 @@ async def get_cache(request: Request) -> Response:
     model, engine, states = _asked(request)
     namespace = visible_namespace(request)
     limit = number_asked(request, "limit", MAX_NODES_LIMIT)
-    view: CacheView = await engine.execute(commands.DescribeCache(states, MAX_NODES if limit is None else limit))
+    view: CacheView = await engine.execute(commands.describe_cache, states, MAX_NODES if limit is None else limit)
     bodies = None
     if is_owner(request) and "cache_salt" not in request.query_params:
         names = {one.adapter.digest: one.id for one in context_of(request).pool.served if one.adapter is not None}
-        bodies = [_namespace_body(one, names) for one in await engine.execute(commands.ListNamespaces())]
+        bodies = [_namespace_body(one, names) for one in await engine.execute(commands.list_namespaces)]
     # Writing a large tree takes a while, which must not block the event loop.
     return await asyncio.to_thread(lambda: JsonBody(_state_body(model, namespace, view, bodies)))
 
@@ -163,7 +163,7 @@ async def get_edge(request: Request) -> Response:
     model, engine, states = _asked(request)
     given = request.path_params["edge_id"]
     number = int(given) if given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS else -1
-    edge: EdgeDetail | None = await engine.execute(commands.DescribeEdge(states, number, MAX_EDGE_TOKENS))
+    edge: EdgeDetail | None = await engine.execute(commands.describe_edge, states, number, MAX_EDGE_TOKENS)
     if edge is None:
         raise ApiError(Code.EDGE_NOT_FOUND, f"there is no edge {given[:32]!r}; it may have been joined or evicted")
     num_tokens = edge.stop - edge.start
@@ -188,9 +188,9 @@ async def clear_cache(request: Request) -> Response:
         model, engine, states = _asked(request)
     except ModelNotLoaded as error:
         return _clear_unloaded(request, error.source, namespace)
-    freed: commands.Freed = await engine.execute(commands.ClearCache(states))
+    freed: tuple[int, int, int] = await engine.execute(commands.clear_cache, states)
     context_of(request).conversations.note_cleared(namespace)
-    return _cleared(model.id, freed)
+    return _cleared(model.id, *freed)
 
 
 def _clear_unloaded(request: Request, source: ModelSource, namespace: str) -> Response:
@@ -201,19 +201,19 @@ def _clear_unloaded(request: Request, source: ModelSource, namespace: str) -> Re
         raise ModelNotLoaded(source)
     num_tokens, num_bytes = context.pool.forget_unloaded(source, namespace)
     context.conversations.note_cleared(namespace)
-    return _cleared(source.id, commands.Freed(num_tokens, num_bytes, 0))
+    return _cleared(source.id, num_tokens, num_bytes, 0)
 
 
-def _cleared(model_id: str, freed: commands.Freed) -> Response:
-    told = {"freed_tokens": freed.num_tokens, "freed_bytes": freed.memory_bytes, "freed_disk_bytes": freed.disk_bytes}
-    return JsonBody(body_of(ClearedBody, freed, object="cache.cleared", model=model_id, **told))
+def _cleared(model_id: str, num_tokens: int, memory_bytes: int, disk_bytes: int) -> Response:
+    freed = {"freed_tokens": num_tokens, "freed_bytes": memory_bytes, "freed_disk_bytes": disk_bytes}
+    return JsonBody({"object": "cache.cleared", "model": model_id, **freed})
 
 
 async def pin_session(request: Request) -> Response:
     """Pins a session's state; raises ApiError (404, 409)."""
     (_, engine, states), session_id = _asked(request), request.path_params["session_id"]
     try:
-        num_tokens: int = await engine.execute(commands.PinSession(states, session_id))
+        num_tokens: int = await engine.execute(commands.pin_session, states, session_id)
     except PinLimit as error:
         raise ApiError(Code.PIN_LIMIT, str(error)) from error
     if not num_tokens:
@@ -225,7 +225,7 @@ async def pin_session(request: Request) -> Response:
 async def unpin_session(request: Request) -> Response:
     """Ends a session's pin; raises ApiError (404)."""
     (_, engine, states), session_id = _asked(request), request.path_params["session_id"]
-    if not await engine.execute(commands.UnpinSession(states, session_id)):
+    if not await engine.execute(commands.unpin_session, states, session_id):
         raise ApiError(Code.SESSION_NOT_FOUND, f"no session {session_id[:256]!r} is pinned", "session_id")
     return _pinned(session_id, 0)
 

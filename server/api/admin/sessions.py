@@ -15,7 +15,7 @@ from server.api.guard import listed_namespace, visible_namespace
 from server.api.sessions import MissBody, Refusal, SessionRecord, TurnRecord
 from server.api.wire import JsonBody, body_of
 from server.app.keys import KeyRing
-from server.engine.commands import ForgetSession
+from server.engine.commands import forget_session
 from server.engine.request import EngineStopped
 
 
@@ -93,7 +93,7 @@ async def delete_session(request: Request) -> Response:
             continue
         # A stopped engine holds no state.
         with contextlib.suppress(EngineStopped):
-            await engine.execute(ForgetSession(model.state_namespace(namespace), session_id))
+            await engine.execute(forget_session, model.state_namespace(namespace), session_id)
     context.pool.forget_session_of_unloaded(namespace, session_id)
     context.sessions.forget(namespace, session_id)
     context.conversations.forget(namespace, session_id)

@@ -29,7 +29,7 @@ from server.api.openai.types import ChatBody, GenerationBody, as_limit, read_par
 from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CostsAtEnd, costs_of
 from server.api.wire import JsonBody, Payload, body_of, sse_event
-from server.engine.commands import DescribeSlots, SlotState
+from server.engine.commands import describe_slots
 from server.engine.request import Delta, Finished, FinishReason, Started
 from server.pool.served import ServedModel, TokenReader
 
@@ -136,12 +136,15 @@ async def slots(request: Request) -> Response:
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
     engine = context.running_engine(model)
-    found: tuple[SlotState, ...] = await engine.execute(DescribeSlots())
-    if request.query_params.get("fail_on_no_slot") == "1" and all(slot.is_leased for slot in found):
+    found: list[bool] = await engine.execute(describe_slots)
+    if request.query_params.get("fail_on_no_slot") == "1" and all(found):
         raise retry_later(Code.NO_FREE_SLOT, "no slot is free", RETRY_SECONDS)
     size, drafts = model.context_tokens, engine.stats().drafts is not None
     return JsonBody(
-        [SlotBody(id=one.index, n_ctx=size, speculative=drafts, is_processing=one.is_leased) for one in found]
+        [
+            SlotBody(id=index, n_ctx=size, speculative=drafts, is_processing=is_leased)
+            for index, is_leased in enumerate(found)
+        ]
     )
 
 

@@ -33,7 +33,7 @@ from server.api.errors import ApiError, Code
 from server.api.params import GenerationParams, Incoming, build_request
 from server.api.wire import JsonBody, Payload, json_text, sse_comment, sse_event
 from server.app.config import ServerConfig
-from server.engine.commands import PinTurn
+from server.engine.commands import pin_turn
 from server.engine.request import Finished, OutOfMemory, Started
 from tests.server.api.test_live import until
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
@@ -290,8 +290,8 @@ def test_what_follows_an_answer_is_done_for_every_dialect() -> None:
     with client_of(engine, renderer) as client:
         client.post("/ask", json={"ask": "Hi"}, headers={"x-thread": "t-1"})
         assert [reply for reply, _ in renderer.replies] == ["".join(CALLING.texts)]
-        [hold] = engine.commands
-        assert isinstance(hold, PinTurn)
+        [(command, *_)] = engine.commands
+        assert command is pin_turn
         assert client.get("/v1/sessions").json()["data"][0]["id"] == "t-1"
         until(lambda: bool(engine.idle_requests))
     [ahead] = engine.idle_requests

@@ -25,7 +25,7 @@ from server.app.config import ServerConfig
 from server.app.service import open_renderer, open_service
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of
 from server.doctor.recorded import checkups_of, read_requests
-from server.engine.commands import ClearCache
+from server.engine.commands import clear_cache
 from server.engine.diagnosis import UNTOLD, Cause
 from server.engine.engine import Engine
 from server.pool.members import OpenedModel
@@ -315,7 +315,7 @@ def clear_unseen(served: Served, case: Case) -> None:
     """Drops the state as if memory had been short."""
     namespace = case.client.get("/v1/sessions", headers=case.headers).json()["data"][0]["namespace"]
     wait_for_idle_work(case)
-    portal_of(case).call(served.engine.execute, ClearCache(namespace))
+    portal_of(case).call(served.engine.execute, clear_cache, namespace)
 
 
 def wait_for_idle_work(case: Case) -> None:

@@ -13,7 +13,7 @@ from cache.disk.tier import DiskTier
 from cache.lease import Tier
 from cache.views import CacheView
 from server.engine import engine as engine_module
-from server.engine.commands import DescribeCache
+from server.engine.commands import describe_cache
 from server.engine.engine import Engine, EngineConfig
 from server.engine.request import Event, Finished, GenerationRequest, Started
 from tests.support.disk_driver import open_tier
@@ -148,7 +148,7 @@ def test_who_looks_at_the_cache_all_the_time_does_not_keep_it_off_the_disk(
     answer(engine, 1)
 
     async def look() -> int:
-        view: CacheView = await engine.execute(DescribeCache("", 0))
+        view: CacheView = await engine.execute(describe_cache, "", 0)
         await asyncio.sleep(0.02)
         return view.state.disk
 

@@ -451,7 +451,7 @@ def test_a_bug_while_a_request_is_cancelled_or_texts_are_taken_leaves_the_engine
         assert isinstance((await asyncio.wait_for(collect(generation), 120))[-1], Failed)
         with pytest.raises(StepFailed, match="a bug"):
             await asyncio.wait_for(served.engine.embed([np.array([1], np.int32)], Pooling.MEAN), 120)
-        await served.engine.execute(lambda worker: vars(worker).pop("_end_idle_work"))
+        await served.engine.execute(lambda worker: delattr(worker, "_end_idle_work"))
         assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 120))[-1], Finished)
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from cache.budget import PinLimit
 from cache.memory_tier import PinName
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import ReasoningFormat, Thinking
-from server.engine.commands import ClearCache, PinSession, UnpinSession
+from server.engine.commands import clear_cache, pin_session, unpin_session
 from server.engine.request import (
     Delta,
     Failed,
@@ -712,11 +713,11 @@ def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int, draft
             harness.worker.cancel(rng.choice(list(running)))
         if rng.random() < 0.2:
             label = rng.choice("ab")
-            command = PinSession("", label) if rng.random() < 0.5 else UnpinSession("", label)
+            command: Callable[..., object] = pin_session if rng.random() < 0.5 else unpin_session
             with contextlib.suppress(PinLimit):
-                command(harness.worker)
+                command(harness.worker, "", label)
         if rng.random() < 0.05:
-            ClearCache("")(harness.worker)
+            clear_cache(harness.worker, "")
         harness.prefix_cache.check()
         histories.append([*prompt, *reference(prompt, count)])
     harness.run()

@@ -16,7 +16,7 @@ from server.api.conversation import Conversation
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine import engine as engine_module
-from server.engine.commands import PinTurn
+from server.engine.commands import pin_turn
 from tests.models.prompt.test_chat_template import make_tokenizer
 from tests.server.api.test_live import raw_post, until
 from tests.support import tiny_models
@@ -218,7 +218,7 @@ def test_deleting_a_session_ends_its_pin(server: httpx.Client) -> None:
 class FullEngine(FakeEngine):
     """Refuses every further pin."""
 
-    async def execute(self, command: Any) -> Any:
+    async def execute(self, command: Any, *given: Any) -> Any:
         raise PinLimit(pinned_bytes=9_000_000, limit_bytes=8_000_000)
 
 
@@ -287,11 +287,12 @@ def test_a_turn_that_ends_in_tool_calls_is_held_and_no_other(
     client = TestClient(create_app(engine, fake_model(), ServerConfig()))
     body = {**CHAT, "tools": [TOOL], "stream": stream, "session_id": "s"}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
-    holds = [command for command in engine.commands if isinstance(command, PinTurn)]
+    holds = [given for command, *given in engine.commands if command is pin_turn]
     assert len(holds) == is_held
     if holds:
-        assert (holds[0].label, list(holds[0].reply)) == ("s", [0])
-        assert holds[0].prompt is engine.requests[0].tokens
+        _, label, prompt, reply = holds[0]
+        assert (label, list(reply)) == ("s", [0])
+        assert prompt is engine.requests[0].tokens
 
 
 @pytest.mark.parametrize("name", HISTORIES)

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.diagnosis.advice import advice
-from server.engine.commands import ForgetSession
+from server.engine.commands import forget_session
 from server.engine.diagnosis import Cause, Miss, MissReason
 from server.engine.request import FinishReason, StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -188,7 +188,7 @@ def test_a_deleted_session_is_forgotten_here_and_in_the_engine(client: TestClien
     ask(client, "s")
     deleted = client.delete("/v1/sessions/s")
     assert deleted.json() == {"id": "s", "object": "session.deleted", "deleted": True}
-    assert engine.commands == [ForgetSession("", "s")]
+    assert engine.commands == [(forget_session, "", "s")]
     assert client.delete("/v1/sessions/s").status_code == 404
     ask(client, "s")
     assert len(turns(client)) == 1

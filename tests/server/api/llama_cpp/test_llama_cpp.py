@@ -11,7 +11,6 @@ from starlette.testclient import TestClient
 from models.inference.sampling_params import SamplingParams
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.engine.commands import SlotState
 from server.engine.request import FinishReason
 from server.pool.served import ModelFacts
 from tests.server.api.test_live import Live, raw_request, serving, until, user
@@ -26,9 +25,9 @@ class SlotEngine(FakeEngine):
 
     busy: frozenset[int] = frozenset()
 
-    async def execute(self, command: Callable[[Any], Any]) -> Any:
-        await super().execute(command)
-        return tuple(SlotState(index, index in self.busy) for index in range(2))
+    async def execute(self, command: Callable[..., Any], *given: Any) -> Any:
+        await super().execute(command, *given)
+        return [index in self.busy for index in range(2)]
 
 
 @pytest.fixture
