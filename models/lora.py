@@ -17,6 +17,7 @@ from mlx.nn.layers.base import Module
 
 from cache.types import LayerCache
 from models.adapter import NO_ADAPTER, Adapter
+from models.inference.groups import BatchRow
 from models.inference.ragged import RaggedBatch, ragged_attention
 from models.mlx_lm_import import make_prompt_cache
 
@@ -199,7 +200,8 @@ def _alone(model: Any, adapters: AdapterSet, adapter: int, tokens: Any) -> Any:
 
 def _together(model: Any, adapters: AdapterSet, rows: Sequence[int], tokens: Any) -> tuple[Any, float]:
     """Logits `[num_rows, steps, vocab_size]`, and their precision."""
-    batch = RaggedBatch([_prefilled(model, adapters, index, row) for index, row in zip(rows, tokens, strict=True)])
+    pairs = zip(rows, tokens, strict=True)
+    batch = RaggedBatch([BatchRow(_prefilled(model, adapters, index, row)) for index, row in pairs])
     found = []
     for step in range(_STEPS):
         fed = mx.array(tokens[:, _PROMPT_TOKENS + step, None].astype(np.int32))

@@ -18,8 +18,8 @@ from mlx.nn.layers.base import Module
 from cache.layers.layout import leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
-from models.inference.feeds import padded, unchanged
-from models.inference.ragged import RaggedLayer, ragged_attention
+from models.inference.feeds import unchanged
+from models.inference.ragged import Padding, RaggedLayer, ragged_attention
 from models.loader import DraftModel, LoadedModel
 from models.mlx_lm_import import ArraysCache, RotatingKVCache, make_prompt_cache
 from models.mtp import MtpModule, language_model
@@ -141,7 +141,7 @@ class Drafter(ABC):
         count: Callable[[], None] = lambda: None,
     ) -> mx.array:
         found, lengths, fed = list[mx.array](), [len(tokens) for tokens in known], first
-        places = mx.array(padded(lengths)[0])
+        places = Padding.of(tuple(lengths)).places
         tokens, hidden = mx.array([*itertools.chain(*known)])[places], before[places]
         for _ in range(num_tokens):
             logits, hidden = self._predict(tokens, hidden, fed, lengths)

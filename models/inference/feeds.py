@@ -10,12 +10,12 @@ replaces: MLX would copy a buffer that grows in place. Worker thread only.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise, product
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -30,8 +30,6 @@ MAX_FEED_TOKENS = 33
 
 NO_DRAFT = Draft((), (), ())
 
-_Value = TypeVar("_Value")
-
 
 @dataclass(eq=False)
 class Feeds:
@@ -41,35 +39,31 @@ class Feeds:
     """Of each row, one at least."""
     drafts: Sequence[Draft]
     """Of each row."""
-    rewinds: dict[int, "Rewind"] = field(default_factory=dict)
-    """By the index of a row with a draft, until the step is settled."""
 
     @classmethod
     def of(cls, known: Sequence[Sequence[int]], drafts: Sequence[Draft]) -> "Feeds | None":
         """None where no feed has more than one token; `drafts` may be empty."""
         feeds = cls(known, drafts or [NO_DRAFT] * len(known))
         assert len(feeds.drafts) == len(known), "a step has a draft for each row, or none at all"
-        if max(feeds.lengths, default=1) == 1:
+        if all(len(places) <= 1 for places in feeds.places):
             return None
         assert all(known), "a row without a known token cannot be fed beside several of another row"
         return feeds
 
     @cached_property
-    def lengths(self) -> list[int]:
+    def tokens(self) -> list[list[int]]:
         """Of each row."""
-        return [len(known) + len(draft.tokens) for known, draft in zip(self.known, self.drafts, strict=True)]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Of all rows."""
-        feeds = zip(self.known, self.drafts, strict=True)
-        return [token for known, draft in feeds for token in (*known, *draft.tokens)]
+        return [[*known, *draft.tokens] for known, draft in zip(self.known, self.drafts, strict=True)]
 
     @cached_property
     def places(self) -> list[range]:
-        """Of each row's tokens."""
-        stops = accumulate(self.lengths)
-        return [range(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True)]
+        """Of each row's tokens in the line."""
+        return _ranges(map(len, self.tokens))
+
+    @cached_property
+    def samples(self) -> list[range]:
+        """Of each row's samples in their line: behind its last known token and each of its draft."""
+        return _ranges(len(draft.tokens) + 1 for draft in self.drafts)
 
     @property
     def sampled_places(self) -> list[int]:
@@ -77,38 +71,11 @@ class Feeds:
         feeds = zip(self.places, self.known, strict=True)
         return [place for places, known in feeds for place in places[len(known) - 1 :]]
 
-    def by_row(self, samples: Sequence[_Value]) -> list[list[_Value]]:
-        """Of each row, from all in a line."""
-        found = iter(samples)
-        return [[next(found) for _ in range(len(draft.tokens) + 1)] for draft in self.drafts]
 
-    def first_sample(self, index: int) -> int:
-        """The place of a row's first sample among all."""
-        return sum(len(draft.tokens) + 1 for draft in self.drafts[:index])
-
-    def hold(self, index: int, caches: Sequence[LayerCache]) -> None:
-        """Before a call with a row's own caches."""
-        if self.drafts[index].tokens:
-            self.rewinds[index] = Rewind(caches)
-
-    def settle(self, accepted: Sequence[int]) -> list[int]:
-        """Takes all but the first `accepted` tokens of each draft out of the caches.
-
-        Returns how many of each feed stay, maybe none.
-        """
-        kept = [len(known) + count for known, count in zip(self.known, accepted, strict=True)]
-        rewinds, self.rewinds = self.rewinds, {}
-        for index, rewind in rewinds.items():
-            kept[index] = rewind.keep(kept[index], self.lengths[index])
-        return kept
-
-
-def padded(lengths: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-    """Rows of one length, as places in a line of feeds, the last one repeated; where they hold the line's tokens."""
-    longest, stops = max(lengths), list(accumulate(lengths))
-    rows = zip(lengths, stops, strict=True)
-    places = [[min(stop - length + at, stop - 1) for at in range(longest)] for length, stop in rows]
-    return places, [row * longest + at for row, length in enumerate(lengths) for at in range(length)]
+def _ranges(lengths: Iterable[int]) -> list[range]:
+    """Of parts so long, one behind the other."""
+    stops = [0, *accumulate(lengths)]
+    return [range(start, stop) for start, stop in pairwise(stops)]
 
 
 # ------------------------------------------------------------------------------------------------- layer caches
@@ -128,29 +95,30 @@ def _can_rewind(cache: LayerCache) -> bool:
 class Rewind:
     """Takes the last tokens of a call out of one row's own layer caches. Made before the call."""
 
-    def __init__(self, caches: Sequence[LayerCache]) -> None:
+    def __init__(self, caches: Sequence[LayerCache], num_fed: int) -> None:
+        self._num_fed = num_fed
         self._leaves = [tail_of(cache) for cache in leaves_of(caches)]
         self._before = [_replaced(cache) for cache in self._leaves]
         self._keeps_none = any(isinstance(cache, ArraysCache) for cache in self._leaves)
 
-    def keep(self, num_kept: int, num_fed: int) -> int:
-        """Leaves the first `num_kept` of `num_fed` tokens, or none; returns how many."""
-        if num_kept == num_fed:
+    def keep(self, num_kept: int) -> int:
+        """Leaves the first `num_kept` of the call's tokens, or none; returns how many."""
+        if num_kept == self._num_fed:
             return num_kept
         if self._keeps_none:
-            self.undo(num_fed)
+            self.undo()
             return 0
         for cache in self._leaves:
-            forget_last(cache, num_fed - num_kept)
+            forget_last(cache, self._num_fed - num_kept)
         return num_kept
 
-    def undo(self, num_fed: int) -> None:
+    def undo(self) -> None:
         """Puts the caches back to before the call."""
         for cache, before in zip(self._leaves, self._before, strict=True):
             if before:
                 vars(cache).update(before)
             else:
-                forget_last(cache, num_fed)
+                forget_last(cache, self._num_fed)
 
 
 def _replaced(cache: LayerCache) -> dict[str, Any]:
@@ -230,8 +198,8 @@ def measure_step_seconds(
 
 
 def _seconds_of(model: Any, tokens: mx.array, caches: Sequence[LayerCache]) -> float:
-    rewind, begun = Rewind(caches), time.perf_counter()
+    rewind, begun = Rewind(caches, tokens.size), time.perf_counter()
     mx.eval(model(tokens, cache=caches))
     seconds = time.perf_counter() - begun
-    rewind.undo(tokens.size)
+    rewind.undo()
     return seconds

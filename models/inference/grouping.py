@@ -7,6 +7,7 @@ tokens: one is the time to read one token's keys and values in all layers.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 GROWTH_TOKENS = 128
 """Spare tokens of a new buffer: copying a group anew costs each step one part in 64."""
@@ -52,9 +53,8 @@ def capacity_for(rows: Sequence[Row]) -> int:
     return max(needed, min(needed + GROWTH_TOKENS, max(row.reserved_tokens for row in rows)))
 
 
-def room_for(num_rows: int) -> int:
-    """Rows of a new buffer: some may join."""
-    return 1 << (num_rows - 1).bit_length()
+_Members: TypeAlias = list[list[int]]
+"""Rows that are to share, by place; those of one group each."""
 
 
 def plan(rows: Sequence[Row], groups: Sequence[Buffer], *, member_tokens: float, spare_tokens: float) -> list[Wanted]:
@@ -62,83 +62,65 @@ def plan(rows: Sequence[Row], groups: Sequence[Buffer], *, member_tokens: float,
 
     `member_tokens` is the cost of a member. Groups hold at most `spare_tokens` more than their rows reserved.
     """
-    now = _Arrangement(rows, groups, [_members(rows, index) for index in range(len(groups))], member_tokens)
-    options = [now, now.with_members([]), now.with_joins(), *now.cheaper()]
-    fitting = [option for option in options if option.extra_tokens <= max(0, spare_tokens)]
-    return max(fitting, key=lambda option: option.gain_over(now)).wanted
+    planner = _Planner(rows, groups, member_tokens)
+    held = [[place for place, row in enumerate(rows) if row.group == index] for index in range(len(groups))]
+    now = [member for member in held if len(member) > 1]
+    options = [planner.place(now), [], planner.place(planner.with_joins(now)), *planner.cheaper()]
+    fitting = [option for option in options if planner.extra_tokens(option) <= max(0, spare_tokens)]
+    return min(fitting, key=planner.total_cost)
 
 
-def _members(rows: Sequence[Row], group: int) -> list[int]:
-    return [place for place, row in enumerate(rows) if row.group == group]
+@dataclass(frozen=True)
+class _Planner:
+    """Compares arrangements; a group of one row is none."""
 
+    rows: Sequence[Row]
+    groups: Sequence[Buffer]
+    member_tokens: float
 
-class _Arrangement:
-    """All groups that would be; a group of one row is none."""
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        groups: Sequence[Buffer],
-        members: Sequence[Sequence[int]],
-        member_tokens: float,
-        *,
-        has_room: bool = True,
-    ) -> None:
-        self._rows = rows
-        self._groups = groups
-        self._members = [list(member) for member in members if len(member) > 1]
-        self._member_tokens = member_tokens
-        self._has_room = has_room
-        self.wanted = list(self._place())
-
-    def _place(self) -> Iterator[Wanted]:
-        free = set(range(len(self._groups)))
-        for member in sorted(self._members, key=len, reverse=True):
-            held = {group: self._tokens_in(member, group) for group in free if self._fits(member, group)}
-            kept = max(held, key=lambda group: held[group], default=None)
-            if kept is not None and held[kept]:
-                free.remove(kept)
-                yield Wanted(tuple(member), self._groups[kept], kept)
+    def place(self, members: _Members, *, has_room: bool = True) -> list[Wanted]:
+        """A group for each member: an existing one that holds some of it, else a new one, perhaps with spare room."""
+        free, wanted = set(range(len(self.groups))), list[Wanted]()
+        for member in sorted((one for one in members if len(one) > 1), key=len, reverse=True):
+            rows = [self.rows[place] for place in member]
+            held = {group: sum(row.tokens for row in rows if row.group == group) for group in free}
+            fitting = [group for group in free if held[group] and _fits(rows, self.groups[group])]
+            kept = max(fitting, key=lambda group: held[group], default=None)
+            if kept is None:
+                room = 1 << (len(rows) - 1).bit_length() if has_room else len(rows)
+                wanted.append(Wanted(tuple(member), Buffer(room, capacity_for(rows))))
             else:
-                rows = [self._rows[place] for place in member]
-                room = room_for(len(rows)) if self._has_room else len(rows)
-                yield Wanted(tuple(member), Buffer(room, capacity_for(rows)))
+                free.remove(kept)
+                wanted.append(Wanted(tuple(member), self.groups[kept], kept))
+        return wanted
 
-    def _tokens_in(self, member: Sequence[int], group: int) -> int:
-        return sum(self._rows[place].tokens for place in member if self._rows[place].group == group)
-
-    def _fits(self, member: Sequence[int], group: int) -> bool:
-        buffer, longest = self._groups[group], max(self._rows[place].tokens for place in member)
-        return len(member) <= buffer.room and longest < buffer.capacity
-
-    def with_joins(self) -> "_Arrangement":
-        members = [list(member) for member in self._members]
-        grouped = {place for member in members for place in member}
+    def with_joins(self, now: _Members) -> _Members:
+        """Rows that are alone join where that is cheaper."""
+        members, grouped = [list(member) for member in now], {place for member in now for place in member}
         for place in self._sorted_places():
             if place not in grouped and members:
-                added = {index: self._cost_of([*m, place]) - self._cost_of(m) for index, m in enumerate(members)}
-                best = min(added, key=lambda index: added[index])
-                if added[best] < self._cost_of([place]):
-                    members[best].append(place)
-        return self.with_members(members)
+                added = [self._cost_of([*member, place]) - self._cost_of(member) for member in members]
+                if min(added) < self._cost_of([place]):
+                    members[added.index(min(added))].append(place)
+        return members
 
-    def cheaper(self) -> Iterator["_Arrangement"]:
+    def cheaper(self) -> Iterator[list[Wanted]]:
         """The cheapest arrangement, then some that need less memory."""
         limit = float("inf")
         while limit >= 1:
             members = self._cheapest_members(limit)
-            yield self.with_members(members)
-            yield self.with_members(members, has_room=False)
+            yield self.place(members)
+            yield self.place(members, has_room=False)
             limit = min(limit, max(map(self._padding, members), default=0)) / 2
 
     def _padding(self, member: Sequence[int]) -> int:
-        lengths = [self._rows[place].tokens for place in member]
+        lengths = [self.rows[place].tokens for place in member]
         return max(lengths) * len(lengths) - sum(lengths)
 
-    def _cheapest_members(self, most_padding: float) -> list[list[int]]:
+    def _cheapest_members(self, most_padding: float) -> _Members:
         """Neighbours by length share: dynamic programming over where a member stops."""
         order = self._sorted_places()
-        best: list[tuple[float, int]] = [(0.0, 0)]
+        best: list[tuple[float, _Members]] = [(0.0, [])]
         for stop in range(1, len(order) + 1):
             options = []
             for start in range(stop - 1, -1, -1):
@@ -146,48 +128,34 @@ class _Arrangement:
                 if start < stop - 1 and self._padding(member) > most_padding:
                     break
                 options.append((best[start][0] + self._cost_of(member), start))
-            best.append(min(options))
-        members, stop = [], len(order)
-        while stop:
-            start = best[stop][1]
-            members.append(order[start:stop])
-            stop = start
-        return members
+            cost, start = min(options)
+            best.append((cost, [order[start:stop], *best[start][1]]))
+        return best[-1][1]
 
     def _sorted_places(self) -> list[int]:
-        places = [place for place, row in enumerate(self._rows) if row.can_share]
-        return sorted(places, key=lambda place: self._rows[place].tokens)
+        places = [place for place, row in enumerate(self.rows) if row.can_share]
+        return sorted(places, key=lambda place: self.rows[place].tokens)
 
     def _cost_of(self, member: Sequence[int]) -> float:
-        return self._member_tokens + len(member) * max(self._rows[place].tokens for place in member)
+        return self.member_tokens + len(member) * max(self.rows[place].tokens for place in member)
 
-    def with_members(self, members: Sequence[Sequence[int]], *, has_room: bool = True) -> "_Arrangement":
-        """Without `has_room` new groups have no room for more rows."""
-        return _Arrangement(self._rows, self._groups, members, self._member_tokens, has_room=has_room)
-
-    @property
-    def extra_tokens(self) -> float:
+    def extra_tokens(self, wanted: Sequence[Wanted]) -> int:
         """Tokens that the groups' buffers hold beyond what their rows reserved."""
-        held = sum(one.buffer.room * one.buffer.capacity for one in self.wanted)
-        return held - sum(self._rows[place].reserved_tokens for one in self.wanted for place in one.rows)
+        held = sum(one.buffer.room * one.buffer.capacity for one in wanted)
+        return held - sum(self.rows[place].reserved_tokens for one in wanted for place in one.rows)
 
-    def gain_over(self, now: "_Arrangement") -> float:
-        """Tokens not read while the arrangement lasts, less those copied to make it."""
-        return EXPECTED_STEPS * (now._cost - self._cost) - COPY_TOKENS * self._copied_tokens
+    def total_cost(self, wanted: Sequence[Wanted]) -> float:
+        """Of the steps that an arrangement lasts, and of the copies that make it."""
+        kept = {place: one.kept for one in wanted for place in one.rows}
+        alone = [[place] for place in range(len(self.rows)) if place not in kept]
+        copied = 0
+        for place, row in enumerate(self.rows):
+            # Rows that join are copied; so is the row that fills a leaver's place.
+            stays = row.group is not None and kept.get(place) == row.group
+            copied += row.tokens * ((place in kept and not stays) + 2 * (row.group is not None and not stays))
+        step = sum(self._cost_of(member) for member in (*(one.rows for one in wanted), *alone))
+        return EXPECTED_STEPS * step + COPY_TOKENS * copied
 
-    @property
-    def _cost(self) -> float:
-        grouped = {place for member in self._members for place in member}
-        alone = [[place] for place in range(len(self._rows)) if place not in grouped]
-        return sum(self._cost_of(member) for member in (*self._members, *alone))
 
-    @property
-    def _copied_tokens(self) -> int:
-        """Rows that join are copied; so is the row that fills a leaver's place."""
-        kept = {place: one.kept for one in self.wanted for place in one.rows}
-        total = 0
-        for place, row in enumerate(self._rows):
-            stays = place in kept and row.group is not None and kept[place] == row.group
-            joins, leaves = place in kept and not stays, row.group is not None and not stays
-            total += row.tokens * (joins + 2 * leaves)
-        return total
+def _fits(rows: Sequence[Row], buffer: Buffer) -> bool:
+    return len(rows) <= buffer.room and max(row.tokens for row in rows) < buffer.capacity

@@ -13,6 +13,7 @@ own buffers are to have. Worker thread only.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from operator import sub
 from typing import Any, NamedTuple, cast
@@ -25,6 +26,27 @@ from models.inference.grouping import Buffer, Row, capacity_for
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 
 
+@dataclass(eq=False)
+class BatchRow:
+    """A sequence while it decodes; by itself it is a member of a batch with one row."""
+
+    caches: list[LayerCache]
+    _: KW_ONLY
+    is_lost: bool = False
+    """An error has lost its state."""
+    group: "Group | None" = None
+    """Whose buffers hold its span and window rows."""
+
+    @property
+    def head(self) -> LayerCache | None:
+        """What names its head, if it has one."""
+        return head_of(self.caches)
+
+    @property
+    def rows(self) -> "list[BatchRow]":
+        return [self]
+
+
 def length_of(caches: Sequence[LayerCache]) -> int:
     """Tokens in a row's caches; 0 if none of them can be in a group."""
     return max((int(cache.offset) for cache in leaves_of(caches) if _can_share(cache)), default=0)
@@ -33,21 +55,21 @@ def length_of(caches: Sequence[LayerCache]) -> int:
 def reserved_tokens_of(caches: Sequence[LayerCache]) -> int:
     """Tokens that fit a row's own span buffers, at least those that it has; without those of its head."""
     leaves = leaves_of(caches)
-    start = head_length(leaves)
-    return max((_own_capacity(cache, start) for cache in leaves if _can_share(cache)), default=0)
+    spans = [tail_of(leaf) for leaf in leaves if type(leaf) in (KVCache, HeadedKVCache)]
+    reserved = [int(span.step if span.keys is None else span.keys.shape[2]) for span in spans]
+    return max([length_of(caches) - head_length(leaves), *reserved])
 
 
 def is_fresh(caches: Sequence[LayerCache]) -> bool:
     """Whether a row may be in a group once it has a token."""
-    sharing = [cache for cache in leaves_of(caches) if _can_share(cache)]
-    return bool(sharing) and all(cache.offset == 0 for cache in sharing)
+    return length_of(caches) == 0 and any(map(_can_share, leaves_of(caches)))
 
 
 def bytes_per_token(caches: Sequence[LayerCache]) -> int:
     """Of keys and values; an upper bound beyond a window."""
     rows = [tail_of(cache) for cache in leaves_of(caches) if _can_share(cache)]
-    rows = [cache for cache in rows if cache.keys is not None]
-    return sum(array.nbytes // array.shape[2] for cache in rows for array in (cache.keys, cache.values))
+    held = [array for cache in rows if cache.keys is not None for array in (cache.keys, cache.values)]
+    return sum(array.nbytes // array.shape[2] for array in held)
 
 
 def used_leaves(caches: Sequence[LayerCache]) -> tuple[int, ...] | None:
@@ -64,54 +86,31 @@ def _can_share(cache: LayerCache) -> bool:
     return type(cache) in (KVCache, HeadedKVCache) or (type(cache) is RotatingKVCache and cache.keep == 0)
 
 
-def _own_capacity(cache: LayerCache, start: int) -> int:
-    if isinstance(cache, RotatingKVCache):
-        return int(cache.offset) - start
-    cache = tail_of(cache)
-    return max(int(cache.step if cache.keys is None else cache.keys.shape[2]), int(cache.offset))
-
-
 class Folding(NamedTuple):
     """Tokens of rows that feed equally many in one step: a row alone, or neighbours in a group.
 
     *Flat*: a row per token, `[num_tokens, num_heads, 1, width]`. *Folded*: `[num_rows, num_heads, length, width]`.
-    *Padded*: as folded, but `padded_length` long.
     """
 
     length: int
     rows: slice | None
     """In the group; None for a row alone."""
     num_rows: int = 1
-    padded_length: int | None = None
-    """None where the model sees flat arrays."""
 
-    def fold(self, seen: mx.array) -> mx.array:
-        """A flat or padded array as a folded one."""
-        if self.padded_length is not None:
-            return seen[:, :, : self.length]
+    def fold(self, flat: mx.array) -> mx.array:
+        """A flat array as a folded one."""
         if self.length == 1:
-            return seen
-        return seen.reshape(self.num_rows, self.length, seen.shape[1], -1).swapaxes(1, 2)
+            return flat
+        return flat.reshape(self.num_rows, self.length, flat.shape[1], -1).swapaxes(1, 2)
 
-    def unfold(self, folded: mx.array) -> mx.array:
+    def flatten(self, folded: mx.array) -> mx.array:
         """The reverse of `fold`."""
-        if self.padded_length is not None:
-            return mx.pad(folded, [(0, 0), (0, 0), (0, self.padded_length - self.length), (0, 0)])
-        return self.flat(folded)
-
-    def flat(self, folded: mx.array) -> mx.array:
-        """A folded array as a flat one."""
         if self.length == 1:
             return folded
         return folded.swapaxes(1, 2).reshape(-1, folded.shape[1], 1, folded.shape[3])
 
-    @property
-    def num_seen(self) -> int:
-        """Flat or padded rows."""
-        return self.num_rows * (self.length if self.padded_length is None else 1)
-
     def part(self, rows: mx.array) -> mx.array:
-        """The folded rows of all rows of the group."""
+        """What a group's rows hold, for those of the folding."""
         return rows if self.rows is None else rows[self.rows]
 
     def mask_of(self, mask: Any) -> Any:
@@ -119,15 +118,15 @@ class Folding(NamedTuple):
         return mask if self.rows is None or mask is None else mask[self.rows, :, : self.length]
 
 
-def foldings_of(lengths: Sequence[int], padded_length: int | None) -> list[Folding]:
+def foldings_of(lengths: Sequence[int]) -> list[Folding]:
     """Of a member whose rows feed `lengths` tokens; several rows are a group."""
     if len(lengths) == 1:
-        return [Folding(lengths[0], None, padded_length=padded_length)]
+        return [Folding(lengths[0], None)]
     # Rows of different lengths are not padded: attention over many keys costs by query.
     found, first = list[Folding](), 0
     for length, rows in groupby(lengths):
         num_rows = len(list(rows))
-        found.append(Folding(length, slice(first, first + num_rows), num_rows, padded_length))
+        found.append(Folding(length, slice(first, first + num_rows), num_rows))
         first += num_rows
     return found
 
@@ -212,8 +211,7 @@ class GroupLayer:
 
     def own_bytes(self, index: int, cache: LayerCache) -> int:
         """Bytes that row `index` would have in buffers of its own."""
-        num_held, room = self._own_tokens(index, tail_of(cache)), self.keys.shape[0]
-        return num_held * (self.num_bytes // (room * self.capacity))
+        return self._own_tokens(index, tail_of(cache)) * (self.num_bytes // (self.keys.shape[0] * self.capacity))
 
     def _own_tokens(self, index: int, own: LayerCache) -> int:
         offset = self._clock.offsets[index] - self._start
@@ -364,96 +362,83 @@ def _copied(rows: mx.array, index: int, num_tokens: int) -> mx.array:
 
 
 class Group:
-    """Rows that decode as one member, each named by its layer caches."""
+    """Rows that decode as one member of a batch."""
 
-    def __init__(self, like: Sequence[LayerCache], buffer: Buffer, slack: int = 0) -> None:
+    def __init__(self, like: BatchRow, buffer: Buffer, slack: int = 0) -> None:
         """Empty. Rows may feed `slack + 1` tokens in a step."""
-        used, all_leaves = used_leaves(like), leaves_of(like)
+        used, leaves = used_leaves(like.caches), leaves_of(like.caches)
         assert used is not None, "a row that must stay alone was put into a group"
-        self.head, self._start = head_of(like), head_length(all_leaves)
-        self.room, self.capacity = buffer.room, buffer.capacity
-        self.rows: list[Sequence[LayerCache]] = []
+        self.head, self._start = like.head, head_length(leaves)
+        self.buffer = buffer
+        self.rows: list[BatchRow] = []
         self.clock = Clock()
-        self._layers = {
-            index: GroupLayer(all_leaves[index], self.clock, buffer, self._start, slack) for index in used
-        }
-
-    def layer(self, leaf: int) -> GroupLayer | None:
-        """The group's layer for a leaf; None if the model leaves it unused."""
-        return self._layers.get(leaf)
-
-    @property
-    def buffer(self) -> Buffer:
-        return Buffer(self.room, self.capacity)
+        self.layers = {index: GroupLayer(leaves[index], self.clock, buffer, self._start, slack) for index in used}
+        """By leaf, without those that the model leaves unused."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self._layers.values())
+        return sum(layer.num_bytes for layer in self.layers.values())
 
     @property
-    def extra_tokens(self) -> int:
-        """Tokens that the buffers hold beyond what the rows reserved."""
-        return self.room * self.capacity - sum(reserved_tokens_of(row) for row in self.rows)
+    def num_places(self) -> int:
+        """Tokens that fit the buffers."""
+        return self.buffer.room * self.buffer.capacity
 
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_bytes // (self.room * self.capacity)
+    def own_bytes_of(self, row: BatchRow) -> int:
+        """Bytes that a row's own buffers would have."""
+        index, leaves = self.rows.index(row), leaves_of(row.caches)
+        return sum(layer.own_bytes(index, leaves[leaf]) for leaf, layer in self.layers.items())
 
-    def index_of(self, caches: Sequence[LayerCache]) -> int | None:
-        """A row's place, if it is in the group."""
-        return next((index for index, row in enumerate(self.rows) if row is caches), None)
-
-    def own_bytes_of(self, caches: Sequence[LayerCache]) -> int:
-        """Bytes that a row's own buffers would have; 0 for a row of no place here."""
-        if (index := self.index_of(caches)) is None:
-            return 0
-        held = leaves_of(caches)
-        return sum(layer.own_bytes(index, held[leaf]) for leaf, layer in self._layers.items())
-
-    def describe(self, index: int, group: int | None = None) -> Row:
+    def describe(self, row: BatchRow, group: int | None = None) -> Row:
         """A row as `grouping.py` knows it."""
-        return Row(self.clock.lasts[index] - self._start, reserved_tokens_of(self.rows[index]), group)
+        last = self.clock.lasts[self.rows.index(row)]
+        return Row(last - self._start, reserved_tokens_of(row.caches), group)
 
-    def join(self, rows: Sequence[Sequence[LayerCache]]) -> None:
+    def join(self, rows: Sequence[BatchRow]) -> None:
         """Moves rows into the group, one layer after another: the extra memory is one layer's."""
-        offsets = [length_of(row) for row in rows]
-        for leaf, layer in self._layers.items():
+        offsets = [length_of(row.caches) for row in rows]
+        for leaf, layer in self.layers.items():
             for index, row in enumerate(rows, start=len(self.rows)):
-                layer.take(leaves_of(row)[leaf], index)
+                layer.take(leaves_of(row.caches)[leaf], index)
         self.rows += rows
         self.clock.set([*self.clock.offsets, *offsets])
+        for row in rows:
+            row.group = self
 
-    def leave(self, index: int, *, keeps_state: bool = True) -> None:
+    def leave(self, row: BatchRow, *, keeps_state: bool = True) -> None:
         """Gives a row its state back, unless nobody wants it; the last row takes its place."""
-        last = len(self.rows) - 1
-        for leaf, layer in self._layers.items():
+        index, last = self.rows.index(row), len(self.rows) - 1
+        for leaf, layer in self.layers.items():
             if keeps_state:
-                layer.give(leaves_of(self.rows[index])[leaf], index)
+                layer.give(leaves_of(row.caches)[leaf], index)
             if index != last:
                 layer.move(last, index)
         offsets = self.clock.offsets
         self.rows[index], offsets[index] = self.rows[last], offsets[last]
         self.rows.pop()
         self.clock.set(offsets[:-1])
+        row.group = None
 
     def dissolve(self) -> None:
         """Gives all rows their state back and frees the buffers, layer by layer."""
-        for leaf in list(self._layers):
-            layer = self._layers.pop(leaf)
+        for leaf in list(self.layers):
+            layer = self.layers.pop(leaf)
             for index, row in enumerate(self.rows):
-                layer.give(leaves_of(row)[leaf], index)
+                layer.give(leaves_of(row.caches)[leaf], index)
             del layer.keys, layer.values  # the latest step refers to the layer
+        for row in self.rows:
+            row.group = None
         self.rows = []
         self.clock.set([])
 
     def make_room(self) -> bool:
         """Whether buffers had to grow for the next tokens."""
-        if not self.rows or max(self.clock.lasts) - self._start < self.capacity:
+        if not self.rows or max(self.clock.lasts) - self._start < self.buffer.capacity:
             return False
         for index, row in enumerate(self.rows):
-            for leaf, layer in self._layers.items():
-                layer.extend_own(index, leaves_of(row)[leaf])
-        self.capacity = capacity_for([self.describe(index) for index in range(len(self.rows))])
-        for layer in self._layers.values():
-            layer.grow(self.capacity)
+            for leaf, layer in self.layers.items():
+                layer.extend_own(index, leaves_of(row.caches)[leaf])
+        self.buffer = Buffer(self.buffer.room, capacity_for([self.describe(row) for row in self.rows]))
+        for layer in self.layers.values():
+            layer.grow(self.buffer.capacity)
         return True

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
@@ -31,11 +32,11 @@ from numpy.typing import NDArray
 from cache.layers.layout import leaves_of, split_at_head, tail_of
 from cache.layers.state import arrays_in
 from cache.types import LayerCache
-from models.inference.batch import DecodeBatch, TrialRow
-from models.inference.feeds import Rewind, copied_state, find_fixed, padded
+from models.inference.batch import DecodeBatch
+from models.inference.feeds import Rewind, copied_state, find_fixed
 from models.inference.grouping import Buffer, Row, Wanted, capacity_for
-from models.inference.groups import bytes_per_token, used_leaves
-from models.inference.ragged import NotRagged, RaggedBatch, has_recurrent, ragged_attention
+from models.inference.groups import BatchRow, bytes_per_token, used_leaves
+from models.inference.ragged import NotRagged, RaggedBatch, inputs_of, ragged_attention
 from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 logger = logging.getLogger(__name__)
@@ -380,10 +381,11 @@ class _Evaluator:
             pace = f"at {self._token_seconds:.2g} s per token"
             raise NotProven(f"that takes {needed:.0f} s, {pace}, more than {self._max_seconds:.0f} s")
 
-    def __call__(self, tokens: list[list[int]], caches: Sequence[LayerCache]) -> mx.array:
+    def __call__(self, tokens: list[list[int]] | mx.array, caches: Sequence[LayerCache]) -> mx.array:
         """Evaluated logits `[num_rows, num_tokens, vocab_size]`."""
-        self.require(len(tokens) * len(tokens[0]))
-        logits: mx.array = self._model(mx.array(tokens), cache=caches)
+        tokens = mx.array(tokens)
+        self.require(tokens.size)
+        logits: mx.array = self._model(tokens, cache=caches)
         mx.eval(logits)
         return logits
 
@@ -458,14 +460,14 @@ class _Rows:
             for num_fed, num_kept in (step[row] for step in self._steps):
                 fed = [*known, *self._feed(row, len(logits), num_fed, num_kept)]
                 kept = fed[: len(known) + num_kept]
-                rewind = Rewind(caches)
+                rewind = Rewind(caches, len(fed))
                 logits += list(self._evaluate([fed], caches)[0, len(known) : len(kept)])
-                known = kept[rewind.keep(len(kept), len(fed)) :]
+                known = kept[rewind.keep(len(kept)) :]
             trace |= _observe(row, caches, logits)
         return trace
 
     def together(self, trial: _Trial) -> _Trace:
-        rows, head = {row: TrialRow(self.make(row)) for row in self._tokens}, self._evaluate.make_caches()
+        rows, head = {row: BatchRow(self.make(row)) for row in self._tokens}, self._evaluate.make_caches()
         for row in trial.on_head:
             # The first row moves what both begin with into `head`.
             split_at_head(rows[row].caches, head, self._head_tokens)
@@ -484,21 +486,19 @@ class _Rows:
             with ragged_attention():
                 found = iter(self._evaluate_feeds([fed[row] for row in order], layers))
             batch.advance()
-            held = batch.settle([*map(len, kept.values())])
-            for row, num_held in zip(order, held, strict=True):
+            stays = {rows[row]: len(kept[row]) for row in order}
+            batch.settle(stays)
+            for row in order:
                 logits[row] += [next(found) for _ in fed[row]][len(known[row]) : len(kept[row])]
-                known[row] = kept[row][num_held:]
+                known[row] = kept[row][stays[rows[row]] :]
         batch.dissolve()
         return {key: value for row in rows for key, value in _observe(row, rows[row].caches, logits[row]).items()}
 
     def _evaluate_feeds(self, feeds: Sequence[Sequence[int]], layers: Sequence[LayerCache]) -> mx.array:
         """Logits of all tokens in one line."""
-        line = [token for tokens in feeds for token in tokens]
-        if not has_recurrent(layers):
-            return self._evaluate([[token] for token in line], layers)[:, -1]
-        places, seen = padded([len(tokens) for tokens in feeds])
-        logits = self._evaluate([[line[place] for place in row] for row in places], layers)
-        return logits.flatten(0, 1)[mx.array(seen)]
+        inputs, seen = inputs_of(mx.array([*chain(*feeds)]), [*map(len, feeds)], layers)
+        logits = self._evaluate(inputs, layers).flatten(0, 1)
+        return logits if seen is None else logits[seen]
 
     def _feed(self, row: int, start: int, num_fed: int, num_kept: int) -> list[int]:
         return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]
@@ -553,7 +553,9 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 
 def _find_faults(evaluate: _Evaluator, unwanted: dict[Form, str]) -> dict[Form, str]:
     """Why forms are refused; where time is short, groups are refused untried."""
-    RaggedBatch([evaluate.make_caches()] * 2)  # raises for a class without ragged form, before anything is evaluated
+    RaggedBatch(
+        [BatchRow(evaluate.make_caches())] * 2
+    )  # raises for a class without ragged form, before anything is evaluated
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
     faults = unwanted.copy()
     if not evaluate.can_share:
@@ -684,7 +686,7 @@ def find_flat_fault(
     trials = [trial for one in forms[: forms.index(form) + 1] for trial in _FLAT_TRIALS[one]]
 
     def find(evaluate: _Evaluator) -> str | None:
-        RaggedBatch([evaluate.make_caches()] * 2).flat([2, 1])  # raises for a class without this form
+        RaggedBatch([BatchRow(evaluate.make_caches())] * 2).flat([2, 1])  # raises for a class without this form
         return _first_feed_fault(evaluate, _FLAT_FEEDS, _ways_of(trials))
 
     fault = _fault_in_time(partial(find, _Evaluator(model, vocab_size, clock, max_seconds, seed)))

@@ -20,15 +20,15 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 
-from cache.layers.layout import HeadedKVCache, tail_of
+from cache.layers.layout import HeadedKVCache, leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
-from models.inference.groups import Folding, Group, GroupLayer, foldings_of
+from models.inference.groups import BatchRow, Folding, Group, GroupLayer, foldings_of
 from models.mlx_lm_import import (
     ArraysCache,
     CacheList,
@@ -60,18 +60,22 @@ class Parts(mx.array):
     foldings: Sequence[Folding] | None
     """Of each item; None where all rows feed one token."""
 
+    padding: "Padding | None"
+    """Where the model sees padded rows."""
+
     def __init__(
         self,
         items: Sequence[Any],
         cuts: Sequence[int],
         heads: Sequence[mx.array | None] | None = None,
         foldings: Sequence[Folding] | None = None,
+        padding: "Padding | None" = None,
     ) -> None:
         super().__init__(_MISFIT, next((item.dtype for item in items if isinstance(item, mx.array)), mx.bool_))
         self.items = list(items)
         self.cuts = cuts
         self.heads = list(heads) if heads is not None else [None] * len(self.items)
-        self.foldings = foldings
+        self.foldings, self.padding = foldings, padding
 
     @property
     def has_heads(self) -> bool:
@@ -95,7 +99,7 @@ class Parts(mx.array):
     def _each(self, operation: Callable[[Any], Any]) -> "Parts":
         heads = {id(head): None if head is None else operation(head) for head in self.heads}
         items = [operation(item) for item in self.items]
-        return Parts(items, self.cuts, [heads[id(head)] for head in self.heads], self.foldings)
+        return Parts(items, self.cuts, [heads[id(head)] for head in self.heads], self.foldings, self.padding)
 
     def __rmatmul__(self, batch: mx.array) -> "Parts":
         """Multi-head latent attention multiplies queries outside of attention."""
@@ -113,6 +117,33 @@ class QuantizedRow(NamedTuple):
     bits: int
 
 
+class Padding(NamedTuple):
+    """Rows padded to the longest feed, for models with recurrent layers, and all their tokens in a line."""
+
+    places: mx.array
+    """In the line, `[num_rows, longest]`: behind a row's tokens the last one's, repeated."""
+    seen: mx.array
+    """Where padded rows, one behind the other, hold the line's tokens."""
+
+    @classmethod
+    @lru_cache(4)
+    def of(cls, lengths: tuple[int, ...]) -> "Padding":
+        """For rows of `lengths` tokens."""
+        longest, stops = max(lengths), itertools.accumulate(lengths)
+        rows = zip(lengths, stops, strict=True)
+        places = [[min(stop - length + at, stop - 1) for at in range(longest)] for length, stop in rows]
+        seen = [row * longest + at for row, length in enumerate(lengths) for at in range(length)]
+        return cls(mx.array(places), mx.array(seen))
+
+    def flatten(self, padded: mx.array) -> mx.array:
+        """`[num_rows, num_heads, longest, width]` as `[num_tokens, num_heads, 1, width]`."""
+        return padded.swapaxes(1, 2).flatten(0, 1)[self.seen][:, :, None]
+
+    def pad(self, flat: mx.array) -> mx.array:
+        """The reverse of `flatten`."""
+        return flat[:, :, 0][self.places].swapaxes(1, 2)
+
+
 class RaggedLayer:
     """Stands in for one span or window layer of all members, whose caches it borrows.
 
@@ -120,6 +151,9 @@ class RaggedLayer:
     """
 
     _foldings: Sequence[Folding] | None = None
+    _padding: Padding | None = None
+    _lengths: tuple[int, ...] = ()
+    """Tokens that each row feeds, where the model sees a batch row for each."""
 
     def __init__(self, members: Sequence[LayerCache | GroupLayer]) -> None:
         self.members = list(members)
@@ -127,8 +161,11 @@ class RaggedLayer:
 
     @property
     def offset(self) -> mx.array:
-        """Tokens in each row's cache, `[num_rows]`, for rotary embeddings."""
-        return _offset_array(tuple(_offsets_of(self.members)))
+        """Tokens before each batch row, int32 `[num_rows]`, for rotary embeddings."""
+        offsets: list[int] = []
+        for member in self.members:
+            offsets += member.offsets if isinstance(member, GroupLayer) else (member.offset,)
+        return _offset_array(tuple(offsets), self._lengths)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
         """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns all of each member's cache."""
@@ -145,93 +182,48 @@ class RaggedLayer:
         return None if all(mask is None for mask in masks) else Parts(masks, self._cuts)
 
     def _parts(self, fetched: Iterable[tuple[Any, Any]]) -> tuple[Parts, Parts]:
-        keys, values, heads = [], [], []
-        for member, key, value in self._divided(fetched):
-            if isinstance(member, QuantizedKVCache):
-                key, value = (QuantizedRow(kv, member.group_size, member.bits) for kv in (key, value))
-            keys.append(key)
-            values.append(value)
-            heads.append(getattr(member, "head", None))
-        head_keys = [None if head is None else head.keys for head in heads]
-        head_values = [None if head is None else head.values for head in heads]
-        return (
-            Parts(keys, self._cuts, head_keys, self._foldings),
-            Parts(values, self._cuts, head_values, self._foldings),
-        )
+        members, *columns = zip(*self._divided(fetched), strict=True)
+        heads, found = [getattr(member, "head", None) for member in members], list[Parts]()
+        for name, rows in zip(("keys", "values"), columns, strict=True):
+            items = [
+                QuantizedRow(held, member.group_size, member.bits) if isinstance(member, QuantizedKVCache) else held
+                for member, held in zip(members, rows, strict=True)
+            ]
+            on_heads = [None if head is None else getattr(head, name) for head in heads]
+            found.append(Parts(items, self._cuts, on_heads, self._foldings, self._padding))
+        return found[0], found[1]
 
     def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterable[tuple[LayerCache | GroupLayer, Any, Any]]:
         """By item."""
         return ((member, *found) for member, found in zip(self.members, fetched, strict=True))
 
-    def flat(self, step: "FlatStep") -> "FlatLayer":
-        """For a step in which rows feed several tokens."""
-        return FlatLayer(self.members, step)
-
-
-class FlatStep:
-    """Tokens that rows feed in one model call, and what is made once for all layers."""
-
-    def __init__(self, lengths: Sequence[int], *, pads: bool) -> None:
-        """`lengths` in the order of the batch; `pads`: see `FlatLayer`."""
-        self._lengths = lengths
-        self._padded_length = max(lengths) if pads else None
-        self._foldings: dict[tuple[int, ...], tuple[list[list[Folding]], list[Folding], list[int], list[int]]] = {}
-        self._offsets: dict[tuple[int, ...], mx.array] = {}
-
-    def foldings_of(
-        self, members: Sequence[LayerCache | GroupLayer]
-    ) -> tuple[list[list[Folding]], list[Folding], list[int], list[int]]:
-        """Of each member, and of all; where the others than the first begin, of all foldings and of all members."""
-        counts = tuple(map(_num_rows, members))
-        if counts not in self._foldings:
-            rest = iter(self._lengths)
-            by_member = [foldings_of(list(itertools.islice(rest, count)), self._padded_length) for count in counts]
-            foldings = list(itertools.chain(*by_member))
-            cuts = _cuts([folding.num_seen for folding in foldings])
-            member_cuts = _cuts([sum(folding.num_seen for folding in own) for own in by_member])
-            self._foldings[counts] = by_member, foldings, cuts, member_cuts
-        return self._foldings[counts]
-
-    def offsets_of(self, members: Sequence[LayerCache | GroupLayer]) -> mx.array:
-        """Offsets of all batch rows, int32 `[num_rows]`."""
-        offsets = tuple(_offsets_of(members))
-        if (found := self._offsets.get(offsets)) is None:
-            rows = zip(offsets, self._lengths if self._padded_length is None else [1] * len(offsets), strict=True)
-            found = mx.array([first + place for first, length in rows for place in range(length)], dtype=mx.int32)
-            self._offsets[offsets] = found
-        return found
-
-    def prepare(self, layer: ArraysCache) -> ArraysCache:
-        """Has a recurrent layer ignore padding, until it is finalized."""
-        if len(set(self._lengths)) > 1:
-            layer.prepare(self._lengths)
-        return layer
-
 
 class FlatLayer(RaggedLayer):
     """A `RaggedLayer` for a step in which rows feed several tokens.
 
-    The model sees a batch row per token: `[num_tokens, num_heads, 1, head_dim]`; where it has recurrent layers, rows
-    padded to the longest feed: `[num_rows, num_heads, padded_length, head_dim]`.
+    The model sees a batch row per token: `[num_tokens, num_heads, 1, head_dim]`; with `padding`, padded rows.
     """
 
-    _foldings: list[Folding]
-
-    def __init__(self, members: Sequence[LayerCache | GroupLayer], step: FlatStep) -> None:
+    def __init__(
+        self, members: Sequence[LayerCache | GroupLayer], lengths: tuple[int, ...], padding: Padding | None
+    ) -> None:
         self.members = list(members)
-        self._by_member, self._foldings, self._cuts, self._member_cuts = step.foldings_of(members)
-        self._step = step
-
-    @property
-    def offset(self) -> mx.array:
-        """Of each batch row, `[num_rows]`, for rotary embeddings."""
-        return self._step.offsets_of(self.members)
+        self._lengths, self._padding = () if padding else lengths, padding
+        self._by_member, self._foldings, self._cuts, self._member_cuts = _folded(
+            tuple(map(_num_rows, members)), lengths
+        )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
         """Appends those of all tokens; returns all of each item's cache."""
-        cuts = self._member_cuts
+        if self._padding is not None:
+            keys, values = self._padding.flatten(keys), self._padding.flatten(values)
+        cuts, found = self._member_cuts, list[Any]()
         updates = zip(self.members, self._by_member, _split(keys, cuts), _split(values, cuts), strict=True)
-        return self._parts(_append_feed(*update) for update in updates)
+        for member, foldings, *fed in updates:
+            if not isinstance(member, GroupLayer):
+                fed = [foldings[0].fold(rows) for rows in fed]
+            found.append(tail_of(member).update_and_fetch(*fed))
+        return self._parts(found)
 
     def make_mask(self, num_tokens: int, **options: Any) -> Parts:
         """Each folding's mask, broadcastable to `[num_rows, 1, length, num_places]`."""
@@ -247,16 +239,21 @@ class FlatLayer(RaggedLayer):
                 yield member, folding.part(keys), folding.part(values)
 
 
-def _append_feed(
-    member: LayerCache | GroupLayer, foldings: Sequence[Folding], keys: mx.array, values: mx.array
-) -> tuple[mx.array, mx.array]:
-    if not isinstance(member, GroupLayer):
-        keys, values = foldings[0].fold(keys), foldings[0].fold(values)
-    elif foldings[0].padded_length is not None:
-        keys, values = (
-            mx.concatenate([one.flat(one.fold(one.part(rows))) for one in foldings]) for rows in (keys, values)
-        )
-    return cast(tuple[mx.array, mx.array], tail_of(member).update_and_fetch(keys, values))
+@lru_cache(16)
+def _folded(
+    counts: tuple[int, ...], lengths: tuple[int, ...]
+) -> tuple[list[list[Folding]], list[Folding], list[int], list[int]]:
+    """Of each member of so many rows, and of all; where the others than the first begin, of all and of all members.
+
+    Made once for all layers of a step.
+    """
+    rest = iter(lengths)
+    by_member = [foldings_of(list(itertools.islice(rest, count))) for count in counts]
+    foldings = list(itertools.chain(*by_member))
+    num_tokens = [folding.num_rows * folding.length for folding in foldings]
+    own = iter(num_tokens)
+    by_members = [sum(itertools.islice(own, len(one))) for one in by_member]
+    return by_member, foldings, _cuts(num_tokens), _cuts(by_members)
 
 
 def _cuts(sizes: Sequence[int]) -> list[int]:
@@ -279,16 +276,12 @@ def _num_rows(member: LayerCache | GroupLayer) -> int:
 
 
 @lru_cache(16)
-def _offset_array(offsets: tuple[int, ...]) -> mx.array:
-    """One array for all layers with the same offsets."""
+def _offset_array(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> mx.array:
+    """One array for all layers with the same offsets; for each token where rows feed `lengths`."""
+    if lengths:
+        rows = zip(offsets, lengths, strict=True)
+        offsets = tuple(first + place for first, length in rows for place in range(length))
     return mx.array(offsets, dtype=mx.int32)
-
-
-def _offsets_of(members: Sequence[LayerCache | GroupLayer]) -> list[int]:
-    offsets: list[int] = []
-    for member in members:
-        offsets += member.offsets if isinstance(member, GroupLayer) else (member.offset,)
-    return offsets
 
 
 class RaggedBatch:
@@ -298,22 +291,30 @@ class RaggedBatch:
     """
 
     layers: list[LayerCache]
-    rows: list[Sequence[LayerCache]]
+    rows: list[BatchRow]
     """In the order of the batch."""
     _before: Sequence[list[mx.array | None]] = ()
     """Recurrent state from `flat` until `settle`."""
 
-    def __init__(self, members: "Sequence[_Member]") -> None:
+    def __init__(self, members: Sequence[Group | BatchRow]) -> None:
         """Members on one head must be neighbours. Raises `NotRagged`."""
-        self.rows = [row for member in members for row in _rows_of(member)]
-        leaves = itertools.count()
-        self.layers = [self._join(column, members, leaves) for column in zip(*self.rows, strict=True)]
+        self.rows = [row for member in members for row in member.rows]
+        columns = zip(*[leaves_of(row.caches) for row in self.rows], strict=True)
+        self._leaves = [_join(members, leaf, column) for leaf, column in enumerate(columns)]
+        self.layers = _arranged(self.rows[0].caches, iter(self._leaves))
+        self._merged = [leaf for leaf in self._leaves if isinstance(leaf, ArraysCache)]
 
     def flat(self, lengths: Sequence[int]) -> list[LayerCache]:
         """Layer caches for a call in which each row feeds `lengths` tokens. Raises `NotRagged`."""
         self._before = [list(merged.cache) for merged in self._merged]
-        step = FlatStep(lengths, pads=has_recurrent(self.layers))
-        return [_flat(layer, step) for layer in self.layers]
+        fed, leaves = tuple(lengths), list[LayerCache]()
+        padding = Padding.of(fed) if self._merged else None
+        for merged in self._merged if len(set(lengths)) > 1 else ():
+            merged.prepare(lengths)
+        for leaf in self._leaves:
+            members = leaf.members if isinstance(leaf, RaggedLayer) else [leaf]
+            leaves.append(leaf if isinstance(leaf, ArraysCache) else FlatLayer(members, fed, padding))
+        return _arranged(self.layers, iter(leaves))
 
     def settle(self, stays: Sequence[bool]) -> None:
         """After a call with `flat`'s layers: puts other rows' recurrent state back."""
@@ -325,43 +326,44 @@ class RaggedBatch:
 
     def take_over(self) -> None:
         """Frees the rows' own recurrent state, merged now: its slices would hold an earlier batch's."""
-        for _, own in itertools.chain.from_iterable(_recurrent_layers(self.layers, row) for row in self.rows):
-            own.cache = [None] * len(own.cache)
+        for own in [leaf for row in self.rows if self._merged for leaf in leaves_of(row.caches)]:
+            if isinstance(own, ArraysCache):
+                own.cache = [None] * len(own.cache)
 
     @property
-    def _merged(self) -> list[ArraysCache]:
-        return [merged for merged, _ in _recurrent_layers(self.layers, self.layers)]
+    def has_recurrent(self) -> bool:
+        return bool(self._merged)
 
     @property
     def recurrent_bytes(self) -> int:
         """Bytes of all rows' merged state."""
         return sum(merged.nbytes for merged in self._merged)
 
-    def extract(self, index: int, caches: Sequence[LayerCache]) -> None:
-        """Writes row `index`'s recurrent state into `caches`, the row's own, as lazy slices."""
-        for merged, own in _recurrent_layers(self.layers, caches):
-            own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
-
-    def _join(self, column: Sequence[LayerCache], members: "Sequence[_Member]", leaves: Iterator[int]) -> LayerCache:
-        if isinstance(column[0], CacheList):
-            parts = zip(*(row.caches for row in column), strict=True)
-            return CacheList(*[self._join(part, members, leaves) for part in parts])
-        leaf = next(leaves)
-        if isinstance(column[0], ArraysCache):
-            return ArraysCache.merge(column)
-        if not all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
-            raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
-        held = _layers_of(members, column, leaf)
-        is_one_group = len(held) == 1 and isinstance(held[0], GroupLayer) and held[0].head is None
-        return held[0] if is_one_group else RaggedLayer(held)
+    def extract(self, index: int) -> None:
+        """Writes row `index`'s recurrent state into its own caches, as lazy slices."""
+        for merged, own in zip(self._leaves, leaves_of(self.rows[index].caches), strict=True):
+            if isinstance(own, ArraysCache):
+                own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
 
 
-def _flat(layer: LayerCache, step: FlatStep) -> LayerCache:
-    if isinstance(layer, CacheList):
-        return CacheList(*[_flat(part, step) for part in layer.caches])
-    if isinstance(layer, ArraysCache):
-        return step.prepare(layer)
-    return FlatLayer([layer], step) if isinstance(layer, GroupLayer) else layer.flat(step)
+def _join(members: Sequence[Group | BatchRow], leaf: int, column: Sequence[LayerCache]) -> LayerCache:
+    """One layer of all rows; every row by itself where a group leaves the layer unused."""
+    if isinstance(column[0], ArraysCache):
+        return ArraysCache.merge(column)
+    if not all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
+        raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
+    rest, held = iter(column), list[LayerCache | GroupLayer]()
+    for member in members:
+        caches = list(itertools.islice(rest, len(member.rows)))
+        layer = member.layers.get(leaf) if isinstance(member, Group) else None
+        held += caches if layer is None else [layer]
+    is_one_group = len(held) == 1 and isinstance(held[0], GroupLayer) and held[0].head is None
+    return held[0] if is_one_group else RaggedLayer(held)
+
+
+def _arranged(like: Sequence[LayerCache], leaves: Iterator[LayerCache]) -> list[LayerCache]:
+    """`leaves` in lists as those of `like`."""
+    return [CacheList(*_arranged(one.caches, leaves)) if isinstance(one, CacheList) else next(leaves) for one in like]
 
 
 def _chosen(stays: Sequence[bool], new: mx.array | None, old: mx.array | None) -> mx.array | None:
@@ -372,44 +374,27 @@ def _chosen(stays: Sequence[bool], new: mx.array | None, old: mx.array | None) -
     return mx.where(at, new, mx.zeros_like(new) if old is None else old)
 
 
-_Member: TypeAlias = Group | Sequence[LayerCache]
-
-
-def _rows_of(member: _Member) -> Sequence[Sequence[LayerCache]]:
-    return member.rows if isinstance(member, Group) else [member]
-
-
-def _layers_of(members: Sequence[_Member], column: Sequence[LayerCache], leaf: int) -> list[LayerCache | GroupLayer]:
-    """One layer of each member; every row by itself where the layer is unused."""
-    rest, found = iter(column), list[LayerCache | GroupLayer]()
-    for member in members:
-        caches = list(itertools.islice(rest, len(_rows_of(member))))
-        layer = member.layer(leaf) if isinstance(member, Group) else None
-        found += caches if layer is None else [layer]
-    return found
-
-
 def has_recurrent(layers: Sequence[LayerCache]) -> bool:
     """Whether some layer has recurrent state."""
-    return any(True for _ in _recurrent_layers(layers, layers))
+    return any(isinstance(leaf, ArraysCache) for leaf in leaves_of(layers))
+
+
+def inputs_of(
+    line: mx.array, lengths: Sequence[int], layers: Sequence[LayerCache]
+) -> tuple[mx.array, mx.array | None]:
+    """A batch's input for the tokens of its rows, and where its output, flattened, has them; None for everywhere."""
+    if max(lengths) == 1 or not has_recurrent(layers):
+        return line[:, None], None
+    padding = Padding.of(tuple(lengths))
+    return line[padding.places], padding.seen
 
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
     """Evaluates recurrent state and copies slices, which would keep a batch in memory."""
-    layers = [own for own, _ in _recurrent_layers(caches, caches)]
+    layers = [leaf for leaf in leaves_of(caches) if isinstance(leaf, ArraysCache)]
     mx.eval([layer.cache for layer in layers])
     for layer in layers:
         layer.cache = [state if state is None else owned(state) for state in layer.cache]
-
-
-def _recurrent_layers(
-    joined: Sequence[LayerCache], own: Sequence[LayerCache]
-) -> Iterator[tuple[ArraysCache, ArraysCache]]:
-    for one, other in zip(joined, own, strict=True):
-        if isinstance(one, CacheList):
-            yield from _recurrent_layers(one.caches, other.caches)
-        elif isinstance(one, ArraysCache):
-            yield one, other
 
 
 def _split(batch: mx.array, cuts: Sequence[int]) -> Sequence[mx.array]:
@@ -450,19 +435,22 @@ _Attending: TypeAlias = tuple[mx.array, Any, Any, Any, Folding | None]
 def _attend(queries: mx.array, keys: Any, values: Any, *, scale: float, **options: Any) -> mx.array:
     if not isinstance(keys, Parts):
         return _mlx_attention(queries, keys, values, scale=scale, **options)
+    if keys.padding is not None:
+        queries = keys.padding.flatten(queries)
     foldings = [None] * len(keys.items) if keys.foldings is None else keys.foldings
     masks = _masks(options.pop("mask", None), foldings)
     members = list(zip(_split(queries, keys.cuts), keys.items, values.items, masks, foldings, strict=True))
     if not keys.has_heads:
-        return _joined([_attend_member(member, scale, options) for member in members])
-    found = list[mx.array]()
-    for (head_keys, places), (head_values, _) in zip(keys.runs, values.runs, strict=True):
-        run = members[places.start : places.stop]
-        if head_keys is None or head_values is None:
-            found += [_attend_member(member, scale, options) for member in run]
-        else:
-            found.append(_attend_from_head(run, head_keys, head_values, scale, **options))
-    return _joined(found)
+        found = [_attend_member(member, scale, options) for member in members]
+    else:
+        found = []
+        for (head_keys, places), (head_values, _) in zip(keys.runs, values.runs, strict=True):
+            run = members[places.start : places.stop]
+            if head_keys is None or head_values is None:
+                found += [_attend_member(member, scale, options) for member in run]
+            else:
+                found.append(_attend_from_head(run, head_keys, head_values, scale, **options))
+    return _joined(found) if keys.padding is None else keys.padding.pad(_joined(found))
 
 
 def _joined(arrays: Sequence[mx.array]) -> mx.array:
@@ -494,16 +482,10 @@ def _attend_member(member: _Attending, scale: float, options: dict[str, Any]) ->
     else:
         sizes = {"group_size": keys.group_size, "bits": keys.bits}
         found = quantized_attention(queries, keys.arrays, values.arrays, scale, mask, **sizes)
-    return found if folding is None else folding.unfold(found)
+    return found if folding is None else folding.flatten(found)
 
 
 # ----------------------------------------------------------------------------------------------- attention with heads
-
-_Elementwise = TypeVar("_Elementwise", bound=Callable[..., mx.array])
-
-
-def _fused(operation: _Elementwise) -> _Elementwise:
-    return cast(_Elementwise, mx.compile(operation, shapeless=True))
 
 
 def _attend_from_head(
@@ -565,7 +547,7 @@ def _over_tails(
         mask = mx.tile(mask, (num_query_heads // num_heads, 1))
     found = _partial(queries.reshape(num_rows, num_heads, -1, width), keys, values, scale, mask)
     unfolded = (array.reshape(num_rows, num_query_heads, num, -1) for array in found)
-    return _Partial(*(unfolded if folding is None else map(folding.unfold, unfolded)))
+    return _Partial(*(unfolded if folding is None else map(folding.flatten, unfolded)))
 
 
 def _partial(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None) -> _Partial:
@@ -590,7 +572,7 @@ def _weighted(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
     return ((weights * share).astype(values.dtype) @ values).astype(mx.float32) / share
 
 
-@_fused
+@partial(mx.compile, shapeless=True)
 def _weights(scores: mx.array, peak: mx.array) -> mx.array:
     return mx.exp(scores - peak)
 
@@ -602,7 +584,7 @@ def _add(one: _Partial, other: _Partial) -> _Partial:
     return _Partial(weighted, peak, one.total * one_weight + other.total * weight)
 
 
-@_fused
+@partial(mx.compile, shapeless=True)
 def _merge(*arrays: mx.array) -> mx.array:
     """The result of attention over all keys; `arrays` are those of two partial results."""
     found = _add(_Partial(*arrays[:3]), _Partial(*arrays[3:]))

@@ -31,7 +31,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.layers.layout import head_of, leaves_of, tail_of
+from cache.layers.layout import leaves_of, tail_of
 from cache.types import LayerCache
 from models import lora
 from models.adapter import NO_ADAPTER
@@ -39,9 +39,10 @@ from models.errors import RowLost
 from models.inference import grouping, probe
 from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
 from models.inference.drafters import Behind, Drafter, entries_of
-from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds, padded
+from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
+from models.inference.groups import BatchRow
 from models.inference.probe import Form
-from models.inference.ragged import has_recurrent, own_recurrent_state, ragged_attention
+from models.inference.ragged import inputs_of, own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft, RowSampling, TokenIds
@@ -108,16 +109,13 @@ MAX_UNREAD_ERRORS = 16
 
 
 @dataclass(eq=False)
-class DecodeRow:
+class DecodeRow(BatchRow):
     """A sequence while it decodes. Only the runner changes its caches until detached."""
 
-    caches: list[LayerCache]
     sampling: RowSampling
-    known: list[int] = field(default_factory=list)
+    known: list[int]
     """Chosen tokens that the next step feeds; without one it feeds the previous step's sample."""
     adapter: int = NO_ADAPTER
-    is_lost: bool = False
-    """An error has lost its state."""
     before: mx.array | None = None
     """With a drafter: hidden states before each known token, `[num_known, width]`."""
 
@@ -147,14 +145,15 @@ class DecodeStep:
         except Exception:
             self.on_error()
             raise
-        return [[token] for token in found] if self.feeds is None else self.feeds.by_row(found)
+        if self.feeds is None:
+            return [[token] for token in found]
+        return [found[places.start : places.stop] for places in self.feeds.samples]
 
     def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
         """Of `token` as a row's sample number `place`, None if not requested; `tokens` must come first."""
         if self.logprobs is None:
             return None
-        first = index if self.feeds is None else self.feeds.first_sample(index)
-        return self.logprobs.read(first + place, token)
+        return self.logprobs.read(index if self.feeds is None else self.feeds.samples[index][place], token)
 
 
 class Runner:
@@ -337,8 +336,11 @@ class Runner:
         _assert_have_state(rows)
         with_several = [row for row in rows if row.known[1:]]
         feeds = _feeds_of(rows, drafts) if drafts or with_several else None
-        assert feeds is None or max(feeds.lengths) <= self.max_feed_tokens, "a feed is longer than was proven"
-        tokens = _inputs(rows, previous) if feeds is None else mx.array(feeds.tokens, dtype=mx.uint32)
+        if feeds is None:
+            tokens = _inputs(rows, previous)
+        else:
+            assert max(map(len, feeds.tokens)) <= self.max_feed_tokens, "a feed is longer than was proven"
+            tokens = mx.array([*chain(*feeds.tokens)], dtype=mx.uint32)
         with self._forgetting_on_error(rows):
             step = DecodeStep(tuple(rows), None, on_error=partial(self._forget, rows), feeds=feeds)
             step.logits = self._evaluate(step, tokens, spare_bytes)
@@ -388,12 +390,10 @@ class Runner:
         feeds, sampled = step.feeds, step.tokens()
         assert feeds is not None, "a step of one token per row is settled by itself"
         with self._forgetting_on_error(step.rows):
-            kept = feeds.settle(accepted)
-            stays = dict(zip(step.rows, kept, strict=True))
+            fed = zip(step.rows, feeds.known, accepted, strict=True)
+            stays = {row: len(known) + num_accepted for row, known, num_accepted in fed}
             for name in self._names(step.rows):
-                batch = self._batches[name]
-                members = cast(Sequence[DecodeRow], batch.rows)
-                stays |= zip(members, batch.settle([stays[row] for row in members]), strict=True)
+                self._batches[name].settle(stays)
             kept = [stays[row] for row in step.rows]
         for row, draft, num_accepted, samples in zip(step.rows, feeds.drafts, accepted, sampled, strict=True):
             if draft.tokens:
@@ -425,14 +425,14 @@ class Runner:
         self, drafter: Drafter, batch: DecodeBatch, wanted: Mapping[DecodeRow, int]
     ) -> dict[DecodeRow, mx.array]:
         """Of all rows of a batch, if each can be drafted for."""
-        rows, layers = cast(Sequence[DecodeRow], batch.rows), batch.last_layers(drafter.num_layers)
+        rows, layers = batch.rows, batch.last_layers(drafter.num_layers)
         num_tokens = max((wanted.get(row, 0) for row in rows), default=0)
         if not layers or not num_tokens or not all(row is not None and _knows_before(row) for row in rows):
             return {}
-        before = [row.before for row in rows if row.before is not None]
-        known, adapters = [row.known for row in rows], [row.adapter for row in rows]
+        known, before = [row.known for row in rows], mx.concatenate([row.before for row in rows])
+        adapters = [row.adapter for row in rows]
         with selecting(self._adapters, *adapters), batch.trial(layers, [*map(len, known)]) as (first, count):
-            drafted = drafter.draft_together(layers, first, known, mx.concatenate(before), num_tokens, count)
+            drafted = drafter.draft_together(layers, first, known, before, num_tokens, count)
         return dict(zip(rows, drafted, strict=True))
 
     def drain(self) -> None:
@@ -456,31 +456,27 @@ class Runner:
         """See `SharedBuffers`; an error loses rows that share the buffers."""
         for batch in self._batches.values():
             try:
-                batch.take_out(caches)
+                batch.remove(caches)
             except BaseException:
                 batch.forget()
                 raise
 
     def drop(self, caches: Sequence[LayerCache]) -> None:
         """See `SharedBuffers`; an error loses rows that share the buffers."""
-        for batch in self._batches.values():
-            try:
-                batch.drop(caches)
-            except Exception as error:
-                self._lose(batch, error)
+        self._change(lambda batch: batch.remove(caches, keeps_state=False))
 
     def separate_all(self) -> None:
         """See `SharedBuffers`."""
+        self._change(DecodeBatch.dissolve_groups)
+
+    def _change(self, change: Callable[[DecodeBatch], None]) -> None:
         for batch in self._batches.values():
             try:
-                batch.dissolve_groups()
+                change(batch)
             except Exception as error:
-                self._lose(batch, error)
-
-    def _lose(self, batch: DecodeBatch, error: Exception) -> None:
-        logger.warning("rows that decode together are evaluated again: %s", error)
-        batch.forget()
-        self._has_forgotten = True
+                logger.warning("rows that decode together are evaluated again: %s", error)
+                batch.forget()
+                self._has_forgotten = True
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
         """See `SharedBuffers`."""
@@ -488,7 +484,7 @@ class Runner:
 
     @property
     def padding_bytes(self) -> int:
-        return sum(max(0, batch.shared_bytes - batch.all_own_bytes) for batch in self._batches.values())
+        return sum(batch.padding_bytes for batch in self._batches.values())
 
     def take_change(self) -> bool:
         """Whether shared buffers have changed since this was asked last."""
@@ -507,16 +503,17 @@ class Runner:
         """Logits `[num_samples, vocab_size]`."""
         rows, feeds = step.rows, step.feeds
         batches = {name: [row for row in rows if self.mixes or row.adapter == name] for name in self._names(rows)}
-        places: dict[DecodeRow, Sequence[int]] = {row: (place,) for place, row in enumerate(rows)}
-        if feeds is not None:
-            places = dict(zip(rows, feeds.places, strict=True))
+        in_line = [(place,) for place in range(len(rows))] if feeds is None else feeds.places
+        places: dict[DecodeRow, Sequence[int]] = dict(zip(rows, in_line, strict=True))
         logits, order = list[mx.array](), list[int]()
         for name, members in batches.items():
             for caches, called in self._calls(name, members, places, spare_bytes):
-                found, is_own = [place for row in called for place in places[row]], caches is called[0].caches
-                if feeds is not None and is_own:
-                    feeds.hold(rows.index(called[0]), caches)
-                lengths = [len(places[row]) for row in called]
+                found, lengths = (
+                    [place for row in called for place in places[row]],
+                    [len(places[row]) for row in called],
+                )
+                if feeds is not None and caches is called[0].caches and feeds.drafts[rows.index(called[0])].tokens:
+                    self._batches[name].hold(called[0], len(found))
                 logits.append(self._logits(step, _at(tokens, found), caches, called, lengths))
                 order += found
             self._batches[name].advance()
@@ -535,13 +532,13 @@ class Runner:
         with_several = [row for row in rows if places[row][1:]]
         apart = [] if self.feeds_together else with_several
         joining = [row for row in rows if row not in apart] if apart else rows
-        if self.form is Form.ALONE or not joining or (len(joining) == 1 and head_of(joining[0].caches) is None):
+        if self.form is Form.ALONE or not joining or (len(joining) == 1 and joining[0].head is None):
             batch.dissolve()
             return [(row.caches, [row]) for row in rows]
         lengths = [len(places[row]) for row in joining] if with_several and not apart else None
         # Arranging gives the others their state back.
-        together = batch.arrange(joining, spare_bytes, lengths), cast(Sequence[DecodeRow], batch.rows)
-        return [together, *((row.caches, [row]) for row in apart)]
+        layers = batch.arrange(joining, spare_bytes, lengths)
+        return [(layers, batch.rows), *((row.caches, [row]) for row in apart)]
 
     def _batch(self, name: int) -> DecodeBatch:
         if name not in self._batches:
@@ -565,16 +562,16 @@ class Runner:
         lengths: Sequence[int],
     ) -> mx.array:
         """`[num_tokens, vocab_size]`, of one row's tokens over its own caches, or of a batch's."""
-        inputs, seen, counts = tokens[:, None], list(range(len(tokens))), lengths
-        if caches is rows[0].caches:
-            inputs, counts = tokens[None], [1]
-        elif max(lengths) > 1 and has_recurrent(caches):
-            places, seen = padded(lengths)
-            inputs, counts, lengths = tokens[mx.array(places)], [1] * len(rows), [len(places[0])] * len(rows)
+        is_own = caches is rows[0].caches
+        inputs, seen = (tokens[None], None) if is_own else inputs_of(tokens, lengths, caches)
+        if seen is not None:
+            lengths = [inputs.shape[1]] * len(rows)
+        counts = [1] * len(rows) if is_own or seen is not None else lengths
         adapters = [row.adapter for row, count in zip(rows, counts, strict=True) for _ in range(count)]
         with selecting(self._adapters, *adapters), ragged_attention():
             if self._drafter is None:
-                return _at(cast(mx.array, self._model(inputs, cache=caches)).flatten(0, 1), seen)
+                logits: mx.array = self._model(inputs, cache=caches).flatten(0, 1)
+                return logits if seen is None else logits[seen]
             before = [None if row.before is None else row.before[:1] for row in rows]
             found = self._drafter.evaluate(inputs, caches, lengths, before)
         step.entries += entries_of(caches[-self._drafter.num_layers :])
@@ -583,7 +580,7 @@ class Runner:
                 row.before = found.behind[stop - 1 : stop]
             else:
                 step.states[row] = found.states(stop - length, stop)
-        return _at(found.logits, seen)
+        return found.logits if seen is None else found.logits[seen]
 
     @contextmanager
     def _forgetting_on_error(self, rows: Sequence[DecodeRow]) -> Iterator[None]:
@@ -609,7 +606,7 @@ def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
 def _can_draft_alone(row: DecodeRow, drafter: Drafter) -> bool:
     """Whether its caches hold its state, and no head's."""
     has_entries = all(_has_state(tail_of(leaf)) for leaf in leaves_of(row.caches[-drafter.num_layers :]))
-    return has_entries and head_of(row.caches) is None and _knows_before(row)
+    return has_entries and row.head is None and _knows_before(row)
 
 
 def _knows_before(row: DecodeRow) -> bool:

@@ -239,8 +239,7 @@ def test_references_to_earlier_state_end_with_the_step() -> None:
     runner = runner_of("qwen3_5")
     row = Drafting(runner, prompt(20), GREEDY)
     launched = runner.prepare([row.row], None, drafts=[Draft([1, 2], (), ())])
-    assert launched.feeds is not None
-    held = weakref.ref(launched.feeds.rewinds[0])
+    held = weakref.ref(runner._batches[NO_ADAPTER]._rewinds[row.row])
     runner.start(launched)
     launched.tokens()
     assert held() is not None

@@ -14,9 +14,9 @@ from cache.layers.layout import HeadedKVCache, head_length, leaves_of, split_at_
 from models.inference import batch as batches
 from models.inference import feeds, grouping, probe, ragged
 from models.inference.batch import DecodeBatch
-from models.inference.groups import Clock, Folding, GroupLayer
+from models.inference.groups import BatchRow, Clock, GroupLayer
 from models.inference.probe import Form, last_rows
-from models.inference.ragged import FlatStep, NotRagged, RaggedBatch, has_recurrent, ragged_attention
+from models.inference.ragged import NotRagged, Padding, RaggedBatch, inputs_of, ragged_attention
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import ArraysCache, make_prompt_cache
@@ -45,7 +45,7 @@ NAMES = [name for name in driver.ALL_NAMES if name not in APART]
 IN_GROUPS = partial(grouping.plan, member_tokens=1e6)
 
 
-class FedRow:
+class FedRow(BatchRow):
     """A row that decodes greedily, beside the bare model that evaluates the same tokens one by one."""
 
     def __init__(self, name: str, tokens: Sequence[int], bits: int | None = None) -> None:
@@ -53,8 +53,8 @@ class FedRow:
         self.tokens = list(tokens)
         """All that the caches hold, and those to be fed."""
         self.num_held = len(self.tokens) - 1
-        self.caches, self.reference = self._filled(bits), self._filled(bits)
-        self.is_lost = False
+        super().__init__(self._filled(bits))
+        self.reference = self._filled(bits)
         self._logits: dict[int, mx.array] = {}
         self._truth = list(tokens)
 
@@ -127,7 +127,7 @@ class Feeding:
 
     def leave(self, row: FedRow) -> None:
         self.rows.remove(row)
-        self.batch.take_out(row.caches)
+        self.batch.remove(row.caches)
 
     def step(self, *widths: int) -> None:
         """Each row feeds one known token and a draft, so many in all or a random number, of which some stay.
@@ -147,16 +147,15 @@ class Feeding:
         self.batch.advance()
         cuts = np.cumsum([len(tokens) for tokens in fed])[:-1].tolist()
         parts = zip(order, mx.split(logits, cuts) if cuts else [logits], strict=True)
-        held = self.batch.settle([row.accept(drafts[row], part[len(row.known) - 1 :]) for row, part in parts])
-        for row, number in zip(order, held, strict=True):
+        stays = {row: row.accept(drafts[row], part[len(row.known) - 1 :]) for row, part in parts}
+        self.batch.settle(stays)
+        for row, number in stays.items():
             row.num_held += number
 
     def _evaluate(self, fed: Sequence[Sequence[int]], layers: Sequence[Any]) -> mx.array:
-        line = mx.array(list(itertools.chain(*fed)))
-        if not has_recurrent(layers):
-            return cast(mx.array, self.model(line[:, None], cache=layers)[:, -1])
-        places, seen = feeds.padded([len(tokens) for tokens in fed])
-        return cast(mx.array, self.model(line[mx.array(places)], cache=layers).flatten(0, 1)[mx.array(seen)])
+        inputs, seen = inputs_of(mx.array(list(itertools.chain(*fed))), [*map(len, fed)], layers)
+        logits = cast(mx.array, self.model(inputs, cache=layers)).flatten(0, 1)
+        return logits if seen is None else logits[seen]
 
     def feed_again(self) -> None:
         """Until each row has one known token."""
@@ -270,7 +269,7 @@ def test_recurrent_layers_are_told_of_padding_only_where_there_is_some() -> None
         layers = feeding.batch.arrange(feeding.rows, float("inf"), widths)
         lengths = [layer.lengths for layer in leaves_of(layers) if isinstance(layer, ArraysCache)]
         assert all((one is None) == (widths == (3, 3)) for one in lengths) and len(lengths) == 2
-        feeding.batch.settle(widths)
+        feeding.batch.settle(dict(zip(feeding.batch.rows, widths, strict=True)))
 
 
 def test_masks_and_indices_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +321,7 @@ def test_rings_have_slack_only_where_rows_may_feed_several_tokens() -> None:
         rows = [feeding.join(length) for length in (2 * WINDOW, WINDOW // 2)]
         feeding.plain_step()
         (group,) = feeding.batch._groups
-        places.append([layer.keys.shape[2] for layer in group._layers.values()])
+        places.append([layer.keys.shape[2] for layer in group.layers.values()])
         own_bytes.append([feeding.batch.own_bytes(row.caches) for row in rows])
         feeding.check()
     assert places[0][0] == WINDOW
@@ -361,9 +360,9 @@ def _one_more_stays_alone(cache: Any, num_tokens: int) -> None:
         ALONE(cache, num_tokens - 1)
 
 
-def _all_at_the_first(step: FlatStep, members: Any) -> mx.array:
-    found: mx.array = OFFSETS(step, members)
-    return found - mx.array([place for length in step._lengths for place in range(length)])
+def _all_at_the_first(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> mx.array:
+    counts = lengths or [1] * len(offsets)
+    return OFFSETS(tuple(first for first, count in zip(offsets, counts, strict=True) for _ in range(count)), ())
 
 
 def _without_mask_on_heads(member: Any, *args: Any) -> Any:
@@ -375,7 +374,7 @@ def _by_query_head(mask: mx.array, repeats: tuple[int, int]) -> mx.array:
 
 
 MASK, INIT, CLOCK, ALONE = GroupLayer._mask, GroupLayer.__init__, Clock.rewind, feeds.forget_last
-OFFSETS, MASK_OF = FlatStep.offsets_of, ragged._mask_of
+OFFSETS, MASK_OF = ragged._offset_array, ragged._mask_of
 
 
 def _never_back(stays: Sequence[bool], new: Any, old: Any) -> Any:
@@ -390,12 +389,8 @@ def _others_back(stays: Sequence[bool], new: Any, old: Any) -> Any:
     return CHOSEN(stays[::-1], new, old)
 
 
-def _with_padding(step: FlatStep, layer: Any) -> Any:
-    return layer
-
-
-def _padding_attended(folding: Folding, seen: mx.array) -> mx.array:
-    return seen if folding.padded_length is not None else FOLD(folding, seen)
+def _padding_attended(padding: Padding, padded: mx.array) -> mx.array:
+    return padded.swapaxes(1, 2).flatten(0, 1)[: padding.seen.size, :, None]
 
 
 def _masked_on(batch: RaggedBatch, stays: Sequence[bool]) -> None:
@@ -404,21 +399,21 @@ def _masked_on(batch: RaggedBatch, stays: Sequence[bool]) -> None:
         SETTLE(batch, stays)
 
 
-CHOSEN, FOLD, SETTLE = ragged._chosen, Folding.fold, RaggedBatch.settle
+CHOSEN, SETTLE = ragged._chosen, RaggedBatch.settle
 
 PLANTED = [
     ("llama_swa", GroupLayer, "_mask", _one_token_ahead),
     ("llama_swa", GroupLayer, "__init__", _without_slack),
     ("llama_swa", Clock, "rewind", _one_more_stays),
     ("llama_swa", batches, "forget_last", _one_more_stays_alone),
-    ("llama_swa", FlatStep, "offsets_of", _all_at_the_first),
+    ("llama_swa", ragged, "_offset_array", _all_at_the_first),
     ("llama_swa", ragged, "_mask_of", _without_mask_on_heads),
     ("llama_swa", mx, "tile", _by_query_head),
     ("qwen3_5", ragged, "_chosen", _never_back),
     ("qwen3_5", ragged, "_chosen", _all_back_at_once),
     ("qwen3_5", ragged, "_chosen", _others_back),
-    ("qwen3_5", FlatStep, "prepare", _with_padding),
-    ("qwen3_5", Folding, "fold", _padding_attended),
+    ("qwen3_5", ArraysCache, "prepare", lambda *_: None),
+    ("qwen3_5", Padding, "flatten", _padding_attended),
     ("qwen3_5", RaggedBatch, "settle", _masked_on),
 ]
 
@@ -449,7 +444,7 @@ def test_a_fault_in_feeds_is_found_by_the_probe(
 
 def test_rows_that_cannot_feed_together_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [plain("llama_swa", length, GREEDY) for length in (50, 60)]
-    monkeypatch.setattr(FlatStep, "offsets_of", _all_at_the_first)
+    monkeypatch.setattr(ragged, "_offset_array", _all_at_the_first)
     runner = Runner(tiny_models.build("llama_swa"), vocab_size=VOCAB, max_probe_seconds=float("inf"))
     assert runner.form is Form.HEADS and runner.max_feed_tokens > 1 and not runner.feeds_together
     runner.member_tokens = 1e6
@@ -458,7 +453,7 @@ def test_rows_that_cannot_feed_together_take_turns(monkeypatch: pytest.MonkeyPat
     assert all(row.output[:12] == wanted.output[:12] for row, wanted in zip(rows, expected, strict=True))
     step(rows, [[], []])
     (group,) = runner._batches[0]._groups
-    assert WINDOW in [layer.keys.shape[2] for layer in group._layers.values()], "rings without slack"
+    assert WINDOW in [layer.keys.shape[2] for layer in group.layers.values()], "rings without slack"
 
 
 @pytest.mark.parametrize("name", driver.ALL_NAMES)

@@ -230,7 +230,7 @@ def test_a_row_is_not_touched_by_what_another_left_in_its_place() -> None:
     decoding.step(2)
     decoding.read()
     (group,) = decoding.runner._batches[0]._groups
-    for layer in group._layers.values():
+    for layer in group.layers.values():
         layer.values[2:3] = float("nan")
     decoding.leave(rows[2])
     newcomer = decoding.join(20)

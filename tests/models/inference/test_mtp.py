@@ -18,6 +18,7 @@ from cache.types import LayerCache
 from models import mtp
 from models.errors import ModelBroken
 from models.inference.drafters import MtpDrafter
+from models.inference.groups import BatchRow
 from models.inference.ragged import RaggedBatch, ragged_attention
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
@@ -404,7 +405,7 @@ def test_a_module_that_has_learned_a_text_gives_two_tokens_a_step(name: str) -> 
 def test_rows_in_one_line_are_evaluated_as_each_alone() -> None:
     texts = [text[: 9 + 5 * index] for index, text in enumerate(learned_texts("qwen3")[:3])]
     rows, alone = ([begin("qwen3", trained_module_of("qwen3"), text) for text in texts] for _ in range(2))
-    batch = RaggedBatch([row.caches for row in rows])
+    batch = RaggedBatch([BatchRow(row.caches) for row in rows])
     for _ in range(3):
         tokens = mx.array([row.known[:1] for row in rows])
         with ragged_attention():
@@ -467,12 +468,12 @@ def test_drafts_find_room_where_a_shared_buffer_is_full() -> None:
     decoding.step([0] * 3)
     (batch,) = decoding.runner._batches.values()
     (group,) = batch._groups
-    while max(group.clock.offsets) < group.capacity:
+    while max(group.clock.offsets) < group.buffer.capacity:
         decoding.step([0] * 3)
     offsets = list(group.clock.offsets)
     with batch.trial(batch.last_layers(1), [1] * 3) as (_, count):
         for _ in range(3):
-            assert max(group.clock.offsets) < group.capacity
+            assert max(group.clock.offsets) < group.buffer.capacity
             count()
     assert group.clock.offsets == offsets
 
