@@ -7,16 +7,19 @@ out regardless: that loses nothing.
 """
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 
 from cache.budget import CacheEvent, EvictionReason, Happening, Journal, Ledger, PinLimit
+from cache.disk.connector import DiskConnector
 from cache.eviction import Candidate, Chance, EvictionOrder, over_share
 from cache.layers.layout import Layout
+from cache.slots import RequestClock
 from cache.snapshots import KEPT_POINTS, has_shared_rows
-from cache.trie import Holding, Node, PrefixTrie, Snapshot
+from cache.trie import Node, PrefixTrie, Snapshot
 from cache.types import TokenArray
 
 MAX_NAMESPACES = 1024
@@ -30,19 +33,19 @@ MAX_EXTRA = 32
 class MemoryTier:
     """Tries by namespace, and their bytes. Worker thread only."""
 
-    def __init__(self, layout: Layout, budget_bytes: int, journal: Journal) -> None:
+    def __init__(self, layout: Layout, budget_bytes: int, disk: DiskConnector | None) -> None:
+        self.layout = layout
         self.ledger = Ledger(budget_bytes)
-        self.journal = journal
+        self.disk = disk
+        """Gets what is evicted; None without a disk tier, or once closed."""
+        self.journal = disk.tier.journal if disk is not None else Journal()
+        self.clock = RequestClock()
         self.num_evictions = 0
         self.evictions = Counter[str]()
-        self.before_eviction: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
         self.find_awaited: Callable[[], Set[Node]] = frozenset
         """Nodes that waiting requests will restore: they are evicted last."""
-        self._layout = layout
         self._tries: dict[str, PrefixTrie] = {}
         """In order of last use."""
-        self._held = Counter[str]()
-        """Stored bytes."""
         self._empty_leaves: dict[Node, PrefixTrie] = {}
         self.order = EvictionOrder(layout, self._find_over_share)
         """Must be told how nodes are used."""
@@ -54,36 +57,22 @@ class MemoryTier:
         """
         found = self._tries.pop(namespace, None)
         if found is None:
-            used = set(in_use)
-            self._forget_idle([name for name in self._tries if name not in used])
-            found = self._make_trie(namespace)
+            self._forget_idle(set(in_use))
+            changed, snapped = (partial(tell, namespace) for tell in (self.order.changed, self.order.snapped))
+            found = PrefixTrie(self.ledger.store, namespace, changed, snapped)
         self._tries[namespace] = found
         return found
 
-    def _make_trie(self, name: str) -> PrefixTrie:
-        store, held = self.ledger.store, self._held
-
-        def count_bytes(num_bytes: int) -> None:
-            store(num_bytes)
-            held[name] += num_bytes
-
-        return PrefixTrie(count_bytes, name, partial(self.order.changed, name), partial(self.order.snapped, name))
-
-    def _forget_idle(self, idle: Sequence[str]) -> None:
+    def _forget_idle(self, in_use: set[str]) -> None:
         is_full = len(self._tries) >= MAX_NAMESPACES
         limit = MAX_NAMESPACES - MAX_NAMESPACES // FORGOTTEN_PART
-        for name in sorted(idle, key=lambda name: self._tries[name].num_nodes > 0):
-            trie = self._tries[name]
-            if is_full and len(self._tries) >= limit:
-                self._drop_idle(trie)
+        idle = [(name, trie) for name, trie in self._tries.items() if name not in in_use]
+        for name, trie in sorted(idle, key=lambda pair: pair[1].num_nodes > 0):
+            while is_full and len(self._tries) >= limit and (leaves := list(filter(_is_idle_leaf, trie.nodes()))):
+                for leaf in leaves:
+                    self._evict(trie, leaf, (), EvictionReason.NAMESPACES)
             if not trie.num_nodes:
-                del self._tries[name]
-                del self._held[name], self.evictions[name]
-
-    def _drop_idle(self, trie: PrefixTrie) -> None:
-        while leaves := [node for node in trie.nodes() if not node.children and _is_evictable(node)]:
-            for leaf in leaves:
-                self._evict_leaf(trie, leaf, (), EvictionReason.NAMESPACES)
+                del self._tries[name], self.evictions[name]
 
     @property
     def namespaces(self) -> list[str]:
@@ -93,18 +82,13 @@ class MemoryTier:
         """A namespace's trie, or an empty one not stored."""
         return self._tries.get(namespace) or PrefixTrie()
 
-    def holding(self, namespace: str) -> Holding:
-        """What a namespace's trie holds."""
-        return self.find_trie(namespace).held
-
     def _find_over_share(self) -> set[str]:
-        return over_share(self._held, self.ledger.budget_bytes)
+        held_bytes = {name: trie.held.num_bytes for name, trie in self._tries.items()}
+        return over_share(held_bytes, self.ledger.budget_bytes)
 
     def nodes(self) -> Iterator[tuple[PrefixTrie, Node]]:
         """Every node with its trie, parents first."""
-        for trie in self._tries.values():
-            for node in trie.nodes():
-                yield trie, node
+        return ((trie, node) for trie in self._tries.values() for node in trie.nodes())
 
     @property
     def num_nodes(self) -> int:
@@ -112,8 +96,7 @@ class MemoryTier:
 
     def clear(self, namespace: str | None) -> None:
         """Drops one namespace's state, or all, that lives in no slot."""
-        tries = [trie for name, trie in self._tries.items() if namespace in (None, name)]
-        for trie in tries:
+        for trie in [trie for name, trie in self._tries.items() if namespace in (None, name)]:
             while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
                 for node in leaves:
                     trie.remove(node)
@@ -122,21 +105,21 @@ class MemoryTier:
 
     def drop_below(self, trie: PrefixTrie, top: Node) -> None:
         """Drops a node and all below it."""
-        above = top.parent
-        for node in reversed(_subtree(top)):
+        above, nodes = top.parent, [top]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        for node in reversed(nodes):
             trie.remove(node)
         self._drop_empty(trie, above, ())
 
-    def restored(self, trie: PrefixTrie, node: Node, now: int) -> None:
-        """Records a sequence restored at a node."""
-        for passed in node.path():
-            passed.num_uses += 1
-        self.order.used(trie.namespace, node, now)
+    def used(self, trie: PrefixTrie, node: Node) -> None:
+        """Records that a sequence was restored at a node, or recorded up to it."""
+        self.order.used(trie.namespace, node, self.clock.now)
 
-    def supersede(self, trie: PrefixTrie, node: Node) -> None:
-        """Newer snapshots replace a node's: it is evicted first."""
-        node.last_used = 0
-        self.order.changed(trie.namespace, node)
+    def ended(self, trie: PrefixTrie, node: Node) -> None:
+        """Records that a node's session ends there now."""
+        self.used(trie, node)
+        self.order.ended(trie.namespace, node)
 
     def refresh_if_many_changed(self) -> None:
         """Updates the eviction order ahead of time."""
@@ -145,7 +128,7 @@ class MemoryTier:
         for node, trie in leaves.items():
             self._drop_empty(trie, node, ())
 
-    def evict(self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False) -> None:
+    def evict(self, target_bytes: int, kept: Collection[Node], *, guards_sessions: bool = False) -> None:
         """Evicts in order until `target_bytes` are charged, or only `kept` nodes are left.
 
         What waiting requests will restore goes last; before it, with `guards_sessions`, session ends and explicit
@@ -153,23 +136,26 @@ class MemoryTier:
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
-        for spares_sessions, spared in _rounds(guards_sessions, self.find_awaited()):
+        awaited = frozenset(self.find_awaited())
+        rounds = [(guards_sessions, awaited), (False, awaited), (False, frozenset[Node]())]
+        for spares_sessions, spared in dict.fromkeys(rounds):
             popped = list[Candidate]()
             try:
-                for victim in self._in_order(target_bytes, now, popped):
+                for victim in self._in_order(target_bytes, popped):
                     is_guarded = spares_sessions and (victim.is_session_end or victim.is_explicit)
-                    if not is_guarded and victim.key[1] not in spared:
-                        self._evict_one(victim, kept)
+                    namespace, node = victim.key
+                    if not is_guarded and node not in spared and node not in kept and _is_evictable(node):
+                        self._evict(self._tries[namespace], node, kept, _reason_of(victim))
             finally:
                 for victim in popped:
                     self.order.put_back(victim)
             if self.ledger.charged_bytes <= target_bytes:
                 return
 
-    def _in_order(self, target_bytes: int, now: int, popped: list[Candidate]) -> Iterator[Candidate]:
+    def _in_order(self, target_bytes: int, popped: list[Candidate]) -> Iterator[Candidate]:
         """Yields candidates, superseded or unusable ones beyond `target_bytes` too; `popped` gets all."""
         num_extra = 0
-        while (victim := self.order.pop(now)) is not None:
+        while (victim := self.order.pop(self.clock.now)) is not None:
             popped.append(victim)
             if self.ledger.charged_bytes <= target_bytes:
                 num_extra += 1
@@ -177,18 +163,30 @@ class MemoryTier:
                     break
             yield victim
 
-    def _evict_one(self, victim: Candidate, kept: Collection[Node]) -> None:
-        namespace, node = victim.key
-        if node not in kept and _is_evictable(node):
-            trie, reason = self._tries[namespace], _reason_of(victim)
-            if node.children:
-                self._evict_snapshot(trie, node, reason)
-            else:
-                self._evict_leaf(trie, node, kept, reason)
+    def _evict(self, trie: PrefixTrie, node: Node, kept: Collection[Node], reason: EvictionReason) -> None:
+        """Drops a leaf, or a node's snapshot except window rows that restore points below need."""
+        rest, num_bytes, is_snapshot = None, node.num_bytes, bool(node.children)
+        if is_snapshot:
+            snapshot = node.snapshot
+            assert snapshot is not None
+            rest = Snapshot(snapshot.offset, snapshot.window, None) if has_shared_rows(self.layout, node) else None
+            num_bytes = snapshot.num_bytes - (rest.num_bytes if rest is not None else 0)
+            if rest is not None and not num_bytes:
+                return
+        name = trie.namespace
+        self.num_evictions += 1
+        self.evictions[name] += 1
+        if self.journal.tell is not None:  # there may be thousands of nodes
+            what, num_tokens = Happening.EVICTED, node.stop - node.start
+            self.journal.record(CacheEvent(what, name, num_tokens, num_bytes, is_snapshot=is_snapshot, reason=reason))
+        if self.disk is not None:
+            self.disk.save_dropped(name, node)
+        if is_snapshot:
+            trie.snap(node, rest)
+        else:
+            self._remove_leaf(trie, node, kept)
 
-    def _evict_leaf(self, trie: PrefixTrie, leaf: Node, kept: Collection[Node], reason: EvictionReason) -> None:
-        self._note_eviction(trie, leaf, leaf.num_bytes, reason, is_snapshot=False)
-        self.before_eviction(trie, leaf)
+    def _remove_leaf(self, trie: PrefixTrie, leaf: Node, kept: Collection[Node]) -> None:
         parent = leaf.parent
         trie.remove(leaf)
         parent = self._drop_empty(trie, parent, kept)
@@ -212,59 +210,19 @@ class MemoryTier:
             node = above
         return node
 
-    def _evict_snapshot(self, trie: PrefixTrie, node: Node, reason: EvictionReason) -> None:
-        """Drops a node's snapshot, except window rows that restore points below need."""
-        snapshot = node.snapshot
-        assert snapshot is not None
-        rest = Snapshot(snapshot.offset, snapshot.window, None) if has_shared_rows(self._layout, node) else None
-        if rest is None or rest.num_bytes < snapshot.num_bytes:
-            num_bytes = snapshot.num_bytes - (rest.num_bytes if rest is not None else 0)
-            self._note_eviction(trie, node, num_bytes, reason, is_snapshot=True)
-            self.before_eviction(trie, node)
-            trie.snap(node, rest)
-
-    def _note_eviction(
-        self, trie: PrefixTrie, node: Node, num_bytes: int, reason: EvictionReason, *, is_snapshot: bool
-    ) -> None:
-        name, num_tokens, what = trie.namespace, node.stop - node.start, Happening.EVICTED
-        self.num_evictions += 1
-        self.evictions[name] += 1
-        if self.journal.tell is not None:  # there may be thousands of nodes
-            self.journal.record(CacheEvent(what, name, num_tokens, num_bytes, is_snapshot=is_snapshot, reason=reason))
-
     def check(self) -> None:
         """Asserts the invariants."""
         for trie in self._tries.values():
             trie.check()
         self.order.check((trie.namespace, node) for trie, node in self.nodes())
-        stored = sum(node.num_bytes for _, node in self.nodes())
+        stored = sum(trie.held.num_bytes for trie in self._tries.values())
         assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
-        held = Counter[str]()
-        for trie, node in self.nodes():
-            held[trie.namespace] += node.num_bytes
-        assert +held == +self._held, f"{held} stored by namespace, {self._held} counted"
-
-
-def _rounds(guards_sessions: bool, awaited: Set[Node]) -> Iterator[tuple[bool, Set[Node]]]:
-    """For each round, whether session ends are spared, and which nodes; the last spares nothing."""
-    if guards_sessions:
-        yield True, awaited
-    if awaited:
-        yield False, awaited
-    yield False, frozenset()
 
 
 def _reason_of(victim: Candidate) -> EvictionReason:
     if victim.chance > Chance.SUPERSEDED:
         return EvictionReason.MEMORY
     return EvictionReason.UNUSABLE if victim.chance <= Chance.UNUSABLE else EvictionReason.SUPERSEDED
-
-
-def _subtree(node: Node) -> list[Node]:
-    found = [node]
-    for parent in found:
-        found.extend(parent.children.values())
-    return found
 
 
 def _is_evictable(node: Node) -> bool:
@@ -277,6 +235,10 @@ def _is_free_leaf(node: Node) -> bool:
     return node.parent is not None and not node.children and node.num_slots == 0 and node.home is None
 
 
+def _is_idle_leaf(node: Node) -> bool:
+    return _is_free_leaf(node) and not node.num_pins
+
+
 @dataclass(frozen=True)
 class PinName:
     """A second pin of a name replaces the first."""
@@ -287,107 +249,90 @@ class PinName:
     """A soft pin; the label may have an explicit pin too."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Pin:
-    nodes: list[Node]
-    until: float | None
-
-
 class Pins:
     """All pins by name. Worker thread only."""
 
-    def __init__(self, ledger: Ledger, layout: Layout) -> None:
-        """Explicit pins may protect half of the budget."""
-        self._ledger = ledger
-        self._layout = layout
-        self._pins: dict[PinName, _Pin] = {}
+    def __init__(self, memory: MemoryTier) -> None:
+        self._memory = memory
+        self._pins: dict[PinName, tuple[list[Node], float]] = {}
+        """Nodes, and when the clock reads what the pin ends."""
 
     def __contains__(self, name: PinName) -> bool:
         return name in self._pins
 
-    def pin(self, name: PinName, trie: PrefixTrie, tokens: TokenArray) -> int:
-        """As `PrefixCache.pin`."""
-        match = trie.match(tokens)
-        if match.path:
-            self._pin_path(name, match.path)
-        return match.length
+    def pin(self, name: PinName, tokens: TokenArray, until: float = math.inf) -> int:
+        """Protects the stored state of `tokens`; returns their number.
 
-    def pin_until(self, name: PinName, trie: PrefixTrie, tokens: TokenArray, until: float) -> None:
-        """Pins stored state softly, until the caller's clock reads `until`."""
-        assert name.is_soft
-        path = trie.match(tokens).path
-        if path:
-            self._hold(name, _nodes_to_pin(path), until)
+        An explicit pin moves to each turn's end of its session; raises PinLimit if all would exceed half the budget.
+        A soft pin holds until the caller's clock reads `until`, or a request must wait.
+        """
+        match = self._memory.find_trie(name.namespace).match(tokens)
+        if match.length:
+            self._hold(name, match.path, until)
+        return match.length
 
     def follow(self, namespace: str, session_id: str | None, tip: Node) -> None:
         """Moves a session's pin, if any, to its sequence's end."""
         name = PinName(namespace, session_id or "")
         if name in self and tip.parent is not None:
             with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
-                self._pin_path(name, tip.path())
+                self._hold(name, tip.path(), math.inf)
 
-    def _pin_path(self, name: PinName, path: list[Node]) -> None:
-        nodes = _nodes_to_pin(path)
-        num_bytes = self._bytes_of({*nodes, *self.explicit(but=name)})
-        limit = self._ledger.budget_bytes // 2
-        if num_bytes > limit:
-            raise PinLimit(num_bytes, limit)
-        self._hold(name, nodes, None)
-
-    def _bytes_of(self, nodes: set[Node]) -> int:
-        snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
-        return snapshots + sum(
-            node.span.num_bytes if node.span is not None else int(len(node.tokens) * self._layout.bytes_per_token)
-            for node in path_nodes(nodes)
-        )
-
-    def _hold(self, name: PinName, nodes: list[Node], until: float | None) -> None:
+    def _hold(self, name: PinName, path: list[Node], until: float) -> None:
+        # The end protects all spans; two turns' snapshots serve a next turn rendered differently.
+        inner = [node for node in path[:-1] if node.snapshot is not None]
+        nodes = [*inner[-KEPT_POINTS:], path[-1]]
+        if not name.is_soft:
+            num_bytes = self._bytes_of({*nodes, *self.explicit(but=name)})
+            limit = self._memory.ledger.budget_bytes // 2
+            if num_bytes > limit:
+                raise PinLimit(num_bytes, limit)
         for node in nodes:
             node.num_pins += 1
         self.release(name)
-        self._pins[name] = _Pin(nodes, until)
+        self._pins[name] = nodes, until
 
-    def release(self, name: PinName) -> None:
-        """Ends a pin, if any."""
-        pin = self._pins.pop(name, None)
-        for node in pin.nodes if pin is not None else ():
+    def _bytes_of(self, nodes: set[Node]) -> int:
+        per_token = self._memory.layout.bytes_per_token
+        snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
+        return snapshots + sum(
+            node.span.num_bytes if node.span is not None else int(len(node.tokens) * per_token)
+            for node in path_nodes(nodes)
+        )
+
+    def release(self, name: PinName) -> list[Node]:
+        """Ends a pin, if any; returns its nodes."""
+        nodes, _ = self._pins.pop(name, ([], 0))
+        for node in nodes:
             node.num_pins -= 1
+        return nodes
 
     def release_expired(self, now: float) -> None:
         """Ends expired soft pins."""
-        self._release(lambda name, pin: pin.until is not None and pin.until <= now)
+        self._release(lambda name: self._pins[name][1] <= now)
 
     def release_soft(self) -> bool:
         """Ends soft pins; returns whether that unpinned a node."""
-        nodes = self._release(lambda name, pin: pin.until is not None)
+        nodes = self._release(lambda name: name.is_soft)
         return any(node.num_pins == 0 and node.parent is not None for node in nodes)
 
     def release_all(self, namespace: str | None) -> None:
         """Ends the pins of one namespace, or all."""
-        self._release(lambda name, pin: namespace in (None, name.namespace))
+        self._release(lambda name: namespace in (None, name.namespace))
 
-    def _release(self, is_over: Callable[[PinName, _Pin], bool]) -> list[Node]:
-        ended = [(name, pin) for name, pin in self._pins.items() if is_over(name, pin)]
-        for name, _ in ended:
-            self.release(name)
-        return [node for _, pin in ended for node in pin.nodes]
+    def _release(self, is_over: Callable[[PinName], bool]) -> list[Node]:
+        return [node for name in list(filter(is_over, self._pins)) for node in self.release(name)]
 
     def labels(self, namespace: str) -> tuple[str, ...]:
         """Labels of a namespace's explicit pins."""
-        return tuple(n.label for n, pin in self._pins.items() if n.namespace == namespace and pin.until is None)
+        return tuple(name.label for name in self._pins if name.namespace == namespace and not name.is_soft)
 
     def explicit(self, *, but: PinName | None = None) -> set[Node]:
         """Nodes with explicit pins other than `but`."""
-        held = (pin for name, pin in self._pins.items() if pin.until is None and name != but)
-        return {node for pin in held for node in pin.nodes if node.parent is not None}
+        held = (nodes for name, (nodes, _) in self._pins.items() if not name.is_soft and name != but)
+        return {node for nodes in held for node in nodes if node.parent is not None}
 
 
 def path_nodes(nodes: Iterable[Node]) -> set[Node]:
     """Nodes on the paths to `nodes`, inclusive."""
     return {above for node in nodes for above in node.path()}
-
-
-def _nodes_to_pin(path: list[Node]) -> list[Node]:
-    """The end protects all spans; two turns' snapshots serve a next turn rendered differently."""
-    inner = [node for node in path[:-1] if node.snapshot is not None]
-    return [*inner[-KEPT_POINTS:], *path[-1:]]

@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 
 from cache.budget import PADDING, CacheEvent, Happening
-from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.memory_tier import MemoryTier
 from cache.slots import Slot
@@ -29,40 +28,28 @@ CLEAR_BYTES = 64 << 20
 class Pager:
     """All slots of one model. Worker thread only."""
 
-    def __init__(
-        self, layout: Layout, memory: MemoryTier, make_caches: Callable[[], list[LayerCache]], num_slots: int
-    ) -> None:
-        self.layout = layout
+    def __init__(self, memory: MemoryTier, make_caches: Callable[[], list[LayerCache]], num_slots: int) -> None:
+        self.layout = memory.layout
         self.ledger = memory.ledger
-        self._memory = memory
-        self._make_caches = make_caches
+        self.memory = memory
+        self.make_caches = make_caches
         self.shared: SharedBuffers | None = None
         """The runner's, once there is one."""
-        self.slots: list[Slot] = []
         self.heads: list[Slot] = []
-        root = self.trie("").root
+        root = memory.trie("", in_use=()).root
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
 
     def trie(self, namespace: str) -> PrefixTrie:
         """A namespace's trie; made if missing."""
-        return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.all_live))
+        return self.memory.trie(namespace, in_use=(slot.namespace for slot in self.all_live))
 
     @property
     def all_live(self) -> list[Slot]:
         return [*self.heads, *self.slots]
 
-    def readers(self, head: Slot) -> list[Slot]:
-        """Slots whose sequences begin in a head."""
-        return [slot for slot in self.slots if slot.head is head]
-
-    def use_caches_of(self, make_caches: Callable[[], list[LayerCache]]) -> None:
-        """Replaces the maker of layer caches; all slots must be empty."""
-        assert not any(slot.caches for slot in self.all_live), "a slot holds caches of a model that has gone"
-        self._make_caches = make_caches
-
     def enter(self, slot: Slot, trie: PrefixTrie) -> None:
         """Assigns a slot to a namespace; an empty slot gets layer caches."""
-        slot.caches = slot.caches or self._make_caches()
+        slot.caches = slot.caches or self.make_caches()
         slot.namespace = trie.namespace
         if slot.tip.parent is None:
             slot.tip = trie.root
@@ -82,7 +69,7 @@ class Pager:
         keep, path = slot.offset, landing.path()
         missing = [node for node in path if node.stop > keep]
         if missing:
-            sources = [self._source(node) for node in missing]
+            sources = [node.span if node.span is not None else self._live_rows(node) for node in missing]
             self.layout.load_spans(slot.caches, sources, keep=keep, offset=landing.stop, capacity_tokens=capacity)
             for node in missing:
                 if node.home is None:
@@ -96,9 +83,7 @@ class Pager:
         if len(tokens) > keep:
             self._record(Happening.PAGED_IN, slot, len(tokens) - keep)
 
-    def _source(self, node: Node) -> Segment:
-        if node.span is not None:
-            return node.span
+    def _live_rows(self, node: Node) -> Segment:
         self._separate(node.home)
         return self.layout.live_rows(node.home.caches, node.start, node.stop)
 
@@ -141,7 +126,7 @@ class Pager:
         self.layout.truncate_spans(slot.caches, keep)
 
     def _record(self, what: Happening, slot: Slot, num_tokens: int) -> None:
-        self._memory.journal.record(
+        self.memory.journal.record(
             CacheEvent(what, slot.namespace, num_tokens, slot=None if slot in self.heads else slot.index)
         )
 
@@ -186,7 +171,7 @@ class Pager:
         slot.is_cut = False
         if slot in self.heads:
             self.heads.remove(slot)
-        slot.turn.session_id, slot.capacity, slot.reserved_tokens = None, 0, 0
+        slot.session_id, slot.capacity, slot.reserved_tokens = None, 0, 0
         self.ledger.set_live(slot.index, 0)
         self.ledger.reserve(slot.index, 0)
 
@@ -196,10 +181,11 @@ class Pager:
         for node in path:
             if node.home is slot and node in homes:
                 node.home = homes[node]
-        lost = next((node for node in path if node.home is slot or not _is_whole(node)), None)
+        whole = [node for node in path if node.span is None or node.span.is_whole]
+        lost = next((node for node in path if node.home is slot or node not in whole), None)
         self.empty(slot)
         if lost is not None:
-            self._memory.drop_below(trie, lost)
+            self.memory.drop_below(trie, lost)
 
     def discard(self, slot: Slot) -> None:
         """Ends a lease with untrusted caches."""
@@ -230,7 +216,10 @@ class Pager:
             raise
         slot.head = shared
         if head is None:
-            self._fill_head(shared, slot, tip)
+            shared.log.append(slot.log.view(0, tip.stop))
+            self.heads.append(shared)
+            self.move_tip(shared, tip)
+            self.measure(shared)
         for node in tip.path():
             node.home = shared if node.home is slot else node.home
         self.measure(slot)
@@ -239,13 +228,7 @@ class Pager:
     def _new_head(self, namespace: str) -> Slot:
         taken = {head.index for head in self.heads}
         index = next(index for index in itertools.count(len(self.slots)) if index not in taken)
-        return Slot(index, self._make_caches(), TokenLog(), self.trie(namespace).root, namespace, is_cut=True)
-
-    def _fill_head(self, head: Slot, slot: Slot, tip: Node) -> None:
-        head.log.append(slot.log.view(0, tip.stop))
-        self.heads.append(head)
-        self.move_tip(head, tip)
-        self.measure(head)
+        return Slot(index, self.make_caches(), TokenLog(), self.trie(namespace).root, namespace, is_cut=True)
 
     def enter_head(self, slot: Slot, head: Slot) -> None:
         """Has an empty slot begin with a head's tokens, which are not copied. Page the rest in, or give it up."""
@@ -257,7 +240,7 @@ class Pager:
     def page_out_heads(self, spared: Sequence[Node] = ()) -> None:
         """Pages out heads without readers, except those that end at `spared` nodes."""
         for head in list(self.heads):
-            if not self.readers(head) and head.tip not in spared:
+            if head.tip not in spared and not any(slot.head is head for slot in self.slots):
                 self.page_out(head, 0)
 
     def move_tip(self, slot: Slot, tip: Node) -> None:
@@ -266,8 +249,8 @@ class Pager:
         left.num_slots -= 1
         slot.tip = tip
         tip.num_slots += 1
-        self._memory.order.changed(trie.namespace, left)
-        self._memory.order.changed(trie.namespace, tip)
+        self.memory.order.changed(trie.namespace, left)
+        self.memory.order.changed(trie.namespace, tip)
 
     def keep_tip(self, slot: Slot) -> None:
         """Takes a snapshot at an idle sequence's end."""
@@ -327,7 +310,7 @@ class Pager:
         """Asserts the module's invariants."""
         for slot in self.all_live:
             self._check_slot(slot)
-        for _, node in self._memory.nodes():
+        for _, node in self.memory.nodes():
             assert node.home is None or node in node.home.tip.path(), f"{node} is live in a slot that left it"
             assert node.home is None or node.start >= node.home.origin, f"{node} is live in its home's head"
 
@@ -350,7 +333,3 @@ class Pager:
         if slot in self.heads:
             assert self.layout.capacity(caches) == slot.offset == slot.tip.stop, "a head holds more than its tokens"
             assert self.ledger.slot_bytes(slot.index) == self.live_bytes(slot), "a head is not charged"
-
-
-def _is_whole(node: Node) -> bool:
-    return node.span is None or node.span.is_whole

@@ -3,22 +3,21 @@
 Nothing here knows models, request parameters, or time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-from cache.admission import Admission, CacheRequest, DiskMoves
-from cache.budget import ASIDE, PADDING, CacheStats, Journal
+from cache.admission import Admission
+from cache.budget import ASIDE, PADDING, CacheStats
 from cache.disk.connector import DiskConnector
 from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
 from cache.history import History
 from cache.layers.layout import CHUNK_TOKENS, Layout
-from cache.lease import Lease, Recorder
-from cache.memory_tier import MemoryTier, PinName, Pins
+from cache.lease import Lease
+from cache.memory_tier import MemoryTier, Pins
 from cache.pager import Pager
-from cache.reclaim import Heads, Reclaimer
-from cache.slots import Lookup, RequestClock
-from cache.snapshots import RestorePoint
-from cache.types import LayerCache, TokenArray
+from cache.reclaim import Reclaimer
+from cache.slots import CacheRequest, Lookup
+from cache.types import LayerCache
 from cache.views import CacheReports
 
 
@@ -40,71 +39,38 @@ class PrefixCache:
         `disk`, if any, gets idle state, and state beyond the budget.
         """
         self.layout = layout or Layout(make_caches(), chunk_tokens)
-        self.clock = RequestClock()
-        self.journal = disk.journal if disk is not None else Journal()
-        self.memory = MemoryTier(self.layout, budget_bytes, self.journal)
-        self.ledger = self.memory.ledger
-        self.disk = DiskConnector(disk, self.layout) if disk is not None else None
         self.history = History(stored=disk.tree if disk is not None else None)
-        self.pager = Pager(self.layout, self.memory, make_caches, num_slots)
+        connector = DiskConnector(disk, self.layout) if disk is not None else None
+        self.memory = MemoryTier(self.layout, budget_bytes, connector)
+        self.ledger = self.memory.ledger
+        self.journal = self.memory.journal
+        self.pager = Pager(self.memory, make_caches, num_slots)
         self.slots = self.pager.slots
-        self.pins = Pins(self.ledger, self.layout)
-        heads = Heads(self.pager)
-        self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, heads)
-        self._disk_moves = DiskMoves(self.disk, self.memory, self.pager, self.reclaimer, self.clock)
-        parts = self.memory, self.pager, self.clock, self.reclaimer, self.pins
-        self._admission = Admission(*parts, self._disk_moves, Recorder(*parts), heads)
+        self.pins = Pins(self.memory)
+        self.reclaimer = Reclaimer(self.pager, self.pins)
+        self._admission = Admission(self.reclaimer)
 
     # ------------------------------------------------------------------------------------------ for requests
 
-    def begin(
-        self,
-        tokens: TokenArray,
-        *,
-        namespace: str = "",
-        session_id: str | None = None,
-        restore_points: Iterable[RestorePoint] = (),
-        expected_tokens: int = 0,
-        reuse: bool = True,
-        is_volatile: bool = False,
-        is_background: bool = False,
-        lookup: Lookup | None = None,
-    ) -> Lease | None:
+    def begin(self, request: CacheRequest) -> Lease | None:
         """Gives a prompt a slot, restored as far as possible; None if it must wait for another request.
 
-        Reserves `expected_tokens` of output. `is_volatile` state never goes to disk; `is_background` evicts session
-        ends last; `lookup` is an earlier look-up. Raises BudgetExceeded if the prompt can never fit, PinnedFull if
-        not while other state is pinned.
+        Raises BudgetExceeded if the prompt can never fit, PinnedFull if not while other state is pinned.
         """
-        request = CacheRequest(
-            tokens,
-            lookup or Lookup(tokens, namespace=namespace),
-            session_id,
-            tuple(restore_points),
-            expected_tokens,
-            reuse=reuse,
-            is_volatile=is_volatile,
-            is_background=is_background,
-        )
         return self._admission.admit(request)
 
-    def peek(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> int:
+    def peek(self, lookup: Lookup) -> int:
         """How many tokens of a prompt are restorable now. Changes nothing."""
-        return self._disk_moves.find_restorable(lookup or Lookup(tokens, namespace=namespace))
+        return self._admission.find_restorable(lookup)
+
+    def prefetch(self, lookup: Lookup) -> Prefetch | None:
+        """Begins to read from disk what `begin` would wait for."""
+        return self._admission.prefetch(lookup)
 
     def use_awaited(self, find_awaited: Callable[[], Iterable[Lookup]]) -> None:
         """Has what the prompts that `find_awaited` returns can restore evicted last."""
-        self.memory.find_awaited = lambda: {
-            node for lookup in find_awaited() for node in self._disk_moves.find_in_memory(lookup).path
-        }
-
-    def prefetch(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> Prefetch | None:
-        """Begins to read from disk what `begin` would wait for."""
-        return self._disk_moves.prefetch(lookup or Lookup(tokens, namespace=namespace))
-
-    def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Learns a sequence's size and the layers in use from caches with a few tokens."""
-        self.layout.calibrate(caches)
+        find = self._admission.find_in_memory
+        self.memory.find_awaited = lambda: {node for lookup in find_awaited() for node in find(lookup).path}
 
     def clear(self, namespace: str | None = None) -> None:
         """Drops state, history and pins, all or one namespace's, but what a request holds."""
@@ -114,8 +80,8 @@ class PrefixCache:
                 self.pager.page_out(slot, 0)
         self.pager.page_out_heads()
         self.memory.clear(namespace)
-        if self.disk is not None:
-            self.disk.tier.clear(namespace)
+        if self.memory.disk is not None:
+            self.memory.disk.tier.clear(namespace)
         if namespace is None:
             self.history.forget_all()
         else:
@@ -148,30 +114,17 @@ class PrefixCache:
         self.reclaimer.free(idle_bytes - max_bytes)
         return idle_bytes > max_bytes
 
-    # ------------------------------------------------------------------------------------------------- pins
-
-    def pin(self, name: PinName, tokens: TokenArray) -> int:
-        """Protects the stored state of `tokens` until released; returns their number.
-
-        A session's pin moves to each turn's end. Raises PinLimit if explicit pins would exceed half the budget.
-        """
-        return self.pins.pin(name, self.pager.trie(name.namespace), tokens)
-
-    def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
-        """Protects the stored state of `tokens` until the clock reads `until`, or a request must wait."""
-        self.pins.pin_until(name, self.pager.trie(name.namespace), tokens, until)
-
     # -------------------------------------------------------------------------------------------------- disk
 
     def save(self) -> Iterator[None]:
         """Writes unsaved state worth keeping, a piece a step. Invalid after any other call."""
-        return self._disk_moves.save()
+        return self._admission.save()
 
     def end(self, timeout_seconds: float) -> None:
         """Ends the cache; first writes unsaved state as time allows."""
-        if self.disk is not None:
-            self.disk.close(self.save(), timeout_seconds)
-            self.disk = self._disk_moves.disk = None
+        if self.memory.disk is not None:
+            self.memory.disk.close(self.save(), timeout_seconds)
+            self.memory.disk = None
 
     def park(self) -> None:
         """Pages all slots out, so that nothing refers to the model. No request may run.
@@ -183,26 +136,24 @@ class PrefixCache:
             self.pager.page_out(slot, 0)
         self.pager.page_out_heads()
         self.pager.take_back_padding()
-        self.pager.use_caches_of(_no_caches)
+        self.pager.make_caches = _no_caches
         self.pager.shared = None
         self.use_awaited(tuple)
 
     def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
         """Continues after `park`, on the worker thread of the reloaded model."""
-        for slot in self.slots:
-            slot.caches = []
-        self.pager.use_caches_of(make_caches)
+        self.pager.make_caches = make_caches
         self.try_resize(budget_bytes)
 
     # ------------------------------------------------------------------------------------------------- state
 
     @property
     def reports(self) -> CacheReports:
-        return CacheReports(self.memory, self.pager, self.disk, self.pins)
+        return CacheReports(self.memory, self.pager, self.memory.disk, self.pins)
 
     def stats(self) -> CacheStats:
         """Current counts and bytes."""
-        tier = self.disk.tier if self.disk is not None else None
+        tier = self.memory.disk.tier if self.memory.disk is not None else None
         return CacheStats(
             num_nodes=self.memory.num_nodes,
             stored_bytes=self.ledger.stored_bytes,
@@ -221,8 +172,8 @@ class PrefixCache:
         self.memory.check()
         self.pager.check()
         for trie, node in self.memory.nodes():
-            if self.disk is not None:
-                self.disk.check(trie.namespace, node)
+            if self.memory.disk is not None:
+                self.memory.disk.check(trie.namespace, node)
 
 
 def _no_caches() -> list[LayerCache]:

@@ -11,109 +11,27 @@ sequence reads one head at most, and a head reads none.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from cache.budget import ASIDE, PADDING, Ledger
+from cache.budget import ASIDE, PADDING
 from cache.layers import layout
-from cache.memory_tier import MemoryTier, Pins, path_nodes
+from cache.memory_tier import Pins, path_nodes
 from cache.pager import Pager
-from cache.slots import LookupResult, RequestClock, Slot, nodes_to_restore
+from cache.slots import LookupResult, Slot, node_at, nodes_to_restore
 from cache.trie import Node
 
 MIN_HEAD_TOKENS = 256
 """Where memory is short; a shorter head saves less than a buffer grows by, and costs every step."""
 
 
-@dataclass(frozen=True, eq=False)
-class Heads:
-    """Has sequences share heads. Worker thread only."""
-
-    pager: Pager
-
-    def _least_tokens(self, *, is_short: bool) -> float:
-        """Tokens from which a head pays; inf if none does."""
-        fast = self.pager.shared.head_tokens if self.pager.shared is not None else None
-        if fast is None or not self.pager.layout.can_share_heads:
-            return math.inf
-        return min(fast, MIN_HEAD_TOKENS) if is_short else fast
-
-    def head_of(self, slot: Slot, path: Sequence[Node], offset: int) -> Slot | None:
-        """The head that a request will read once `slot` has restored it at `offset` on `path`."""
-        if is_in_place(slot, path, offset):
-            return slot.head
-        fitting = [head for head in self.pager.heads if head.offset <= offset and head.tip in path]
-        return slot.head if slot.head in fitting else max(fitting, key=lambda head: head.offset, default=None)
-
-    def invite(self, slot: Slot, found: LookupResult, *, is_short: bool) -> bool:
-        """Makes a head of what running sequences share with a request to be restored in `slot`, if that saves most.
-
-        Returns whether it did; then `found` is no longer valid. An error loses a running sequence.
-        """
-        offset, least = found.restorable_in(slot), self._least_tokens(is_short=is_short)
-        if least == math.inf or is_in_place(slot, found.path, offset):
-            return False
-        shared = [min(found.shared[other.index], offset) for other in self._loose(None)]
-        saved = {num: num * sum(other >= num for other in shared) for num in shared if num >= least}
-        head = self.head_of(slot, found.path, offset)
-        if not saved or (head is not None and head.offset >= max(saved.values())):
-            return False
-        length = max(saved, key=lambda num: (saved[num], num))
-        source = next(other for other in self._loose(None) if found.shared[other.index] >= length)
-        self._share(self.pager.land(self.pager.trie(source.namespace), found.path, length), None)
-        return True
-
-    def gather(self, *, is_short: bool, target_bytes: float = -1, also: Slot | None = None) -> None:
-        """Has running sequences, and `also`, share the heads that save most, until `target_bytes` are charged.
-
-        An error loses a running sequence.
-        """
-        least = self._least_tokens(is_short=is_short)
-        while least < math.inf and self.pager.ledger.charged_bytes > target_bytes:
-            tip = self._best(least, also)
-            if tip is None:
-                return
-            self._share(tip, also)
-
-    def _loose(self, also: Slot | None) -> list[Slot]:
-        running = (slot for slot in self.pager.slots if slot.is_leased or slot is also)
-        return [slot for slot in running if slot.head is None and slot.tip.parent is not None]
-
-    def _best(self, least: float, also: Slot | None) -> Node | None:
-        """The end of the head, there already or not, that saves most."""
-        made = {head.tip for head in self.pager.heads}
-        counts = Counter(node for slot in self._loose(also) for node in slot.tip.path() if node.stop >= least)
-        saved = {tip: tip.stop * (num - (tip not in made)) for tip, num in counts.items()}
-        best = max(saved, key=lambda tip: (saved[tip], tip.stop), default=None)
-        return best if best is not None and saved[best] > 0 else None
-
-    def _share(self, tip: Node, also: Slot | None) -> None:
-        head = next((head for head in self.pager.heads if head.tip is tip), None)
-        for slot in self._loose(also):
-            if tip in slot.tip.path():
-                head = self.pager.share_head(slot, tip, head)
-                if slot.is_leased and not slot.is_lost:
-                    reserved = self.pager.layout.bytes_for(slot.reserved_tokens, slot.origin)
-                    self.pager.ledger.reserve(slot.index, reserved)
-
-
-def is_in_place(slot: Slot, path: Sequence[Node], offset: int) -> bool:
-    """Whether a request to be restored at `offset` on `path` continues where `slot` is."""
-    return slot.offset == offset and (not offset or slot.tip in path)
-
-
-@dataclass(frozen=True, eq=False)
 class Reclaimer:
-    """Frees memory, and reserves it for leased slots."""
+    """Frees memory, reserves it for leased slots, and has sequences share heads."""
 
-    memory: MemoryTier
-    pager: Pager
-    pins: Pins
-    clock: RequestClock
-    heads: Heads
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.memory.ledger
+    def __init__(self, pager: Pager, pins: Pins) -> None:
+        self.pager = pager
+        self.pins = pins
+        self.memory = pager.memory
+        self.ledger = pager.ledger
+        self.layout = pager.layout
 
     @property
     def spare_bytes(self) -> int:
@@ -138,14 +56,13 @@ class Reclaimer:
             return 0
         target = self.ledger.charged_bytes - excess_bytes
         self.pager.take_back_padding()
-        self.heads.gather(is_short=True, target_bytes=target)
+        self.gather(is_short=True, target_bytes=target)
         self.pager.page_out_idle(target, busy, protected)
         if or_nothing and self.ledger.charged_bytes - target > self._evictable_bytes(protected):
             return self.ledger.charged_bytes - target
-        kept, now = set(protected), self.clock.now
-        self.memory.evict(target, kept, now, guards_sessions=is_background)
+        self.memory.evict(target, set(protected), guards_sessions=is_background)
         if self.ledger.charged_bytes > target and self.pins.release_soft():
-            self.memory.evict(target, kept, now, guards_sessions=is_background)
+            self.memory.evict(target, set(protected), guards_sessions=is_background)
         return self.ledger.charged_bytes - target
 
     def _evictable_bytes(self, protected: Sequence[Node]) -> int:
@@ -158,35 +75,31 @@ class Reclaimer:
         """Frees what is charged beyond the budget."""
         self.free(self.ledger.excess_bytes(), protected=protected, is_background=is_background)
 
-    def free_to_restore(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> None:
-        """Frees memory for `num_tokens` in `slot`, `[0, offset)` coming from `path`.
+    def free_for(
+        self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int, *, or_nothing: bool = False
+    ) -> int:
+        """Frees memory for `num_tokens` in `slot`, `[0, offset)` coming from `path`; returns the bytes not freed.
 
-        A shortage is tolerated: the request can no longer wait.
+        Idle slots are paged out before the rest is counted: what was live only there moves here, counted once.
         """
-        self.free(
-            self.excess_for(slot, path, offset, num_tokens),
-            protected=nodes_to_restore(self.pager.layout, path, offset),
-            busy=slot,
-            is_background=slot.turn.is_background,
-        )
-
-    def excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
-        """Bytes to free for `num_tokens` in `slot`, `[0, offset)` coming from `path`.
-
-        If any, idle slots are paged out first: what was live only there moves here, counted once.
-        """
-        excess = self.shortage(slot, path, offset, num_tokens)
-        if excess > 0:
-            also = slot if is_in_place(slot, path, offset) else None
-            self.heads.gather(is_short=True, target_bytes=self.ledger.charged_bytes - excess, also=also)
-            excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
+        excess = self._excess_for(slot, path, offset, num_tokens)
+        if excess <= 0:
+            return 0
+        continues = is_in_place(slot, path, offset)
+        target = self.ledger.charged_bytes - excess
+        self.gather(is_short=True, target_bytes=target, also=slot if continues else None)
+        excess = self._excess_for(slot, path, offset, num_tokens)
         if excess > 0:
             self.pager.page_out_idle(self.ledger.charged_bytes - excess, slot, path)
-            excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
-        return excess
+            excess = self._excess_for(slot, path, offset, num_tokens)
+        is_whole = continues and not slot.is_cut
+        needed = node_at(path, offset) if is_whole else nodes_to_restore(self.layout, path, offset)
+        head, is_background = self.head_of(slot, path, offset), slot.is_background
+        protected = needed if head is None else [*needed, head.tip]
+        return self.free(excess, protected=protected, busy=slot, is_background=is_background, or_nothing=or_nothing)
 
-    def shortage(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
-        """As `excess_for`, after padding alone is given back."""
+    def _excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
+        """Bytes to free; padding alone is given back first."""
         excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         if excess > 0:
             self.pager.take_back_padding()
@@ -199,8 +112,8 @@ class Reclaimer:
             start, stop, span = node.start, node.stop, node.span
             if span is not None and start < offset:
                 moving += span.num_bytes if stop <= offset else span.num_bytes * (offset - start) / (stop - start)
-        head = self.heads.head_of(slot, path, offset)
-        own_bytes = self.pager.layout.bytes_for(num_tokens, head.offset if head is not None else 0)
+        head = self.head_of(slot, path, offset)
+        own_bytes = self.layout.bytes_for(num_tokens, head.offset if head is not None else 0)
         return int(own_bytes - moving) - self.ledger.slot_bytes(slot.index)
 
     def relieve(self) -> None:
@@ -211,29 +124,32 @@ class Reclaimer:
         self.pager.take_back_padding()
         self.pins.release_soft()
         target = self.ledger.charged_bytes - self.ledger.stored_bytes // 2
-        self.memory.evict(target, (), self.clock.now)
+        self.memory.evict(target, ())
 
     def reserve(self, slot: Slot, num_tokens: int, *, needed: int) -> None:
         """Reserves memory for `num_tokens`; resizes live buffers unless `needed` tokens fit.
 
         An error empties the slot and ends its lease.
         """
-        self.ledger.reserve(slot.index, self.pager.layout.bytes_for(num_tokens, slot.origin))
-        slot.reserved_tokens, capacity = num_tokens, self.pager.layout.capacity(slot.caches)
+        self.ledger.reserve(slot.index, self.layout.bytes_for(num_tokens, slot.origin))
+        slot.reserved_tokens, capacity = num_tokens, self.layout.capacity(slot.caches)
         if capacity is not None and needed <= capacity <= num_tokens + layout.GROWTH_TOKENS:
             slot.capacity = capacity
             return
         slot.capacity = num_tokens
         try:
-            self.pager.layout.resize(slot.caches, num_tokens)
+            self.layout.resize(slot.caches, num_tokens)
         except Exception:
             self.pager.discard(slot)
             raise
 
     def try_grow(self, slot: Slot, max_tokens: int, needed: int = 1) -> bool:
         """As `Lease.try_grow`; a lost slot needs no memory."""
-        wanted = max(slot.offset + max(layout.GROWTH_TOKENS, needed), slot.reserved_tokens)
-        capacity = self._affordable(slot, min(wanted, max_tokens))
+        wanted = min(max(slot.offset + max(layout.GROWTH_TOKENS, needed), slot.reserved_tokens), max_tokens)
+        # The slot counts with its estimate even where it holds more: an allocator may return larger buffers.
+        growth = self.layout.bytes_for(wanted, slot.origin) - self.ledger.slot_bytes(slot.index)
+        missing = self.free(self.ledger.excess_bytes(growth), busy=slot, is_background=slot.is_background)
+        capacity = self.layout.tokens_without(missing, wanted)
         if slot.is_lost:
             return True
         if capacity < slot.offset + needed:
@@ -242,35 +158,89 @@ class Reclaimer:
         self.pager.measure(slot)
         return True
 
-    def _affordable(self, slot: Slot, num_tokens: int) -> int:
-        """Frees memory for `num_tokens` in `slot`; returns how many then fit.
-
-        The slot counts with its estimate even where it holds more: an allocator returns larger buffers than
-        requested.
-        """
-        growth = self.pager.layout.bytes_for(num_tokens, slot.origin) - self.ledger.slot_bytes(slot.index)
-        excess = self.ledger.excess_bytes(growth)
-        missing = self.free(excess, busy=slot, is_background=slot.turn.is_background)
-        return self.pager.layout.tokens_without(missing, num_tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class SetAside:
-    """Sets memory aside for one sequence without a slot."""
-
-    reclaimer: Reclaimer
-
-    def try_take(self, num_tokens: int) -> bool:
-        """Sets aside memory for `num_tokens`, evicting session ends last; False if requests hold it."""
-        num_bytes = self.reclaimer.pager.layout.bytes_for(num_tokens)
-        if num_bytes > self.reclaimer.ledger.budget_bytes:
+    def try_set_aside(self, num_tokens: int) -> bool:
+        """Sets memory aside for a sequence without a slot, evicting session ends last; False if requests hold it."""
+        num_bytes = self.layout.bytes_for(num_tokens)
+        if num_bytes > self.ledger.budget_bytes:
             return False
-        excess = self.reclaimer.ledger.excess_bytes(num_bytes)
-        if self.reclaimer.free(excess, is_background=True, or_nothing=True) > 0:
+        if self.free(self.ledger.excess_bytes(num_bytes), is_background=True, or_nothing=True) > 0:
             return False
-        self.reclaimer.ledger.reserve(ASIDE, num_bytes)
+        self.ledger.reserve(ASIDE, num_bytes)
         return True
 
-    def give_back(self) -> None:
+    def release_aside(self) -> None:
         """Releases the memory set aside."""
-        self.reclaimer.ledger.reserve(ASIDE, 0)
+        self.ledger.reserve(ASIDE, 0)
+
+    # -- heads
+
+    def _least_tokens(self, *, is_short: bool) -> float:
+        """Tokens from which a head pays; inf if none does."""
+        fast = self.pager.shared.head_tokens if self.pager.shared is not None else None
+        if fast is None or not self.layout.can_share_heads:
+            return math.inf
+        return min(fast, MIN_HEAD_TOKENS) if is_short else fast
+
+    def head_of(self, slot: Slot, path: Sequence[Node], offset: int) -> Slot | None:
+        """The head that a request will read once `slot` has restored it at `offset` on `path`."""
+        if is_in_place(slot, path, offset):
+            return slot.head
+        fitting = [head for head in self.pager.heads if head.offset <= offset and head.tip in path]
+        return slot.head if slot.head in fitting else max(fitting, key=lambda head: head.offset, default=None)
+
+    def invite(self, slot: Slot, found: LookupResult, num_tokens: int) -> bool:
+        """Makes a head of what running sequences share with a request for `num_tokens` in `slot`, if that saves most.
+
+        Returns whether it did; then `found` is no longer valid. An error loses a running sequence.
+        """
+        offset = found.restorable_in(slot)
+        least = self._least_tokens(is_short=self._excess_for(slot, found.path, offset, num_tokens) > 0)
+        if least == math.inf or is_in_place(slot, found.path, offset):
+            return False
+        shared = [min(found.shared[other.index], offset) for other in self._loose(None)]
+        saved = {num: num * sum(other >= num for other in shared) for num in shared if num >= least}
+        head = self.head_of(slot, found.path, offset)
+        if not saved or (head is not None and head.offset >= max(saved.values())):
+            return False
+        length = max(saved, key=lambda num: (saved[num], num))
+        source = next(other for other in self._loose(None) if found.shared[other.index] >= length)
+        self._share(self.pager.land(self.pager.trie(source.namespace), found.path, length), None)
+        return True
+
+    def gather(self, *, is_short: bool, target_bytes: float = -1, also: Slot | None = None) -> None:
+        """Has running sequences, and `also`, share the heads that save most, until `target_bytes` are charged.
+
+        An error loses a running sequence.
+        """
+        least = self._least_tokens(is_short=is_short)
+        while least < math.inf and self.ledger.charged_bytes > target_bytes:
+            tip = self._best(least, also)
+            if tip is None:
+                return
+            self._share(tip, also)
+
+    def _loose(self, also: Slot | None) -> list[Slot]:
+        running = (slot for slot in self.pager.slots if slot.is_leased or slot is also)
+        return [slot for slot in running if slot.head is None and slot.tip.parent is not None]
+
+    def _best(self, least: float, also: Slot | None) -> Node | None:
+        """The end of the head, there already or not, that saves most."""
+        made = {head.tip for head in self.pager.heads}
+        counts = Counter(node for slot in self._loose(also) for node in slot.tip.path() if node.stop >= least)
+        saved = {tip: tip.stop * (num - (tip not in made)) for tip, num in counts.items()}
+        best = max(saved, key=lambda tip: (saved[tip], tip.stop), default=None)
+        return best if best is not None and saved[best] > 0 else None
+
+    def _share(self, tip: Node, also: Slot | None) -> None:
+        head = next((head for head in self.pager.heads if head.tip is tip), None)
+        for slot in self._loose(also):
+            if tip in slot.tip.path():
+                head = self.pager.share_head(slot, tip, head)
+                if slot.is_leased and not slot.is_lost:
+                    reserved = self.layout.bytes_for(slot.reserved_tokens, slot.origin)
+                    self.ledger.reserve(slot.index, reserved)
+
+
+def is_in_place(slot: Slot, path: Sequence[Node], offset: int) -> bool:
+    """Whether a request to be restored at `offset` on `path` continues where `slot` is."""
+    return slot.offset == offset and (not offset or slot.tip in path)

@@ -6,32 +6,19 @@ only the trie node where their sequence ends. The clock counts requests, not sec
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from cache.snapshots import RestorePointKind, deepest, rows_before
-from cache.trie import Match, Node, NodeMatch, Place, PrefixTrie
+from cache.snapshots import RestorePoint, RestorePointKind, deepest, rows_before
+from cache.trie import Node, NodeMatch, Place, PrefixTrie
 from cache.types import LayerCache, LayerKinds, TokenArray, TokenLog
 
 
 @dataclass(eq=False)
-class SlotTurn:
-    """What runs in a slot, or ran last."""
-
-    session_id: str | None = None
-    is_volatile: bool = False
-    is_background: bool = False
-    leaves_background: bool = False
-    is_on_probation: bool = False
-    """Without a session, and continues no earlier turn."""
-    landing: int = 0
-    start: int = 0
-    """From here the next turn may render messages differently."""
-    last_used: int = 0
-
-
-@dataclass(eq=False)
 class Slot:
-    """A place for one live sequence. Between steps `log` and layer caches hold the same tokens."""
+    """A place for one live sequence, and what is known of the request that runs in it, or ran last.
+
+    Between steps `log` and layer caches hold the same tokens.
+    """
 
     index: int
     caches: list[LayerCache]
@@ -39,7 +26,6 @@ class Slot:
     log: TokenLog
     tip: Node
     namespace: str = ""
-    turn: SlotTurn = field(default_factory=SlotTurn)
     is_leased: bool = False
     is_cut: bool = False
     """Spans were truncated for a restore; other state is of the old end. A head has spans only."""
@@ -48,6 +34,17 @@ class Slot:
     capacity: int = 0
     """Tokens in live buffers, allocated or not yet."""
     reserved_tokens: int = 0
+    session_id: str | None = None
+    is_volatile: bool = False
+    is_background: bool = False
+    leaves_background: bool = False
+    is_on_probation: bool = False
+    """Without a session, and continues no earlier turn."""
+    landing: int = 0
+    """Where the turn was restored."""
+    turn_start: int = 0
+    """From here the next turn may render messages differently."""
+    last_used: int = 0
 
     @property
     def offset(self) -> int:
@@ -62,24 +59,18 @@ class Slot:
         """Lost while memory was freed for another: the request must be evaluated again."""
         return self.is_leased and not self.caches
 
-    def runs_session(self, namespace: str, session_id: str | None) -> bool:
-        """Whether its last request was of that session."""
-        return session_id is not None and self.turn.session_id == session_id and self.namespace == namespace
-
     def lease_to(self, session_id: str | None, *, is_volatile: bool) -> None:
         """Begins a request that continues the slot's sequence."""
-        turn, is_theirs = self.turn, self.tip.session_id == session_id and not self.tip.is_background
-        self.is_leased, turn.session_id, turn.landing = True, session_id, self.offset
-        turn.leaves_background = turn.is_background and not is_theirs
-        turn.is_volatile = is_volatile
-        turn.is_on_probation = session_id is None and not _ends_a_turn(self.tip)
-        self.tip.session_id, self.tip.is_on_probation = session_id or self.tip.session_id, False
+        tip = self.tip
+        # A beginning that several conversations share ends no turn.
+        ends_turn = tip.parent is not None and (not tip.children or tip.kind in _TURNS)
+        self.leaves_background = self.is_background and (tip.session_id != session_id or tip.is_background)
+        self.is_on_probation = session_id is None and not ends_turn
+        self.is_leased, self.session_id, self.is_volatile, self.landing = True, session_id, is_volatile, self.offset
+        tip.session_id, tip.is_on_probation = session_id or tip.session_id, False
 
 
-def _ends_a_turn(landing: Node) -> bool:
-    """Whether this is more than a conversation's shared beginning."""
-    turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
-    return landing.parent is not None and (not landing.children or landing.kind in turns)
+_TURNS = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
 
 
 NEW_SESSION_COUNT = 200
@@ -119,16 +110,41 @@ class Lookup:
     def __init__(self, tokens: TokenArray, *, namespace: str = "") -> None:
         """The last prompt token is never restored: the model needs one."""
         self.namespace = namespace
+        self.prompt = tokens
         self.tokens = tokens[:-1]
-        self._place: Place[Node] | None = None
+        self._match: NodeMatch | None = None
 
     def match(self, trie: PrefixTrie) -> NodeMatch:
         """Matches the prompt against its namespace's trie."""
-        place = self._place
-        if place is None or not place.length or place.is_gone:
-            place = Place(trie.root, 0)
-        self._place = trie.follow(place, self.tokens[place.length :])
-        return Match(self._place.node.path(), self._place.length)
+        match = self._match
+        if match is None or not match.length or match.is_gone:
+            match = Place(trie.root, 0)
+        self._match = trie.follow(match, self.tokens[match.length :])
+        return self._match
+
+
+@dataclass(frozen=True, eq=False)
+class CacheRequest:
+    """A request as the cache sees it."""
+
+    lookup: Lookup
+    session_id: str | None = None
+    restore_points: Sequence[RestorePoint] = ()
+    expected_tokens: int = 0
+    """Of the output, for which memory is reserved."""
+    reuse: bool = True
+    is_volatile: bool = False
+    """The state never goes to disk."""
+    is_background: bool = False
+    """Session ends are evicted last."""
+
+    @property
+    def tokens(self) -> TokenArray:
+        return self.lookup.prompt
+
+    @property
+    def namespace(self) -> str:
+        return self.lookup.namespace
 
 
 @dataclass(frozen=True)
@@ -139,6 +155,8 @@ class LookupResult:
     """
 
     match: NodeMatch
+    path: list[Node]
+    """Of the match."""
     stored: int
     """Tokens restorable from the trie."""
     shared: list[int]
@@ -146,29 +164,19 @@ class LookupResult:
     restorable: int
     """Tokens restorable from the trie or an idle slot."""
 
-    @property
-    def path(self) -> list[Node]:
-        return self.match.path
-
     def restorable_in(self, slot: Slot) -> int:
         """Tokens restorable for a request in `slot`."""
         return max(self.stored, _continued(slot, self.shared[slot.index]))
 
-    def needed_in(self, slot: Slot, layout: LayerKinds) -> list[Node]:
-        """Nodes that restoring in `slot` needs."""
-        offset = self.restorable_in(slot)
-        is_live = offset == _continued(slot, self.shared[slot.index])
-        return node_at(self.path, offset) if is_live else nodes_to_restore(layout, self.path, offset)
-
 
 def look_up(match: NodeMatch, slots: Sequence[Slot], layout: LayerKinds) -> LookupResult:
     """How much of a match is restorable."""
-    path, length = set(match.path), match.length
+    path, length = match.path, match.length
+    nodes, stored = set(path), deepest(layout, path, length)
     # Sequences with a common prefix share the nodes of a trie, so no tokens are compared here.
-    shared = [min(slot.tip.meeting(path).stop, length) for slot in slots]
-    stored = deepest(layout, match)
+    shared = [min(slot.tip.meeting(nodes).stop, length) for slot in slots]
     live = (_continued(slot, num) for slot, num in zip(slots, shared, strict=True) if not slot.is_leased)
-    return LookupResult(match, stored, shared, max(stored, *live, 0))
+    return LookupResult(match, path, stored, shared, max(stored, *live, 0))
 
 
 def nodes_to_restore(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
@@ -195,16 +203,17 @@ def choose_slot(slots: Iterable[Slot], found: LookupResult, namespace: str, sess
     empty one; then the least recently used.
     """
     idle = [slot for slot in slots if not slot.is_leased]
-    shared, own = found.shared, {slot.index: slot.runs_session(namespace, session_id) for slot in idle}
+    session = None if session_id is None else (namespace, session_id)
+    shared, own = found.shared, {slot.index: (slot.namespace, slot.session_id) == session for slot in idle}
     continued = [slot for slot in idle if max(found.stored, 1) <= _continued(slot, shared[slot.index])]
     rewound = [slot for slot in idle if _rewinds(slot, shared[slot.index], is_own=own[slot.index])]
     if continued:
-        return max(continued, key=lambda slot: (slot.offset, own[slot.index], slot.turn.last_used))
+        return max(continued, key=lambda slot: (slot.offset, own[slot.index], slot.last_used))
     if rewound:
-        return max(rewound, key=lambda slot: (own[slot.index], shared[slot.index], slot.turn.last_used))
-    return min(idle, key=lambda slot: (slot.offset > 0, slot.turn.last_used, slot.index), default=None)
+        return max(rewound, key=lambda slot: (own[slot.index], shared[slot.index], slot.last_used))
+    return min(idle, key=lambda slot: (slot.offset > 0, slot.last_used, slot.index), default=None)
 
 
 def _rewinds(slot: Slot, shared: int, *, is_own: bool) -> bool:
     """A retry, an edit or another rendering of the slot's conversation."""
-    return shared > 0 and (shared * 2 >= slot.offset if is_own else shared >= slot.turn.start > 0)
+    return shared > 0 and (shared * 2 >= slot.offset if is_own else shared >= slot.turn_start > 0)

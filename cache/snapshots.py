@@ -11,24 +11,24 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from cache.trie import Match, Node, NodeMatch
+from cache.trie import Node
 from cache.types import LayerKinds
 
 if TYPE_CHECKING:
     from cache.layers.state import Segment
 
 
-def deepest(layout: LayerKinds, match: NodeMatch) -> int:
-    """The deepest restorable offset of a match."""
+def deepest(layout: LayerKinds, path: Sequence[Node], length: int) -> int:
+    """The deepest restorable offset up to `length` tokens of a path."""
     if not layout.needs_snapshots:
-        return match.length
+        return length if path else 0
     if not layout.window:
-        ends = ((node, min(node.stop, match.length)) for node in reversed(match.path))
+        ends = ((node, min(node.stop, length)) for node in reversed(path))
         return next((offset for node, offset in ends if _can_restore(layout, node, offset, None)), 0)
     deepest, cover = 0, None
-    for node in match.path:
+    for node in path:
         cover = _extended(cover, _window(node))
-        offset = min(node.stop, match.length)
+        offset = min(node.stop, length)
         if _can_restore(layout, node, offset, cover):
             deepest = offset
     return deepest
@@ -36,8 +36,7 @@ def deepest(layout: LayerKinds, match: NodeMatch) -> int:
 
 def deepest_up_to(layout: LayerKinds, node: Node) -> int:
     """The deepest restorable offset up to a node's end; 0 if evicted."""
-    path = node.path()
-    return deepest(layout, Match(path, node.stop)) if path else 0
+    return deepest(layout, node.path(), node.stop)
 
 
 def is_restorable(layout: LayerKinds, node: Node) -> bool:

@@ -85,20 +85,16 @@ TrieNode = TypeVar("TrieNode", bound=TokenNode)
 TrieNodeCo = TypeVar("TrieNodeCo", bound=TokenNode, covariant=True)
 
 
-@dataclass(frozen=True)
-class Match(Generic[TrieNodeCo]):
-    """The longest stored prefix of some tokens; the last node perhaps only in part."""
-
-    path: list[TrieNodeCo]
-    length: int
-
-
 @dataclass(frozen=True, slots=True)
 class Place(Generic[TrieNodeCo]):
-    """Where a longest stored prefix ends, on `node`'s edge. Valid until it `is_gone`."""
+    """Where a longest stored prefix, a match, ends on `node`'s edge. Valid until it `is_gone`."""
 
     node: TrieNodeCo
     length: int
+
+    @property
+    def path(self) -> list[TrieNodeCo]:
+        return self.node.path()
 
     @property
     def is_gone(self) -> bool:
@@ -133,10 +129,9 @@ class TokenTrie(Generic[TrieNode]):
         self._changed = changed
         self._numbers = itertools.count(1)
 
-    def match(self, tokens: TokenArray) -> Match[TrieNode]:
+    def match(self, tokens: TokenArray) -> Place[TrieNode]:
         """Finds the longest stored prefix of `tokens`."""
-        place = self.follow(Place(self.root, 0), tokens)
-        return Match(place.node.path(), place.length)
+        return self.follow(Place(self.root, 0), tokens)
 
     def follow(self, place: Place[TrieNode], tokens: TokenArray) -> Place[TrieNode]:
         """Where the match of `tokens`, which follow `place`, ends."""
@@ -379,7 +374,7 @@ class Node(TokenNode):
         assert self.num_slots >= 0, f"{self} was left by more slots than entered it"
 
 
-NodeMatch: TypeAlias = Match[Node]
+NodeMatch: TypeAlias = Place[Node]
 
 
 class PrefixTrie(TokenTrie[Node]):

@@ -215,7 +215,7 @@ class CacheReports:
             nodes=[_view(node, shared.on_disk.get(node, 0)) for node in _in_order(trie, max_nodes)],
             disk_nodes=[_disk_view(edge, shared.in_memory[edge]) for edge in edges],
             num_nodes=trie.num_nodes,
-            num_tokens=memory.holding(namespace).num_tokens,
+            num_tokens=trie.held.num_tokens,
             num_disk_nodes=self._num_disk_nodes(namespace),
             is_disk_truncated=is_truncated,
             state=self.bytes_of(namespace),
@@ -247,7 +247,7 @@ class CacheReports:
         """Bytes of one namespace."""
         live = sum(self._pager.live_bytes(slot) for slot in self._pager.all_live if slot.namespace == namespace)
         disk = self._tier.space.bytes_of(namespace) if self._tier is not None else 0
-        held = self._memory.holding(namespace)
+        held = self._memory.find_trie(namespace).held
         return StateBytes(held.span_bytes, held.window_bytes, held.recurrent_bytes, live, disk)
 
     def _num_disk_nodes(self, namespace: str) -> int:
@@ -257,7 +257,7 @@ class CacheReports:
         return NamespaceView(
             namespace,
             self._memory.find_trie(namespace).num_nodes,
-            self._memory.holding(namespace).num_tokens,
+            self._memory.find_trie(namespace).held.num_tokens,
             self._num_disk_nodes(namespace),
             self.bytes_of(namespace),
         )

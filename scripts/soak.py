@@ -27,6 +27,7 @@ from cache.disk import connector
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from tests.support import cache_driver, tiny_models
 
@@ -88,7 +89,7 @@ class Soak:
             budget_bytes=MEMORY_PROMPTS * one,
             disk=tier,
         )
-        self._cache.calibrate(caches)
+        self._cache.layout.calibrate(caches)
         self._tier = tier
         self._budget_bytes = self._cache.ledger.budget_bytes
 
@@ -127,7 +128,9 @@ class Soak:
 
     def _ask(self, prompt: list[int], points: list[RestorePoint], *, session_id: str) -> None:
         tokens = np.array(prompt, np.int32)
-        lease = self._cache.begin(tokens, restore_points=points, expected_tokens=NUM_GENERATED, session_id=session_id)
+        lease = self._cache.begin(
+            CacheRequest(Lookup(tokens), restore_points=points, expected_tokens=NUM_GENERATED, session_id=session_id)
+        )
         assert lease is not None, "nothing else runs, yet there is no slot"
         self.counts["hit tokens"] += lease.hit_tokens
         self.counts["prompt tokens"] += len(prompt)

@@ -29,6 +29,7 @@ from cache.disk.tier import DiskTier
 from cache.layers.layout import Layout
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.types import LayerCache
 from models.errors import brief
 from models.inference.runner import DecodeRow, DecodeStep, Runner
@@ -315,8 +316,8 @@ class MeasuredConversation:
 
     def close(self) -> None:
         """Ends the threads of the disk tier."""
-        if self._cache.disk is not None:
-            self._cache.disk.tier.close()
+        if self._cache.memory.disk is not None:
+            self._cache.memory.disk.tier.close()
 
     def _open(self) -> PrefixCache:
         disk = None
@@ -331,7 +332,7 @@ class MeasuredConversation:
         )
         sample = self._subject.runner.make_caches()
         self._subject.runner.prefill(sample, self._tokens[:8])
-        cache.calibrate(sample)
+        cache.layout.calibrate(sample)
         return cache
 
     def _page_out(self) -> None:
@@ -342,7 +343,7 @@ class MeasuredConversation:
         self._begin(np.append(self._tokens, np.int32(0))).close()
 
     def _begin(self, tokens: NDArray[np.int32]) -> Lease:
-        lease = self._cache.begin(tokens, expected_tokens=NEW_TOKENS)
+        lease = self._cache.begin(CacheRequest(Lookup(tokens), expected_tokens=NEW_TOKENS))
         assert lease is not None, "its only slot is free"
         self._hit_tokens = lease.hit_tokens
         return lease

@@ -151,7 +151,7 @@ class EngineSide:
         )
         sample = runner.make_caches()
         runner.prefill(sample, prompts[0][:8])
-        self.cache.calibrate(sample)
+        self.cache.layout.calibrate(sample)
         max_tokens = num_steps + 4 * len(prompts)
         self._worker = Worker(
             runner,

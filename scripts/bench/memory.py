@@ -30,6 +30,7 @@ import numpy as np
 from cache.layers.layout import Layout
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.types import LayerCache, TokenArray
 from models.inference.embedding import Embedder
@@ -131,7 +132,7 @@ class Run:
         self._system = self.tokens(SYSTEM_TOKENS)
         sample = shape.make_caches()
         shape.evaluate(sample, 8)
-        self.cache.calibrate(sample)
+        self.cache.layout.calibrate(sample)
 
     @property
     def held_bytes(self) -> int:
@@ -158,7 +159,7 @@ class Run:
     def begin(self, tokens: TokenArray) -> Lease:
         """Opens a lease; there is always a free slot here."""
         points = [RestorePoint(SYSTEM_TOKENS, RestorePointKind.SYSTEM_END)]
-        lease = self.cache.begin(tokens, restore_points=points)
+        lease = self.cache.begin(CacheRequest(Lookup(tokens), restore_points=points))
         assert lease is not None
         return lease
 
@@ -447,7 +448,7 @@ def _worker(shape: Shape, runner: ShapeRunner, answers: Answers) -> Worker:
     )
     sample = shape.make_caches()
     shape.evaluate(sample, 8)
-    cache.calibrate(sample)
+    cache.layout.calibrate(sample)
     return Worker(
         cast(Any, runner),
         cache,

@@ -217,7 +217,7 @@ class Side:
         )
         sample = self.runner.make_caches()
         self.runner.prefill(sample, np.arange(8, dtype=np.int32))
-        cache.calibrate(sample)
+        cache.layout.calibrate(sample)
         self.speculation = self._speculation(cache) if drafts else None
         self._worker = Worker(
             self.runner,

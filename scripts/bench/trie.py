@@ -22,6 +22,7 @@ import numpy as np
 
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.trie import Node, PrefixTrie
 from cache.types import TokenArray
@@ -201,7 +202,7 @@ class Cached:
     def begin(self, tokens: TokenArray, borders: Sequence[int] = ()) -> Lease:
         """Opens a lease; all slots are free here."""
         points = [RestorePoint(border, RestorePointKind.USER_START) for border in borders]
-        lease = self.cache.begin(tokens, restore_points=points)
+        lease = self.cache.begin(CacheRequest(Lookup(tokens), restore_points=points))
         assert lease is not None
         return lease
 

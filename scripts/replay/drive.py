@@ -16,6 +16,7 @@ import numpy as np
 from cache.budget import BudgetExceeded
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.types import TokenArray
 from scripts.replay.conversations import BlockNumbers, Script, Turn
@@ -176,7 +177,7 @@ class CacheDriver:
         self.prefix_cache = PrefixCache(
             self.layout.make_caches, num_slots=num_slots, budget_bytes=budget, layout=self.layout, disk=self._tier
         )
-        self.prefix_cache.calibrate(self.layout.make_caches())
+        self.prefix_cache.layout.calibrate(self.layout.make_caches())
         self.now = 0.0
         self._is_checked = is_checked
 
@@ -191,10 +192,12 @@ class CacheDriver:
         started = time.thread_time()
         try:
             lease = self.prefix_cache.begin(
-                request.prompt,
-                session_id=request.session_id,
-                restore_points=request.points,
-                expected_tokens=EXPECTED_TOKENS,
+                CacheRequest(
+                    Lookup(request.prompt),
+                    session_id=request.session_id,
+                    restore_points=request.points,
+                    expected_tokens=EXPECTED_TOKENS,
+                )
             )
         except BudgetExceeded:
             return sample

@@ -275,7 +275,7 @@ class Replay:
         cache = PrefixCache(
             layout.make_caches, num_slots=num_slots, budget_bytes=int(sizes.memory_bytes), layout=layout
         )
-        cache.calibrate(layout.make_caches())
+        cache.layout.calibrate(layout.make_caches())
         self._runner, self._now = SizedRunner(math.inf if heads else None), 0.0
         self._worker = Worker(
             cast(Any, self._runner),
@@ -353,7 +353,7 @@ class Replay:
         pager = self._worker.prefix_cache.pager
         running = [slot for slot in pager.slots if slot.is_leased]
         charged = sum(pager.ledger.slot_bytes(slot.index) for slot in (*running, *pager.heads))
-        sessions = {slot.turn.session_id for slot in running}
+        sessions = {slot.session_id for slot in running}
         requests = [one for _, one, _ in self._running.values() if one.session_id in sessions]
         num_rows = sum(len(one.prompt) + len(one.output) for one in requests)
         readers = Counter(node for slot in running for node in slot.tip.path())

@@ -101,7 +101,8 @@ def forget_session(worker: Worker, namespace: str, session_id: str) -> None:
 def pin_turn(worker: Worker, namespace: str, label: str, prompt: TokenArray, reply: Sequence[int]) -> None:
     """Pins a turn that will soon go on, unless a running request needs the memory."""
     tokens = np.concatenate([prompt, np.array(reply, np.int32)])
-    worker.prefix_cache.pin_until(PinName(namespace, label, is_soft=True), tokens, worker.now() + PIN_SECONDS)
+    name = PinName(namespace, label, is_soft=True)
+    worker.prefix_cache.pins.pin(name, tokens, worker.now() + PIN_SECONDS)
 
 
 def limit_idle(worker: Worker, max_bytes: int) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cache.reclaim import SetAside
+from cache.reclaim import Reclaimer
 from models.adapter import NO_ADAPTER
 from models.errors import ModelError
 from models.formats import Reading, Vector
@@ -69,9 +69,9 @@ class _Text:
 class Embeddings:
     """Texts that have no vector yet."""
 
-    def __init__(self, embedder: "Embedder", aside: SetAside, chunk_tokens: int) -> None:
+    def __init__(self, embedder: "Embedder", reclaimer: Reclaimer, chunk_tokens: int) -> None:
         self._embedder = embedder
-        self._aside = aside
+        self._reclaimer = reclaimer
         self._chunk_tokens = chunk_tokens
         self._texts: list[_Text] = []
         self._num_passed = 0
@@ -95,7 +95,7 @@ class Embeddings:
         if not self._texts or self._texts[0].run is None:
             return False
         self._texts[0].run, self._texts[0].offset = None, 0
-        self._aside.give_back()
+        self._reclaimer.release_aside()
         return True
 
     def step(self, *, is_behind_chat: bool, may_take_memory: bool) -> None:
@@ -147,13 +147,13 @@ class Embeddings:
             if text.run is not None:
                 self._feed(text, text.run)
         except Exception as error:  # see above
-            self._aside.give_back()
+            self._reclaimer.release_aside()
             text.job.settle(_told(error))
             self._forget_settled()
 
     def _begin(self, text: _Text, *, is_behind_chat: bool) -> None:
         """Waits while answers hold the memory. Raises PromptTooLarge if the text can never fit."""
-        if self._aside.try_take(len(text.tokens)):
+        if self._reclaimer.try_set_aside(len(text.tokens)):
             text.run = self._embedder.begin(text.job.reading, text.job.adapter)
         elif not is_behind_chat:
             raise PromptTooLarge(f"a text of {len(text.tokens)} tokens needs more memory than there is for all state")
@@ -163,14 +163,14 @@ class Embeddings:
         text.offset += self._chunk_tokens
         if text.offset >= len(text.tokens):
             vector = run.vector()
-            self._aside.give_back()
+            self._reclaimer.release_aside()
             self._texts.remove(text)
             text.job.take(text.place, vector)
 
     def _forget_settled(self) -> None:
         if any(text.job.vectors.done() for text in self._texts):
             if self._texts[0].job.vectors.done():
-                self._aside.give_back()
+                self._reclaimer.release_aside()
             self._texts = [text for text in self._texts if not text.job.vectors.done()]
 
 

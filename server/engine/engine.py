@@ -72,7 +72,7 @@ class KeptState:
 
     def forget(self, namespace: str) -> tuple[int, int]:
         """Drops a namespace; returns its tokens and bytes."""
-        num_tokens = self.prefix_cache.memory.holding(namespace).num_tokens
+        num_tokens = self.prefix_cache.memory.find_trie(namespace).held.num_tokens
         before = self.num_bytes
         self.prefix_cache.clear(namespace)
         return num_tokens, before - self.num_bytes
@@ -429,4 +429,4 @@ def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> None:
     """Evaluates a few tokens, to learn the size of their state and to compile kernels."""
     caches = runner.make_caches()
     runner.prefill(caches, np.ones(CALIBRATION_TOKENS, np.int32))
-    prefix_cache.calibrate(caches)
+    prefix_cache.layout.calibrate(caches)

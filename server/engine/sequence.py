@@ -277,7 +277,7 @@ class EngineSessions:
     def pin(self, namespace: str, session_id: str) -> int:
         """As the command."""
         tokens = self.history.last(namespace, session_id)
-        return 0 if tokens is None else self._prefix_cache.pin(PinName(namespace, session_id), tokens)
+        return 0 if tokens is None else self._prefix_cache.pins.pin(PinName(namespace, session_id), tokens)
 
     def unpin(self, namespace: str, session_id: str) -> bool:
         """As the command."""
@@ -293,8 +293,8 @@ class EngineSessions:
         for is_soft in (False, True):
             self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
         for slot in self._prefix_cache.slots:
-            if (slot.namespace, slot.turn.session_id) == (namespace, session_id):
-                slot.turn.session_id = None
+            if (slot.namespace, slot.session_id) == (namespace, session_id):
+                slot.session_id = None
 
 
 class SequenceTable:

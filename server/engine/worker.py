@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from cache.budget import BudgetExceeded, PinnedFull
 from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
-from cache.reclaim import SetAside
-from cache.slots import Lookup
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from server.engine.decode import DecodePipeline
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
@@ -107,7 +106,7 @@ class Prefill:
                     one.lease.want(RestorePoint(shared, RestorePointKind.BRANCH))
 
     def _restorable(self, sequence: Sequence) -> int:
-        return self._prefix_cache.peek(sequence.tokens, lookup=sequence.lookup) if sequence.shares else 0
+        return self._prefix_cache.peek(sequence.lookup) if sequence.shares else 0
 
     def _advance(self, sequence: Sequence) -> int:
         """The part of the chunk taken, in tokens; all of it by a failure."""
@@ -176,15 +175,15 @@ class Prefill:
     def _begin(self, sequence: Sequence) -> Lease | None:
         request = sequence.request
         return self._prefix_cache.begin(
-            sequence.tokens,
-            namespace=request.state_namespace,
-            session_id=request.session_id,
-            restore_points=request.restore_points,
-            expected_tokens=min(request.max_tokens - len(sequence.output.tokens), self._expected_tokens),
-            reuse=request.cache_prompt,
-            is_volatile=request.is_volatile,
-            is_background=request.priority is Priority.BACKGROUND,
-            lookup=sequence.lookup,
+            CacheRequest(
+                sequence.lookup,
+                request.session_id,
+                request.restore_points,
+                min(request.max_tokens - len(sequence.output.tokens), self._expected_tokens),
+                reuse=request.cache_prompt,
+                is_volatile=request.is_volatile,
+                is_background=request.priority is Priority.BACKGROUND,
+            )
         )
 
     def _refuse(self, sequence: Sequence, error: BudgetExceeded | PinnedFull) -> None:
@@ -261,7 +260,7 @@ class Worker:
         self._decode = DecodePipeline(self._table, speculation)
         self._prefill = Prefill(self._table, speculation, chunk_tokens=chunk_tokens, expected_tokens=expected_tokens)
         prefix_cache.use_awaited(self._find_awaited)
-        self._embeddings = Embeddings(embedder, SetAside(prefix_cache.reclaimer), chunk_tokens)
+        self._embeddings = Embeddings(embedder, prefix_cache.reclaimer, chunk_tokens)
         self._make_decoder = make_decoder
         self._eos = eos_token_ids
         self._arrivals = itertools.count(1)
@@ -292,7 +291,7 @@ class Worker:
         sequence = Sequence(request, sink, self._make_decoder(), self._eos, arrival=next(self._arrivals))
         self._scheduler.add(sequence)
         if request.cache_prompt:
-            sequence.prefetch = self.prefix_cache.prefetch(sequence.tokens, lookup=sequence.lookup)
+            sequence.prefetch = self.prefix_cache.prefetch(sequence.lookup)
         self._prefill.share_prefixes(sequence)
         others = self._table.others(sequence)
         if request.is_idle_work and any(other.phase is not Phase.DECODING for other in others):

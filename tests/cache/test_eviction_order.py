@@ -27,7 +27,7 @@ def cache_of(num_tokens: int) -> PrefixCache:
     )
     sample = fake_model.make_caches("T")
     fake_model.evaluate(sample, fake_model.tokens_of(1, 2))
-    prefix_cache.calibrate(sample)
+    prefix_cache.layout.calibrate(sample)
     return prefix_cache
 
 
@@ -37,7 +37,7 @@ def story(number: int) -> list[int]:
 
 
 def known(prefix_cache: PrefixCache, number: int) -> int:
-    return prefix_cache.peek(np.array([*story(number), 1], np.int32))
+    return prefix_cache.peek(Lookup(np.array([*story(number), 1], np.int32)))
 
 
 def test_prompts_without_a_session_do_not_drive_out_a_conversation() -> None:
@@ -87,7 +87,7 @@ def test_what_is_kept_stays_also_where_the_ends_of_sessions_go_last() -> None:
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     kept = {node for _, node in prefix_cache.memory.nodes() if node.tokens[0] == 1000}
-    prefix_cache.memory.evict(0, kept, prefix_cache.clock.now, guards_sessions=True)
+    prefix_cache.memory.evict(0, kept, guards_sessions=True)
     assert [known(prefix_cache, number) for number in (1, 2)] == [100, 0]
     prefix_cache.check()
 
@@ -98,7 +98,7 @@ def test_what_is_evaluated_ahead_for_a_session_belongs_to_it() -> None:
     cache_driver.run(prefix_cache, [*story(1), *story(2)], session_id="chat", is_background=True)
     for number in range(3, 20):
         cache_driver.run(prefix_cache, story(number), session_id=f"job {number}", is_background=True)
-    assert prefix_cache.peek(np.array([*story(1), *story(2), 1], np.int32)) == 200
+    assert prefix_cache.peek(Lookup(np.array([*story(1), *story(2), 1], np.int32))) == 200
 
 
 def test_among_equals_the_oldest_goes() -> None:
@@ -119,7 +119,10 @@ def test_once_a_conversation_has_begun_the_longest_of_the_silent_goes_first(
         cache_driver.run(prefix_cache, stories[session_id], session_id=session_id)
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     drop_one(prefix_cache)
-    held = {name: prefix_cache.peek(np.array([*stories[name], 1], np.int32)) for name in ("known", "short", "long")}
+    held = {
+        name: prefix_cache.peek(Lookup(np.array([*stories[name], 1], np.int32)))
+        for name in ("known", "short", "long")
+    }
     assert [name for name, num_tokens in held.items() if num_tokens < len(stories[name])] == [gone]
 
 
@@ -132,9 +135,9 @@ def test_of_a_long_conversation_only_the_end_is_evicted(monkeypatch: pytest.Monk
     assert len(end.path()) > 2, "the last one is in pieces"
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     drop_one(prefix_cache)
-    left = prefix_cache.peek(np.array([*story(1), *story(51), 1], np.int32))
+    left = prefix_cache.peek(Lookup(np.array([*story(1), *story(51), 1], np.int32)))
     assert 100 - 2 * 16 <= left <= 100
-    assert prefix_cache.peek(np.array([*story(2), *story(52), 1], np.int32)) == 200
+    assert prefix_cache.peek(Lookup(np.array([*story(2), *story(52), 1], np.int32))) == 200
     assert [node.session_id for node in prefix_cache.pager.trie("").nodes() if not node.children] == ["2", "1"]
 
 
@@ -156,7 +159,7 @@ def test_what_a_prompt_leaves_of_its_session_is_evicted_for_it() -> None:
     cache_driver.run(prefix_cache, [*story(1), *story(3)], session_id="chat")
     cache_driver.run(prefix_cache, [*story(1), *story(4)], session_id="chat")
     assert known(prefix_cache, 2) == 100
-    assert prefix_cache.peek(np.array([*story(1), *story(3), 1], np.int32)) == 100
+    assert prefix_cache.peek(Lookup(np.array([*story(1), *story(3), 1], np.int32))) == 100
 
 
 def test_what_waiting_requests_will_restore_is_evicted_last() -> None:
@@ -187,7 +190,7 @@ def recurrent() -> PrefixCache:
 
 def chances(prefix_cache: PrefixCache) -> dict[int, Chance]:
     """How likely each restore point that can be given up is wanted, by its offset."""
-    queue, now, found = prefix_cache.memory.order, prefix_cache.clock.now, list[Candidate]()
+    queue, now, found = prefix_cache.memory.order, prefix_cache.memory.clock.now, list[Candidate]()
     while (candidate := queue.pop(now)) is not None:
         found.append(candidate)
     for candidate in found:
@@ -272,11 +275,11 @@ def test_to_give_up_one_of_many_few_are_looked_at(monkeypatch: pytest.MonkeyPatc
     cache_driver.run(prefix_cache, story(70), session_id="4")
     looks.clear()
     target = prefix_cache.ledger.charged_bytes - 100 * BYTES_PER_TOKEN
-    prefix_cache.memory.evict(target, (), prefix_cache.clock.now)
+    prefix_cache.memory.evict(target, ())
     assert [known(prefix_cache, number) for number in (4, 5, 6)] == [100, 0, 100], "what was used since stays"
     assert len(looks) <= 6
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
+    prefix_cache.memory.evict(0, ())
     assert prefix_cache.stats().num_nodes == 0, "what was made since is found as well"
     prefix_cache.check()
 
@@ -292,7 +295,7 @@ def test_a_failure_half_way_loses_nothing_from_the_order(monkeypatch: pytest.Mon
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(prefix_cache.memory, "before_eviction", fail)
+        patch.setattr(PrefixTrie, "remove", fail)
         with pytest.raises(ZeroDivisionError):
             drop_one(prefix_cache, oldest)
     prefix_cache.check()
@@ -435,7 +438,7 @@ def test_an_edge_that_holds_nothing_goes_with_the_last_leaf_below_it() -> None:
     head = trie.match(np.arange(50, dtype=np.int32)).path[-1]
     trie.snap(head, None)
     assert (head.stop, len(head.children), head.num_bytes) == (50, 2, 0)
-    prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
+    prefix_cache.memory.evict(0, ())
     assert prefix_cache.stats().num_nodes == 0
     prefix_cache.check()
 
@@ -468,5 +471,5 @@ def test_much_that_has_changed_is_looked_at_before_something_must_go() -> None:
 def drop_one(prefix_cache: PrefixCache, *kept: Node, is_background: bool = False) -> None:
     """Gives up the bytes of a story, of none that is `kept`."""
     target = prefix_cache.ledger.charged_bytes - 100 * BYTES_PER_TOKEN
-    prefix_cache.memory.evict(target, kept, prefix_cache.clock.now, guards_sessions=is_background)
+    prefix_cache.memory.evict(target, kept, guards_sessions=is_background)
     prefix_cache.check()

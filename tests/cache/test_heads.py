@@ -12,8 +12,7 @@ from cache.layers import layout
 from cache.layers.layout import leaves_of
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
-from cache.reclaim import SetAside
-from cache.slots import Slot
+from cache.slots import CacheRequest, Lookup, Slot
 from cache.snapshots import RestorePoint, RestorePointKind
 from tests.cache.worlds import RealWorld
 from tests.support import cache_driver, fake_model
@@ -43,15 +42,19 @@ def make(head_tokens: float | None = 64, *, kind: str = "T", num_slots: int = 8,
     cache = PrefixCache(lambda: fake_model.make_caches(kind), num_slots=num_slots, budget_bytes=1 << 30, **options)
     sample = fake_model.make_caches(kind)
     fake_model.evaluate(sample, fake_model.tokens_of(1, 2, 3))
-    cache.calibrate(sample)
+    cache.layout.calibrate(sample)
     cache.pager.shared = Shares(head_tokens)
     return cache
+
+
+def readers(cache: PrefixCache, head: Slot) -> list[Slot]:
+    return [slot for slot in cache.slots if slot.head is head]
 
 
 def run(cache: PrefixCache, prompt: Sequence[int], **options: Any) -> Lease:
     """Begins a request and evaluates its prompt."""
     tokens = np.array(prompt, np.int32)
-    lease = cache.begin(tokens, **options)
+    lease = cache.begin(CacheRequest(Lookup(tokens), **options))
     assert lease is not None
     cache_driver.prefill(lease, tokens, fake_model.evaluate)
     assert_right(cache, lease, prompt[:-1])
@@ -77,7 +80,7 @@ def test_eight_running_sequences_hold_their_head_once(kind: str) -> None:
     cache = make(kind=kind)
     leases = [run(cache, told_apart(number)) for number in range(8)]
     (head,) = cache.pager.heads
-    assert len(cache.pager.readers(head)) == 8
+    assert len(readers(cache, head)) == 8
     assert 0 < head.offset <= len(HEAD)
     for lease in leases:
         pairs = zip(leaves_of(lease.caches), leaves_of(head.caches), strict=True)
@@ -97,7 +100,7 @@ def test_a_request_that_reuses_nothing_neither_makes_nor_joins_a_head() -> None:
     run(cache, told_apart(2))
     late = run(cache, told_apart(3), reuse=False)
     (head,) = cache.pager.heads
-    assert {lease.slot_index for lease in (private, late)}.isdisjoint(s.index for s in cache.pager.readers(head))
+    assert {lease.slot_index for lease in (private, late)}.isdisjoint(s.index for s in readers(cache, head))
 
 
 def test_short_of_memory_copies_become_a_head_before_anything_is_given_up() -> None:
@@ -124,7 +127,7 @@ def test_a_newcomer_that_would_not_fit_joins_a_head_instead_of_waiting() -> None
         cache = make(math.inf if shares_heads else None)
         lease = run(cache, told_apart(0))
         cache.ledger.budget_bytes = cache.layout.bytes_for(len(HEAD) + 100)
-        found = cache.begin(np.array(told_apart(1), np.int32))
+        found = cache.begin(CacheRequest(Lookup(np.array(told_apart(1), np.int32))))
         assert (found is not None) == shares_heads
         assert_right(cache, lease, told_apart(0)[:-1])
     assert found is not None and found.hit_tokens == len(HEAD)
@@ -137,13 +140,13 @@ def test_what_must_wait_evicts_nothing() -> None:
     cache.pager.page_out(slot_of(cache, stored), 0)
     for number in range(2):
         run(cache, told_apart(number))
-    cache.reclaimer.heads.gather(is_short=True)
+    cache.reclaimer.gather(is_short=True)
     cache.ledger.budget_bytes = cache.ledger.charged_bytes
-    assert cache.begin(np.array([8, *HEAD], np.int32)) is None
-    assert not SetAside(cache.reclaimer).try_take(len(HEAD))
-    assert cache.memory.num_evictions == 0 and cache.peek(np.array([9, *HEAD[:50], 1], np.int32)) == 50
-    assert cache.begin(np.array([8, *HEAD[:40]], np.int32)) is not None
-    assert 0 < cache.peek(np.array([9, *HEAD[:50], 1], np.int32)) < 50
+    assert cache.begin(CacheRequest(Lookup(np.array([8, *HEAD], np.int32)))) is None
+    assert not cache.reclaimer.try_set_aside(len(HEAD))
+    assert cache.memory.num_evictions == 0 and cache.peek(Lookup(np.array([9, *HEAD[:50], 1], np.int32))) == 50
+    assert cache.begin(CacheRequest(Lookup(np.array([8, *HEAD[:40]], np.int32)))) is not None
+    assert 0 < cache.peek(Lookup(np.array([9, *HEAD[:50], 1], np.int32))) < 50
 
 
 def test_the_state_at_a_heads_end_stays_while_the_head_is_read() -> None:
@@ -151,14 +154,14 @@ def test_the_state_at_a_heads_end_stays_while_the_head_is_read() -> None:
     cache, point = make(kind="TR"), RestorePoint(len(HEAD), RestorePointKind.SYSTEM_END)
     leases = [run(cache, told_apart(number), restore_points=[point]) for number in range(2)]
     newcomer = np.array(told_apart(2), np.int32)
-    cache.memory.evict(0, (), cache.clock.now)
-    assert cache.peek(newcomer) == len(HEAD)
+    cache.memory.evict(0, ())
+    assert cache.peek(Lookup(newcomer)) == len(HEAD)
     for lease in leases:
         lease.close()
         cache.pager.page_out(slot_of(cache, lease), 0)
     cache.pager.page_out_heads()
-    cache.memory.evict(0, (), cache.clock.now)
-    assert cache.peek(newcomer) == 0
+    cache.memory.evict(0, ())
+    assert cache.peek(Lookup(newcomer)) == 0
     cache.check()
 
 
@@ -167,10 +170,10 @@ def test_the_greatest_saving_is_chosen_and_short_heads_are_none() -> None:
     for number, length in enumerate([390, 390, 100, 100, 100, reclaim.MIN_HEAD_TOKENS - 1]):
         run(cache, [*HEAD[:length], 10 + number, 20, 21])
     cache.pager.shared = Shares(math.inf)
-    cache.reclaimer.heads.gather(is_short=True, target_bytes=cache.ledger.charged_bytes - 1)
+    cache.reclaimer.gather(is_short=True, target_bytes=cache.ledger.charged_bytes - 1)
     cache.check()
-    assert [(head.offset, len(cache.pager.readers(head))) for head in cache.pager.heads] == [(100, 5)]
-    cache.reclaimer.heads.gather(is_short=True)
+    assert [(head.offset, len(readers(cache, head))) for head in cache.pager.heads] == [(100, 5)]
+    cache.reclaimer.gather(is_short=True)
     assert len(cache.pager.heads) == 1
 
 
@@ -191,7 +194,7 @@ def test_leavers_store_their_tails_and_the_last_its_head() -> None:
     run(cache, [6, 6, 6])  # pages out the last reader; its head follows
     assert run(cache, [5, 5, 5]) and not cache.pager.heads
     assert cache.ledger.stored_bytes >= len(HEAD) * cache.layout.bytes_per_token
-    assert cache.peek(np.array(told_apart(1), np.int32)) == len(told_apart(1)) - 1
+    assert cache.peek(Lookup(np.array(told_apart(1), np.int32))) == len(told_apart(1)) - 1
 
 
 def test_a_conversation_goes_on_in_its_head_and_leaves_it_to_be_edited() -> None:
@@ -236,7 +239,7 @@ def test_an_error_in_a_cut_loses_that_sequence_alone(cut: str, monkeypatch: pyte
         else:
             monkeypatch.setattr(shared, "separate", fault.before(shared.separate))
         try:
-            cache.reclaimer.heads.gather(is_short=False)
+            cache.reclaimer.gather(is_short=False)
         except MemoryError:
             lost = [lease for lease in leases if lease.is_lost]
             assert len(lost) == 1
@@ -282,11 +285,11 @@ def test_real_models_restore_on_a_head_what_a_cold_run_has(name: str) -> None:
     tokens = [int(token) for token in np.random.default_rng(2).integers(1, 99, 90)]
     caches = world.make_caches()
     world.evaluate(caches, np.array(tokens[:5], np.int32))
-    cache.calibrate(caches)
+    cache.layout.calibrate(caches)
     cache.pager.shared = Shares(16)
     world.request(tokens[:70], explicit=[60])
     first = np.array([*tokens[:60], 5, 6, 7], np.int32)
-    lease = cache.begin(first)
+    lease = cache.begin(CacheRequest(Lookup(first)))
     assert lease is not None and lease.hit_tokens == 60
     cache_driver.prefill(lease, first, world.evaluate)
     for number in range(2):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from tests.support import cache_driver, fake_model
 
 PROMPT = list(range(1, 60))
@@ -22,7 +23,7 @@ def test_a_parked_cache_refers_to_no_live_state_and_restores_all_of_it_later(lay
     prefix_cache.check()
     assert prefix_cache.stats().live_bytes == 0 and not any(slot.caches for slot in prefix_cache.slots)
     with pytest.raises(AssertionError, match="parked"):
-        prefix_cache.begin(np.array(PROMPT, np.int32))
+        prefix_cache.begin(CacheRequest(Lookup(np.array(PROMPT, np.int32))))
     prefix_cache.resume(lambda: fake_model.make_caches(layout), held.budget_bytes)
     outcome = cache_driver.run(prefix_cache, [*PROMPT, 7, 8, 9, 70, 71], inspect=_holds_what_it_says)
     assert outcome.hit == len(PROMPT) + 3

@@ -8,6 +8,7 @@ import pytest
 from cache.budget import PinLimit, PinnedFull
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.types import TokenArray
 from tests.cache.worlds import FakeWorld
 from tests.support import cache_driver, fake_model
@@ -37,13 +38,13 @@ def calibrated(num_tokens: int, *, num_slots: int = 1, layout: str = "T") -> Pre
     )
     sample = fake_model.make_caches(layout)
     fake_model.evaluate(sample, fake_model.tokens_of(1, 2))
-    prefix_cache.calibrate(sample)
+    prefix_cache.layout.calibrate(sample)
     return prefix_cache
 
 
 def known(prefix_cache: PrefixCache, tokens: list[int]) -> int:
     """How many tokens of a conversation can be restored."""
-    return prefix_cache.peek(array([*tokens, 1]))
+    return prefix_cache.peek(Lookup(array([*tokens, 1])))
 
 
 def fill(prefix_cache: PrefixCache, first: int = 50, count: int = 20) -> None:
@@ -55,7 +56,7 @@ def fill(prefix_cache: PrefixCache, first: int = 50, count: int = 20) -> None:
 def test_what_is_pinned_outlives_everything_else_and_goes_once_unpinned() -> None:
     prefix_cache = calibrated(500)
     cache_driver.run(prefix_cache, story(1), session_id="s")
-    assert prefix_cache.pin(SESSION, array(story(1))) == 100
+    assert prefix_cache.pins.pin(SESSION, array(story(1))) == 100
     fill(prefix_cache)
     prefix_cache.check()
     assert known(prefix_cache, story(1)) == 100
@@ -69,7 +70,7 @@ def test_what_is_pinned_outlives_everything_else_and_goes_once_unpinned() -> Non
 def test_a_pinned_conversation_of_any_layout_stays_restorable_at_its_end(layout: str) -> None:
     prefix_cache = calibrated(600, layout=layout)
     cache_driver.run(prefix_cache, story(1), [7, 8], session_id="s")
-    prefix_cache.pin(SESSION, array([*story(1), 7, 8]))
+    prefix_cache.pins.pin(SESSION, array([*story(1), 7, 8]))
     fill(prefix_cache)
     assert known(prefix_cache, [*story(1), 7, 8]) == 102
     assert prefix_cache.memory.num_evictions > 0
@@ -78,7 +79,7 @@ def test_a_pinned_conversation_of_any_layout_stays_restorable_at_its_end(layout:
 def test_a_pin_follows_its_session_and_no_other() -> None:
     prefix_cache = calibrated(900)
     cache_driver.run(prefix_cache, story(1), session_id="s")
-    prefix_cache.pin(SESSION, array(story(1)))
+    prefix_cache.pins.pin(SESSION, array(story(1)))
     longer, other = [*story(1), *story(2)], [*story(1), *story(3)]
     cache_driver.run(prefix_cache, longer, session_id="s")
     cache_driver.run(prefix_cache, other, session_id="another")
@@ -92,11 +93,11 @@ def test_at_most_half_of_the_budget_is_pinned_and_a_session_that_outgrows_it_kee
     for number in (1, 2, 3):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
     for number in (1, 2):
-        prefix_cache.pin(PinName("", str(number)), array(story(number)))
+        prefix_cache.pins.pin(PinName("", str(number)), array(story(number)))
     with pytest.raises(PinLimit) as refusal:
-        prefix_cache.pin(PinName("", "3"), array(story(3)))
+        prefix_cache.pins.pin(PinName("", "3"), array(story(3)))
     assert f"at most {230 * BYTES_PER_TOKEN / 1e6:.1f} MB may be" in str(refusal.value)
-    prefix_cache.pin(PinName("", "1"), array(story(1)))  # pinned again, it counts once
+    prefix_cache.pins.pin(PinName("", "1"), array(story(1)))  # pinned again, it counts once
     cache_driver.run(prefix_cache, [*story(1), *story(4, 60)], session_id="1")
     fill(prefix_cache)
     assert known(prefix_cache, story(1)) == 100
@@ -106,7 +107,7 @@ def test_at_most_half_of_the_budget_is_pinned_and_a_session_that_outgrows_it_kee
 def test_a_soft_pin_ends_with_its_time() -> None:
     prefix_cache = calibrated(500)
     cache_driver.run(prefix_cache, story(1))
-    prefix_cache.pin_until(TURN, array(story(1)), 120.0)
+    prefix_cache.pins.pin(TURN, array(story(1)), 120.0)
     prefix_cache.pins.release_expired(119.0)
     fill(prefix_cache)
     assert known(prefix_cache, story(1)) == 100
@@ -118,8 +119,8 @@ def test_a_soft_pin_ends_with_its_time() -> None:
 def test_a_soft_pin_gives_way_to_a_request_that_would_have_to_wait() -> None:
     prefix_cache = calibrated(500)
     cache_driver.run(prefix_cache, story(1))
-    prefix_cache.pin_until(TURN, array(story(1)), 120.0)
-    lease = prefix_cache.begin(array(story(2, 450)))
+    prefix_cache.pins.pin(TURN, array(story(1)), 120.0)
+    lease = prefix_cache.begin(CacheRequest(Lookup(array(story(2, 450)))))
     assert lease is not None
     assert prefix_cache.ledger.charged_bytes <= prefix_cache.ledger.budget_bytes
     lease.close()
@@ -129,9 +130,9 @@ def test_a_soft_pin_gives_way_to_a_request_that_would_have_to_wait() -> None:
 def test_an_explicit_pin_refuses_what_needs_its_memory_and_the_refusal_changes_nothing() -> None:
     prefix_cache = calibrated(500, num_slots=2)
     cache_driver.run(prefix_cache, story(1), session_id="s")
-    prefix_cache.pin(SESSION, array(story(1)))
+    prefix_cache.pins.pin(SESSION, array(story(1)))
     with pytest.raises(PinnedFull, match="unpin"):
-        prefix_cache.begin(array(story(2, 450)))
+        prefix_cache.begin(CacheRequest(Lookup(array(story(2, 450)))))
     prefix_cache.check()
     assert known(prefix_cache, story(1)) == 100
     assert not any(slot.is_leased for slot in prefix_cache.slots)
@@ -142,7 +143,7 @@ def test_a_pinned_node_keeps_its_border() -> None:
     """A sequence that goes on in its slot would make one edge of both parts."""
     prefix_cache = calibrated(900)
     cache_driver.run(prefix_cache, story(1), session_id="s")
-    prefix_cache.pin(SESSION, array(story(1)))
+    prefix_cache.pins.pin(SESSION, array(story(1)))
     cache_driver.run(prefix_cache, [*story(1), *story(2)], session_id="another")
     fill(prefix_cache)
     assert known(prefix_cache, [*story(1), *story(2)]) == 100
@@ -153,19 +154,19 @@ def test_a_namespace_is_cleared_with_its_pins_and_others_are_not() -> None:
     ours, theirs = PinName("ours", "s"), PinName("theirs", "s")
     for name in (ours, theirs):
         cache_driver.run(prefix_cache, story(1), namespace=name.namespace, session_id="s")
-        prefix_cache.pin(name, array(story(1)))
+        prefix_cache.pins.pin(name, array(story(1)))
     prefix_cache.clear("ours")
     prefix_cache.check()
     assert ours not in prefix_cache.pins and theirs in prefix_cache.pins
-    assert prefix_cache.peek(array([*story(1), 1]), namespace="ours") == 0
-    assert prefix_cache.peek(array([*story(1), 1]), namespace="theirs") == 100
+    assert prefix_cache.peek(Lookup(array([*story(1), 1]), namespace="ours")) == 0
+    assert prefix_cache.peek(Lookup(array([*story(1), 1]), namespace="theirs")) == 100
 
 
 def test_clearing_leaves_a_running_request_alone() -> None:
     prefix_cache = calibrated(2000, num_slots=2)
     cache_driver.run(prefix_cache, story(2))
     tokens = array(story(1))
-    lease = prefix_cache.begin(tokens)
+    lease = prefix_cache.begin(CacheRequest(Lookup(tokens)))
     assert lease is not None
     cache_driver.prefill(lease, tokens, fake_model.evaluate, stop_at=50)
     prefix_cache.clear("")
@@ -178,7 +179,7 @@ def test_clearing_leaves_a_running_request_alone() -> None:
 
 def test_what_is_not_known_cannot_be_pinned_and_unpinning_it_is_harmless() -> None:
     prefix_cache = calibrated(500)
-    assert prefix_cache.pin(SESSION, array(story(1))) == 0
+    assert prefix_cache.pins.pin(SESSION, array(story(1))) == 0
     prefix_cache.pins.release(SESSION)
     assert SESSION not in prefix_cache.pins
 
@@ -196,7 +197,7 @@ def test_an_offset_inside_an_edge_that_is_pinned_stays_restorable(layout: str, s
     branch = draw.randrange(1, length)
     world.request([*story(1, branch), *story(2, 5)])
     cut = draw.randrange(points[-1] + 1, length - 1)
-    world.prefix_cache.pin(SESSION, array(story(1, cut)))
+    world.prefix_cache.pins.pin(SESSION, array(story(1, cut)))
     before = known(world.prefix_cache, story(1, cut))
     assert before >= points[-1]
     evict_all(world.prefix_cache)
@@ -208,5 +209,5 @@ def evict_all(prefix_cache: PrefixCache) -> None:
     """Evicts everything that may go."""
     for slot in prefix_cache.slots:
         prefix_cache.pager.page_out(slot, 0)
-    prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
+    prefix_cache.memory.evict(0, ())
     prefix_cache.check()

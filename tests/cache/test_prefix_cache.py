@@ -15,6 +15,7 @@ from cache.layers import state
 from cache.layers.state import Segment
 from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.trie import Snapshot
 from cache.types import LayerCache, TokenArray
@@ -30,8 +31,8 @@ def make(layout: str = "T", *, num_slots: int = 2, budget_bytes: int = 1 << 30) 
     return PrefixCache(lambda: fake_model.make_caches(layout), num_slots=num_slots, budget_bytes=budget_bytes)
 
 
-def begin(prefix_cache: PrefixCache, tokens: Sequence[int], **options: Any) -> Lease:
-    lease = prefix_cache.begin(np.array(tokens, np.int32), **options)
+def begin(prefix_cache: PrefixCache, tokens: Sequence[int], namespace: str = "", **options: Any) -> Lease:
+    lease = prefix_cache.begin(CacheRequest(Lookup(np.array(tokens, np.int32), namespace=namespace), **options))
     assert lease is not None
     return lease
 
@@ -49,7 +50,7 @@ def test_a_very_long_conversation_can_be_discarded() -> None:
     lease = begin(prefix_cache, prompt, restore_points=points)
     for offset in range(1500):
         lease._slot.log.append(np.array([prompt[offset]], np.int32))
-        lease._recorder.commit(lease._slot)
+        lease._commit()
         prefix_cache.pager.trie("").snap(lease._slot.tip, fake_snapshot(offset + 1))
     assert prefix_cache.stats().num_nodes == 1500
     lease.discard()
@@ -91,7 +92,7 @@ def test_a_layer_that_the_model_never_uses_is_left_alone() -> None:
     prefix_cache = PrefixCache(make_caches, num_slots=1, budget_bytes=1 << 30)
     sample = make_caches()
     evaluate_all(sample, np.array([1, 2], np.int32))
-    prefix_cache.calibrate(sample)
+    prefix_cache.layout.calibrate(sample)
     for prompt in ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 3, 4, 7]):
         cache_driver.run(prefix_cache, prompt, [8], evaluate=evaluate_all)
     assert cache_driver.run(prefix_cache, [1, 2, 5, 6, 9], evaluate=evaluate_all).left <= 3
@@ -101,7 +102,7 @@ def test_namespaces_that_hold_nothing_are_forgotten() -> None:
     prefix_cache = make(num_slots=1)
     for number in range(20):
         cache_driver.run(prefix_cache, [1, 2, 3], namespace=f"salt {number}")
-        prefix_cache.peek(np.array([1, 2], np.int32), namespace=f"asked {number}")
+        prefix_cache.peek(Lookup(np.array([1, 2], np.int32), namespace=f"asked {number}"))
     prefix_cache.clear()
     prefix_cache.check()
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="new").left == 3
@@ -147,7 +148,7 @@ def test_a_restore_point_never_exceeds_the_budget(is_short: bool) -> None:
         prefix_cache.ledger.budget_bytes = prefix_cache.ledger.charged_bytes
     lease.keep(RestorePointKind.EXPLICIT)
     assert prefix_cache.ledger.excess_bytes() <= 0
-    assert prefix_cache.peek(fake_model.tokens_of(1, 9)) == (0 if is_short else 1)
+    assert prefix_cache.peek(Lookup(fake_model.tokens_of(1, 9))) == (0 if is_short else 1)
     prefix_cache.check()
 
 
@@ -160,7 +161,7 @@ def calibrated(num_tokens: float, *, num_slots: int) -> PrefixCache:
     prefix_cache = make(num_slots=num_slots, budget_bytes=int(num_tokens * BYTES_PER_TOKEN))
     sample = fake_model.make_caches("T")
     fake_model.evaluate(sample, fake_model.tokens_of(1, 2))
-    prefix_cache.calibrate(sample)
+    prefix_cache.layout.calibrate(sample)
     return prefix_cache
 
 
@@ -225,7 +226,7 @@ def test_an_answer_that_outgrows_what_was_expected_takes_the_memory_of_idle_stat
 def test_a_request_waits_for_another_ones_memory() -> None:
     prefix_cache = calibrated(700, num_slots=2)
     lease = begin(prefix_cache, range(1, 500))
-    assert prefix_cache.begin(np.arange(1000, 1400, dtype=np.int32)) is None
+    assert prefix_cache.begin(CacheRequest(Lookup(np.arange(1000, 1400, dtype=np.int32)))) is None
     prefix_cache.check()
     lease.close()
     begin(prefix_cache, range(1000, 1400)).close()
@@ -353,7 +354,7 @@ def test_another_namespaces_slot_is_never_gone_on_in() -> None:
     cache_driver.run(prefix_cache, range(1, 9), namespace="salted")
     cache_driver.run(prefix_cache, [1, 2, 3])
     tokens = fake_model.tokens_of(1, 2, 3, 9)
-    assert prefix_cache.peek(tokens, namespace="salted") == 0
+    assert prefix_cache.peek(Lookup(tokens, namespace="salted")) == 0
     outcome = cache_driver.run(prefix_cache, [1, 2, 3, 9], namespace="salted", inspect=holds([1, 2, 3, 9]))
     assert (outcome.match, outcome.hit) == (3, 0)
 
@@ -364,8 +365,10 @@ def test_what_a_request_is_about_to_restore_is_not_evicted_for_it() -> None:
     for tokens in (oldest, newer, newest):
         cache_driver.run(prefix_cache, tokens)
     assert cache_driver.run(prefix_cache, [*oldest, *range(5000, 5200)]).hit == 400
-    assert prefix_cache.peek(np.array([*newer, 1], np.int32)) == 256, "the end of the oldest but one had to go"
-    assert prefix_cache.peek(np.array([*newest, 1], np.int32)) == 400
+    assert prefix_cache.peek(Lookup(np.array([*newer, 1], np.int32))) == 256, (
+        "the end of the oldest but one had to go"
+    )
+    assert prefix_cache.peek(Lookup(np.array([*newest, 1], np.int32))) == 400
 
 
 def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_them() -> None:
@@ -376,12 +379,12 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     trie = prefix_cache.pager.trie("")
     first, second = trie.match(np.array(prompt, np.int32)).path[:2]
     assert (first.stop, second.stop) == (10, 20)
-    prefix_cache.memory._evict_snapshot(trie, first, EvictionReason.MEMORY)
+    prefix_cache.memory._evict(trie, first, (), EvictionReason.MEMORY)
     prefix_cache.check()
     assert isinstance(first.snapshot, Snapshot)
     assert first.snapshot.recurrent is None
     fake_model.assert_bytes_known(prefix_cache)
-    assert prefix_cache.peek(np.array([*prompt[:10], 99], np.int32)) == 0
+    assert prefix_cache.peek(Lookup(np.array([*prompt[:10], 99], np.int32))) == 0
     changed = [*prompt[:20], 99]
     assert cache_driver.run(prefix_cache, changed, inspect=holds(changed)).hit == 20
 
@@ -411,9 +414,9 @@ def test_what_a_running_request_holds_can_be_restored_only_where_it_left_a_snaps
     lease = begin(prefix_cache, [1, 2, 3, 4, 5, 6], restore_points=[RestorePoint(2, RestorePointKind.SYSTEM_END)])
     evaluate(lease, [1, 2])
     evaluate(lease, [3, 4])
-    assert prefix_cache.peek(np.array([1, 2, 3, 4, 9], np.int32)) == 2
+    assert prefix_cache.peek(Lookup(np.array([1, 2, 3, 4, 9], np.int32))) == 2
     lease.close()
-    assert prefix_cache.peek(np.array([1, 2, 3, 4, 9], np.int32)) == 4
+    assert prefix_cache.peek(Lookup(np.array([1, 2, 3, 4, 9], np.int32))) == 4
 
 
 def test_a_large_page_out_leaves_nothing_in_the_pool_of_freed_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from cache.disk.tier import DiskTier
 from cache.layers import layout
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from tests.support import fake_model
 from tests.support.disk_driver import CountingFiles
@@ -81,7 +82,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         )
         sample = fake_model.make_caches(self.layout, WINDOW)
         fake_model.evaluate(sample, fake_model.tokens_of(1, 2, 3))
-        self.prefix_cache.calibrate(sample)
+        self.prefix_cache.layout.calibrate(sample)
         self.running: list[Running] = []
         self.sent: list[tuple[str, list[int]]] = []
         """Everything evaluated so far, by namespace; a private request's tokens are never here."""
@@ -164,12 +165,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if user_start is not None:
             points.append(RestorePoint(user_start, RestorePointKind.USER_START))
         tokens, cache = np.array(prompt, np.int32), self.prefix_cache
-        promised, num_evictions = cache.peek(tokens, namespace=namespace), cache.memory.num_evictions
+        promised, num_evictions = cache.peek(Lookup(tokens, namespace=namespace)), cache.memory.num_evictions
         try:
-            lease = cache.begin(
-                tokens, namespace=namespace, session_id=session_id, restore_points=points,
-                expected_tokens=expected_tokens, reuse=reuse,
-            )  # fmt: skip
+            lookup = Lookup(tokens, namespace=namespace)
+            lease = cache.begin(CacheRequest(lookup, session_id, points, expected_tokens, reuse=reuse))
         except BudgetExceeded:
             return
         if lease is None:
@@ -362,7 +361,7 @@ class DiskMachine(PrefixCacheMachine):
         """Memory loses this much of what it holds, all of it pieces that disk may have."""
         cache = self.prefix_cache
         cache.pager.page_out_idle(0, None)
-        cache.memory.evict(cache.ledger.charged_bytes * (100 - percent) // 100, (), cache.clock.now)
+        cache.memory.evict(cache.ledger.charged_bytes * (100 - percent) // 100, ())
 
     def teardown(self) -> None:
         super().teardown()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from cache import eviction as policy
 from cache import snapshots
 from cache.budget import Ledger
-from cache.slots import LookupResult, Slot, SlotTurn, choose_slot
+from cache.slots import LookupResult, Slot, choose_slot
 from cache.snapshots import KeptPoint, RestorePoint, RestorePointKind
-from cache.trie import Match, Node
+from cache.trie import Node, Place
 from cache.types import TokenLog
 
 # ----------------------------------------------------------------------------------------------------- placement
@@ -182,6 +182,9 @@ def test_more_cannot_be_dropped_than_was_stored() -> None:
 # --------------------------------------------------------------------------------------------------------- slots
 
 
+NOWHERE = Node(None, np.empty(0, np.int32), 0)
+
+
 def view(
     index: int,
     offset: int = 0,
@@ -193,10 +196,12 @@ def view(
     last_used: int = 0,
 ) -> tuple[Slot, int]:
     """A slot, and how many tokens it shares with the prompt."""
-    log, root = TokenLog(), Node(None, np.empty(0, np.int32), 0)
+    log = TokenLog()
     log.append(np.zeros(offset, np.int32))
-    turn = SlotTurn(session_id="ours" if is_same_session else "another", start=turn_start, last_used=last_used)
-    return Slot(index, [], log, root, turn=turn, is_leased=is_leased), common
+    session_id = "ours" if is_same_session else "another"
+    slot = Slot(index, [], log, NOWHERE, is_leased=is_leased, session_id=session_id)
+    slot.turn_start, slot.last_used = turn_start, last_used
+    return slot, common
 
 
 @pytest.mark.parametrize(
@@ -244,7 +249,7 @@ def view(
 )
 def test_choice_of_a_slot(views: list[tuple[Slot, int]], stored_offset: int, expected: int | None) -> None:
     slots, shared = [slot for slot, _ in views], [common for _, common in views]
-    found = choose_slot(slots, LookupResult(Match([], 0), stored_offset, shared, 0), "", "ours")
+    found = choose_slot(slots, LookupResult(Place(NOWHERE, 0), [], stored_offset, shared, 0), "", "ours")
     assert (found.index if found is not None else None) == expected
 
 

@@ -15,6 +15,7 @@ import pytest
 from cache.disk import connector
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.types import LayerCache
 from tests.support import cache_driver, fake_model, tiny_models
@@ -80,7 +81,9 @@ class Chat:
         """Returns the greedy reply, which must be a cold run's, and how many prompt tokens were restored."""
         tokens = np.array(prompt, np.int32)
         points = [RestorePoint(len(SYSTEM), RestorePointKind.SYSTEM_END)]
-        lease = self.prefix_cache.begin(tokens, restore_points=points, expected_tokens=NUM_GENERATED)
+        lease = self.prefix_cache.begin(
+            CacheRequest(Lookup(tokens), restore_points=points, expected_tokens=NUM_GENERATED)
+        )
         assert lease is not None
         cache_driver.prefill(lease, tokens, self.greedy.evaluate)
         reply = self.greedy.decode(lease.caches, prompt[-1], lease.append)
@@ -132,7 +135,7 @@ def test_restored_from_disk_equals_cold(name: str, tmp_path: Path, monkeypatch: 
     _, hit = again.ask([*first, *reply, *some_tokens(3, 15)])
     assert hit == len(first) + NUM_GENERATED - 1
     again.prefix_cache.pager.page_out(again.prefix_cache.slots[0], 0)
-    again.prefix_cache.memory.evict(0, (), again.prefix_cache.clock.now)
+    again.prefix_cache.memory.evict(0, ())
     _, hit = again.ask([*SYSTEM, *some_tokens(5, 30)])
     assert hit == len(SYSTEM)
     tier.close()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cache.layers.state import Segment
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.trie import Node
 from tests.cache.worlds import FakeWorld, RealWorld, World
@@ -210,7 +211,7 @@ def test_only_what_was_used_is_refreshed(layout: str) -> None:
 def test_nothing_is_captured_beyond_what_was_evaluated(layout: str) -> None:
     world = FakeWorld(layout)
     points = [RestorePoint(offset, RestorePointKind.EXPLICIT) for offset in (3, 9, 12, 40)]
-    lease = world.prefix_cache.begin(np.arange(1, 13, dtype=np.int32), restore_points=points)
+    lease = world.prefix_cache.begin(CacheRequest(Lookup(np.arange(1, 13, dtype=np.int32)), restore_points=points))
     assert lease is not None
     assert 40 not in lease._points
     cache_driver.prefill(lease, np.arange(1, 13, dtype=np.int32), world.evaluate, stop_at=7, chunk_tokens=5)

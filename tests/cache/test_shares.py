@@ -9,6 +9,7 @@ from cache import eviction, memory_tier
 from cache.eviction import Candidate, FairQueue, over_share
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
+from cache.slots import Lookup
 from tests.support import cache_driver, fake_model
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
@@ -148,7 +149,7 @@ def test_one_who_fills_the_memory_does_not_drive_out_the_others() -> None:
     for number in range(1, 40):
         cache_driver.run(prefix_cache, range(1000 * number, 1000 * number + 100), namespace="busy")
     assert prefix_cache.memory.evictions["busy"] > 0 == prefix_cache.memory.evictions["quiet"]
-    assert prefix_cache.peek(np.array([*quiet, 9], np.int32), namespace="quiet") == 100
+    assert prefix_cache.peek(Lookup(np.array([*quiet, 9], np.int32), namespace="quiet")) == 100
 
 
 def test_namespaces_are_bounded_in_number_and_the_idle_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,16 +157,18 @@ def test_namespaces_are_bounded_in_number_and_the_idle_ones_go(monkeypatch: pyte
     cache = PrefixCache(lambda: fake_model.make_caches("T"), num_slots=2, budget_bytes=1 << 30)
     prompt = [1, 2, 3, 4, 5]
     cache_driver.run(cache, prompt, namespace="pinned")
-    cache.pin(PinName("pinned", "s"), np.array(prompt, np.int32))
+    cache.pins.pin(PinName("pinned", "s"), np.array(prompt, np.int32))
     for number in range(50):
         cache_driver.run(cache, prompt, namespace=f"key {number}")
         cache_driver.run(cache, prompt, namespace="busy")
         if number % 3 == 0:  # between two of these other sequences have its slot
-            assert cache.peek(np.array([*prompt, 9], np.int32), namespace="regular") == (len(prompt) if number else 0)
+            assert cache.peek(Lookup(np.array([*prompt, 9], np.int32), namespace="regular")) == (
+                len(prompt) if number else 0
+            )
             cache_driver.run(cache, prompt, namespace="regular")
         assert len(cache.memory.namespaces) <= 8 + 1
     assert len(cache.memory.evictions) <= 8 + 1
-    assert cache.peek(np.array([*prompt, 9], np.int32), namespace="busy") == len(prompt)
-    assert cache.peek(np.array([*prompt, 9], np.int32), namespace="pinned") == len(prompt)
-    assert cache.peek(np.array([*prompt, 9], np.int32), namespace="key 1") == 0
+    assert cache.peek(Lookup(np.array([*prompt, 9], np.int32), namespace="busy")) == len(prompt)
+    assert cache.peek(Lookup(np.array([*prompt, 9], np.int32), namespace="pinned")) == len(prompt)
+    assert cache.peek(Lookup(np.array([*prompt, 9], np.int32), namespace="key 1")) == 0
     cache.check()

@@ -9,6 +9,7 @@ import pytest
 
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.types import LayerCache, TokenArray
 from tests.cache.worlds import RealWorld
 from tests.support import tiny_models
@@ -37,7 +38,7 @@ class CountedWorld(RealWorld):
         )
         sample = self.make_caches()
         self.evaluate(sample, np.arange(3, dtype=np.int32))
-        self.prefix_cache.calibrate(sample)
+        self.prefix_cache.layout.calibrate(sample)
 
     def evaluate(self, caches: Sequence[LayerCache], tokens: TokenArray) -> None:
         """Evaluates no logits: nothing here reads them, and they are most of the work."""
@@ -53,7 +54,7 @@ class CountedWorld(RealWorld):
 
     def run(self, tokens: TokenArray, num_generated: int) -> int:
         """Runs a request to its end; returns how many tokens were restored."""
-        lease = self.prefix_cache.begin(tokens, expected_tokens=num_generated)
+        lease = self.prefix_cache.begin(CacheRequest(Lookup(tokens), expected_tokens=num_generated))
         assert lease is not None
         self.lease = lease
         prefill(lease, tokens, self.evaluate_counted, chunk_tokens=self.chunk_tokens)

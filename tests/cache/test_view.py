@@ -103,7 +103,7 @@ def test_another_namespace_shows_nothing_of_it() -> None:
     prefix_cache = make("T", budget_bytes=60_000)
     for number in range(20):
         cache_driver.run(prefix_cache, range(1000 * number + 1, 1000 * number + 101), namespace="theirs")
-    prefix_cache.pin(PinName("theirs", "s"), np.arange(19_001, 19_101, dtype=np.int32))
+    prefix_cache.pins.pin(PinName("theirs", "s"), np.arange(19_001, 19_101, dtype=np.int32))
     view = prefix_cache.reports.view("ours", 100)
     assert not view.nodes and not view.pinned and view.num_evictions == 0
     assert view.state.in_memory == view.state.disk == 0

@@ -60,9 +60,9 @@ def write_all(prefix_cache: PrefixCache) -> None:
         prefix_cache.check()
     for slot in prefix_cache.slots:
         prefix_cache.pager.page_out(slot, 0)
-    prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
-    assert prefix_cache.disk is not None
-    assert prefix_cache.disk.tier.flush(10)
+    prefix_cache.memory.evict(0, ())
+    assert prefix_cache.memory.disk is not None
+    assert prefix_cache.memory.disk.tier.flush(10)
 
 
 def found_tags(folder: Path, tags: Sequence[int]) -> list[int]:
@@ -177,7 +177,7 @@ class VolatileMachine(RuleBasedStateMachine):
     @rule(share=st.sampled_from([0, 0.5, 0.8]))
     def forget(self, share: float) -> None:
         cache = self.prefix_cache
-        cache.memory.evict(int(share * cache.ledger.charged_bytes), (), cache.clock.now)
+        cache.memory.evict(int(share * cache.ledger.charged_bytes), ())
         cache.check()
         self._look()
 

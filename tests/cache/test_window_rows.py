@@ -56,7 +56,7 @@ def ready(make_world: MakeWorld, **options: Any) -> World:
     world = make_world(**options)
     sample = world.make_caches()
     world.evaluate(sample, np.array([1, 2, 3], np.int32))
-    world.prefix_cache.calibrate(sample)
+    world.prefix_cache.layout.calibrate(sample)
     return world
 
 
@@ -185,12 +185,14 @@ def test_where_state_has_gone_after_all_less_is_restored(
         world.request(tokens_of(3, 20))
     paths = list[Sequence[Node]]()
 
-    def lose(held: Reclaimer, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> None:
-        if not paths:
-            held.pager.trie("").snap(path[which], None)
-        paths.append(path)
+    def lose(held: Reclaimer, slot: Slot, path: Sequence[Node], *_: int, or_nothing: bool | None = None) -> int:
+        if or_nothing is None:  # the request has been admitted
+            if not paths:
+                held.pager.trie("").snap(path[which], None)
+            paths.append(path)
+        return 0
 
-    monkeypatch.setattr(Reclaimer, "free_to_restore", lose)
+    monkeypatch.setattr(Reclaimer, "free_for", lose)
     prompt = [*story[: HEAD_TOKENS + W // 2], *tokens_of(2, 9)]
     assert len(prompt) - world.request(prompt, [5, 6]) == hit
     assert len(paths) == 2

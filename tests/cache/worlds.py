@@ -13,6 +13,7 @@ import numpy as np
 from cache.disk.tier import DiskTier
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
+from cache.slots import Lookup
 from cache.types import LayerCache, TokenArray
 from tests.support import cache_driver, fake_model, tiny_models
 
@@ -68,7 +69,7 @@ class World:
     def restorable(self, *units: int) -> float:
         """Returns how many leading units could be restored for a prompt of `units` and something new."""
         tokens = np.array([*self.spell(units), 0], np.int32)
-        return self.prefix_cache.peek(tokens) / self.scale
+        return self.prefix_cache.peek(Lookup(tokens)) / self.scale
 
 
 def _more_tokens(unit: int, num_tokens: int) -> list[int]:

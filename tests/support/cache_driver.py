@@ -7,6 +7,7 @@ import numpy as np
 
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.types import LayerCache, TokenArray
 from tests.support import fake_model
@@ -49,13 +50,14 @@ def run(
     points = [RestorePoint(offset, RestorePointKind.EXPLICIT) for offset in explicit]
     tokens = np.array(prompt, np.int32)
     lease = prefix_cache.begin(
-        tokens,
-        session_id=session_id,
-        namespace=namespace,
-        restore_points=points,
-        reuse=reuse,
-        is_background=is_background,
-        is_volatile=is_volatile,
+        CacheRequest(
+            Lookup(tokens, namespace=namespace),
+            session_id=session_id,
+            restore_points=points,
+            reuse=reuse,
+            is_background=is_background,
+            is_volatile=is_volatile,
+        )
     )
     assert lease is not None, "all slots are leased"
     prefix_cache.check()

@@ -12,6 +12,7 @@ from cache.disk.tier import DiskTier
 from cache.lease import Lease, Tier
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
+from cache.slots import CacheRequest, Lookup
 from cache.trie import Node
 from tests.support import cache_driver, fake_model
 from tests.support.disk_driver import CountingFiles, open_tier
@@ -59,10 +60,10 @@ def converse(
 def evict_all(prefix_cache: PrefixCache) -> None:
     """Makes memory forget everything, the way a full budget does."""
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
+    prefix_cache.memory.evict(0, ())
     assert prefix_cache.stats().num_nodes == 0
-    assert prefix_cache.disk is not None
-    assert prefix_cache.disk.tier.flush(10)
+    assert prefix_cache.memory.disk is not None
+    assert prefix_cache.memory.disk.tier.flush(10)
 
 
 @pytest.mark.parametrize("layout", fake_model.LAYOUTS)
@@ -125,7 +126,7 @@ def test_state_that_is_to_stay_in_memory_is_never_written(tmp_path: Path, tiers:
 
 def run_volatile(prefix_cache: PrefixCache, prompt: list[int]) -> None:
     tokens = np.array(prompt, np.int32)
-    lease = prefix_cache.begin(tokens, is_volatile=True)
+    lease = prefix_cache.begin(CacheRequest(Lookup(tokens), is_volatile=True))
     assert lease is not None
     cache_driver.prefill(lease, tokens, fake_model.evaluate)
     fake_model.evaluate(lease.caches, tokens[-1:])
@@ -139,8 +140,8 @@ def hollowed(prefix_cache: PrefixCache, prompt: list[int]) -> Node:
     for _ in prefix_cache.save():
         pass
     converse(prefix_cache, [*prompt, *range(700, 2700)])
-    assert prefix_cache.disk is not None
-    assert prefix_cache.disk.tier.flush(10)
+    assert prefix_cache.memory.disk is not None
+    assert prefix_cache.memory.disk.tier.flush(10)
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     trie = prefix_cache.pager.trie("")
     above = [node for node in trie.nodes() if node.children]
@@ -171,8 +172,8 @@ def test_edges_without_bytes_stay_while_somebody_needs_them(
     prefix_cache, prompt = make(fake_model.POINTS_ONLY, tiers[-1]), [*SYSTEM, *range(100, 160)]
     node = hollowed(prefix_cache, prompt)
     if is_pinned:
-        prefix_cache.pin(PinName("", "held"), np.array(prompt, np.int32))
-    prefix_cache.memory.evict(0, () if is_pinned else {node}, prefix_cache.clock.now)
+        prefix_cache.pins.pin(PinName("", "held"), np.array(prompt, np.int32))
+    prefix_cache.memory.evict(0, () if is_pinned else {node})
     assert prefix_cache.memory.find_trie("").match(np.array(prompt, np.int32)).length == len(prompt)
     prefix_cache.check()
     prefix_cache.pins.release(PinName("", "held"))
@@ -224,14 +225,14 @@ def test_reading_ahead_is_what_begin_then_takes(tmp_path: Path, tiers: list[Disk
     prefix_cache = make("R", tiers[-1])
     prompt = [*SYSTEM, *range(100, 160)]
     converse(prefix_cache, prompt)
-    assert prefix_cache.prefetch(np.array([*prompt, 9], np.int32)) is None, "memory has it all"
+    assert prefix_cache.prefetch(Lookup(np.array([*prompt, 9], np.int32))) is None, "memory has it all"
     evict_all(prefix_cache)
-    ahead = prefix_cache.prefetch(np.array([*prompt, 9], np.int32))
+    ahead = prefix_cache.prefetch(Lookup(np.array([*prompt, 9], np.int32)))
     assert ahead is not None
     while not ahead.is_done:
         pass
     num_read = files.counts["read"]
-    promised = prefix_cache.peek(np.array([*prompt, 9], np.int32))
+    promised = prefix_cache.peek(Lookup(np.array([*prompt, 9], np.int32)))
     assert promised >= len(prompt) - 1
     assert converse(prefix_cache, [*prompt, 9]) == (promised, Tier.DISK)
     assert files.counts["read"] == num_read, "what was read ahead is read no second time"
@@ -291,7 +292,7 @@ def test_where_disk_has_too_little_space_it_holds_what_was_used_last(tmp_path: P
     tiers[-1].close()
     tiers.append(open_tier(tmp_path, budget_bytes=200_000))
     again = make("T", tiers[-1])
-    assert [again.peek(np.array([*story, 8], np.int32)) == 1000 for story in stories] == [False, True, False]
+    assert [again.peek(Lookup(np.array([*story, 8], np.int32))) == 1000 for story in stories] == [False, True, False]
 
 
 def test_what_disk_has_forgotten_and_learnt_again_is_found_beyond_what_memory_knows(
@@ -310,6 +311,6 @@ def test_what_disk_has_forgotten_and_learnt_again_is_found_beyond_what_memory_kn
     assert tiers[-1].flush(10)
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     ((_, system),) = [pair for pair in prefix_cache.memory.nodes() if pair[1].stop == len(SYSTEM)]
-    prefix_cache.memory.evict(0, {system}, prefix_cache.clock.now)
+    prefix_cache.memory.evict(0, {system})
     assert prefix_cache.stats().num_nodes == 1
     assert converse(prefix_cache, [*prompt, 7, 8, 900]) == (len(prompt) + 2, Tier.DISK)

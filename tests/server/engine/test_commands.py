@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from cache.slots import Lookup
 from server.engine.commands import (
     PIN_SECONDS,
     clear_cache,
@@ -29,7 +30,7 @@ def budgeted(num_tokens: int) -> Harness:
     harness = Harness(num_slots=1)
     caches = harness.runner.make_caches()
     harness.runner.prefill(caches, np.array([1, 2, 3, 4], np.int32))
-    harness.prefix_cache.calibrate(caches)
+    harness.prefix_cache.layout.calibrate(caches)
     harness.prefix_cache.ledger.budget_bytes = int(num_tokens * harness.prefix_cache.layout.bytes_per_token)
     return harness
 
@@ -41,7 +42,7 @@ def fill(harness: Harness) -> None:
 
 
 def known(harness: Harness, tokens: list[int]) -> int:
-    return harness.prefix_cache.peek(np.array([*tokens, 9], np.int32))
+    return harness.prefix_cache.peek(Lookup(np.array([*tokens, 9], np.int32)))
 
 
 def test_the_cache_is_described_with_its_first_tokens() -> None:
@@ -77,7 +78,7 @@ def test_clearing_says_what_it_freed_and_frees_no_more() -> None:
     assert num_tokens == 40 and disk_bytes == 0
     assert memory_bytes == before - ledger.stored_bytes - ledger.live_bytes > 0
     assert clear_cache(harness.worker, "ours") == (0, 0, 0)
-    assert harness.prefix_cache.peek(np.array([*STORY, 9], np.int32), namespace="theirs") == 40
+    assert harness.prefix_cache.peek(Lookup(np.array([*STORY, 9], np.int32), namespace="theirs")) == 40
 
 
 def test_a_request_that_runs_is_not_harmed_by_a_clear() -> None:
@@ -165,8 +166,8 @@ def test_the_same_name_in_another_namespace_is_left_alone() -> None:
     harness.step(2)
     assert harness.worker.sessions.history.last("ours", "s") is None
     assert harness.worker.sessions.history.last("theirs", "s") is not None
-    assert [slot.turn.session_id for slot in harness.prefix_cache.slots if slot.namespace == "ours"] == [None]
-    assert [slot.turn.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
+    assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "ours"] == [None]
+    assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
 
 
 def test_an_answer_that_has_just_ended_is_cleared_with_the_rest() -> None:

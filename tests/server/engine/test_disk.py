@@ -41,10 +41,10 @@ def save_and_forget(harness: Harness) -> None:
     """Writes everything, then lets memory forget it."""
     for _ in harness.worker.idle_work():
         pass
-    assert harness.prefix_cache.disk is not None
-    assert harness.prefix_cache.disk.tier.flush(10)
+    assert harness.prefix_cache.memory.disk is not None
+    assert harness.prefix_cache.memory.disk.tier.flush(10)
     harness.prefix_cache.pager.page_out(harness.prefix_cache.slots[0], 0)
-    harness.prefix_cache.memory.evict(0, (), harness.prefix_cache.clock.now)
+    harness.prefix_cache.memory.evict(0, ())
     assert harness.prefix_cache.stats().num_nodes == 0
 
 
@@ -98,7 +98,7 @@ class SlowRead:
 
 def read_slowly(harness: Harness, monkeypatch: pytest.MonkeyPatch, read: SlowRead) -> None:
     """Makes the next prompts submitted wait for `read`."""
-    monkeypatch.setattr(harness.prefix_cache, "prefetch", lambda tokens, lookup: read)
+    monkeypatch.setattr(harness.prefix_cache, "prefetch", lambda lookup: read)
 
 
 def test_others_go_on_while_state_is_being_read(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_whoever_waits_for_memory_goes_on_with_a_draft_model(
     harness = harness_for(name, draft, 2, num_slots=4)
     caches = harness.runner.make_caches()
     harness.runner.prefill(caches, np.ones(40, np.int32))
-    harness.prefix_cache.calibrate(caches)
+    harness.prefix_cache.layout.calibrate(caches)
     prompts = [prompt(40, seed=index) for index in range(4)]
     sinks = [harness.submit(each, max_tokens=24, sampling=GREEDY, ignore_eos=True) for each in prompts]
     while any(sink.text == "" for sink in sinks):

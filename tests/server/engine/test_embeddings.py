@@ -30,7 +30,7 @@ def assert_answered(job: EmbeddingJob) -> None:
 def pressed(num_tokens: int, chunk_tokens: int) -> Harness:
     """A worker whose budget holds a sequence of so many tokens."""
     harness = Harness("T", chunk_tokens=chunk_tokens)
-    harness.prefix_cache.calibrate(calibrated(harness))
+    harness.prefix_cache.layout.calibrate(calibrated(harness))
     harness.prefix_cache.ledger.budget_bytes = harness.prefix_cache.layout.bytes_for(num_tokens)
     return harness
 

@@ -9,6 +9,8 @@ import pytest
 from cache.budget import PADDING
 from cache.layers import layout
 from cache.layers.layout import Layout
+from cache.lease import Lease
+from cache.slots import CacheRequest
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from server.engine.request import Failed, Finished, FinishReason, OutOfMemory, Priority, Progress
@@ -47,7 +49,7 @@ class Tight(Harness):
     def calibrate(self) -> None:
         caches = self.runner.make_caches()
         self.runner.prefill(caches, np.ones(140, np.int32))  # the fake's recurrent state grows, other than a model's
-        self.prefix_cache.calibrate(caches)
+        self.prefix_cache.layout.calibrate(caches)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -110,9 +112,9 @@ def test_whoever_waits_goes_on_before_a_newcomer_begins(monkeypatch: pytest.Monk
     harness, begun = Tight(200, num_slots=4), list[str]()
     begin = harness.prefix_cache.begin
 
-    def note(*arguments: Any, **options: Any) -> Any:
-        lease = begin(*arguments, **options)
-        begun.extend([options["session_id"]] if lease is not None else [])
+    def note(request: CacheRequest) -> Lease | None:
+        lease = begin(request)
+        begun.extend([str(request.session_id)] if lease is not None else [])
         return lease
 
     monkeypatch.setattr(harness.prefix_cache, "begin", note)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.slots import Lookup
 from server.engine.request import Delta, Finished, FinishReason
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_model import LAYOUTS
@@ -52,7 +53,7 @@ def test_the_end_of_a_primed_prefix_is_an_explicit_restore_point_also_where_it_w
     nodes = [node for _, node in harness.prefix_cache.memory.nodes()]
     node = next(node for node in nodes if node.stop == len(PREFIX))
     assert node.is_explicit
-    assert harness.prefix_cache.peek(np.array([*PREFIX, 9, 9], np.int32)) == len(PREFIX)
+    assert harness.prefix_cache.peek(Lookup(np.array([*PREFIX, 9, 9], np.int32))) == len(PREFIX)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

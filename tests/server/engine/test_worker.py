@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from cache.budget import PinLimit
+from cache.lease import Lease
 from cache.memory_tier import PinName
+from cache.slots import CacheRequest, Lookup
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.commands import clear_cache, pin_session, unpin_session
@@ -63,9 +65,9 @@ def test_the_cache_is_told_who_waits(priority: Priority, monkeypatch: pytest.Mon
     harness, told = Harness(), []
     begin = harness.prefix_cache.begin
 
-    def watch(*arguments: Any, **options: Any) -> Any:
-        told.append(options["is_background"])
-        return begin(*arguments, **options)
+    def watch(request: CacheRequest) -> Lease | None:
+        told.append(request.is_background)
+        return begin(request)
 
     monkeypatch.setattr(harness.prefix_cache, "begin", watch)
     harness.run(harness.submit(prompt_of(1, 40), priority=priority))
@@ -328,7 +330,7 @@ def test_requests_of_one_session_on_one_history_begin_in_arrival_order_and_none_
     assert begun == list(range(10))
     for prompt, sink in zip(prompts, sinks, strict=True):
         assert sink.tokens == answer(prompt, 9)
-        assert harness.prefix_cache.peek(np.array([*prompt, *sink.tokens, 1], np.int32), namespace="") >= 30
+        assert harness.prefix_cache.peek(Lookup(np.array([*prompt, *sink.tokens, 1], np.int32), namespace="")) >= 30
 
 
 @pytest.mark.parametrize("prompts", ["different", "same"])
@@ -522,7 +524,7 @@ def test_a_prompt_beyond_the_whole_budget_is_refused_and_others_go_on() -> None:
     harness.run()
     caches = harness.runner.make_caches()
     harness.runner.prefill(caches, harness.prefix_cache.slots[0].log.view(0, 4))
-    harness.prefix_cache.calibrate(caches)
+    harness.prefix_cache.layout.calibrate(caches)
     huge = harness.submit(prompt_of(2, 3000))
     after = harness.submit(prompt_of(3, 10))
     harness.run()
@@ -611,7 +613,7 @@ def test_a_prime_without_memory_is_tried_again_to_its_very_end() -> None:
     sink = harness.submit(prompt_of(1, 40), max_tokens=0)
     harness.run()
     assert isinstance(sink.last, Finished)
-    assert harness.prefix_cache.peek(np.array([*prompt_of(1, 40), 1], np.int32)) == 40
+    assert harness.prefix_cache.peek(Lookup(np.array([*prompt_of(1, 40), 1], np.int32))) == 40
 
 
 def budgeted(num_tokens: int) -> Harness:
@@ -619,7 +621,7 @@ def budgeted(num_tokens: int) -> Harness:
     harness = Harness()
     caches = harness.runner.make_caches()
     harness.runner.prefill(caches, np.array([1, 2, 3, 4], np.int32))
-    harness.prefix_cache.calibrate(caches)
+    harness.prefix_cache.layout.calibrate(caches)
     harness.prefix_cache.ledger.budget_bytes = int(num_tokens * harness.prefix_cache.layout.bytes_per_token)
     return harness
 
@@ -638,7 +640,7 @@ def test_what_does_not_fit_now_waits_for_what_runs() -> None:
 def test_what_cannot_fit_beside_a_pin_is_told_to_come_back() -> None:
     harness = budgeted(700)
     harness.run(harness.submit(prompt_of(1, 200), session_id="s", max_tokens=2))
-    harness.prefix_cache.pin(PinName("", "s"), np.array(prompt_of(1, 200), np.int32))
+    harness.prefix_cache.pins.pin(PinName("", "s"), np.array(prompt_of(1, 200), np.int32))
     refused = harness.submit(prompt_of(2, 600), max_tokens=2)
     harness.run()
     assert isinstance(refused.last.error, OutOfMemory)

@@ -23,7 +23,7 @@ def state_of(prompts: Sequence[Sequence[int]], pinned: Sequence[int] = ()) -> Ke
         cache_driver.run(prefix_cache, prompt)
     prefix_cache.park()
     if pinned:
-        prefix_cache.pin(PinName("", "s"), np.array(pinned, np.int32))
+        prefix_cache.pins.pin(PinName("", "s"), np.array(pinned, np.int32))
     return KeptState(prefix_cache, EngineSessions(prefix_cache), "")
 
 
