@@ -7,6 +7,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import threading
@@ -47,11 +48,11 @@ class Manifest:
         Raises StoreError, and StoreDamaged after setting a damaged file aside.
         """
         try:
-            return self._current()
-        except _Damaged:
+            return self._read()
+        except _DAMAGE:
             with self._alone():
                 # Another process may have repaired the file meanwhile.
-                return self._current_or_set_aside()
+                return self._read_or_set_aside()
 
     def find(self, name: str) -> StoredModel | None:
         """By name, tagged or not; raises like `models`."""
@@ -62,7 +63,7 @@ class Manifest:
     def change(self) -> Iterator[dict[str, StoredModel]]:
         """Yields the models for exclusive changes, written at the end without an error. Raises StoreError."""
         with self._alone():
-            models = dict(self._current_or_set_aside())
+            models = dict(self._read_or_set_aside())
             yield models
             self._write(models)
 
@@ -85,41 +86,29 @@ class Manifest:
             return found.st_ino, found.st_mtime_ns, found.st_size
         return None
 
-    def _current(self) -> Mapping[str, StoredModel]:
-        """Reads the file only if changed; raises _Damaged and StoreError."""
+    def _read(self) -> Mapping[str, StoredModel]:
+        """Reads the file only if changed; raises StoreError, and `_DAMAGE` for a malformed one."""
         stamp = self._stamp()
         if stamp is None:
             return {}
-        last = self._last
-        if last is None or last[0] != stamp:
-            last = self._last = stamp, self._read()
-        return last[1]
+        if self._last is None or self._last[0] != stamp:
+            with _used(self.path):
+                self._last = stamp, _parse(self.path.read_bytes(), self.path)
+        return self._last[1]
 
-    def _current_or_set_aside(self) -> Mapping[str, StoredModel]:
+    def _read_or_set_aside(self) -> Mapping[str, StoredModel]:
         """For the lock's holder; raises StoreDamaged and StoreError."""
         try:
-            return self._current()
-        except _Damaged as error:
-            aside = self._set_aside()
-            raise StoreDamaged(
-                f"{self.path} is damaged ({error}) and was set aside as {aside.name}; mend it and move it back, "
-                "or create the names anew"
-            ) from error
-
-    def _read(self) -> Mapping[str, StoredModel]:
-        try:
+            return self._read()
+        except _DAMAGE as error:
+            names = (f"{FILE_NAME}.damaged-{number}" for number in itertools.count(1))
+            aside = next(path for path in map(self.path.with_name, names) if not path.exists())
             with _used(self.path):
-                return _parse(self.path.read_bytes(), self.path)
-        except (ValueError, RecursionError) as error:
-            raise _Damaged(reason(error)) from error
-
-    def _set_aside(self) -> Path:
-        number = 1
-        while (aside := self.path.with_name(f"{FILE_NAME}.damaged-{number}")).exists():
-            number += 1
-        with _used(self.path):
-            self.path.rename(aside)
-        return aside
+                self.path.rename(aside)
+            raise StoreDamaged(
+                f"{self.path} is damaged ({reason(error)}) and was set aside as {aside.name}; mend it and move it "
+                "back, or create the names anew"
+            ) from error
 
     def _write(self, models: Mapping[str, StoredModel]) -> None:
         found = _adapter().dump_python([models[name] for name in sorted(models)], mode="json")
@@ -135,12 +124,11 @@ class Manifest:
             _sync_folder(self._folder)
 
 
-class _Damaged(Exception):
-    """The file is malformed."""
+_DAMAGE = (ValueError, RecursionError)
 
 
 def _parse(text: bytes, path: Path) -> Mapping[str, StoredModel]:
-    """Raises ValueError or RecursionError, and StoreError for a newer version's file."""
+    """Raises `_DAMAGE`, and StoreError for a newer version's file."""
     from pydantic import ValidationError
 
     found = json.loads(text)
@@ -151,21 +139,16 @@ def _parse(text: bytes, path: Path) -> Mapping[str, StoredModel]:
         raise StoreError(f"{path} was written by a newer mlx-serve; use that, or move the file")
     try:
         models = _adapter().validate_python(found.get("models"))
+        for model in models:
+            if find_full_name(model.name) != model.name:
+                raise ValueError(f"{model.name[:100]!r} is no name")
+            model.defaults.check()
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    for model in models:
-        _check(model)
-    return {model.name: model for model in models}
-
-
-def _check(model: StoredModel) -> None:
-    if find_full_name(model.name) != model.name:
-        raise ValueError(f"{model.name[:100]!r} is no name")
-    try:
-        model.defaults.check()
     except InvalidParameter as error:
-        raise ValueError(f"{model.name}: {error}") from error
+        raise ValueError(str(error)) from error
+    return {model.name: model for model in models}
 
 
 def _adapter() -> "TypeAdapter[list[StoredModel]]":

@@ -9,17 +9,10 @@ from typing import Any, Literal
 from models.errors import InvalidParameter, StoreError
 from models.inference.sampling_params import SamplingParams, check
 
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")
 SAMPLING_DEFAULTS: Mapping[str, type] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "typical_p": float,
-    "seed": int,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "repeat_last_n": int,
+    name: int if name in ("top_k", "seed", "repeat_last_n") else float
+    for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", *_PENALTIES)
 }
 MIN_CONTEXT_TOKENS = 16
 MAX_STOP_STRINGS = 16
