@@ -69,7 +69,7 @@ class Admission:
             if disk_match is None or self._memory.disk is None or disk_match.num_bytes > ledger.budget_bytes:
                 break
             # Freeing memory may write to disk, and a write may evict files. Recording the use now protects the files.
-            self._memory.disk.tier.space.touch(disk_match.place, disk_match.offset)
+            self._memory.disk.tier.touch(disk_match.place, disk_match.offset)
             excess = ledger.excess_bytes(disk_match.num_bytes)
             if self._reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
                 return self._result_of(found.match), False
@@ -105,7 +105,7 @@ class Admission:
             return
         leaves = [(trie, node) for trie, node in self._memory.nodes() if not node.children]
         leaves.sort(key=lambda pair: pair[1].last_used, reverse=True)
-        for (trie, leaf), used_at in zip(leaves, self._memory.disk.tier.space.ticks(len(leaves)), strict=True):
+        for (trie, leaf), used_at in zip(leaves, self._memory.disk.tier.ticks(len(leaves)), strict=True):
             if leaf.parent is not None:
                 yield from self._save_path(self._memory.disk, trie, leaf, used_at)
 

@@ -163,8 +163,8 @@ class PrefixCache:
             num_evictions=self.memory.num_evictions,
             moved=self.journal.moved,
             keeps_on_disk=tier is not None,
-            disk_bytes=tier.space.used_bytes if tier is not None else 0,
-            num_disk_files_gone=tier.space.num_gone if tier is not None else 0,
+            disk_bytes=tier.tree.num_bytes if tier is not None else 0,
+            num_disk_files_gone=tier.num_gone if tier is not None else 0,
         )
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cache.disk.connector import DiskConnector
 from cache.disk.index import DiskWrites
-from cache.disk.tree import DiskNode
+from cache.disk.tree import DiskNode, DiskTree
 from cache.lease import Tier
 from cache.memory_tier import MemoryTier, Pins
 from cache.pager import Pager
@@ -203,20 +203,23 @@ class CacheReports:
         self._memory = memory
         self._pager = pager
         self._tier = disk.tier if disk is not None else None
+        if self._tier is not None:
+            self._tier.notice_written()
+        self._files = self._tier.tree if self._tier is not None else DiskTree()
         self._pins = pins
 
     def view(self, namespace: str, max_nodes: int) -> CacheView:
         """One namespace, with at most `max_nodes` edges."""
         memory, tier = self._memory, self._tier
         trie = memory.find_trie(namespace)
-        edges, is_truncated = tier.listing(namespace, max_nodes) if tier is not None else ([], False)
+        edges, is_truncated = self._files.listing(namespace, max_nodes)
         shared = SharedTokens(trie, edges)
         return CacheView(
             nodes=[_view(node, shared.on_disk.get(node, 0)) for node in _in_order(trie, max_nodes)],
             disk_nodes=[_disk_view(edge, shared.in_memory[edge]) for edge in edges],
             num_nodes=trie.num_nodes,
-            num_tokens=trie.held.num_tokens,
-            num_disk_nodes=self._num_disk_nodes(namespace),
+            num_tokens=memory.find_trie(namespace).held.num_tokens,
+            num_disk_nodes=self._files.find_trie(namespace).num_nodes,
             is_disk_truncated=is_truncated,
             state=self.bytes_of(namespace),
             disk_writes=tier.write_budget.writes() if tier is not None else None,
@@ -235,29 +238,23 @@ class CacheReports:
 
     def namespaces(self) -> list[NamespaceView]:
         """Sums of each namespace, the most bytes first."""
-        on_disk = list[str]()
-        if self._tier is not None:
-            self._tier.notice_written()
-            on_disk = self._tier.tree.namespaces()
-        held = [self._namespace_view(name) for name in {*self._memory.namespaces, *on_disk}]
+        names = {*self._memory.namespaces, *self._files.namespaces()}
+        held = [self._namespace_view(name) for name in names]
         held = [view for view in held if view.num_nodes or view.num_disk_nodes]
         return sorted(held, key=lambda view: (-view.state.in_memory - view.state.disk, view.namespace))
 
     def bytes_of(self, namespace: str) -> StateBytes:
         """Bytes of one namespace."""
         live = sum(self._pager.live_bytes(slot) for slot in self._pager.all_live if slot.namespace == namespace)
-        disk = self._tier.space.bytes_of(namespace) if self._tier is not None else 0
+        disk = self._files.find_trie(namespace).num_bytes
         held = self._memory.find_trie(namespace).held
         return StateBytes(held.span_bytes, held.window_bytes, held.recurrent_bytes, live, disk)
-
-    def _num_disk_nodes(self, namespace: str) -> int:
-        return self._tier.tree.num_edges(namespace) if self._tier is not None else 0
 
     def _namespace_view(self, namespace: str) -> NamespaceView:
         return NamespaceView(
             namespace,
             self._memory.find_trie(namespace).num_nodes,
             self._memory.find_trie(namespace).held.num_tokens,
-            self._num_disk_nodes(namespace),
+            self._files.find_trie(namespace).num_nodes,
             self.bytes_of(namespace),
         )

@@ -145,7 +145,7 @@ class DiskConnector:
         """
         self.tier.notice_written()
         disk_path = _DiskPath(namespace, path, self._place(namespace, path))
-        self.tier.space.touch(disk_path.place, path[-1].stop, used_at)
+        self.tier.touch(disk_path.place, path[-1].stop, used_at)
         wanted = self._wanted_snapshots(disk_path)
         stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else path[-1].stop
         if self._layout.needs_snapshots and not wanted:

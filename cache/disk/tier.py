@@ -6,21 +6,19 @@ failure costs the reuse of state and nothing else: writing pauses, unreadable st
 weights, formats or machines is never read. Files hold people's conversations: only their owner can read them.
 """
 
-import itertools
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial, reduce
 
 from cache.budget import CacheEvent, Happening, Journal
 from cache.disk.codec import StateImage, Unstorable
-from cache.disk.files import ProblemLog, Receipt
+from cache.disk.files import ProblemLog
 from cache.disk.folder import DiskStore
 from cache.disk.index import WriteBudget
 from cache.disk.io import FileReader, WriteQueue
 from cache.disk.spans import FileSpan, StoredFile
-from cache.disk.tree import START, DiskNode, DiskPlace, DiskTree
+from cache.disk.tree import START, DiskPlace
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
@@ -28,114 +26,6 @@ logger = logging.getLogger(__name__)
 
 _LOW_WATERMARK = 0.95
 """Eviction stops at this fraction, or after `tree.MAX_SPARE_FILES`."""
-
-
-class DiskSpace:
-    """Files by namespace and last use; evicts the least recently used."""
-
-    def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int, journal: Journal) -> None:
-        self.budget_bytes = budget_bytes
-        self.used_bytes = 0
-        """Includes files not yet written."""
-        self.num_gone = 0
-        """Files evicted, damaged, cleared or replaced since the start."""
-        self._tree = tree
-        self._queue = queue
-        self._journal = journal
-        self._namespace_bytes: defaultdict[str, int] = defaultdict(int)
-        self._now = 0
-        self._touched: set[StoredFile] = set()
-
-    def bytes_of(self, namespace: str) -> int:
-        """Bytes of a namespace's files, unwritten ones too."""
-        return self._namespace_bytes.get(namespace, 0)
-
-    # ------------------------------------------------------------------------------------------- files come and go
-
-    def adopt(self, files: Collection[StoredFile]) -> None:
-        """Counts files found at opening; evicts beyond a smaller budget."""
-        for file in files:
-            self.count(file, file.num_bytes)
-        self._now = max((file.last_used for file in files), default=0) + 1
-        self.evict_for(0, self._now)
-
-    def complete(self, file: StoredFile, receipt: Receipt) -> None:
-        """Records that a file is written, unless GONE."""
-        if not file.is_gone:
-            file.receipt = receipt
-            self.count(file, receipt.num_bytes - file.num_bytes)
-            file.num_bytes = receipt.num_bytes
-
-    def drop(self, files: Iterable[StoredFile]) -> None:
-        """Deletes files, after all earlier writes."""
-        gone = [file for file in files if not file.is_gone]
-        for file in gone:
-            file.is_gone = True
-            self.count(file, -file.num_bytes)
-            self._touched.discard(file)
-        self.num_gone += len(gone)
-        if gone:
-            self._tree.prune(gone)
-            self._queue.change(lambda store: store.delete(gone))
-
-    def evict_for(self, num_bytes: int, newest: int) -> bool:
-        """Evicts so that `num_bytes` fit; files used at `newest` or later stay.
-
-        Returns False, deleting nothing, if that is impossible.
-        """
-        excess = self.used_bytes + num_bytes - self.budget_bytes
-        if excess <= 0:
-            return True
-        spare = int(self.budget_bytes * (1 - _LOW_WATERMARK))
-        victims = self._tree.victims(excess, spare, newest)
-        if sum(file.num_bytes for file in victims) < excess:
-            return False
-        for name in dict.fromkeys(file.namespace for file in victims):
-            freed = [file.num_bytes for file in victims if file.namespace == name]
-            self._journal.record(CacheEvent(Happening.DELETED, name, num_bytes=sum(freed), num_files=len(freed)))
-        self.drop(victims)
-        return True
-
-    def count(self, file: StoredFile, num_bytes: int) -> None:
-        """Counts bytes of a file that came to the tree, or changed."""
-        self.used_bytes += num_bytes
-        self._namespace_bytes[file.namespace] += num_bytes
-        if not self._namespace_bytes[file.namespace]:
-            del self._namespace_bytes[file.namespace]
-
-    # ---------------------------------------------------------------------------------------------------- recency
-
-    def ticks(self, count: int) -> list[int]:
-        """`count` new ticks, the latest first."""
-        self._now += count
-        return list(range(self._now, self._now - count, -1))
-
-    def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
-        """Records a use, at `used_at` or now, of files that restore at `stop`; returns the tick."""
-        used_at = used_at if used_at is not None else self.ticks(1)[0]
-        for file in self._tree.on_path(place, stop):
-            if file.last_used < used_at:
-                file.last_used = used_at
-                self._touched.add(file)
-        return used_at
-
-    def save_recency(self) -> None:
-        """Queues an index update with new uses."""
-        touched, self._touched = self._touched, set()
-        if touched:
-            self._queue.change(lambda store: store.touch(touched))
-
-    def check(self) -> None:
-        """Asserts the counts."""
-        expected: defaultdict[str, int] = defaultdict(int)
-        for file in self._tree.files():
-            expected[file.namespace] += file.num_bytes
-        assert expected == self._namespace_bytes, f"{expected} bytes on disk, {self._namespace_bytes} counted"
-        assert sum(expected.values()) == self.used_bytes, f"{self.used_bytes} bytes counted"
-
-
-MAX_VISITED = 4096
-"""Edges visited for one listing, during which the worker waits."""
 
 
 _HEADER_BYTES = 4096
@@ -170,9 +60,13 @@ class DiskTier:
         self._store = store
         self._make_image = make_image
         self.queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, log=log)
-        self.space = DiskSpace(self.tree, self.queue, budget_bytes, self.journal)
-        self.reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, drop=self.space.drop, log=log)
-        self.space.adopt(self.tree.files())
+        self.reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, drop=self._drop, log=log)
+        self.budget_bytes = budget_bytes
+        self.num_gone = 0
+        """Files evicted, damaged, cleared or replaced since the start."""
+        self._now = max((file.last_used for file in self.tree.files()), default=0) + 1
+        self._touched: set[StoredFile] = set()
+        self._evict_for(0, self._now)
 
     @property
     def is_busy(self) -> bool:
@@ -180,12 +74,57 @@ class DiskTier:
         self.notice_written()
         return self.queue.is_busy
 
-    def listing(self, namespace: str, max_edges: int) -> tuple[list[DiskNode], bool]:
-        """Up to `max_edges` written edges of a namespace, parents first; whether there may be more."""
-        self.notice_written()
-        visited = itertools.islice(self.tree.walk(namespace), MAX_VISITED)
-        found = list(itertools.islice((node for node in visited if node is not None), max_edges + 1))
-        return found[:max_edges], len(found) > max_edges or self.tree.num_edges(namespace) > MAX_VISITED
+    # ------------------------------------------------------------------------------------------ space and recency
+
+    def _drop(self, files: Iterable[StoredFile]) -> None:
+        """Deletes files, after all earlier writes."""
+        gone = [file for file in files if not file.is_gone]
+        for file in gone:
+            file.is_gone = True
+            self._touched.discard(file)
+        self.num_gone += len(gone)
+        if gone:
+            self.tree.prune(gone)
+            self.queue.change(lambda store: store.delete(gone))
+
+    def _evict_for(self, num_bytes: int, newest: int) -> bool:
+        """Evicts the least recently used so that `num_bytes` fit; files used at `newest` or later stay.
+
+        Returns False, deleting nothing, if that is impossible.
+        """
+        excess = self.tree.num_bytes + num_bytes - self.budget_bytes
+        if excess <= 0:
+            return True
+        spare = int(self.budget_bytes * (1 - _LOW_WATERMARK))
+        victims = self.tree.victims(excess, spare, newest)
+        if sum(file.num_bytes for file in victims) < excess:
+            return False
+        for name in dict.fromkeys(file.namespace for file in victims):
+            freed = [file.num_bytes for file in victims if file.namespace == name]
+            self.journal.record(CacheEvent(Happening.DELETED, name, num_bytes=sum(freed), num_files=len(freed)))
+        self._drop(victims)
+        return True
+
+    def ticks(self, count: int) -> list[int]:
+        """`count` new ticks, the latest first."""
+        self._now += count
+        return list(range(self._now, self._now - count, -1))
+
+    def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
+        """Records a use, at `used_at` or now, of files that restore at `stop`; returns the tick."""
+        used_at = used_at if used_at is not None else self.ticks(1)[0]
+        for file in self.tree.on_path(place, stop):
+            if file.last_used < used_at:
+                file.last_used = used_at
+                self._touched.add(file)
+        return used_at
+
+    def _save_recency(self) -> None:
+        touched, self._touched = self._touched, set()
+        if touched:
+            self.queue.change(lambda store: store.touch(touched))
+
+    # ------------------------------------------------------------------------------------------------- writing
 
     def notice_written(self) -> None:
         """Updates files whose writes have ended."""
@@ -193,14 +132,14 @@ class DiskTier:
             num_bytes = receipt.num_bytes if receipt is not None else 0
             self.write_budget.correct(num_bytes - file.num_bytes)
             if receipt is None:
-                self.space.drop([file])
+                self._drop([file])
                 continue
-            self.space.complete(file, receipt)
+            if not file.is_gone:
+                file.receipt = receipt
+                self.tree.resize(file, num_bytes - file.num_bytes)
             what, num_tokens = Happening.WRITTEN, file.stop - file.start
             event = CacheEvent(what, file.namespace, num_tokens, num_bytes, is_snapshot=file.is_snapshot)
             self.journal.record(event)
-
-    # ------------------------------------------------------------------------------------------------- writing
 
     def write_span(
         self,
@@ -219,7 +158,7 @@ class DiskTier:
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
-        used_at = self.space.touch(place, len(tokens), used_at)
+        used_at = self.touch(place, len(tokens), used_at)
         held = self.tree.covered(place, segment.start, len(tokens))
         gaps = list(held.missing())
         if not gaps:
@@ -244,7 +183,7 @@ class DiskTier:
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
-        used_at = self.space.touch(place, len(tokens), used_at)
+        used_at = self.touch(place, len(tokens), used_at)
         start, stop = window.start if window is not None else len(tokens), len(tokens)
         held = self.tree.snapshot(place, stop)
         if held is not None and held.start <= start and (recurrent is None or held.has_recurrent):
@@ -258,7 +197,7 @@ class DiskTier:
         new.is_snapshot, new.has_recurrent = True, recurrent is not None
         if not self._write(tokens, image, [new], place):
             return None
-        self.space.drop([held] if held is not None else [])
+        self._drop([held] if held is not None else [])
         return new
 
     def _new_file(self, namespace: str, start: int, stop: int, image: StateImage, used_at: int) -> StoredFile:
@@ -269,37 +208,36 @@ class DiskTier:
         num_bytes = sum(file.num_bytes for file in new)
         if not self.queue.accepts(image.num_bytes) or not self.write_budget.allows(num_bytes):
             return False
-        if not self.space.evict_for(num_bytes, new[0].last_used):
+        if not self._evict_for(num_bytes, new[0].last_used):
             return False
         day = self.write_budget.count(num_bytes)
         tokens = tokens.copy()
         for file in new:
             self.tree.add(tokens[: file.stop], file, place)
-            self.space.count(file, file.num_bytes)
             # All files borrow the same arrays, so the memory is charged to the last one.
             waiting_bytes = image.num_bytes if file is new[-1] else 0
             self.queue.add(waiting_bytes, file, image, tokens[: file.stop], day)
-        self.space.save_recency()
+        self._save_recency()
         return True
 
     def clear(self, namespace: str | None = None) -> None:
         """Deletes all, or one namespace, and overwrites its indexed tokens."""
         self.notice_written()
-        self.space.drop(self.tree.files(namespace))
+        self._drop(self.tree.files(namespace))
         self.queue.change(lambda store: store.scrub())
 
     # ---------------------------------------------------------------------------------------------------- ending
 
     def flush(self, timeout_seconds: float) -> bool:
         """Waits until all is on disk; False on timeout."""
-        self.space.save_recency()
+        self._save_recency()
         is_all_written = self.queue.wait(timeout_seconds)
         self.notice_written()
         return is_all_written
 
     def close(self) -> None:
         """Finishes the current file, drops waiting ones (`flush` keeps them), unlocks the folder."""
-        self.space.save_recency()
+        self._save_recency()
         self.queue.close()
         self.notice_written()
         self.reader.close()
@@ -308,4 +246,3 @@ class DiskTier:
     def check(self) -> None:
         """Asserts the invariants. For tests."""
         self.tree.check()
-        self.space.check()

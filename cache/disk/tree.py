@@ -60,6 +60,8 @@ class LruOrder:
         return {entry[-1] for entry in self._heap if not entry[-1].is_gone}
 
 
+MAX_VISITED = 4096
+"""Edges visited for one listing, during which the worker waits."""
 MAX_READ_EDGES = 16_384
 """Edges that are looked at for a namespace's texts, during which the worker waits."""
 MAX_SPARE_FILES = 16
@@ -114,7 +116,13 @@ START = Place(DiskNode(None, np.empty(0, np.int32), 0), 0)
 """Before the first token, in any namespace."""
 
 
-DiskTrie: TypeAlias = TokenTrie[DiskNode]
+class DiskTrie(TokenTrie[DiskNode]):
+    """One namespace's edges."""
+
+    num_bytes = 0
+    """Of its files, unwritten ones too."""
+
+
 DiskPlace: TypeAlias = Place[DiskNode]
 
 
@@ -122,17 +130,23 @@ class DiskTree:
     """Files by the tokens whose state they hold."""
 
     def __init__(self) -> None:
+        self.num_bytes = 0
+        """Of all files, unwritten ones too."""
+        self._empty = DiskTrie(DiskNode)
         self._tries: dict[str, DiskTrie] = {}
         self._ends: dict[StoredFile, DiskPlace] = {}
         self._order = LruOrder()
 
     # ---------------------------------------------------------------------------------------------- questions
 
+    def find_trie(self, namespace: str) -> DiskTrie:
+        """A namespace's edges. A look-up makes no namespace: a client may name a new one with each request."""
+        return self._tries.get(namespace, self._empty)
+
     def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
         """Where the match of `tokens` ends; they follow `place`, `START` or one not gone."""
-        trie = self._tries.get(namespace)
-        # A look-up must not create a namespace: a client may name a new one with each request.
-        return trie.follow(place if place.length else Place(trie.root, 0), tokens) if trie is not None else START
+        trie = self.find_trie(namespace)
+        return trie.follow(place if place.length else Place(trie.root, 0), tokens)
 
     def locate(self, namespace: str, tokens: TokenArray, near: DiskPlace) -> DiskPlace:
         """Where the match of `tokens` ends, beyond `near`."""
@@ -169,24 +183,20 @@ class DiskTree:
         snapshot = self.snapshot(place, stop)
         return [*files, snapshot] if snapshot is not None else files
 
-    def num_edges(self, namespace: str) -> int:
-        """How many edges a namespace has."""
-        trie = self._tries.get(namespace)
-        return trie.num_nodes if trie is not None else 0
-
-    def walk(self, namespace: str) -> Iterator[DiskNode | None]:
-        """Depth first; None for an edge not on disk, and nothing below."""
-        trie = self._tries.get(namespace)
-        waiting = [iter(trie.root.children.values())] if trie is not None else []
-        while waiting:
+    def listing(self, namespace: str, max_edges: int) -> tuple[list[DiskNode], bool]:
+        """Up to `max_edges` written edges of a namespace, depth first; whether there may be more."""
+        trie, found, num_visited = self.find_trie(namespace), list[DiskNode](), 0
+        waiting = [iter(trie.root.children.values())]
+        while waiting and len(found) <= max_edges and num_visited < MAX_VISITED:
             node = next(waiting[-1], None)
             if node is None:
                 waiting.pop()
-            elif node.span.is_written:
-                yield node
+                continue
+            num_visited += 1
+            if node.span.is_written:
+                found.append(node)
                 waiting.append(iter(node.children.values()))
-            else:
-                yield None
+        return found[:max_edges], len(found) > max_edges or trie.num_nodes > MAX_VISITED
 
     def namespaces(self) -> list[str]:
         """The namespaces with files."""
@@ -194,8 +204,7 @@ class DiskTree:
 
     def texts(self, namespace: str, max_tokens: int) -> list[TokenArray]:
         """Texts of the conversations used last, the latest at the end; a shared beginning is in one only."""
-        trie = self._tries.get(namespace)
-        nodes = itertools.islice(trie.nodes(), MAX_READ_EDGES) if trie is not None else ()
+        nodes = itertools.islice(self.find_trie(namespace).nodes(), MAX_READ_EDGES)
         leaves = [node for node in nodes if not node.children]
         leaves.sort(key=lambda leaf: max((file.last_used for file in leaf.files), default=0), reverse=True)
         found, seen = list[TokenArray](), set[DiskNode]()
@@ -222,6 +231,9 @@ class DiskTree:
         """Asserts the module's invariants."""
         for trie in self._tries.values():
             trie.check()
+            held_bytes = sum(file.num_bytes for file in self.files(trie.namespace))
+            assert held_bytes == trie.num_bytes, f"{held_bytes} bytes on disk, {trie.num_bytes} counted"
+        assert self.num_bytes == sum(trie.num_bytes for trie in self._tries.values())
         files = set(self.files())
         assert files == set(self._ends) == self._order.files(), "a file is missing from tree, ends or LRU order"
         for file in files:
@@ -239,11 +251,21 @@ class DiskTree:
         node = next((node for node in near.edges(0, length) if node.stop <= length), trie.root)
         self._add(trie, node, tokens[node.stop :], file)
 
+    def resize(self, file: StoredFile, difference_bytes: int) -> None:
+        """Counts bytes by which a file grows."""
+        file.num_bytes += difference_bytes
+        self._count(self._tries[file.namespace], difference_bytes)
+
+    def _count(self, trie: DiskTrie, num_bytes: int) -> None:
+        trie.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
     def _trie(self, namespace: str) -> DiskTrie:
-        return self._tries.setdefault(namespace, TokenTrie(DiskNode, namespace))
+        return self._tries.setdefault(namespace, DiskTrie(DiskNode, namespace))
 
     def _add(self, trie: DiskTrie, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
         last = trie.extend(node, tokens)
+        self._count(trie, file.num_bytes)
         self._ends[file] = Place(last, file.stop)
         self._order.push(file)
         if file.is_snapshot:
@@ -257,7 +279,9 @@ class DiskTree:
         """Removes GONE files, then edges without files on or below them."""
         nodes: dict[DiskNode, DiskTrie] = {}
         for file in gone:
-            nodes.update(dict.fromkeys(self._nodes_of(file), self._tries[file.namespace]))
+            trie = self._tries[file.namespace]
+            nodes.update(dict.fromkeys(self._nodes_of(file), trie))
+            self._count(trie, -file.num_bytes)
             del self._ends[file]
         for node in nodes:
             node.parts = tuple(part for part in node.parts if not part.file.is_gone)
@@ -319,7 +343,8 @@ class DiskTree:
         while todo:
             trie, node, hasher = todo.pop()
             for row in waiting.pop(hasher.digest(), ()):
-                points = _child_offsets(row, hasher, cuts, waiting) if _parent_offset(row) == node.stop else []
+                follows = row.file.namespace == trie.namespace and _parent_offset(row) == node.stop
+                points = _child_offsets(row, hasher, cuts, waiting) if follows else []
                 if points:
                     self._add(trie, node, row.tokens, row.file)
                     below = [(trie.extend(node, row.tokens[: stop - row.file.start]), at) for stop, at in points]

@@ -61,7 +61,7 @@ def bench(num_files: int) -> Report:
     file_bytes = TURN_TOKENS * BYTES_PER_TOKEN
     tier = sized_tier(SizedStore(BYTES_PER_TOKEN, 0), num_files * file_bytes)
     conversations = Conversations(tier)
-    while tier.space.num_gone == 0:
+    while tier.num_gone == 0:
         conversations.write_turn()
         tier.queue.wait(10)
     times, computing = list[float](), list[float]()

@@ -100,7 +100,7 @@ def test_a_second_volatile_request_makes_nothing_public(layout: str, tier: DiskT
         cache_driver.run(prefix_cache, [*HEAD, *tags[:cut], 3, 4], is_volatile=True)
     write_all(prefix_cache)
     assert found_tags(tmp_path, tags) == []
-    assert tier.space.used_bytes == 0
+    assert tier.tree.num_bytes == 0
 
 
 class VolatileMachine(RuleBasedStateMachine):

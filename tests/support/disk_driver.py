@@ -138,8 +138,9 @@ class Entry:
 def entries(tier: DiskTier) -> list[Entry]:
     """Returns every edge of every namespace that is on disk, parents first."""
     found: dict[Any, Entry] = {}
+    tier.notice_written()
     for name in tier.tree.namespaces():
-        for node in tier.listing(name, 1 << 30)[0]:
+        for node in tier.tree.listing(name, 1 << 30)[0]:
             above = found.get(node.parent)
             found[node] = Entry(name, above, node.start, node.stop, node.tokens, node.span, node.snapshot)
     return list(found.values())
@@ -340,4 +341,4 @@ def conversation(random: np.random.Generator, known: Sequence[TokenArray], max_t
 
 def touch(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> None:
     """Says that the state after some tokens was used now."""
-    tier.space.touch(tier.tree.follow(namespace, START, tokens), len(tokens))
+    tier.touch(tier.tree.follow(namespace, START, tokens), len(tokens))

@@ -116,7 +116,7 @@ def test_state_that_is_to_stay_in_memory_is_never_written(tmp_path: Path, tiers:
     for _ in prefix_cache.save():
         pass
     evict_all(prefix_cache)
-    assert tiers[-1].space.used_bytes == 0
+    assert tiers[-1].tree.num_bytes == 0
     run_volatile(prefix_cache, secret)
     converse(prefix_cache, public)
     evict_all(prefix_cache)

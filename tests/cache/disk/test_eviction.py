@@ -96,7 +96,7 @@ def test_victims_are_those_that_looking_at_everything_gives(
             lose_a_file(tier, tmp_path, rng)
         if rng.random() < 0.02:
             tier.clear("other")
-        excess, newest = rng.randrange(40_000), tier.space.ticks(1)[0] - rng.choice((0, 20))
+        excess, newest = rng.randrange(40_000), tier.ticks(1)[0] - rng.choice((0, 20))
         expected = victims_by_looking(tier.tree, excess, newest)
         for _ in range(2):
             assert tier.tree.victims(excess, 0, newest) == expected
@@ -108,7 +108,7 @@ def test_a_trunk_goes_after_what_was_hung_on_it_later_for_an_earlier_use(tmp_pat
     """Idle saving writes what was used last first, so that a file may be older than what hangs on it."""
     tier = open_tier(tmp_path)
     tokens = tokens_of(range(300))
-    new, old = tier.space.ticks(2)
+    new, old = tier.ticks(2)
     for start, stop, used_at in ((200, 300, new), (0, 200, old)):
         tier.write_span("", tokens[:stop], segment_of(tokens[:stop], start), used_at=used_at)
     chosen = tier.tree.victims(1 << 30, 0, new + 1)
@@ -127,7 +127,7 @@ def small_files(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def test_of_small_files_no_more_go_at_once_than_a_few(small_files: DiskTier) -> None:
-    used = small_files.space.used_bytes
+    used = small_files.tree.num_bytes
     chosen = small_files.tree.victims(1, used, 1 << 30)
     assert len(chosen) == tree.MAX_SPARE_FILES
     many = small_files.tree.victims(used // 2, 0, 1 << 30)

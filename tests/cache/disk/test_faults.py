@@ -152,7 +152,7 @@ def test_a_damaged_file_is_a_miss_and_no_more(damage: str, tmp_path: Path, caplo
         spoil(folder / name, damage)
         num_right = assert_right_or_gone(tier)
         if damage != "unreadable" or os.geteuid():
-            assert num_right < 7 and tier.space.num_gone == 1
+            assert num_right < 7 and tier.num_gone == 1
             assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert write(tier, TRUNK) is not None, "one bad file does not stop the rest"
         assert tier.flush(10)
@@ -194,7 +194,7 @@ def test_any_flipped_bit_is_found(is_open: bool, tmp_path: Path) -> None:
         path.write_bytes(data)
         tier = tier or open_tier(folder)
         assert assert_right_or_gone(tier) < 7
-        assert tier.space.num_gone == 1, "a flipped bit went unnoticed"
+        assert tier.num_gone == 1, "a flipped bit went unnoticed"
         tier.close()
         shutil.rmtree(folder)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.disk import tier as listing
 from cache.disk import tree as tree_module
 from cache.types import TokenArray
 from tests.support.disk_driver import conversation, open_tier, snap, stored_names, tokens_of, write
@@ -23,14 +22,16 @@ def test_the_bytes_of_each_namespace_are_those_of_its_files(tmp_path: Path) -> N
         if number % 30 == 29:
             tier.clear(rng.choice("abc"))
         tier.check()
-        assert sum(map(tier.space.bytes_of, "abc")) == tier.space.used_bytes
-    assert tier.space.num_gone > 0 and tier.flush(10)
+        assert sum(tier.tree.find_trie(name).num_bytes for name in "abc") == tier.tree.num_bytes
+    assert tier.num_gone > 0 and tier.flush(10)
     sizes = [(tmp_path / name).stat().st_size for name in stored_names(tmp_path)]
-    held = {name: tier.space.bytes_of(name) for name in "abc"}
+    held = {name: tier.tree.find_trie(name).num_bytes for name in "abc"}
     assert sum(held.values()) == sum(sizes)
     tier.close()
     again = open_tier(tmp_path)
-    assert {name: again.space.bytes_of(name) for name in "abc"} == held and again.space.bytes_of("d") == 0
+    assert {name: again.tree.find_trie(name).num_bytes for name in "abc"} == held and again.tree.find_trie(
+        "d"
+    ).num_bytes == 0
     again.close()
 
 
@@ -41,23 +42,23 @@ def test_a_listing_has_parents_first_and_no_more_than_asked_for(tmp_path: Path) 
     for leaf in range(5):
         write(tier, np.concatenate([trunk, tokens_of([50 + leaf] * 4)]))
     assert tier.flush(10)
-    edges, is_truncated = tier.listing("", 6)
-    assert (len(edges), tier.tree.num_edges(""), is_truncated) == (6, 6, False)
+    edges, is_truncated = tier.tree.listing("", 6)
+    assert (len(edges), tier.tree.find_trie("").num_nodes, is_truncated) == (6, 6, False)
     assert [edge.parent for edge in edges] == [tier.tree._tries[""].root, *[edges[0]] * 5]
     for max_edges in range(6):
-        assert tier.listing("", max_edges) == (edges[:max_edges], True)
-    assert tier.listing("other", 10) == ([], False)
+        assert tier.tree.listing("", max_edges) == (edges[:max_edges], True)
+    assert tier.tree.listing("other", 10) == ([], False)
     tier.close()
 
 
 def test_a_listing_looks_at_a_bounded_number_of_edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "MAX_VISITED", 8)
+    monkeypatch.setattr(tree_module, "MAX_VISITED", 8)
     tier = open_tier(tmp_path)
     for value in range(20):
         write(tier, tokens_of([value, 1, 2]))
     assert tier.flush(10)
-    edges, is_truncated = tier.listing("", 100)
-    assert (len(edges), tier.tree.num_edges(""), is_truncated) == (8, 20, True)
+    edges, is_truncated = tier.tree.listing("", 100)
+    assert (len(edges), tier.tree.find_trie("").num_nodes, is_truncated) == (8, 20, True)
     tier.close()
 
 
@@ -65,10 +66,10 @@ def test_edges_that_wait_to_be_written_are_counted_and_not_listed(tmp_path: Path
     tier = open_tier(tmp_path)
     write(tier, tokens_of(range(60)), 40)
     assert tier.flush(10)
-    assert (tier.listing("", 10), tier.tree.num_edges("")) == (([], False), 1), "its rows have a gap"
+    assert (tier.tree.listing("", 10), tier.tree.find_trie("").num_nodes) == (([], False), 1), "its rows have a gap"
     write(tier, tokens_of(range(40)))
     assert tier.flush(10)
-    assert [(entry.start, entry.stop) for entry in tier.listing("", 10)[0]] == [(0, 40), (40, 60)]
+    assert [(entry.start, entry.stop) for entry in tier.tree.listing("", 10)[0]] == [(0, 40), (40, 60)]
     tier.close()
 
 

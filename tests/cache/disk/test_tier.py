@@ -111,24 +111,24 @@ def test_a_span_is_written_behind_the_caller_and_then_stands_for_the_state(tmp_p
     assert tier.flush(10)
     assert span.is_written and tier.queue.waiting_bytes == 0
     assert_span(tier, span, FIRST)
-    assert span.num_bytes == tier.space.used_bytes
+    assert span.num_bytes == tier.tree.num_bytes
     tier.close()
 
 
 def test_tokens_on_disk_are_not_written_again_however_they_are_cut(tier: DiskTier, tmp_path: Path) -> None:
     write(tier, FIRST)
     assert tier.flush(10)
-    used = tier.space.used_bytes
+    used = tier.tree.num_bytes
     for start, stop in ((0, 100), (0, 60), (30, 60), (60, 100), (99, 100)):
         span = write(tier, FIRST[:stop], start)
         assert span is not None and span.is_written
         assert_span(tier, span, FIRST)
-    assert (tier.space.used_bytes, len(stored_names(tmp_path))) == (used, 1)
+    assert (tier.tree.num_bytes, len(stored_names(tmp_path))) == (used, 1)
     # A longer edge, as after two edges became one: only what is new goes to disk.
     span = write(tier, LONGER)
     assert tier.flush(10)
     assert span is not None and span.is_written
-    assert size_of(50) < tier.space.used_bytes - used < size_of(50) + 2000
+    assert size_of(50) < tier.tree.num_bytes - used < size_of(50) + 2000
     assert_span(tier, span, LONGER)
 
 
@@ -139,7 +139,7 @@ def test_a_branch_shares_the_file_of_its_prefix(tier: DiskTier, tmp_path: Path) 
     assert span is not None
     assert_span(tier, span, BRANCH)
     assert len(stored_names(tmp_path)) == 2
-    assert tier.space.used_bytes < size_of(130) + 4000
+    assert tier.tree.num_bytes < size_of(130) + 4000
 
 
 def test_edges_may_come_in_any_order(tier: DiskTier, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_snapshot_with_more_replaces_one_with_less(tier: DiskTier, tmp_path: P
     more = snap(tier, FIRST)
     assert tier.flush(10)
     assert less is not None and more is not None
-    assert less.is_gone and more.is_written and tier.space.num_gone == 1
+    assert less.is_gone and more.is_written and tier.num_gone == 1
     again = tier.write_snapshot("", FIRST, window, None)
     assert again is not None and again is more
     with reopened(tier, tmp_path) as later:
@@ -200,7 +200,7 @@ def test_a_restart_keeps_everything(tier: DiskTier, tmp_path: Path) -> None:
         wanted = {("", tokens.tobytes()) for tokens in (FIRST[:60], FIRST, LONGER, BRANCH)}
         assert found == {*wanted, ("other", FIRST.tobytes())}
         assert sum(entry.snapshot is not None for entry in entries(again)) == 3
-        assert again.space.used_bytes == tier.space.used_bytes
+        assert again.tree.num_bytes == tier.tree.num_bytes
 
 
 def test_what_lacks_its_beginning_does_not_survive(tier: DiskTier, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_what_lacks_its_beginning_does_not_survive(tier: DiskTier, tmp_path: Pat
     snap(tier, LONGER)
     with reopened(tier, tmp_path) as again:
         assert entries(again) == []
-        assert stored_names(tmp_path) == set() and again.space.used_bytes == 0
+        assert stored_names(tmp_path) == set() and again.tree.num_bytes == 0
 
 
 def test_only_names_and_sizes_are_read_at_the_start(tier: DiskTier, tmp_path: Path) -> None:
@@ -297,8 +297,8 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
     assert newest is not None and tier.flush(10)
     gone = [is_gone(span) for span in spans if span is not None]
     assert gone == [False, False, True, False], "the trunk is older than the leaf that was used least"
-    assert tier.space.num_gone == 1
-    assert tier.space.used_bytes <= tier.space.budget_bytes
+    assert tier.num_gone == 1
+    assert tier.tree.num_bytes <= tier.budget_bytes
     assert find_span(tier, leaves[1], 400) is None
     with reopened(tier, tmp_path) as again:
         assert len(assert_all_right(again)) == 4
@@ -329,12 +329,12 @@ def test_a_small_budget_is_kept_under_random_use(seed: int, tmp_path: Path) -> N
         snap(tier, tokens)
         written.append(tokens)
         touch(tier, written[int(random.integers(len(written)))])
-        assert tier.space.used_bytes <= tier.space.budget_bytes
+        assert tier.tree.num_bytes <= tier.budget_bytes
         tier.check()
-    assert tier.space.num_gone > 0
+    assert tier.num_gone > 0
     with reopened(tier, tmp_path) as again:
         assert len(assert_all_right(again)) > 3
-        assert sum((tmp_path / name).stat().st_size for name in stored_names(tmp_path)) == again.space.used_bytes
+        assert sum((tmp_path / name).stat().st_size for name in stored_names(tmp_path)) == again.tree.num_bytes
 
 
 def test_a_smaller_budget_is_kept_from_the_start(tier: DiskTier, tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_smaller_budget_is_kept_from_the_start(tier: DiskTier, tmp_path: Path)
     tier.close()
     again = open_tier(tmp_path, budget_bytes=2 * size_of(40) + 4000)
     assert again.flush(10)
-    assert 0 < again.space.used_bytes <= again.space.budget_bytes
+    assert 0 < again.tree.num_bytes <= again.budget_bytes
     assert len(assert_all_right(again)) == len(stored_names(tmp_path)) > 0
     again.close()
 
@@ -363,9 +363,9 @@ def test_nothing_goes_for_what_would_hang_on_it(tmp_path: Path) -> None:
     trunk = write(tier, tokens[:500])
     assert trunk is not None and tier.flush(10)
     assert write(tier, tokens, 500) is None
-    assert tier.space.num_gone == 0, "the trunk went for its own leaf"
+    assert tier.num_gone == 0, "the trunk went for its own leaf"
     assert write(tier, tokens_of([5] * 500)) is not None
-    assert tier.space.num_gone == 1
+    assert tier.num_gone == 1
     tier.close()
 
 
@@ -437,7 +437,7 @@ def test_what_was_forgotten_before_it_was_written_never_is(tmp_path: Path) -> No
     assert first is not None and second is not None and is_gone(first) and is_gone(second)
     files.gate.set()
     assert tier.flush(10)
-    assert stored_names(tmp_path) == set() and tier.space.used_bytes == tier.queue.waiting_bytes == 0
+    assert stored_names(tmp_path) == set() and tier.tree.num_bytes == tier.queue.waiting_bytes == 0
     span = write(tier, FIRST)
     assert tier.flush(10)
     assert span is not None
@@ -506,8 +506,8 @@ def test_asking_for_a_namespace_does_not_make_one(tier: DiskTier) -> None:
         assert find_span(tier, FIRST, namespace=namespace) is None and find_snapshot(tier, FIRST, namespace) is None
         touch(tier, FIRST, namespace)
         tier.clear(namespace)
-        assert tier.space.bytes_of(namespace) == 0 and tier.tree.num_edges(namespace) == 0
-    assert tier.tree.namespaces() == [] and not tier.space._namespace_bytes
+        assert tier.tree.find_trie(namespace).num_bytes == 0 and tier.tree.find_trie(namespace).num_nodes == 0
+    assert tier.tree.namespaces() == []
     write(tier, FIRST, namespace="half a pair \ud800")
     assert tier.flush(10) and find_span(tier, FIRST, namespace="half a pair \ud800") is not None
 
@@ -596,7 +596,7 @@ def test_damage_found_ahead_is_told_where_it_is_loaded(tier: DiskTier, tmp_path:
     with pytest.raises(DiskFault, match="damaged"):
         tier.reader.load_span(span)
     ahead.cancel()
-    assert is_gone(span) and tier.space.num_gone == 1 and tier.flush(10)
+    assert is_gone(span) and tier.num_gone == 1 and tier.flush(10)
     assert stored_names(tmp_path) == set()
     again = write(tier, FIRST)
     assert again is not None and tier.flush(10)
