@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import itertools
 import json
-import logging
 import os
 import sqlite3
 import stat
@@ -23,8 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.budget import DiskFault
-
-logger = logging.getLogger(__name__)
 
 NumpyArray: TypeAlias = NDArray[Any]
 
@@ -236,16 +233,3 @@ class TensorFile:
             expected = self._checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
             if _checksum(data[start : start + block_bytes]) != expected:
                 raise DiskFault("the data are damaged")
-
-
-class ProblemLog:
-    """Logs a tier's first problem as a warning, later ones for debugging."""
-
-    def __init__(self) -> None:
-        self._has_warned = False
-
-    def report(self, message: str) -> None:
-        """Logs one problem."""
-        level = logging.DEBUG if self._has_warned else logging.WARNING
-        self._has_warned = True
-        logger.log(level, "disk cache: %s", message)

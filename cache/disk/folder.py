@@ -127,15 +127,16 @@ class DiskStore:
 
     def _open_index(self) -> tuple[DiskIndex, DiskTree, WriteDay | None]:
         """May raise sqlite3.Error, or UnicodeDecodeError from a message that quotes a damaged page."""
-        index = DiskIndex(self._files, self._folder, self._fingerprint)
+        index = DiskIndex(self._files, self._folder)
         try:
+            num_foreign = index.prepare(self._fingerprint)
             with self._logging_errors():
                 index.scrub()
-            if index.num_foreign:
+            if num_foreign:
                 logger.warning(
                     "disk cache: removed %d files of state of other weights, of another --speculate, or of another "
                     "version of mlx or mlx-lm",
-                    index.num_foreign,
+                    num_foreign,
                 )
             return index, self._find(index), index.write_day()
         except BaseException:

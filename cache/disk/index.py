@@ -46,21 +46,23 @@ class WriteBudget:
     process ran.
     """
 
-    def __init__(self, bytes_per_day: int | None, now: Callable[[], float], elapsed: Callable[[], float]) -> None:
-        """`now` is the wall clock, `elapsed` never goes back."""
+    def __init__(
+        self,
+        bytes_per_day: int | None,
+        now: Callable[[], float],
+        elapsed: Callable[[], float],
+        saved: WriteDay | None = None,
+    ) -> None:
+        """`now` is the wall clock, `elapsed` never goes back; `saved` is the day of an earlier process."""
         self._bytes_per_day = bytes_per_day
         self._now = now
         self._elapsed = elapsed
         self._started: float | None = None
         """None before the day's first write."""
         self._num_bytes = 0
-
-    def resume(self, saved: WriteDay | None) -> None:
-        """Continues an earlier process's day, if saved."""
         if saved is not None:
-            downtime = max(0.0, self._now() - saved.saved_at)
-            self._started = self._elapsed() - saved.age_seconds - downtime
-            self._num_bytes = saved.num_bytes
+            downtime = max(0.0, now() - saved.saved_at)
+            self._started, self._num_bytes = elapsed() - saved.age_seconds - downtime, saved.num_bytes
 
     @property
     def written_bytes(self) -> int:
@@ -132,19 +134,12 @@ class FileRow:
 class DiskIndex:
     """An open database. Raises OSError, sqlite3.Error, or UnicodeDecodeError from SQLite's messages."""
 
-    def __init__(self, files: FileSystem, folder: Path, fingerprint: str) -> None:
-        """Deletes another fingerprint's rows. Raises sqlite3.DatabaseError for another format."""
+    def __init__(self, files: FileSystem, folder: Path) -> None:
+        """Makes a missing database. `prepare` comes next."""
         if _DATABASE not in files.sizes(folder):
             # SQLite would make the file readable by others. Its further files copy the permissions of this one.
             files.create(folder / _DATABASE).close()
         self._database = files.connect(folder / _DATABASE)
-        self.num_foreign = 0
-        """Rows removed at opening."""
-        try:
-            self._prepare(fingerprint)
-        except BaseException:
-            self._database.close()
-            raise
 
     @staticmethod
     def remove(files: FileSystem, folder: Path) -> None:
@@ -152,8 +147,9 @@ class DiskIndex:
         for suffix in ("-wal", "-shm", ""):
             files.remove(folder / (_DATABASE + suffix))
 
-    def _prepare(self, fingerprint: str) -> None:
-        database = self._database
+    def prepare(self, fingerprint: str) -> int:
+        """Deletes another fingerprint's rows; returns how many. Raises sqlite3.DatabaseError for another format."""
+        database, num_foreign = self._database, 0
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version not in (0, FORMAT):
             raise sqlite3.DatabaseError(f"the index has format {version}, this version writes {FORMAT}")
@@ -163,11 +159,12 @@ class DiskIndex:
                 database.execute(statement)
             known = database.execute("SELECT fingerprint FROM state").fetchall()
             if known != [(fingerprint,)]:
-                (self.num_foreign,) = database.execute("SELECT COUNT(*) FROM files").fetchone()
+                (num_foreign,) = database.execute("SELECT COUNT(*) FROM files").fetchone()
                 database.execute("DELETE FROM files")
                 database.execute("DELETE FROM state")
                 database.execute("INSERT INTO state VALUES (?)", (fingerprint,))
             database.execute(f"PRAGMA user_version = {FORMAT}")
+        return num_foreign
 
     def rows(self) -> list[FileRow]:
         """All rows with valid columns."""

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from cache.budget import DiskFault
 from cache.disk.codec import LoadedState, StateImage
-from cache.disk.files import ProblemLog, Receipt
+from cache.disk.files import Receipt
 from cache.disk.folder import DiskStore
 from cache.disk.index import WriteDay
 from cache.disk.spans import FilePart, FileSpan, StoredFile
@@ -52,18 +52,15 @@ class Prefetch:
 
 
 class FileReader:
-    """Loads a folder's files, ahead or at once; drops and logs unreadable ones.
-
-    Loads nothing once closed.
-    """
+    """Loads a folder's files, ahead or at once; nothing once closed."""
 
     def __init__(
-        self, store: DiskStore, *, max_ahead_bytes: int, drop: Callable[[Iterable[StoredFile]], None], log: ProblemLog
+        self, store: DiskStore, *, max_ahead_bytes: int, lose: Callable[[StoredFile, DiskFault], None]
     ) -> None:
+        """`lose` gets files that cannot be read."""
         self._store: DiskStore | None = store
         self._max_bytes = max_ahead_bytes
-        self._drop = drop
-        self._log = log
+        self._lose = lose
         self._reads: list[_Read] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-reader")
 
@@ -113,8 +110,7 @@ class FileReader:
             # A read that has not begun is faster done here.
             return self._store.read(part) if result.cancelled() else result.result()
         except DiskFault as fault:
-            self._log.report(f"a file cannot be read, what it held is evaluated again: {fault}")
-            self._drop([part.file])
+            self._lose(part.file, fault)
             raise
 
     def _find(self, part: FilePart) -> _Read | None:
@@ -151,12 +147,12 @@ class WriteQueue:
     """A folder's writer thread. Accepts nothing once closed."""
 
     def __init__(
-        self, store: DiskStore, *, max_waiting_bytes: int, elapsed: Callable[[], float], log: ProblemLog
+        self, store: DiskStore, *, max_waiting_bytes: int, elapsed: Callable[[], float], report: Callable[[str], None]
     ) -> None:
         self._store: DiskStore | None = store
         self._max_waiting_bytes = max_waiting_bytes
         self._elapsed = elapsed
-        self._log = log
+        self._report = report
         self._writes: deque[tuple[StoredFile, int, Future[Receipt | None]]] = deque()
         """Each with the bytes held until it ends."""
         self._paused_until = -math.inf
@@ -191,7 +187,7 @@ class WriteQueue:
             error = None if receipt.cancelled() else receipt.exception()
             if error is not None:
                 self._paused_until = self._elapsed() + RETRY_SECONDS
-                self._log.report(f"writing failed, further state stays in memory for now: {error}")
+                self._report(f"writing failed, further state stays in memory for now: {error}")
             yield file, None if receipt.cancelled() or error is not None else receipt.result()
 
     def change(self, action: Callable[[DiskStore], None]) -> None:

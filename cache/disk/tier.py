@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
 
-from cache.budget import CacheEvent, Happening, Journal
+from cache.budget import CacheEvent, DiskFault, Happening, Journal
 from cache.disk.codec import StateImage, Unstorable
-from cache.disk.files import ProblemLog
 from cache.disk.folder import DiskStore
 from cache.disk.index import WriteBudget
 from cache.disk.io import FileReader, WriteQueue
@@ -52,15 +51,14 @@ class DiskTier:
 
         `make_image` is for a simulation.
         """
-        log = ProblemLog()
+        self._has_warned = False
         self.journal = Journal()
-        self.write_budget = WriteBudget(write_budget_bytes_per_day, now, elapsed)
-        self.write_budget.resume(store.day)
+        self.write_budget = WriteBudget(write_budget_bytes_per_day, now, elapsed, store.day)
         self.tree = store.tree
         self._store = store
         self._make_image = make_image
-        self.queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, log=log)
-        self.reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, drop=self._drop, log=log)
+        self.queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, report=self._report)
+        self.reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, lose=self._lose)
         self.budget_bytes = budget_bytes
         self.num_gone = 0
         """Files evicted, damaged, cleared or replaced since the start."""
@@ -74,7 +72,16 @@ class DiskTier:
         self.notice_written()
         return self.queue.is_busy
 
+    def _report(self, problem: str) -> None:
+        """Logs the first problem as a warning, later ones for debugging."""
+        logger.log(logging.DEBUG if self._has_warned else logging.WARNING, "disk cache: %s", problem)
+        self._has_warned = True
+
     # ------------------------------------------------------------------------------------------ space and recency
+
+    def _lose(self, file: StoredFile, fault: DiskFault) -> None:
+        self._report(f"a file cannot be read, what it held is evaluated again: {fault}")
+        self._drop([file])
 
     def _drop(self, files: Iterable[StoredFile]) -> None:
         """Deletes files, after all earlier writes."""

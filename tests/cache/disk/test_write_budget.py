@@ -9,8 +9,8 @@ class Clocks:
     def __init__(self) -> None:
         self.wall, self.elapsed = 1e9, 50.0
 
-    def budget(self, bytes_per_day: int | None = 100) -> WriteBudget:
-        return WriteBudget(bytes_per_day, lambda: self.wall, lambda: self.elapsed)
+    def budget(self, bytes_per_day: int | None = 100, saved: WriteDay | None = None) -> WriteBudget:
+        return WriteBudget(bytes_per_day, lambda: self.wall, lambda: self.elapsed, saved)
 
     def pass_seconds(self, seconds: float) -> None:
         self.wall += seconds
@@ -51,9 +51,7 @@ def test_setting_the_wall_clock_changes_nothing() -> None:
 def resumed(clocks: Clocks, saved: WriteDay) -> WriteBudget:
     """Returns the budget of another process, whose clock that only goes forward starts elsewhere."""
     clocks.elapsed = 7.0
-    budget = clocks.budget()
-    budget.resume(saved)
-    return budget
+    return clocks.budget(saved=saved)
 
 
 def test_a_restart_goes_on_with_the_day() -> None:
