@@ -16,7 +16,7 @@ import numpy as np
 from cache import snapshots
 from cache.disk.spans import FilePart, FileSpan, StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import START, DiskPlace
+from cache.disk.tree import START, DiskPlace, Target
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.snapshots import KeptPoint, has_whole_snapshot, window_rows
@@ -132,7 +132,7 @@ class DiskConnector:
             is_wanted or not self._layout.needs_snapshots or self.tier.tree.goes_on(disk_path.place, node.stop)
         )
         if node.span is not None and not node.children and is_needed and not node.is_volatile:
-            self._save_span(disk_path, node, node.span)
+            self.tier.write_span(disk_path.up_to(node), node.span)
         if is_wanted:
             self._save_snapshot(disk_path, node)
 
@@ -144,7 +144,7 @@ class DiskConnector:
         `live_rows` copies a node's live rows; `used_at` is one of the tier's `ticks`.
         """
         self.tier.notice_written()
-        disk_path = _DiskPath(namespace, path, self._place(namespace, path))
+        disk_path = _DiskPath(namespace, path, self._place(namespace, path), used_at)
         self.tier.touch(disk_path.place, path[-1].stop, used_at)
         wanted = self._wanted_snapshots(disk_path)
         stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else path[-1].stop
@@ -155,10 +155,10 @@ class DiskConnector:
             has_gap = any(first < node.stop and node.start < last for first, last in gaps)
             if has_gap and node.stop <= stop and not node.is_volatile:
                 segment = node.span if node.span is not None else live_rows(node)
-                self._save_span(disk_path, node, segment, used_at)
+                self.tier.write_span(disk_path.up_to(node), segment)
                 yield
         for node in wanted:
-            self._save_snapshot(disk_path, node, used_at)
+            self._save_snapshot(disk_path, node)
             yield
 
     def _wanted_snapshots(self, disk_path: "_DiskPath") -> list[Node]:
@@ -178,11 +178,7 @@ class DiskConnector:
         min_gain = int(GAIN_RATIO * size / self._layout.bytes_per_token) if self._layout.bytes_per_token else 0
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
-    def _save_span(self, disk_path: "_DiskPath", node: Node, segment: Segment, used_at: int | None = None) -> None:
-        tokens = disk_path.tokens[: node.stop]
-        self.tier.write_span(disk_path.namespace, tokens, segment, near=disk_path.place, used_at=used_at)
-
-    def _save_snapshot(self, disk_path: "_DiskPath", node: Node, used_at: int | None = None) -> None:
+    def _save_snapshot(self, disk_path: "_DiskPath", node: Node) -> None:
         snapshot = node.snapshot
         assert snapshot is not None
         window = snapshot.window
@@ -191,10 +187,7 @@ class DiskConnector:
             above = disk_path.path[: disk_path.path.index(node)]
             rows = window_rows(self._layout, above, window.start) if window.start > first else []
             window = reduce(Segment.join, [*rows, window]).tail(first)
-        tokens = disk_path.tokens[: node.stop]
-        self.tier.write_snapshot(
-            disk_path.namespace, tokens, window, snapshot.recurrent, near=disk_path.place, used_at=used_at
-        )
+        self.tier.write_snapshot(disk_path.up_to(node), window, snapshot.recurrent)
 
     def check(self, namespace: str, node: Node) -> None:
         """Asserts that a node's kept place is right."""
@@ -210,6 +203,10 @@ class _DiskPath:
     namespace: str
     path: list[Node]
     place: DiskPlace
+    used_at: int | None = None
+
+    def up_to(self, node: Node) -> Target:
+        return Target(self.namespace, self.tokens[: node.stop], self.place, self.used_at)
 
     @cached_property
     def tokens(self) -> TokenArray:

@@ -21,6 +21,7 @@ from cache.disk.files import FileSystem, Receipt, TensorFile, read_exactly, writ
 from cache.disk.index import DiskIndex, FileRow, WriteDay
 from cache.disk.spans import FilePart, StoredFile
 from cache.disk.tree import DiskTree, extended
+from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -159,6 +160,10 @@ class DiskStore:
         return tree
 
     # ----------------------------------------------------------------------------------------------- writing
+
+    def image(self, rows: Segment | None, recurrent: RecurrentState | None) -> StateImage:
+        """State to write, made on the thread that owns it. Raises Unstorable."""
+        return StateImage(rows, recurrent)
 
     def write(self, file: StoredFile, image: StateImage, tokens: TokenArray, day: WriteDay) -> Receipt | None:
         """Writes and indexes a file that stops at the end of `tokens`; None if the file is GONE.

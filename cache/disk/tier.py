@@ -17,7 +17,7 @@ from cache.disk.folder import DiskStore
 from cache.disk.index import WriteBudget
 from cache.disk.io import FileReader, WriteQueue
 from cache.disk.spans import FileSpan, StoredFile
-from cache.disk.tree import START, DiskPlace
+from cache.disk.tree import DiskPlace, Target
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
@@ -45,18 +45,13 @@ class DiskTier:
         max_in_flight_bytes: int = 1 << 30,
         now: Callable[[], float] = time.time,
         elapsed: Callable[[], float] = elapsed_seconds,
-        make_image: Callable[[Segment | None, RecurrentState | None], StateImage] = StateImage,
     ) -> None:
-        """At most `max_in_flight_bytes`, or one file, wait to be written, and as many are read ahead.
-
-        `make_image` is for a simulation.
-        """
+        """At most `max_in_flight_bytes`, or one file, wait to be written, and as many are read ahead."""
         self._has_warned = False
         self.journal = Journal()
         self.write_budget = WriteBudget(write_budget_bytes_per_day, now, elapsed, store.day)
         self.tree = store.tree
         self._store = store
-        self._make_image = make_image
         self.queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, report=self._report)
         self.reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, lose=self._lose)
         self.budget_bytes = budget_bytes
@@ -148,64 +143,50 @@ class DiskTier:
             event = CacheEvent(what, file.namespace, num_tokens, num_bytes, is_snapshot=file.is_snapshot)
             self.journal.record(event)
 
-    def write_span(
-        self,
-        namespace: str,
-        tokens: TokenArray,
-        segment: Segment,
-        *,
-        near: DiskPlace = START,
-        used_at: int | None = None,
-    ) -> FileSpan | None:
-        """Writes a segment that stops at `len(tokens)`, counted from the sequence's start.
+    def write_span(self, target: Target, segment: Segment) -> FileSpan | None:
+        """Writes a segment that stops where `target` does.
 
         Returns at once a span, loadable once it `is_written`; None if too much waits, a budget is used up, or the
-        disk fails. Writes nothing twice. Borrows the arrays. `near`, a place on the way to the tokens' end, saves
-        comparing; nothing used after `used_at`, one of `ticks`, is evicted.
+        disk fails. Writes nothing twice. Borrows the arrays. Evicts nothing used after `target.used_at`.
         """
-        self.notice_written()
-        place = self.tree.locate(namespace, tokens, near)
-        used_at = self.touch(place, len(tokens), used_at)
-        held = self.tree.covered(place, segment.start, len(tokens))
+        place, used_at = self._use(target)
+        held = self.tree.covered(place, segment.start, len(target.tokens))
         gaps = list(held.missing())
         if not gaps:
             return held
-        image = self._make_image(segment, None)
-        new = [self._new_file(namespace, *gap, image, used_at) for gap in gaps]
-        return reduce(FileSpan.filled, new, held) if self._write(tokens, image, new, place) else None
+        image = self._store.image(segment, None)
+        new = [self._new_file(target.namespace, *gap, image, used_at) for gap in gaps]
+        return reduce(FileSpan.filled, new, held) if self._write(target.tokens, image, new, place) else None
 
     def write_snapshot(
-        self,
-        namespace: str,
-        tokens: TokenArray,
-        window: Segment | None,
-        recurrent: RecurrentState | None,
-        *,
-        near: DiskPlace = START,
-        used_at: int | None = None,
+        self, target: Target, window: Segment | None, recurrent: RecurrentState | None
     ) -> StoredFile | None:
-        """Writes a snapshot valid right after `tokens`, where the window ends.
+        """Writes a snapshot valid right after `target`, where the window ends.
 
         Returns like `write_span`; None also for unstorable state. Replaces a snapshot that holds less.
         """
-        self.notice_written()
-        place = self.tree.locate(namespace, tokens, near)
-        used_at = self.touch(place, len(tokens), used_at)
-        start, stop = window.start if window is not None else len(tokens), len(tokens)
+        place, used_at = self._use(target)
+        stop = len(target.tokens)
+        start = window.start if window is not None else stop
         held = self.tree.snapshot(place, stop)
         if held is not None and held.start <= start and (recurrent is None or held.has_recurrent):
             return held
         try:
-            image = self._make_image(window, recurrent)
+            image = self._store.image(window, recurrent)
         except Unstorable as error:
             logger.debug("not kept on disk: %s", error)
             return None
-        new = self._new_file(namespace, start, stop, image, used_at)
+        new = self._new_file(target.namespace, start, stop, image, used_at)
         new.is_snapshot, new.has_recurrent = True, recurrent is not None
-        if not self._write(tokens, image, [new], place):
+        if not self._write(target.tokens, image, [new], place):
             return None
         self._drop([held] if held is not None else [])
         return new
+
+    def _use(self, target: Target) -> tuple[DiskPlace, int]:
+        self.notice_written()
+        place = self.tree.locate(target)
+        return place, self.touch(place, len(target.tokens), target.used_at)
 
     def _new_file(self, namespace: str, start: int, stop: int, image: StateImage, used_at: int) -> StoredFile:
         num_bytes = image.bytes_of(stop - start) + _HEADER_BYTES

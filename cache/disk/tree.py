@@ -126,6 +126,18 @@ class DiskTrie(TokenTrie[DiskNode]):
 DiskPlace: TypeAlias = Place[DiskNode]
 
 
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Tokens from a sequence's start on, after which state is written."""
+
+    namespace: str
+    tokens: TokenArray
+    near: DiskPlace = START
+    """A place on the way, which saves comparing."""
+    used_at: int | None = None
+    """One of the tier's `ticks`; None for now."""
+
+
 class DiskTree:
     """Files by the tokens whose state they hold."""
 
@@ -148,10 +160,10 @@ class DiskTree:
         trie = self.find_trie(namespace)
         return trie.follow(place if place.length else Place(trie.root, 0), tokens)
 
-    def locate(self, namespace: str, tokens: TokenArray, near: DiskPlace) -> DiskPlace:
-        """Where the match of `tokens` ends, beyond `near`."""
-        start = near if not near.is_gone else START
-        return self.follow(namespace, start, tokens[start.length :])
+    def locate(self, target: Target) -> DiskPlace:
+        """Where the match of a target's tokens ends."""
+        start = target.near if not target.near.is_gone else START
+        return self.follow(target.namespace, start, target.tokens[start.length :])
 
     def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
         """Rows of `[start, stop)` in files on the way; may have gaps."""

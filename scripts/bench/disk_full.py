@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cache.disk import tree
 from cache.disk.tier import DiskTier
 from cache.types import TokenArray
 from scripts.bench.common import Report, Target, median, write_json
@@ -53,7 +54,7 @@ class Conversations:
         self._open[index] = tokens
         del self._open[: len(self._open) - 200]
         segment: object = SizedSegment(0, len(tokens), BYTES_PER_TOKEN)
-        self._tier.write_span("", tokens, segment)  # type: ignore[arg-type]
+        self._tier.write_span(tree.Target("", tokens), segment)  # type: ignore[arg-type]
 
 
 def bench(num_files: int) -> Report:

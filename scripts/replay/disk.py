@@ -41,6 +41,10 @@ class SizedStore:
         self._snapshot_bytes = snapshot_bytes
         self._names = map(str, itertools.count(1))
 
+    def image(self, rows: SizedSegment | None, recurrent: SizedRecurrent | None) -> SizedImage:
+        """What a file would hold."""
+        return SizedImage(rows, recurrent)
+
     def write(self, file: StoredFile, image: SizedImage, tokens: TokenArray, day: WriteDay) -> Receipt:
         """Counts a file."""
         file.name = next(self._names)
@@ -72,11 +76,9 @@ class SizedStore:
 
 def sized_tier(store: Any, budget_bytes: int) -> DiskTier:
     """Returns a real disk tier over a sized store."""
-    make_image: Any = SizedImage
     return DiskTier(
         store,
         budget_bytes=budget_bytes,
         max_in_flight_bytes=1 << 60,
         now=lambda: 0.0,
-        make_image=make_image,
     )

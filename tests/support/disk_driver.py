@@ -21,7 +21,7 @@ from cache.disk.files import FileSystem, as_owner
 from cache.disk.folder import DiskStore
 from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import START
+from cache.disk.tree import START, Target
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
@@ -108,12 +108,12 @@ def assert_snapshot(tier: DiskTier, snapshot: StoredFile, tokens: TokenArray) ->
 
 def write(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "") -> FileSpan | None:
     """Writes the span of `[start, len(tokens))`."""
-    return tier.write_span(namespace, tokens, segment_of(tokens, start))
+    return tier.write_span(Target(namespace, tokens), segment_of(tokens, start))
 
 
 def snap(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> StoredFile | None:
     """Writes the snapshot after some tokens."""
-    return tier.write_snapshot(namespace, tokens, window_of(tokens), recurrent_of(tokens))
+    return tier.write_snapshot(Target(namespace, tokens), window_of(tokens), recurrent_of(tokens))
 
 
 def find_span(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "") -> FileSpan | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cache.disk import codec
 from cache.disk.tier import DiskTier
+from cache.disk.tree import Target
 from cache.layers.layout import Layout
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
@@ -63,7 +64,7 @@ def assert_same(got: Segment, wanted: Segment) -> None:
 def through_disk(folder: Path, segment: Segment, tokens: TokenArray) -> Segment:
     """Returns what another process would read."""
     tier = open_tier(folder)
-    assert tier.write_span("", tokens, segment) is not None
+    assert tier.write_span(Target("", tokens), segment) is not None
     assert tier.flush(10)
     tier.close()
     tier = open_tier(folder)
@@ -189,7 +190,7 @@ def test_files_are_safetensors_that_other_tools_read(tmp_path: Path) -> None:
 
 def points_through_disk(folder: Path, caches: list[Any]) -> RecurrentState:
     tier = open_tier(folder)
-    snapshot = tier.write_snapshot("", tokens_of([1, 2]), None, RecurrentState(caches))
+    snapshot = tier.write_snapshot(Target("", tokens_of([1, 2])), None, RecurrentState(caches))
     assert snapshot is not None
     assert tier.flush(10)
     window, points = tier.reader.load_snapshot(snapshot)
@@ -226,7 +227,7 @@ def test_a_rotating_cache_taken_whole_goes_on_as_before(tmp_path: Path) -> None:
 )
 def test_state_of_unknown_classes_is_declined(cache: Any, tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
-    assert tier.write_snapshot("", tokens_of([1]), None, RecurrentState([cache])) is None
+    assert tier.write_snapshot(Target("", tokens_of([1])), None, RecurrentState([cache])) is None
     assert tier.flush(10) and stored_names(tmp_path) == set()
     tier.close()
 
@@ -241,9 +242,9 @@ def test_live_caches_restored_from_disk_stand_for_the_same_tokens(layout: str, t
     tier = open_tier(tmp_path)
     window = parts.cut_window(caches, 100 - fake_model.WINDOW, 100) if parts.window else None
     points = parts.take_recurrent(caches) if parts.has_recurrent else None
-    tier.write_span("", tokens, segment)
+    tier.write_span(Target("", tokens), segment)
     if parts.needs_snapshots:
-        tier.write_snapshot("", tokens, window, points)
+        tier.write_snapshot(Target("", tokens), window, points)
     assert tier.flush(10)
     tier.close()
 

@@ -14,7 +14,7 @@ from cache.budget import DiskFault
 from cache.disk import tree
 from cache.disk.spans import StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import MIN_GARBAGE, DiskNode, DiskTree, LruOrder
+from cache.disk.tree import MIN_GARBAGE, DiskNode, DiskTree, LruOrder, Target
 from cache.types import TokenArray
 from tests.support.disk_driver import (
     conversation,
@@ -110,7 +110,7 @@ def test_a_trunk_goes_after_what_was_hung_on_it_later_for_an_earlier_use(tmp_pat
     tokens = tokens_of(range(300))
     new, old = tier.ticks(2)
     for start, stop, used_at in ((200, 300, new), (0, 200, old)):
-        tier.write_span("", tokens[:stop], segment_of(tokens[:stop], start), used_at=used_at)
+        tier.write_span(Target("", tokens[:stop], used_at=used_at), segment_of(tokens[:stop], start))
     chosen = tier.tree.victims(1 << 30, 0, new + 1)
     assert [file.start for file in chosen] == [200, 0]
     assert tier.tree.victims(1, 0, new) == [], "the only one that could go was used at that time"

@@ -14,7 +14,7 @@ from cache.budget import DiskFault, DiskInUse, FolderUnusable
 from cache.disk.io import RETRY_SECONDS
 from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import START
+from cache.disk.tree import START, Target
 from cache.layers.state import RecurrentState
 from cache.types import TokenArray, common_prefix_length
 from tests.support import disk_driver
@@ -175,12 +175,12 @@ def test_a_snapshot_is_written_once_and_stays_where_edges_are_cut(tier: DiskTier
 def test_a_snapshot_with_more_replaces_one_with_less(tier: DiskTier, tmp_path: Path) -> None:
     write(tier, FIRST)
     window = segment_of(FIRST, 96, 2)
-    less = tier.write_snapshot("", FIRST, window, None)
+    less = tier.write_snapshot(Target("", FIRST), window, None)
     more = snap(tier, FIRST)
     assert tier.flush(10)
     assert less is not None and more is not None
     assert less.is_gone and more.is_written and tier.num_gone == 1
-    again = tier.write_snapshot("", FIRST, window, None)
+    again = tier.write_snapshot(Target("", FIRST), window, None)
     assert again is not None and again is more
     with reopened(tier, tmp_path) as later:
         assert_all_right(later)
@@ -638,7 +638,7 @@ def test_an_unusable_folder_is_told_and_not_opened(tmp_path: Path) -> None:
 
 def test_nothing_to_keep_is_no_snapshot(tier: DiskTier) -> None:
     assert isinstance(recurrent_of(FIRST), RecurrentState)
-    snapshot = tier.write_snapshot("", FIRST, None, recurrent_of(FIRST))
+    snapshot = tier.write_snapshot(Target("", FIRST), None, recurrent_of(FIRST))
     assert isinstance(snapshot, StoredFile) and snapshot.start == snapshot.stop
     assert isinstance(write(tier, FIRST), FileSpan)
 
