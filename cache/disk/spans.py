@@ -39,6 +39,11 @@ class StoredFile:
         return self.receipt is not None and not self.is_gone
 
     @property
+    def parent_offset(self) -> int:
+        """Where the tokens end on whose state this one depends."""
+        return self.stop if self.is_snapshot else self.start
+
+    @property
     def whole(self) -> "FilePart":
         return FilePart(self, self.start, self.stop)
 

@@ -1,7 +1,8 @@
 """The tokens with state on disk: one prefix trie per namespace, with files on its nodes. Worker thread only.
 
 No two files cover the same tokens of the same prefix. An edge may have gaps. A snapshot is on the node that ends at
-its offset. A file depends on the one with the tokens right before. Reads and writes nothing, knows no budget.
+its offset. A file depends on the one with the tokens right before, which counts as used no earlier. Reads and writes
+nothing, knows no budget.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,7 +26,7 @@ MIN_GARBAGE = 1024
 
 
 class LruOrder:
-    """Files in a heap, least recently used first, then by largest `stop`.
+    """Files in a heap, least recently used first; of files used together what depends on others comes first.
 
     `pop` notices outdated entries, of files used again or GONE: a use only moves a file back.
     """
@@ -36,7 +37,7 @@ class LruOrder:
 
     def push(self, file: StoredFile) -> None:
         """Adds a file not in the order."""
-        heapq.heappush(self._heap, (file.last_used, -file.stop, next(self._count), file))
+        heapq.heappush(self._heap, (file.last_used, -file.parent_offset, next(self._count), file))
 
     def pop(self) -> StoredFile | None:
         """Removes and returns the first file, if any."""
@@ -277,15 +278,20 @@ class DiskTree:
 
     def _add(self, trie: DiskTrie, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
         last = trie.extend(node, tokens)
+        path = last.path()
+        if file.is_snapshot:
+            last.snapshot = file
+        else:
+            new = [step for step in path if step.stop > file.start]
+            for step in new:
+                step.parts = step.span.filled(file).parts
+            below = [child for step in new for child in step.children.values()]
+            file.last_used = max(one.last_used for step in (*new, *below) for one in step.files)
+        for before in (part.file for step in path for part in step.parts):
+            before.last_used = max(before.last_used, file.last_used)
         self._count(trie, file.num_bytes)
         self._ends[file] = Place(last, file.stop)
         self._order.push(file)
-        if file.is_snapshot:
-            last.snapshot = file
-            return
-        for step in last.path():
-            if step.stop > file.start:
-                step.parts = step.span.filled(file).parts
 
     def prune(self, gone: Iterable[StoredFile]) -> None:
         """Removes GONE files, then edges without files on or below them."""
@@ -307,33 +313,20 @@ class DiskTree:
     # ----------------------------------------------------------------------------------------------- eviction
 
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
-        """Files to evict, least recently used first, each with all that depend on it.
+        """Files to evict, least recently used first, so what depends on others before them.
 
         They free `excess_bytes`, and `spare_bytes` more if few files suffice; none was used at `newest` or later.
         """
-        chosen: dict[StoredFile, None] = {}
-        waiting: defaultdict[StoredFile, list[StoredFile]] = defaultdict(list)
+        popped, chosen = list[StoredFile](), list[StoredFile]()
         while not _is_enough(excess_bytes, spare_bytes, len(chosen)) and (file := self._order.pop()) is not None:
+            popped.append(file)
             if file.last_used >= newest:
-                waiting[file].append(file)
                 break
-            after = self._dependent_on(file, chosen)
-            if after is not None:
-                waiting[after].append(file)
-                continue
-            chosen[file] = None
+            chosen.append(file)
             excess_bytes -= file.num_bytes
-            for freed in waiting.pop(file, ()):
-                self._order.push(freed)
-        for file in itertools.chain(chosen, *waiting.values()):
+        for file in popped:
             self._order.push(file)
-        return list(chosen)
-
-    def _dependent_on(self, file: StoredFile, chosen: Collection[StoredFile]) -> StoredFile | None:
-        if file.is_snapshot:
-            return None
-        after = (other for node in self._nodes_of(file) for other in _right_after(file, node))
-        return next((other for other in after if other not in chosen), None)
+        return chosen
 
     def _nodes_of(self, file: StoredFile) -> Iterator[DiskNode]:
         start = file.stop - 1 if file.is_snapshot else file.start
@@ -350,21 +343,17 @@ class DiskTree:
         for row in rows:
             waiting[row.parent_key].append(row)
         namespaces = {row.file.namespace for row in rows}
-        cuts = sorted({_parent_offset(row) for row in rows})
+        cuts = sorted({row.file.parent_offset for row in rows})
         todo = [(trie, trie.root, hasher_of(trie.namespace)) for trie in map(self._trie, namespaces)]
         while todo:
             trie, node, hasher = todo.pop()
             for row in waiting.pop(hasher.digest(), ()):
-                follows = row.file.namespace == trie.namespace and _parent_offset(row) == node.stop
+                follows = row.file.namespace == trie.namespace and row.file.parent_offset == node.stop
                 points = _child_offsets(row, hasher, cuts, waiting) if follows else []
                 if points:
                     self._add(trie, node, row.tokens, row.file)
                     below = [(trie.extend(node, row.tokens[: stop - row.file.start]), at) for stop, at in points]
                     todo.extend((trie, place, at) for place, at in below if place is not node)
-
-
-def _parent_offset(row: FileRow) -> int:
-    return row.file.stop if row.file.is_snapshot else row.file.start
 
 
 def _child_offsets(
@@ -386,24 +375,6 @@ def _child_offsets(
 def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:
     """Spare bytes do not count once `MAX_SPARE_FILES` are chosen."""
     return excess_bytes <= 0 and (excess_bytes <= -spare_bytes or num_chosen >= MAX_SPARE_FILES)
-
-
-def _right_after(file: StoredFile, node: DiskNode) -> Iterator[StoredFile]:
-    """Files here or below that depend on a file's rows."""
-    number = [part.file for part in node.parts].index(file)
-    if later := node.parts[number + 1 : number + 2]:
-        yield later[0].file
-        return
-    if node.snapshot is not None:
-        yield node.snapshot
-    below = list(node.children.values())
-    while below:
-        node = below.pop()
-        if not node.parts:
-            yield from node.files
-            below.extend(node.children.values())
-        elif node.parts[0].file is not file:
-            yield node.parts[0].file
 
 
 def _remove_empty(trie: DiskTrie, node: DiskNode) -> None:

@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import random
+import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,22 @@ def test_a_trunk_goes_after_what_was_hung_on_it_later_for_an_earlier_use(tmp_pat
     assert [file.start for file in chosen] == [200, 0]
     assert tier.tree.victims(1, 0, new) == [], "the only one that could go was used at that time"
     tier.close()
+
+
+def test_a_trunk_whose_use_was_not_saved_goes_after_what_depends_on_it(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    tokens = tokens_of(range(300))
+    for start, stop in ((0, 200), (200, 300)):
+        write(tier, tokens[:stop], start)
+    snap(tier, tokens)
+    assert tier.flush(10)
+    tier.close()
+    with sqlite3.connect(tmp_path / "index.sqlite3") as database:
+        database.execute("UPDATE files SET last_used = 0 WHERE start < 200")
+    database.close()
+    again = open_tier(tmp_path)
+    assert [file.start for file in again.tree.victims(1 << 30, 0, 1 << 30)] == [292, 200, 0]
+    again.close()
 
 
 @pytest.fixture
