@@ -43,13 +43,18 @@ class CacheCountsBody(TypedDict):
     disk_files_gone: int
 
 
-class EngineBody(TypedDict):
-    """What one engine does and holds."""
+class EngineCounts(TypedDict):
+    """What all descriptions of an engine tell."""
 
-    requests: RequestCounts
     preemptions: int
     cache: CacheCountsBody
     open_requests: int
+
+
+class EngineBody(EngineCounts):
+    """What one engine does and holds."""
+
+    requests: RequestCounts
 
 
 class HealthBody(TypedDict):
@@ -87,9 +92,8 @@ async def health(request: Request) -> Response:
     status = status_of(context)
     body: HealthBody = {"status": status, "models": list(context.pool.models), "loading": list(context.pool.loading)}
     if not context.config.needs_key or key_of(request) is not None:
-        body["engines"] = {
-            model_id: _engine_body(engine.stats()) for model_id, engine in context.pool.engines.items()
-        }
+        stats = {model_id: engine.stats() for model_id, engine in context.pool.engines.items()}
+        body["engines"] = {name: {"requests": one.requests, **_counts(one)} for name, one in stats.items()}
     return JsonBody(body, status_code=200 if status == "ok" else 503)
 
 
@@ -111,13 +115,9 @@ def status_of(context: ApiContext) -> str:
     return "ok" if is_running else "stopped"
 
 
-def _engine_body(stats: EngineStats) -> EngineBody:
-    return {
-        "requests": stats.requests,
-        "preemptions": stats.num_preempted,
-        "cache": body_of(CacheCountsBody, stats.cache),
-        "open_requests": stats.num_open,
-    }
+def _counts(stats: EngineStats) -> EngineCounts:
+    cache = body_of(CacheCountsBody, stats.cache)
+    return {"preemptions": stats.num_preempted, "cache": cache, "open_requests": stats.num_open}
 
 
 class SlotCountsBody(TypedDict):
@@ -129,15 +129,12 @@ class SlotCountsBody(TypedDict):
     idle: int
 
 
-class ModelStatsBody(TypedDict):
+class ModelStatsBody(EngineCounts):
     """What a loaded model does and holds."""
 
     id: str
     waiting: int
-    open_requests: int
-    preemptions: int
     slots: SlotCountsBody
-    cache: CacheCountsBody
     moved: MovedState
     disk_budget_bytes: int | None
     drafts: DraftStats | None
@@ -222,14 +219,12 @@ async def get_stats(request: Request) -> Response:
 
 def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> ModelStatsBody:
     requests, total = stats.requests, context.config.slots
-    busy = requests.prefilling + requests.decoding
+    idle = max(total - requests.prefilling - requests.decoding, 0)
     return {
         "id": model_id,
         "waiting": requests.waiting,
-        "open_requests": stats.num_open,
-        "preemptions": stats.num_preempted,
-        "slots": body_of(SlotCountsBody, requests, total=total, idle=max(total - busy, 0)),
-        "cache": body_of(CacheCountsBody, stats.cache),
+        "slots": body_of(SlotCountsBody, requests, total=total, idle=idle),
+        **_counts(stats),
         "moved": stats.cache.moved,
         "disk_budget_bytes": context.config.cache_disk_bytes if stats.cache.keeps_on_disk else None,
         "drafts": stats.drafts,
@@ -283,11 +278,10 @@ async def get_events(request: Request) -> Response:
 async def _frames(log: EventLog, listener: Listener, seconds: int | None) -> AsyncIterator[bytes]:
     """Lasts `seconds`; None: for ever."""
     yield f"id: {listener.place_id}\nretry: {RETRY_MS}\n: listening\n\n".encode()
-    end = None if seconds is None else time.monotonic() + seconds
+    end = time.monotonic() + (seconds or 0)
     while not log.is_closed:
-        left = None if end is None else end - time.monotonic()
         try:
-            await asyncio.wait_for(listener.wake.wait(), left)
+            await asyncio.wait_for(listener.wake.wait(), end - time.monotonic() if seconds is not None else None)
         except TimeoutError:
             return
         if read := listener.take():
