@@ -75,8 +75,8 @@ class Admission:
                 return self._result_of(found.match), False
             try:
                 loaded = self._memory.disk.load(disk_match)
-                num_tokens, num_bytes = disk_match.offset - found.restorable, disk_match.num_bytes
-                self._memory.journal.record(CacheEvent(Happening.READ, lookup.namespace, num_tokens, num_bytes))
+                fields = {"tokens": disk_match.offset - found.restorable, "bytes": disk_match.num_bytes}
+                self._memory.journal.record(CacheEvent(Happening.READ, lookup.namespace, fields))
                 self._attach(lookup, disk_match.offset, *loaded)
             except DiskFault:
                 # The faulty file is no longer found, but others may be. Freeing memory may have changed the match.

@@ -15,11 +15,11 @@ CacheError
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 ASIDE = -1
 """Owner of memory without a slot."""
@@ -165,13 +165,8 @@ class CacheEvent:
 
     what: Happening
     namespace: str
-    num_tokens: int = 0
-    num_bytes: int = 0
-    num_files: int = 0
-    slot: int | None = None
-    is_snapshot: bool = False
-    """A snapshot alone, not rows or an edge."""
-    reason: EvictionReason | None = None
+    fields: Mapping[str, Any]
+    """Named for clients: of `slot`, `kind`, `tokens`, `bytes`, `files` and `reason`."""
 
 
 Tell: TypeAlias = Callable[[CacheEvent], None]
@@ -207,7 +202,7 @@ class Journal:
     def record(self, event: CacheEvent) -> None:
         """Counts an event and tells the listener."""
         self._num_events[event.what] += 1
-        self._num_bytes[event.what] += event.num_bytes
+        self._num_bytes[event.what] += event.fields.get("bytes", 0)
         if (tell := self.tell) is not None:
             tell(event)
 

@@ -177,8 +177,9 @@ class MemoryTier:
         self.num_evictions += 1
         self.evictions[name] += 1
         if self.journal.tell is not None:  # there may be thousands of nodes
-            what, num_tokens = Happening.EVICTED, node.stop - node.start
-            self.journal.record(CacheEvent(what, name, num_tokens, num_bytes, is_snapshot=is_snapshot, reason=reason))
+            kind = "snapshot" if is_snapshot else "edge"
+            fields = {"kind": kind, "tokens": node.stop - node.start, "bytes": num_bytes, "reason": reason}
+            self.journal.record(CacheEvent(Happening.EVICTED, name, fields))
         if self.disk is not None:
             self.disk.save_dropped(name, node)
         if is_snapshot:

@@ -126,9 +126,8 @@ class Pager:
         self.layout.truncate_spans(slot.caches, keep)
 
     def _record(self, what: Happening, slot: Slot, num_tokens: int) -> None:
-        self.memory.journal.record(
-            CacheEvent(what, slot.namespace, num_tokens, slot=None if slot in self.heads else slot.index)
-        )
+        fields = {"slot": None if slot in self.heads else slot.index, "tokens": num_tokens}
+        self.memory.journal.record(CacheEvent(what, slot.namespace, fields))
 
     def page_out_idle(self, target_bytes: int, busy: Slot | None, spared: Sequence[Node] = ()) -> None:
         """Pages idle slots out until `target_bytes` are charged, then heads without readers but at `spared` nodes.

@@ -103,7 +103,8 @@ class DiskTier:
             return False
         for name in dict.fromkeys(file.namespace for file in victims):
             freed = [file.num_bytes for file in victims if file.namespace == name]
-            self.journal.record(CacheEvent(Happening.DELETED, name, num_bytes=sum(freed), num_files=len(freed)))
+            fields = {"files": len(freed), "bytes": sum(freed)}
+            self.journal.record(CacheEvent(Happening.DELETED, name, fields))
         self._drop(victims)
         return True
 
@@ -139,9 +140,9 @@ class DiskTier:
             if not file.is_gone:
                 file.receipt = receipt
                 self.tree.resize(file, num_bytes - file.num_bytes)
-            what, num_tokens = Happening.WRITTEN, file.stop - file.start
-            event = CacheEvent(what, file.namespace, num_tokens, num_bytes, is_snapshot=file.is_snapshot)
-            self.journal.record(event)
+            kind = "snapshot" if file.is_snapshot else "rows"
+            fields = {"kind": kind, "tokens": file.stop - file.start, "bytes": num_bytes}
+            self.journal.record(CacheEvent(Happening.WRITTEN, file.namespace, fields))
 
     def write_span(self, target: Target, segment: Segment) -> FileSpan | None:
         """Writes a segment that stops where `target` does.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from cache.budget import CacheEvent, Happening
+from cache.budget import CacheEvent
 from models.adapter import client_namespace
 from server.api.record import OpenRequest, RequestRecord, miss_body
 from server.api.sessions import MissBody, Recent
@@ -323,27 +323,9 @@ class Activity:
 
     def _note_state(self, model_id: str, event: CacheEvent) -> None:
         namespace, _ = client_namespace(event.namespace)
-        part = "edge" if event.what is Happening.EVICTED else "rows"
-        values = {
-            "slot": event.slot,
-            "kind": "snapshot" if event.is_snapshot else part,
-            "tokens": event.num_tokens,
-            "files": event.num_files,
-            "bytes": event.num_bytes,
-            "reason": event.reason,
-        }
-        fields = {name: values[name] for name in _STATE_FIELDS[event.what].split()}
-        self.log.publish(event.what.value, namespace, model=model_id, namespace=namespace, **fields)
+        self.log.publish(event.what.value, namespace, model=model_id, namespace=namespace, **event.fields)
 
 
-_STATE_FIELDS: Mapping[Happening, str] = {
-    Happening.PAGED_IN: "slot tokens",
-    Happening.PAGED_OUT: "slot tokens",
-    Happening.EVICTED: "kind tokens bytes reason",
-    Happening.WRITTEN: "kind tokens bytes",
-    Happening.READ: "tokens bytes",
-    Happening.DELETED: "files bytes",
-}
 _TOLD_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
