@@ -16,7 +16,7 @@ from cache.snapshots import RestorePointKind
 from models.errors import ModelError
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
-from server.api.anthropic.content import AnswerContent, BlockBody, BlockEvent, ServerToolUseBody, ToolSearchResultBody
+from server.api.anthropic.content import AnswerContent, BlockBody, ToolSearchResultBody
 from server.api.anthropic.conversation import (
     IN_MESSAGES,
     IN_PROMPT,
@@ -43,6 +43,7 @@ from server.api.dialect import (
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.openai.api import describe_models
 from server.api.params import Incoming, ask
+from server.api.parts import PartBody, PartEvent
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
 from server.api.wire import Payload, bearer_key, sse_comment, sse_event
@@ -333,18 +334,18 @@ class MessageExchange(Exchange):
         """The whole answer."""
         async for _ in self._events(answer):
             pass
-        return {**self._message, "content": self._content.blocks}
+        return {**self._message, "content": self._content.so_far}
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
-        reply = InputMessage.model_validate({"role": "assistant", "content": self._content.blocks})
+        reply = InputMessage.model_validate({"role": "assistant", "content": self._content.so_far})
         said, *found = template_messages([reply])
         if found:
             # Only reading the next request tells how definitions are worded.
             return []
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    async def _events(self, answer: Answer) -> AsyncIterator[BlockEvent]:
+    async def _events(self, answer: Answer) -> AsyncIterator[PartEvent]:
         part, started = self, None
         async for event in answer.events():
             match event:
@@ -355,7 +356,7 @@ class MessageExchange(Exchange):
                         yield {"type": "ping"}
                 case Finished():
                     self._finished.append(event)
-                    searches = [block for block in part._content.blocks if block["type"] == "server_tool_use"]
+                    searches = [block for block in part._content.so_far if block["type"] == "server_tool_use"]
                     for told in self._content.add_results(
                         [await asyncio.to_thread(self._run, one) for one in searches]
                     ):
@@ -378,7 +379,7 @@ class MessageExchange(Exchange):
                         yield told
 
     async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
-        finished, kinds = self._finished[-1], {block["type"] for block in part._content.blocks}
+        finished, kinds = self._finished[-1], {block["type"] for block in part._content.so_far}
         is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
         is_for_client = "server_tool_use" not in kinds or "tool_use" in kinds
         if is_over or is_for_client or len(self._finished) >= MAX_PARTS:
@@ -392,7 +393,7 @@ class MessageExchange(Exchange):
     def _num_left(self) -> int:
         return self._body.max_tokens - sum(part.timings.predicted_tokens for part in self._finished)
 
-    def _run(self, search: ServerToolUseBody) -> ToolSearchResultBody:
+    def _run(self, search: PartBody) -> ToolSearchResultBody:
         deferred = [as_function(tool) for tool in self._body.tools or () if tool.defer_loading]
         content: dict[str, Any]
         try:
@@ -404,7 +405,7 @@ class MessageExchange(Exchange):
         return {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": content}
 
     def _longer(self) -> MessagesBody:
-        messages, said = self._body.messages, self._content.blocks
+        messages, said = self._body.messages, self._content.so_far
         if self.conversation is not None and self.conversation.continues:
             messages, said = messages[:-1], [*messages[-1].model_dump()["content"], *said]
         reply = InputMessage.model_validate({"role": "assistant", "content": said})
@@ -434,7 +435,7 @@ class MessageExchange(Exchange):
             return "model_context_window_exceeded" if spent < self._body.max_tokens else "max_tokens"
         if finished.stop_text is not None:
             return "stop_sequence"
-        kinds = [block["type"] for block in self._content.blocks]
+        kinds = [block["type"] for block in self._content.so_far]
         if "tool_use" in kinds:
             return "tool_use"
         is_paused = finished.reason is FinishReason.STOP and kinds and kinds[-1] == "tool_search_tool_result"

@@ -1,4 +1,4 @@
-"""An answer's blocks as they grow, and their events. Pure.
+"""An answer's blocks, and their events. Pure.
 
 Clients send thinking back with its signature, which proves nothing: any thinking is accepted. The signature of hidden
 thinking holds the text.
@@ -7,14 +7,13 @@ thinking holds the text.
 import base64
 import hashlib
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from typing_extensions import TypedDict
 
 from models.output import pieces
-from models.output.pieces import Piece
 from models.texts import enclose, opened, read_object
+from server.api.parts import AnswerParts, Part, PartEvent, Status
 
 _DIGEST: Final = "mlx-serve-1:"
 
@@ -27,10 +26,6 @@ def sign(reasoning: str) -> str:
 def reasoning_of(shown: str, signature: str) -> str:
     """The reasoning of a returned block: the visible text, or the signature's."""
     return shown or opened(signature) or ""
-
-
-BlockEvent: TypeAlias = dict[str, Any]
-"""An event's data; `type` is the event's name."""
 
 
 class TextBlockBody(TypedDict):
@@ -77,117 +72,74 @@ class ToolSearchResultBody(TypedDict):
 BlockBody: TypeAlias = TextBlockBody | ThinkingBlockBody | ToolUseBlockBody | ServerToolUseBody | ToolSearchResultBody
 
 
-@dataclass
-class _Open:
-    head: dict[str, Any]
-    """Type; of a call, also id and name."""
-    is_hidden: bool = False
-    """Thinking whose text only the signature holds."""
-    text: str = ""
+class _Block(Part):
+    def __init__(self, head: dict[str, Any], *, is_hidden: bool = False) -> None:
+        """`head` is the block without what grows. `is_hidden`: only the signature holds the text."""
+        self.head = head
+        self.is_hidden = is_hidden
 
-    def body(self) -> Any:
+    def body(self, status: Status = "in_progress") -> dict[str, Any]:
         match self.head["type"]:
             case "text":
                 return {**self.head, "text": self.text}
             case "thinking":
                 signature = (enclose if self.is_hidden else sign)(self.text) if self.text else ""
                 return {**self.head, "thinking": "" if self.is_hidden else self.text, "signature": signature}
+            case "tool_search_tool_result":
+                return self.head
         return {**self.head, "input": read_object(self.text) or {}}
 
+    def begin(self) -> list[PartEvent]:
+        return [self._event("start", content_block=self.body())]
 
-class AnswerContent:
+    def grow(self, text: str) -> list[PartEvent]:
+        self.text += text
+        kind, field = _DELTAS.get(self.head["type"], ("input_json_delta", "partial_json"))
+        return [] if self.is_hidden else [self._event("delta", delta={"type": kind, field: text})]
+
+    def end(self, status: Status) -> list[PartEvent]:
+        if self.head["type"] != "thinking":
+            return self.fail()
+        signed = {"type": "signature_delta", "signature": self.body()["signature"]}
+        return [self._event("delta", delta=signed), *self.fail()]
+
+    def fail(self) -> list[PartEvent]:
+        return [self._event("stop")]
+
+    def _event(self, kind: str, **fields: Any) -> PartEvent:
+        return {"type": f"content_block_{kind}", "index": self.index, **fields}
+
+
+_DELTAS: Final = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+
+
+class AnswerContent(AnswerParts):
     """The content of one answer."""
 
     def __init__(self, *, shows_thinking: bool = True, searches: Container[str] = ()) -> None:
         """Without `shows_thinking`, signatures hold the thinking. `searches` run here."""
+        super().__init__()
         self._shows_thinking = shows_thinking
         self._searches = searches
-        self._ended: list[BlockBody] = []
-        self._open: _Open | None = None
-        self._num_streamed = 0
 
-    @property
-    def blocks(self) -> list[BlockBody]:
-        """All blocks so far, texts around a failed call joined."""
-        blocks = list(self._ended)
-        if self._open is not None:
-            _append(blocks, self._open.body())
-        return blocks
-
-    def add(self, piece: Piece) -> list[BlockEvent]:
-        """Takes a piece; returns its events."""
+    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> Part:
+        """A block."""
         match piece:
-            case pieces.Text(text):
-                return [*self._ready("text"), self._grow(text, {"type": "text_delta", "text": text})]
-            case pieces.Reasoning(text):
-                events = self._ready("thinking", is_hidden=not self._shows_thinking)
-                delta = self._grow(text, {"type": "thinking_delta", "thinking": text})
-                return [*events, delta] if self._shows_thinking else events
+            case pieces.Text():
+                return _Block({"type": "text"})
+            case pieces.Reasoning():
+                return _Block({"type": "thinking"}, is_hidden=not self._shows_thinking)
             case pieces.ToolCallStarted(call_id, name):
                 kind, prefix = ("server_tool_use", "srvtoolu_") if name in self._searches else ("tool_use", "toolu_")
                 # The model's own id stays.
                 own_id = f"{prefix}{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
-                return self._begin(_Open({"type": kind, "id": own_id, "name": name}))
-            case pieces.ToolArguments(text):
-                return [self._grow(text, {"type": "input_json_delta", "partial_json": text})]
-            case pieces.ToolCallEnded() | pieces.ToolCallCut():
-                return self.close()
-            case pieces.ToolCallFailed(text):
-                self._open = None
-                return [self._stop(), *self.add(pieces.Text(text))]
+                return _Block({"type": kind, "id": own_id, "name": name})
 
-    def close(self) -> list[BlockEvent]:
-        """Ends the open block; returns its events."""
-        if self._open is None:
-            return []
-        body, self._open = self._open.body(), None
-        _append(self._ended, body)
-        if body["type"] != "thinking":
-            return [self._stop()]
-        return [self._delta({"type": "signature_delta", "signature": body["signature"]}), self._stop()]
+    def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+        """One block of text."""
+        return {"type": "text", "text": first["text"] + second["text"]}
 
-    def add_results(self, results: Sequence[ToolSearchResultBody]) -> list[BlockEvent]:
+    def add_results(self, results: Sequence[ToolSearchResultBody]) -> list[PartEvent]:
         """Adds search results; returns their events."""
-        events = self.close()
-        for result in results:
-            self._ended.append(result)
-            self._num_streamed += 1
-            start = {"type": "content_block_start", "index": self._index, "content_block": result}
-            events += [start, self._stop()]
-        return events
-
-    def _ready(self, kind: str, *, is_hidden: bool = False) -> list[BlockEvent]:
-        """Begins a block of text or thinking, unless it is open."""
-        is_open = self._open is not None and self._open.head["type"] == kind
-        return [] if is_open else self._begin(_Open({"type": kind}, is_hidden))
-
-    def _begin(self, block: _Open) -> list[BlockEvent]:
-        events = self.close()
-        self._open = block
-        self._num_streamed += 1
-        # The block as it is now, without content.
-        start = {"type": "content_block_start", "index": self._index, "content_block": block.body()}
-        return [*events, start]
-
-    def _grow(self, text: str, delta: dict[str, str]) -> BlockEvent:
-        assert self._open is not None, "a part belongs to a block"
-        self._open.text += text
-        return self._delta(delta)
-
-    def _delta(self, delta: dict[str, str]) -> BlockEvent:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
-
-    def _stop(self) -> BlockEvent:
-        return {"type": "content_block_stop", "index": self._index}
-
-    @property
-    def _index(self) -> int:
-        return self._num_streamed - 1
-
-
-def _append(blocks: list[BlockBody], block: BlockBody) -> None:
-    last = blocks[-1] if blocks else None
-    if last is not None and last["type"] == "text" and block["type"] == "text":
-        blocks[-1] = {"type": "text", "text": last["text"] + block["text"]}
-    else:
-        blocks.append(block)
+        begun = [event for result in results for event in self.begin(_Block(dict(result)))]
+        return [*begun, *self.close()]

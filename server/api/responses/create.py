@@ -26,10 +26,11 @@ from server.api.dialect import ApiContext, Endpoint, Operation, namespace_of
 from server.api.errors import ApiError, Code, explain, wrong
 from server.api.openai.types import GenerationBody, read_params
 from server.api.params import Incoming, ask, shows_tools
+from server.api.parts import PartBody, PartEvent
 from server.api.record import CostsAtEnd, costs_of
 from server.api.responses.background import BackgroundRun, BackgroundRuns
 from server.api.responses.items import Item, check_items, read_messages, search_outputs
-from server.api.responses.output import AnswerOutput, ItemBody, ResponseEvent, ToolSet
+from server.api.responses.output import AnswerOutput, ToolSet
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
 from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, InputBody, ResponsesBody, read_tools
 from server.api.wire import MAX_MESSAGES, Payload, body_of, sse_event
@@ -104,7 +105,7 @@ class ResponseBody(CostsAtEnd):
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
-    output: Sequence[ItemBody]
+    output: Sequence[PartBody]
     parallel_tool_calls: bool
     previous_response_id: str | None
     conversation: ConversationName | None
@@ -391,7 +392,7 @@ class ResponseExchange(Exchange):
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
-        messages = read_messages(self._output.items)
+        messages = read_messages(self._output.ended)
         if self.conversation is None or not messages:
             return messages
         return [self.conversation.whole(messages[0]), *messages[1:]]
@@ -405,11 +406,11 @@ class ResponseExchange(Exchange):
         """As `Written.broken_off`."""
         return self._numbered(await self._cut("cancelled" if error is None else "failed", error))
 
-    def _numbered(self, event: ResponseEvent) -> bytes:
+    def _numbered(self, event: PartEvent) -> bytes:
         self._num_events += 1
         return sse_event({"type": event["type"], "sequence_number": self._num_events - 1, **event}, event["type"])
 
-    async def _told(self, answer: Answer) -> AsyncIterator[ResponseEvent]:
+    async def _told(self, answer: Answer) -> AsyncIterator[PartEvent]:
         if self._run is not None:
             await self._keep()
         yield {"type": "response.created", "response": self._response}
@@ -420,16 +421,16 @@ class ResponseExchange(Exchange):
         except Exception as error:  # the status is sent, so the stream must report the error
             yield await self._cut("failed", explain(error, self.request.request_id))
 
-    async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> ResponseEvent:
+    async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> PartEvent:
         """The last event of a cut-off response."""
         self._output.close("incomplete")
         why = None if error is None else error_of(error)
-        self._response = {**self._response, "status": status, "error": why, "output": list(self._output.items)}
+        self._response = {**self._response, "status": status, "error": why, "output": self._output.ended}
         if self._run is not None:
             await self._keep()
         return {"type": f"response.{status}", "response": self._response}
 
-    async def _events(self, answer: Answer) -> AsyncIterator[ResponseEvent]:
+    async def _events(self, answer: Answer) -> AsyncIterator[PartEvent]:
         async for event in answer.events():
             match event:
                 case Started():
@@ -453,7 +454,7 @@ class ResponseExchange(Exchange):
             "status": "incomplete" if is_cut else "completed",
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": list(self._output.items),
+            "output": self._output.ended,
             "usage": usage_of(finished),
             **costs_of(finished, self.request.session_id),
         }

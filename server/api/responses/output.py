@@ -1,18 +1,18 @@
-"""An answer's items as they grow, their events, and the client's tools. Pure.
+"""An answer's items, their events, and the client's tools. Pure.
 
-An item is announced, grows and is done before the next begins. Thoughts return as encrypted content, for clients that
+Thoughts return as encrypted content, for clients that
 send nothing else of them back; it is no secret and proves nothing.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 from models.output import pieces
-from models.output.pieces import Piece
 from models.texts import enclose, opened, read_object
+from server.api.parts import AnswerParts, Part, PartBody, PartEvent, Status
 
 SEARCH: Final = "tool_search"
 INPUT: Final = "input"
@@ -112,117 +112,112 @@ def reasoning_of(enclosed: str | None, content: str | None, summary: str) -> str
     return opened(enclosed or "") or content or summary
 
 
-ResponseEvent: TypeAlias = dict[str, Any]
-ItemBody: TypeAlias = dict[str, Any]
-Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
-
-
-class _OpenItem:
+class _Item(Part):
     kind: str
     prefix: str
-    id = ""
-    index = 0
-    text = ""
 
-    def body(self, status: Status) -> ItemBody:
+    def __init__(self, name: str) -> None:
+        """`name` is the answer's; nothing else is random in ids."""
+        self._name = name
+
+    @property
+    def id(self) -> str:
+        return f"{self.prefix}_{self._name}_{self.index}"
+
+    def body(self, status: Status) -> PartBody:
         return {"id": self.id, "type": self.kind, "status": status}
 
-    def begin(self) -> list[ResponseEvent]:
+    def begin(self) -> list[PartEvent]:
+        added = {"type": "response.output_item.added", "output_index": self.index, "item": self.body("in_progress")}
+        return [added, *self.opening()]
+
+    def end(self, status: Status) -> list[PartEvent]:
+        events = self.closing()
+        done = {"type": "response.output_item.done", "output_index": self.index, "item": self.body(status)}
+        return [*events, done]
+
+    def opening(self) -> list[PartEvent]:
         return []
 
-    def grow(self, text: str) -> list[ResponseEvent]:
+    def grow(self, text: str) -> list[PartEvent]:
         self.text += text
         return []
 
-    def end(self) -> list[ResponseEvent]:
+    def closing(self) -> list[PartEvent]:
         return []
 
-    def event(self, kind: str, **fields: Any) -> ResponseEvent:
+    def event(self, kind: str, **fields: Any) -> PartEvent:
         return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.index, **fields}
 
 
-@dataclass(frozen=True)
-class _Form:
-    kind: str
-    prefix: str
+class _TextItem(_Item):
     fields: Mapping[str, Any]
-    place: Literal["content", "summary"]
+    place = "content"
     """The item's field with the part."""
     part: str
-    event: str
+    texts: str
     """What the names of the text's events begin with."""
-    part_event: str
-    part_fields: Mapping[str, Any] = field(default_factory=dict)
-    event_fields: Mapping[str, Any] = field(default_factory=dict)
+    parts = "content_part"
+    part_fields: Mapping[str, Any] = {}
+    event_fields: Mapping[str, Any] = {}
 
-
-_MESSAGE: Final = _Form(
-    "message",
-    "msg",
-    {"role": "assistant", "content": []},
-    "content",
-    "output_text",
-    "output_text",
-    "content_part",
-    part_fields={"annotations": [], "logprobs": []},
-    event_fields={"logprobs": []},
-)
-_REASONING: Final = _Form(
-    "reasoning", "rs", {"summary": []}, "content", "reasoning_text", "reasoning_text", "content_part"
-)
-_SUMMARY: Final = replace(
-    _REASONING,
-    place="summary",
-    part="summary_text",
-    event="reasoning_summary_text",
-    part_event="reasoning_summary_part",
-)
-
-
-class _OpenText(_OpenItem):
-    def __init__(self, form: _Form, *, is_enclosed: bool = False) -> None:
+    def __init__(self, name: str, *, is_enclosed: bool = False) -> None:
         """`is_enclosed`: the text is repeated as encrypted content."""
-        self.form = form
-        self.kind, self.prefix = form.kind, form.prefix
+        super().__init__(name)
         self._is_enclosed = is_enclosed
 
-    def body(self, status: Status) -> ItemBody:
-        item = {**super().body(status), **self.form.fields}
+    def body(self, status: Status) -> PartBody:
+        item = {**super().body(status), **self.fields}
         if self.text:
-            item[self.form.place] = [self._part]
+            item[self.place] = [self._part]
             if self._is_enclosed and status != "in_progress":
                 item["encrypted_content"] = enclose(self.text)
         return item
 
-    def begin(self) -> list[ResponseEvent]:
-        return [self._event(f"{self.form.part_event}.added", part=self._part)]
+    def opening(self) -> list[PartEvent]:
+        return [self._event(f"{self.parts}.added", part=self._part)]
 
-    def grow(self, text: str) -> list[ResponseEvent]:
+    def grow(self, text: str) -> list[PartEvent]:
         self.text += text
-        return [self._event(f"{self.form.event}.delta", delta=text, **self.form.event_fields)]
+        return [self._event(f"{self.texts}.delta", delta=text, **self.event_fields)]
 
-    def end(self) -> list[ResponseEvent]:
-        return [
-            self._event(f"{self.form.event}.done", text=self.text, **self.form.event_fields),
-            self._event(f"{self.form.part_event}.done", part=self._part),
-        ]
+    def closing(self) -> list[PartEvent]:
+        done = self._event(f"{self.texts}.done", text=self.text, **self.event_fields)
+        return [done, self._event(f"{self.parts}.done", part=self._part)]
 
-    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
-        return self.event(kind, **{f"{self.form.place}_index": 0}, **fields)
+    def _event(self, kind: str, **fields: Any) -> PartEvent:
+        return self.event(kind, **{f"{self.place}_index": 0}, **fields)
 
     @property
     def _part(self) -> dict[str, Any]:
-        return {"type": self.form.part, "text": self.text, **self.form.part_fields}
+        return {"type": self.part, "text": self.text, **self.part_fields}
 
 
-class _OpenCall(_OpenItem):
+class _Message(_TextItem):
+    kind, prefix, part, texts = "message", "msg", "output_text", "output_text"
+    fields: Mapping[str, Any] = {"role": "assistant", "content": []}
+    part_fields: Mapping[str, Any] = {"annotations": [], "logprobs": []}
+    event_fields: Mapping[str, Any] = {"logprobs": []}
+
+
+class _Reasoning(_TextItem):
+    kind, prefix, part, texts = "reasoning", "rs", "reasoning_text", "reasoning_text"
+    fields: Mapping[str, Any] = {"summary": []}
+
+
+class _Summary(_Reasoning):
+    place, part, texts, parts = "summary", "summary_text", "reasoning_summary_text", "reasoning_summary_part"
+
+
+class _Call(_Item):
     kind, prefix = "function_call", "fc"
 
-    def __init__(self, call_id: str, tool: ClientTool) -> None:
+    def __init__(self, name: str, call_id: str, tool: ClientTool) -> None:
+        super().__init__(name)
         self._call_id = call_id
         self._tool = tool
 
-    def body(self, status: Status) -> ItemBody:
+    def body(self, status: Status) -> PartBody:
         return {**super().body(status), "call_id": self._call_id, **self.called()}
 
     def called(self) -> dict[str, Any]:
@@ -233,124 +228,79 @@ class _OpenCall(_OpenItem):
         namespace = self._tool.namespace
         return {"name": self._tool.name, **({} if namespace is None else {"namespace": namespace})}
 
-    def grow(self, text: str) -> list[ResponseEvent]:
+    def grow(self, text: str) -> list[PartEvent]:
         self.text += text
         return [self.event("function_call_arguments.delta", delta=text)]
 
-    def end(self) -> list[ResponseEvent]:
+    def closing(self) -> list[PartEvent]:
         return [self.event("function_call_arguments.done", name=self._tool.name, arguments=self.text)]
 
 
-class _OpenCustomCall(_OpenCall):
+class _CustomCall(_Call):
     kind, prefix = "custom_tool_call", "ctc"
 
-    def __init__(self, call_id: str, tool: ClientTool) -> None:
-        super().__init__(call_id, tool)
+    def __init__(self, name: str, call_id: str, tool: ClientTool) -> None:
+        super().__init__(name, call_id, tool)
         self._input = CustomInput()
 
     def called(self) -> dict[str, Any]:
         return {**self._named, "input": self.text}
 
-    def grow(self, text: str) -> list[ResponseEvent]:
+    def grow(self, text: str) -> list[PartEvent]:
         return self._delta(self._input.feed(text))
 
-    def end(self) -> list[ResponseEvent]:
+    def closing(self) -> list[PartEvent]:
         whole, rest = self._input.finish()
         events = self._delta(rest)
         self.text = whole
         return [*events, self.event("custom_tool_call_input.done", input=whole)]
 
-    def _delta(self, text: str) -> list[ResponseEvent]:
+    def _delta(self, text: str) -> list[PartEvent]:
         self.text += text
         return [self.event("custom_tool_call_input.delta", delta=text)] if text else []
 
 
-class _OpenSearchCall(_OpenCall):
+class _SearchCall(_Call):
     """Sent whole: the API has no events for its arguments."""
 
     kind, prefix = "tool_search_call", "tsc"
-    grow, end = _OpenItem.grow, _OpenItem.end
+    grow, closing = _Item.grow, _Item.closing
 
     def called(self) -> dict[str, Any]:
         return {"execution": "client", "arguments": read_object(self.text) or {}}
 
 
-_CALLS: Final[Mapping[str, type[_OpenCall]]] = {
-    kind.kind: kind for kind in (_OpenCall, _OpenCustomCall, _OpenSearchCall)
-}
+_CALLS: Final[Mapping[str, type[_Call]]] = {kind.kind: kind for kind in (_Call, _CustomCall, _SearchCall)}
 
 
-class AnswerOutput:
+class AnswerOutput(AnswerParts):
     """The output of one answer."""
 
     def __init__(self, name: str, tools: ToolSet, *, is_summary: bool = False, is_enclosed: bool = False) -> None:
-        """Nothing but `name` is random in item ids.
-
-        `is_summary`: reasoning is its own summary. `is_enclosed`: it is repeated as encrypted content.
-        """
-        self.items: list[ItemBody] = []
+        """`is_summary`: reasoning is its own summary. `is_enclosed`: it is repeated as encrypted content."""
+        super().__init__()
         self._name = name
         self._tools = tools
-        self._reasoning = _SUMMARY if is_summary else _REASONING
+        self._reasoning = _Summary if is_summary else _Reasoning
         self._is_enclosed = is_enclosed
-        self._open: _OpenItem | None = None
-        self._num_begun = 0
 
-    @property
-    def so_far(self) -> list[ItemBody]:
-        return [*self.items, *(() if self._open is None else (self._open.body("in_progress"),))]
-
-    def add(self, piece: Piece) -> list[ResponseEvent]:
-        """Takes a piece; returns its events."""
+    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> Part:
+        """An item."""
         match piece:
-            case pieces.Text(text):
-                return [*self._ready(_MESSAGE), *self._grow(text)]
-            case pieces.Reasoning(text):
-                return [*self._ready(self._reasoning, is_enclosed=self._is_enclosed), *self._grow(text)]
+            case pieces.Text():
+                return _Message(self._name)
+            case pieces.Reasoning():
+                return self._reasoning(self._name, is_enclosed=self._is_enclosed)
             case pieces.ToolCallStarted(call_id, name):
                 # An unknown name is a function's.
                 tool = self._tools.by_name.get(name) or ClientTool(name)
-                return self._begin(_CALLS[tool.kind](call_id, tool))
-            case pieces.ToolArguments(text):
-                return self._grow(text)
-            case pieces.ToolCallEnded():
-                return self.close()
-            case pieces.ToolCallCut():
-                return []  # the end of the answer ends the call too, as incomplete
-            case pieces.ToolCallFailed(text):
-                # No event ends the failed call, so that clients do not run it.
-                self._open = None
-                return self.add(pieces.Text(text))
+                return _CALLS[tool.kind](self._name, call_id, tool)
 
-    def close(self, status: Status = "completed") -> list[ResponseEvent]:
-        """Ends the open item; returns its events."""
-        if self._open is None:
-            return []
-        ended, self._open = self._open, None
-        events, item = ended.end(), ended.body(status)
-        last = self.items[-1] if self.items else None
-        done = {"type": "response.output_item.done", "output_index": ended.index, "item": item}
-        if last is not None and last["type"] == item["type"] == "message":
-            # Texts around a failed call are joined.
-            text = last["content"][0]["text"] + item["content"][0]["text"]
-            self.items[-1] = {**item, "id": last["id"], "content": [{**item["content"][0], "text": text}]}
-        else:
-            self.items.append(item)
-        return [*events, done]
-
-    def _ready(self, form: _Form, *, is_enclosed: bool = False) -> list[ResponseEvent]:
-        """Begins an item of text, unless it is open."""
-        is_open = isinstance(self._open, _OpenText) and self._open.form is form
-        return [] if is_open else self._begin(_OpenText(form, is_enclosed=is_enclosed))
-
-    def _begin(self, item: _OpenItem) -> list[ResponseEvent]:
-        events, index = self.close(), self._num_begun
-        item.id, item.index = f"{item.prefix}_{self._name}_{index}", index
-        self._num_begun += 1
-        self._open = item
-        added = {"type": "response.output_item.added", "output_index": index, "item": item.body("in_progress")}
-        return [*events, added, *item.begin()]
-
-    def _grow(self, text: str) -> list[ResponseEvent]:
-        assert self._open is not None, "a part belongs to an item"
-        return self._open.grow(text)
+    def joined(self, first: PartBody, second: PartBody) -> PartBody:
+        """One message, under the name of the first."""
+        [part] = second["content"]
+        return {
+            **second,
+            "id": first["id"],
+            "content": [{**part, "text": first["content"][0]["text"] + part["text"]}],
+        }

@@ -58,17 +58,17 @@ def as_block(made: dict[str, Any]) -> dict[str, Any]:
 
 def test_each_kind_of_piece_has_its_block() -> None:
     content, events = told([Reasoning("H"), Reasoning("m"), Text("Let me "), Text("look."), *CALL])
-    assert content.blocks == [
+    assert content.so_far == [
         {"type": "thinking", "thinking": "Hm", "signature": sign("Hm")},
         {"type": "text", "text": "Let me look."},
         {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}},
     ]
-    assert [as_block(made) for made in collected(events)] == content.blocks
+    assert [as_block(made) for made in collected(events)] == content.so_far
 
 
 def test_a_call_that_fails_is_text_and_its_block_in_the_stream_has_ended() -> None:
     content, events = told([Text("So: "), *FAILED, Text(" and on")])
-    assert content.blocks == [{"type": "text", "text": "So: <tool_call>{ and on"}]
+    assert content.so_far == [{"type": "text", "text": "So: <tool_call>{ and on"}]
     assert [(made["type"], made.get("text")) for made in collected(events)] == [
         ("text", "So: "),
         ("tool_use", None),
@@ -80,22 +80,22 @@ def test_what_was_said_so_far_is_there_before_the_end() -> None:
     content = AnswerContent()
     content.add(Text("Hel"))
     content.add(Text("lo"))
-    assert content.blocks == [{"type": "text", "text": "Hello"}]
+    assert content.so_far == [{"type": "text", "text": "Hello"}]
     assert content.close() == [{"type": "content_block_stop", "index": 0}]
     assert content.close() == []
 
 
 def test_a_thought_that_is_not_shown_is_in_its_signature() -> None:
     content, events = told([Reasoning("H"), Reasoning("m"), Text("Hi")], shows_thinking=False)
-    [thought, _] = content.blocks
+    [thought, _] = content.so_far
     assert thought == {"type": "thinking", "thinking": "", "signature": enclose("Hm")}
-    assert [as_block(made) for made in collected(events)] == content.blocks
+    assert [as_block(made) for made in collected(events)] == content.so_far
     assert "thinking_delta" not in str(events)
 
 
 def test_an_id_that_the_model_wrote_itself_stays() -> None:
     content, _ = told([ToolCallStarted("functions.f:0", "f"), ToolArguments("{}"), ToolCallEnded()])
-    assert content.blocks == [{"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {}}]
+    assert content.so_far == [{"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {}}]
 
 
 PIECES = st.one_of(
@@ -108,7 +108,7 @@ PIECES = st.one_of(
 @given(st.lists(PIECES))
 def test_the_events_make_up_the_blocks(groups: list[list[Piece]]) -> None:
     content, events = told([piece for group in groups for piece in group])
-    assert [as_block(made) for made in collected(events)] == content.blocks
+    assert [as_block(made) for made in collected(events)] == content.so_far
 
 
 @pytest.mark.parametrize("thought", ["", "Hm", "größer 🙂\n", "\ud83d"])
