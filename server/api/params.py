@@ -242,7 +242,7 @@ def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_call
     if not tools or (forbids_calls and not can_forbid_calls(model)):
         return False
     if not model.renderer.reads_tools:
-        raise wrong("tools", f"the model {model.id!r} takes none", Code.UNSUPPORTED_PARAMETER)
+        raise wrong("tools", f"{model.id!r} does not support tools", Code.UNSUPPORTED_PARAMETER)
     return True
 
 

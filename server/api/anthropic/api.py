@@ -16,10 +16,11 @@ from cache.snapshots import RestorePointKind
 from models.errors import ModelError
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
-from server.api.anthropic.content import AnswerContent, BlockBody, ToolSearchResultBody
+from server.api.anthropic.content import AnswerContent
 from server.api.anthropic.conversation import (
     IN_MESSAGES,
     IN_PROMPT,
+    AnswerBlock,
     InputMessage,
     MessagesBody,
     PromptBody,
@@ -276,7 +277,7 @@ class MessageAnswer(TypedDict):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[BlockBody]
+    content: list[AnswerBlock]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessagesUsage
@@ -393,7 +394,7 @@ class MessageExchange(Exchange):
     def _num_left(self) -> int:
         return self._body.max_tokens - sum(part.timings.predicted_tokens for part in self._finished)
 
-    def _run(self, search: PartBody) -> ToolSearchResultBody:
+    def _run(self, search: PartBody) -> PartBody:
         deferred = [as_function(tool) for tool in self._body.tools or () if tool.defer_loading]
         content: dict[str, Any]
         try:

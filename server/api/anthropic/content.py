@@ -7,9 +7,7 @@ thinking holds the text.
 import base64
 import hashlib
 from collections.abc import Container, Sequence
-from typing import Any, Final, Literal, TypeAlias
-
-from typing_extensions import TypedDict
+from typing import Any, Final
 
 from models.output import pieces
 from models.texts import enclose, opened, read_object
@@ -26,50 +24,6 @@ def sign(reasoning: str) -> str:
 def reasoning_of(shown: str, signature: str) -> str:
     """The reasoning of a returned block: the visible text, or the signature's."""
     return shown or opened(signature) or ""
-
-
-class TextBlockBody(TypedDict):
-    """What the model says."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingBlockBody(TypedDict):
-    """What the model thinks before it answers."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class ToolUseBlockBody(TypedDict):
-    """A call. A call that was cut off has no input, in a stream a part."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ServerToolUseBody(TypedDict):
-    """A complete call of a search that ran here."""
-
-    type: Literal["server_tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ToolSearchResultBody(TypedDict):
-    """What a search has found, or Anthropic's word for why it failed."""
-
-    type: Literal["tool_search_tool_result"]
-    tool_use_id: str
-    content: dict[str, Any]
-
-
-BlockBody: TypeAlias = TextBlockBody | ThinkingBlockBody | ToolUseBlockBody | ServerToolUseBody | ToolSearchResultBody
 
 
 class _Block(Part):
@@ -139,7 +93,7 @@ class AnswerContent(AnswerParts):
         """One block of text."""
         return {"type": "text", "text": first["text"] + second["text"]}
 
-    def add_results(self, results: Sequence[ToolSearchResultBody]) -> list[PartEvent]:
+    def add_results(self, results: Sequence[dict[str, Any]]) -> list[PartEvent]:
         """Adds search results; returns their events."""
-        begun = [event for result in results for event in self.begin(_Block(dict(result)))]
+        begun = [event for result in results for event in self.begin(_Block(result))]
         return [*begun, *self.close()]

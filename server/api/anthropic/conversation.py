@@ -17,7 +17,7 @@ from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
 from server.api.bodies import BodyModel, Rules, Whole, refused
 from server.api.conversation import Conversation, ThinkingWish, check_continuable
 from server.api.dialect import ApiContext
-from server.api.errors import ApiError, Code, wrong
+from server.api.errors import ApiError, wrong
 from server.api.params import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -26,9 +26,9 @@ from server.api.params import (
     ForcedCalls,
     GenerationParams,
     Share,
-    can_forbid_calls,
     changed_sampling,
     json_grammar,
+    shows_tools,
 )
 from server.app.config import ServerConfig
 from server.pool.names import ModelUnknown
@@ -225,15 +225,8 @@ class ToolChangeBlock(MarkedBody):
     tool: ChangedTool
 
 
-_Block: TypeAlias = (
-    TextBlock
-    | ToolResultBlock
-    | ToolUseBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-    | ToolSearchResultBlock
-    | ToolChangeBlock
-)
+AnswerBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock | ToolSearchResultBlock
+_Block: TypeAlias = AnswerBlock | ToolResultBlock | RedactedThinkingBlock | ToolChangeBlock
 ContentBlock: TypeAlias = Annotated[Annotated[_Block, Field(discriminator="type")], BeforeValidator(_known)]
 
 
@@ -420,8 +413,7 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     # Forms of clients send an empty text for no system prompt.
     has_system = any(block.text for block in body.system or ())
     system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
-    if body.tools and not body.forbids_calls and not model.renderer.reads_tools:
-        raise wrong("tools", f"the model {model.id!r} takes none", Code.UNSUPPORTED_PARAMETER)
+    shows = shows_tools(model, body.tools, forbids_calls=body.forbids_calls)
     texts = [block.text for block in body.messages[0].content if isinstance(block, TextBlock)]
     first = hashlib.sha256(repr(texts).encode()).digest()
 
@@ -430,10 +422,9 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
 
     reader = _Reader(body.tools or (), define)
     messages = [*system, *reader.read(body.messages)]
-    is_hidden = body.forbids_calls and not can_forbid_calls(model)
     return Conversation(
         model.renderer,
-        tools=[] if is_hidden else [as_function(tool) for tool in body.tools or () if not tool.defer_loading],
+        tools=[as_function(tool) for tool in body.tools or () if shows and not tool.defer_loading],
         changed_tools=reader.callable_tools(),
         forbids_calls=body.forbids_calls,
         messages=messages,

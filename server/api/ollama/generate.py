@@ -10,8 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
-from typing import Annotated, Any, Final, NotRequired
+from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -33,6 +32,7 @@ from server.api.conversation import Conversation, ThinkingWish, can_continue
 from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation, namespace_of
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
+from server.api.openai.types import FunctionSpec
 from server.api.params import (
     ANY_OBJECT,
     AnswerGrammar,
@@ -44,6 +44,7 @@ from server.api.params import (
     check_token_ids,
     json_grammar,
     options_sampling,
+    shows_tools,
 )
 from server.api.record import CacheBody, cache_of
 from server.api.wire import Payload, json_text
@@ -54,10 +55,7 @@ from server.pool.served import ServedModel
 logger = logging.getLogger(__name__)
 
 
-class ErrorText(TypedDict):
-    """An error's body, and the last line of a broken stream."""
-
-    error: str
+ErrorText: TypeAlias = dict[Literal["error"], str]
 
 
 class OllamaDialect(Dialect):
@@ -72,7 +70,7 @@ class OllamaDialect(Dialect):
         """Returns True unless `stream` is false."""
         return fields.get("stream") is not False
 
-    def error_body(self, error: ApiError) -> ErrorText:
+    def error_body(self, error: ApiError) -> Payload:
         """The error's text."""
         return {"error": error.message}
 
@@ -90,10 +88,6 @@ def line(payload: Mapping[str, Any]) -> bytes:
     return json_text(payload).encode() + b"\n"
 
 
-HIGHEST_EFFORT = "max"
-EFFORTS = ("high", "medium", "low", HIGHEST_EFFORT)
-
-
 def _format(value: Any) -> Any:
     if value in (None, ""):
         return None
@@ -105,7 +99,7 @@ def _format(value: Any) -> Any:
 
 
 def _think(value: Any) -> Any:
-    if value is None or isinstance(value, bool) or value in EFFORTS:
+    if value is None or isinstance(value, bool) or value in ("high", "medium", "low", "max"):
         return value
     raise PydanticCustomError("think", 'Input should be true, false, "high", "medium", "low" or "max"')
 
@@ -154,10 +148,9 @@ def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any
     if body.think and not thinks(model):
         raise wrong("think", f"{model.id!r} does not support thinking", Code.UNSUPPORTED_PARAMETER)
     effort = body.think if isinstance(body.think, str) else None
-    if effort == HIGHEST_EFFORT and isinstance(model.tool_syntax, HarmonyFormat):
-        effort = EFFORTS[0]
-    is_enabled = None if body.think is None else bool(body.think)
-    return ThinkingWish(is_enabled, effort).template_arguments()
+    if isinstance(model.tool_syntax, HarmonyFormat):
+        effort = "high" if effort == "max" else effort
+    return ThinkingWish(None if body.think is None else bool(body.think), effort).template_arguments()
 
 
 def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
@@ -167,13 +160,6 @@ def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
     check(sampling, model.vocab_size)
     grammar = None if body.format is None else AnswerGrammar("format", json_grammar(body.format))
     return GenerationParams(sampling=sampling, max_tokens=options.limit, stop=options.stops, grammar=grammar)
-
-
-def offered_tools(tools: Sequence[Mapping[str, Any]] | None, model: ServedModel) -> Sequence[Mapping[str, Any]]:
-    """The tools unchanged; raises ApiError (400) if the template takes none."""
-    if tools and not model.renderer.reads_tools:
-        raise wrong("tools", f"{model.id!r} does not support tools", Code.UNSUPPORTED_PARAMETER)
-    return list(tools or ())
 
 
 _REPLY: Final = "zq-the-reply-before-qz"
@@ -256,28 +242,7 @@ def _whole_nanoseconds(milliseconds: float) -> int:
     return max(1, round(milliseconds * 1_000_000))
 
 
-class FunctionResult(TypedDict):
-    """A call's function."""
-
-    index: int
-    name: str
-    arguments: Mapping[str, Any]
-
-
-class CallResult(TypedDict):
-    """A complete tool call."""
-
-    id: str
-    function: FunctionResult
-
-
-class SaidMessage(TypedDict):
-    """The assistant's message, or a part of it."""
-
-    role: str
-    content: str
-    thinking: NotRequired[str]
-    tool_calls: NotRequired[list[CallResult]]
+_MESSAGE: Final = {"role": "assistant", "content": ""}
 
 
 class OllamaExchange(Exchange):
@@ -288,17 +253,18 @@ class OllamaExchange(Exchange):
         self.keep_alive_seconds = body.keep_alive
         self._name = body.model or self.model.id
         self._began = began
-        self._said = ""
+        self._text = ""
         self._reasoning = ""
-        self._calls: list[CallResult] = []
-        self._open_call: ToolCallStarted | None = None
+        self._call: dict[str, Any] = {}
         self._arguments = ""
+        """Of `_call`, the open one."""
+        self._calls: list[dict[str, Any]] = []
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields text, reasoning and complete calls, then the end."""
         async for event in answer.events():
             if isinstance(event, Finished):
-                yield line(self.written({"role": "assistant", "content": ""}, event))
+                yield line(self.written({}, event))
             elif (said := self._keep(event)) is not None:
                 yield line(self.written(said, None))
 
@@ -307,55 +273,45 @@ class OllamaExchange(Exchange):
         events, finished = await answer.read()
         for event in events:
             self._keep(event)
-        return self.written(self._message, finished)
+        return self.written(self._said(), finished)
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back: without ids of calls."""
         calls = [{"function": call["function"]} for call in self._calls]
-        said = _template_message(OllamaMessage.model_validate({**self._message, "tool_calls": calls}))
+        said = _template_message(OllamaMessage.model_validate({**_MESSAGE, **self._said(), "tool_calls": calls}))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    def _keep(self, event: OutputEvent) -> SaidMessage | None:
+    def _keep(self, event: OutputEvent) -> Payload | None:
         """Adds an event. Returns what a stream sends: a complete call, or the text of a call that failed."""
         match event:
             case Text(text) | ToolCallFailed(text):
-                self._said += text
-                return {"role": "assistant", "content": text}
+                self._text += text
+                return {"content": text}
             case Reasoning(text):
                 self._reasoning += text
-                return {"role": "assistant", "content": "", "thinking": text}
-            case ToolCallStarted():
-                self._open_call, self._arguments = event, ""
+                return {"thinking": text}
+            case ToolCallStarted(call_id, name):
+                self._call = {"id": call_id, "function": {"index": len(self._calls), "name": name}}
+                self._arguments = ""
             case ToolArguments(text):
                 self._arguments += text
             case ToolCallEnded():
-                return {"role": "assistant", "content": "", "tool_calls": [self._close_call()]}
+                self._call["function"]["arguments"] = json.loads(well_formed_json(self._arguments))
+                self._calls.append(self._call)
+                return {"tool_calls": [self._call]}
         return None
 
-    def _close_call(self) -> CallResult:
-        assert self._open_call is not None
-        arguments = json.loads(well_formed_json(self._arguments))
-        function: FunctionResult = {"index": len(self._calls), "name": self._open_call.name, "arguments": arguments}
-        call: CallResult = {"id": self._open_call.id, "function": function}
-        self._calls.append(call)
-        return call
+    def _said(self) -> Payload:
+        said = {"content": self._text, "thinking": self._reasoning, "tool_calls": self._calls}
+        return {name: value for name, value in said.items() if value}
 
-    @property
-    def _message(self) -> SaidMessage:
-        message: SaidMessage = {"role": "assistant", "content": self._said}
-        if self._reasoning:
-            message["thinking"] = self._reasoning
-        if self._calls:
-            message["tool_calls"] = self._calls
-        return message
-
-    def written(self, said: SaidMessage, finished: Finished | None) -> Payload:
+    def written(self, said: Payload, finished: Finished | None) -> Payload:
         """The object for `said`; the last if `finished`."""
         return {**head_of(self._name), **self.content(said, finished), **self._end(finished)}
 
-    def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
+    def content(self, said: Payload, finished: Finished | None) -> Payload:
         """The fields that hold what was said."""
-        return {"message": said}
+        return {"message": {**_MESSAGE, **said}}
 
     def _end(self, finished: Finished | None) -> OllamaEnd:
         if finished is None:
@@ -440,52 +396,47 @@ class OllamaGenerateExchange(OllamaExchange):
         """Nothing: the next prompt holds the tokens of the answer, if it holds any of it."""
         return []
 
-    def content(self, said: SaidMessage, finished: Finished | None) -> Mapping[str, Any]:
+    def content(self, said: Payload, finished: Finished | None) -> Payload:
         """Text, reasoning, and tokens that a next prompt may continue."""
-        fields: dict[str, Any] = {"response": said["content"], "thinking": said.get("thinking")}
+        fields: dict[str, Any] = {"response": said.get("content", "")}
+        if "thinking" in said:
+            fields["thinking"] = said["thinking"]
         if finished is not None and not self._is_raw:
             fields["context"] = [*self.request.tokens.tolist(), *finished.token_ids]
-        return {name: value for name, value in fields.items() if value is not None}
+        return fields
 
 
-class CalledFunction(BodyModel):
-    """A function that the assistant called earlier."""
+class CalledFunction(BodyModel, extra="ignore"):
+    """A function that the assistant called."""
 
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class CallEntry(BodyModel):
+class CallEntry(BodyModel, extra="ignore"):
     """One entry of a message's `tool_calls`."""
 
     id: str | None = None
+    type: Annotated[str, BeforeValidator(lambda value: "function")] = "function"
     function: CalledFunction
 
 
 class OllamaMessage(BodyModel):
-    """One message of the conversation."""
+    """One message of the conversation, or of an answer."""
 
     role: Annotated[str, Field(min_length=1)]
     content: str | None = None
-    thinking: str | None = None
+    thinking: str | None = Field(default=None, serialization_alias="reasoning_content")
     tool_calls: list[CallEntry] | None = None
-    tool_name: str | None = None
+    tool_name: str | None = Field(default=None, serialization_alias="name")
     tool_call_id: str | None = None
-
-
-class OfferedFunction(BodyModel):
-    """A tool, as the model is shown it."""
-
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
 
 
 class OfferedTool(BodyModel):
     """One tool that the model may call."""
 
     type: str | None = None
-    function: OfferedFunction
+    function: FunctionSpec
 
 
 class OllamaChatBody(OllamaBody):
@@ -498,7 +449,7 @@ class OllamaChatBody(OllamaBody):
 class OllamaChatAnswer(OllamaHead, OllamaEnd):
     """The answer, and each line of a stream."""
 
-    message: SaidMessage
+    message: OllamaMessage
 
 
 @generate("ollama-")
@@ -507,14 +458,16 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     began = time.monotonic()
     body = parse_body(OllamaChatBody, incoming.fields, IN_BOTH)
     if not body.messages:
-        return answer_loading(context, body, {"message": {"role": "assistant", "content": ""}})
+        return answer_loading(context, body, {"message": _MESSAGE})
     model = find_model(context, body.model)
     namespace = namespace_of(incoming.http, None)
-    tools = offered_tools(incoming.fields.get("tools"), model)
+    shows = shows_tools(model, body.tools, forbids_calls=False)
+    for index, message in enumerate(body.messages):
+        refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     conversation = Conversation(
         model.renderer,
-        messages=_messages(body.messages),
-        tools=tools,
+        messages=list(map(_template_message, body.messages)),
+        tools=incoming.fields["tools"] if shows else (),
         template_arguments=template_arguments(body, model),
         namespace=namespace,
         continues=_continues(body.messages, model),
@@ -528,28 +481,13 @@ def _continues(messages: Sequence[OllamaMessage], model: ServedModel) -> bool:
     return last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model)
 
 
-def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
-    for index, message in enumerate(messages):
-        refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
-    return [_template_message(message) for message in messages]
-
-
 def _template_message(message: OllamaMessage) -> Message:
-    fields: dict[str, Any] = {
-        "name": message.tool_name,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.thinking or None,
-        "tool_calls": [_template_call(call) for call in message.tool_calls or ()] or None,
-    }
+    given = message.model_dump(include=_SHOWN, exclude_none=True, by_alias=True)
     said = [{"text": message.content}] if message.content else []
-    given = {name: value for name, value in fields.items() if value is not None}
-    return {"role": message.role, "content": said, **given}
+    return {"role": message.role, "content": said, **{name: value for name, value in given.items() if value}}
 
 
-def _template_call(call: CallEntry) -> Mapping[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    named = {} if call.id is None else {"id": call.id}
-    return {**named, "type": "function", "function": function}
+_SHOWN: Final = {"tool_name", "tool_call_id", "thinking", "tool_calls"}
 
 
 def _as_list(value: Any) -> Any:
@@ -588,12 +526,6 @@ class EmbedAnswer(TypedDict):
     embeddings: list[list[float]]
 
 
-class EmbeddingAnswer(TypedDict):
-    """The vector of one text; an empty one of an empty text."""
-
-    embedding: list[float]
-
-
 @compute
 def embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with the vectors of texts."""
@@ -601,7 +533,13 @@ def embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     body = parse_body(EmbedBody, incoming.fields)
     reader = TextReader(find_model(context, body.model), cuts=body.truncate is not False)
     texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
-    write = partial(_written, body, reader.num_tokens, began)
+
+    def write(vectors: Sequence[Vector]) -> str:
+        rows = [vector_json(vector) for vector in shortened(vectors, body.dimensions)]
+        spent = {"total_duration": int((time.monotonic() - began) * 1_000_000_000), "load_duration": 0}
+        head = {"model": body.model, **spent, "prompt_eval_count": reader.num_tokens}
+        return object_json(head, "embeddings", rows)
+
     return EmbeddingWork(reader.model, texts, write, body.keep_alive)
 
 
@@ -611,22 +549,11 @@ def embed_prompt(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     body = parse_body(EmbeddingPromptBody, incoming.fields)
     reader = TextReader(find_model(context, body.model), cuts=True)
     texts = [reader.read(body.prompt, "prompt")] if body.prompt else []
-    return EmbeddingWork(reader.model, texts, _written_alone, body.keep_alive)
 
+    def write(vectors: Sequence[Vector]) -> str:
+        return f'{{"embedding":{vector_json(vectors[0]) if vectors else "[]"}}}'
 
-def _written(body: EmbedBody, num_tokens: int, began: float, vectors: Sequence[Vector]) -> str:
-    rows = [vector_json(vector) for vector in shortened(vectors, body.dimensions)]
-    head = {
-        "model": body.model,
-        "total_duration": int((time.monotonic() - began) * 1_000_000_000),
-        "load_duration": 0,
-        "prompt_eval_count": num_tokens,
-    }
-    return object_json(head, "embeddings", rows)
-
-
-def _written_alone(vectors: Sequence[Vector]) -> str:
-    return f'{{"embedding":{vector_json(vectors[0]) if vectors else "[]"}}}'
+    return EmbeddingWork(reader.model, texts, write, body.keep_alive)
 
 
 _GENERATION = Operation(OllamaGenerateBody, OllamaGenerateAnswer, OllamaGenerateAnswer)
@@ -634,5 +561,7 @@ ROUTES = (
     Endpoint("/api/chat", chat, Operation(OllamaChatBody, OllamaChatAnswer, OllamaChatAnswer)),
     Endpoint("/api/generate", generate_text, _GENERATION),
     Endpoint("/api/embed", embed, Operation(EmbedBody, EmbedAnswer)),
-    Endpoint("/api/embeddings", embed_prompt, Operation(EmbeddingPromptBody, EmbeddingAnswer)),
+    Endpoint(
+        "/api/embeddings", embed_prompt, Operation(EmbeddingPromptBody, dict[Literal["embedding"], list[float]])
+    ),
 )

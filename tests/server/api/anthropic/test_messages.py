@@ -577,7 +577,7 @@ def test_a_result_of_a_tool_may_hold_no_image() -> None:
 
 def test_a_model_without_a_place_for_tools_says_so() -> None:
     served = Served(renderer=FakeRenderer(reads_tools=False))
-    assert "takes none" in served.refused(tools=[TOOL])
+    assert "does not support tools" in served.refused(tools=[TOOL])
 
 
 # ------------------------------------------------------------------------------------------------ other endpoints
