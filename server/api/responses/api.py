@@ -78,17 +78,14 @@ class NewItems(BodyModel):
 
 async def get_response(request: Request) -> Response:
     """Returns a stored response as it is, or with `stream` the events of one in the background, those to come too."""
-    run = _run_of(request)
+    run, dialect = _run_of(request), dialect_of(request)
+    body = await _stored(request) if run is None else run.response
     if request.query_params.get("stream") != "true":
-        return JsonBody(
-            _as_known(await _found(request, "response_id", ResponseStore.find)) if run is None else run.response
-        )
+        return JsonBody(body)
     number = number_asked(request, "starting_after", MAX_EVENTS)
     if run is None:
-        await _found(request, "response_id", ResponseStore.find)
         why = f"events are kept of responses in the background, and {KEPT_SECONDS} s beyond their end; leave it out"
         raise wrong("stream", why, Code.UNSUPPORTED_PARAMETER)
-    dialect = dialect_of(request)
     events = run.events(0 if number is None else number + 1)
     return AnswerStream(request, events, lambda: dialect.heartbeat(run.progress))
 
@@ -98,9 +95,7 @@ async def delete_response(request: Request) -> Response:
     run = _run_of(request)
     if run is not None:
         await run.cancel()
-        context_of(request).kept(BackgroundRuns).forget(
-            namespace_of_query(request), request.path_params["response_id"]
-        )
+        run.forget()
     return await _deleted(request, "response_id", ResponseStore.delete, "response")
 
 
@@ -110,7 +105,7 @@ async def cancel_response(request: Request) -> Response:
     if run is not None:
         await run.cancel()
         return JsonBody(run.response)
-    body = _as_known(await _found(request, "response_id", ResponseStore.find))
+    body = await _stored(request)
     if not body["background"]:
         message = "only a response in the background is cancelled; another one is by closing its connection"
         raise ApiError(Code.INVALID_VALUE, message, "response_id")
@@ -118,17 +113,17 @@ async def cancel_response(request: Request) -> Response:
 
 
 def _run_of(request: Request) -> BackgroundRun | None:
-    return (
-        context_of(request).kept(BackgroundRuns).find(namespace_of_query(request), request.path_params["response_id"])
-    )
+    place = namespace_of_query(request), request.path_params["response_id"]
+    return context_of(request).kept(BackgroundRuns).find(*place)
 
 
-def _as_known(stored: StoredResponse) -> Mapping[str, Any]:
+async def _stored(request: Request) -> Mapping[str, Any]:
     """A stored response; an unfinished one without a run has failed."""
-    if stored.body["status"] not in UNFINISHED:
-        return stored.body
+    found: StoredResponse = await _found(request, "response_id", ResponseStore.find)
+    if found.body["status"] not in UNFINISHED:
+        return found.body
     error = {"code": "server_error", "message": "the server ended before the response did"}
-    return {**stored.body, "status": "failed", "error": error}
+    return {**found.body, "status": "failed", "error": error}
 
 
 async def list_input_items(request: Request) -> Response:
@@ -162,11 +157,7 @@ async def get_item(request: Request) -> Response:
 async def delete_item(request: Request) -> Response:
     """Removes an item; returns the conversation."""
     conversation = await _found_conversation(request)
-
-    def delete(store: ResponseStore, namespace: str, name: str) -> bool:
-        return store.delete_item(namespace, conversation.id, name)
-
-    await _found(request, "item_id", delete)
+    await _found(request, "item_id", lambda store, *place: store.delete_item(*place, conversation.id))
     return JsonBody(conversation)
 
 

@@ -88,6 +88,10 @@ class BackgroundRun:
                 return
             await self.wait()
 
+    def forget(self) -> None:
+        """Keeps the response and its events no longer."""
+        self._runs.forget(*self._place)
+
     def forget_half(self) -> int:
         """Forgets the earlier half of the events; returns how many bytes these had."""
         num_gone = (len(self._events) + 1) // 2
@@ -110,7 +114,7 @@ class BackgroundRun:
             self._response, self._written, self._answer = self._written.now(), None, None
             self.has_ended = True
             self._wake()
-            asyncio.get_running_loop().call_later(KEPT_SECONDS, self._runs.forget, *self._place)
+            asyncio.get_running_loop().call_later(KEPT_SECONDS, self.forget)
 
     async def _write(self, written: Written, answer: Answer) -> ApiError | None:
         """Why a response was broken off, unless by a cancel."""

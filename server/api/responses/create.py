@@ -40,54 +40,15 @@ from server.pool.served import ServedModel
 logger = logging.getLogger(__name__)
 
 
-class InputTokensDetails(TypedDict):
-    """Where the prompt's tokens came from."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-    """Prompt tokens evaluated and kept for reuse."""
-
-
-class AnswerTokensDetails(TypedDict):
-    """What the answer's tokens were spent on."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(TypedDict):
     """Token counts in this API's names."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
+    """`cache_write_tokens` were evaluated and kept for reuse."""
     output_tokens: int
-    output_tokens_details: AnswerTokensDetails
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
     total_tokens: int
-
-
-class ResponseError(TypedDict):
-    """Why a response failed."""
-
-    code: str
-    message: str
-
-
-class IncompleteDetails(TypedDict):
-    """Why a response ended early."""
-
-    reason: Literal["max_output_tokens"]
-
-
-class ConversationName(TypedDict):
-    """The conversation that a response belongs to."""
-
-    id: str
-
-
-class ReasoningBody(TypedDict):
-    """The requested effort and summary of reasoning."""
-
-    effort: str | None
-    summary: str | None
 
 
 class ResponseBody(CostsAtEnd):
@@ -99,8 +60,8 @@ class ResponseBody(CostsAtEnd):
     completed_at: int | None
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
-    error: ResponseError | None
-    incomplete_details: IncompleteDetails | None
+    error: dict[Literal["code", "message"], str] | None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -108,9 +69,9 @@ class ResponseBody(CostsAtEnd):
     output: Sequence[PartBody]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    conversation: ConversationName | None
+    conversation: dict[Literal["id"], str] | None
     prompt_cache_key: str | None
-    reasoning: ReasoningBody
+    reasoning: dict[Literal["effort", "summary"], str | None]
     safety_identifier: str | None
     service_tier: str
     store: bool
@@ -128,23 +89,23 @@ class ResponseBody(CostsAtEnd):
 
 def usage_of(finished: Finished) -> ResponseUsage:
     """A finished request's token counts."""
-    timings = finished.timings
+    num_prompt, timings = finished.prompt_tokens, finished.timings
     return {
-        "input_tokens": finished.prompt_tokens,
+        "input_tokens": num_prompt,
         "input_tokens_details": {
             "cached_tokens": timings.cache_tokens,
             "cache_write_tokens": timings.evaluated_tokens,
         },
         "output_tokens": timings.predicted_tokens,
         "output_tokens_details": {"reasoning_tokens": finished.reasoning_tokens or 0},
-        "total_tokens": finished.prompt_tokens + timings.predicted_tokens,
+        "total_tokens": num_prompt + timings.predicted_tokens,
     }
 
 
-def error_of(error: ApiError) -> ResponseError:
-    """A failed response's error."""
-    code = "context_length_exceeded" if error.code is Code.CONTEXT_EXCEEDED else "server_error"
-    return {"code": "rate_limit_exceeded" if error.status == 429 else code, "message": error.message}
+def _failure(error: ApiError) -> str:
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return "context_length_exceeded" if error.code is Code.CONTEXT_EXCEEDED else "server_error"
 
 
 def begun_response(
@@ -181,13 +142,6 @@ def begun_response(
 ID_PREFIX = "resp_"
 UNFINISHED = ("queued", "in_progress")
 UNFINISHED_ITEMS = ("incomplete", "in_progress")
-
-
-class ResponseTokensBody(TypedDict):
-    """The length of a prompt."""
-
-    object: str
-    input_tokens: int
 
 
 @dataclass(frozen=True)
@@ -316,8 +270,7 @@ def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts the tokens of a prompt, those of the template included."""
     body = parse_known(InputBody, incoming.fields, IN_INPUT, KNOWN)
     given = read_given(context, body, context.find_model(body.model), namespace_of(incoming.http, None), "count")
-    num_tokens = len(given.conversation.render().tokens)
-    return ResponseTokensBody(object="response.input_tokens", input_tokens=num_tokens)
+    return {"object": "response.input_tokens", "input_tokens": len(given.conversation.render().tokens)}
 
 
 @generate(ID_PREFIX)
@@ -424,8 +377,9 @@ class ResponseExchange(Exchange):
     async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> PartEvent:
         """The last event of a cut-off response."""
         self._output.close("incomplete")
-        why = None if error is None else error_of(error)
-        self._response = {**self._response, "status": status, "error": why, "output": self._output.ended}
+        self._response = {**self._response, "status": status, "output": self._output.ended}
+        if error is not None:
+            self._response["error"] = {"code": _failure(error), "message": error.message}
         if self._run is not None:
             await self._keep()
         return {"type": f"response.{status}", "response": self._response}
@@ -473,5 +427,9 @@ class ResponseExchange(Exchange):
 
 ROUTES = (
     Endpoint("/responses", create_response, Operation(ResponsesBody, ResponseBody, dict[str, Any])),
-    Endpoint("/responses/input_tokens", count_input_tokens, Operation(InputBody, ResponseTokensBody)),
+    Endpoint(
+        "/responses/input_tokens",
+        count_input_tokens,
+        Operation(InputBody, dict[Literal["object", "input_tokens"], str | int]),
+    ),
 )

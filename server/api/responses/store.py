@@ -57,7 +57,17 @@ WITH RECURSIVE chain (id, parent, session, input, body, depth) AS (
     SELECT r.id, r.parent, r.session, r.input, r.body, depth + 1 FROM responses r JOIN chain c
     ON r.id = c.parent AND r.namespace = :namespace WHERE depth < :limit
 )
-SELECT id, parent, session, input, body FROM chain ORDER BY depth DESC
+SELECT id, body, input, parent, session FROM chain ORDER BY depth DESC
+"""
+_SIZE: Final = """
+SELECT (SELECT COUNT(*) FROM responses) + (SELECT COUNT(*) FROM conversations),
+    (SELECT TOTAL(num_bytes) FROM responses) + (SELECT TOTAL(num_bytes) FROM conversation_items)
+"""
+_OLDEST: Final = """
+SELECT is_chain, namespace, name FROM (
+    SELECT 1 AS is_chain, namespace, session AS name, used FROM chains
+    UNION ALL SELECT 0, namespace, id, used FROM conversations
+) ORDER BY used LIMIT 1
 """
 _ITEMS_DELETION: Final = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ?"
 _CONVERSATION_DELETION: Final = "DELETE FROM conversations WHERE namespace = ? AND id = ?"
@@ -115,21 +125,21 @@ class ResponseStore:
                 self._add(database, namespace, conversation, response.items)
             self._evict(database)
 
-    def chain(self, namespace: str, response_id: str) -> list[StoredResponse]:
-        """A response and all before it, oldest first, if stored.
+    def chain(self, namespace: str, response_id: str, num_before: int = MAX_CHAIN) -> list[StoredResponse]:
+        """A response and those before it, oldest first, if stored.
 
         The first one has a parent if the parent was deleted.
         """
-        place = {"namespace": namespace, "id": response_id, "limit": MAX_CHAIN}
+        place = {"namespace": namespace, "id": response_id, "limit": num_before}
         with self._opened() as database:
-            return [_stored(*row) for row in database.execute(_CHAIN, place)]
+            return [
+                StoredResponse(row[0], *map(json.loads, row[1:3]), *row[3:])
+                for row in database.execute(_CHAIN, place)
+            ]
 
     def find(self, namespace: str, response_id: str) -> StoredResponse | None:
         """A response."""
-        statement = "SELECT id, parent, session, input, body FROM responses WHERE namespace = ? AND id = ?"
-        with self._opened() as database:
-            row = database.execute(statement, (namespace, response_id)).fetchone()
-        return None if row is None else _stored(*row)
+        return next(iter(self.chain(namespace, response_id, 0)), None)
 
     def delete(self, namespace: str, response_id: str) -> bool:
         """Forgets a response; returns whether it was there. Responses that continue it lose their beginning."""
@@ -165,7 +175,7 @@ class ResponseStore:
         with self._opened() as database:
             return self._add(database, namespace, conversation_id, items)
 
-    def delete_item(self, namespace: str, conversation_id: str, item_id: str) -> bool:
+    def delete_item(self, namespace: str, item_id: str, conversation_id: str) -> bool:
         """Removes an item; returns whether it was there."""
         return self._forget((namespace, conversation_id, item_id), f"{_ITEMS_DELETION} AND id = ?")
 
@@ -201,8 +211,11 @@ class ResponseStore:
         return True
 
     def _evict(self, database: sqlite3.Connection) -> None:
-        while _is_over(database, self._max_responses, self._max_bytes) and _forget_oldest(database):
-            pass
+        while True:
+            number, num_bytes = database.execute(_SIZE).fetchone()
+            is_over = number > self._max_responses or num_bytes > self._max_bytes
+            if not (is_over and _forget_oldest(database)):
+                return
 
 
 def store_of(config: ServerConfig) -> ResponseStore:
@@ -260,25 +273,8 @@ def _make_tables(database: sqlite3.Connection) -> None:
     database.execute(f"PRAGMA user_version = {_VERSION}")
 
 
-def _stored(response_id: str, parent: str | None, session: str, given: str, body: str) -> StoredResponse:
-    return StoredResponse(response_id, json.loads(body), json.loads(given), parent, session)
-
-
-def _is_over(database: sqlite3.Connection, max_responses: int, max_bytes: int) -> bool:
-    responses = database.execute("SELECT COUNT(*), TOTAL(num_bytes) FROM responses").fetchone()
-    items = database.execute("SELECT TOTAL(num_bytes) FROM conversation_items").fetchone()
-    conversations = database.execute("SELECT COUNT(*) FROM conversations").fetchone()
-    return bool(responses[0] + conversations[0] > max_responses or responses[1] + items[0] > max_bytes)
-
-
 def _forget_oldest(database: sqlite3.Connection) -> bool:
-    statement = """
-    SELECT is_chain, namespace, name FROM (
-        SELECT 1 AS is_chain, namespace, session AS name, used FROM chains
-        UNION ALL SELECT 0, namespace, id, used FROM conversations
-    ) ORDER BY used LIMIT 1
-    """
-    row = database.execute(statement).fetchone()
+    row = database.execute(_OLDEST).fetchone()
     if row is None:
         return False
     is_chain, *place = row

@@ -5,11 +5,7 @@ from typing import Any, get_type_hints
 
 from server.api.responses.background import KEPT_SECONDS, MAX_EVENT_BYTES, MAX_RUNNING, MAX_RUNS, MAX_SECONDS
 from server.api.responses.create import (
-    AnswerTokensDetails,
-    InputTokensDetails,
     ResponseBody,
-    ResponseError,
-    ResponseTokensBody,
     ResponseUsage,
 )
 from server.api.responses.items import ITEM_TYPES, SKIPPED_ITEM_TYPES
@@ -32,7 +28,7 @@ def test_every_field_of_a_body_is_documented_and_exists() -> None:
     assert set(rows(FIELDS)) == set(ResponsesBody.model_fields)
     counted = FIELDS.partition("`POST /v1/responses/input_tokens` takes")[2]
     assert set(re.findall(r"`([a-z_]+)`", counted.partition(", and the others")[0])) == set(InputBody.model_fields)
-    assert all(f"`{name}`" in counted for name in get_type_hints(ResponseTokensBody))
+    assert "`object` and `input_tokens`" in counted
 
 
 def test_every_refused_field_and_every_one_without_effect_is_documented() -> None:
@@ -45,8 +41,7 @@ def test_every_field_of_an_answer_is_documented() -> None:
     echoed = answer.partition("These fields repeat the request:")[2].partition(".")[0]
     documented = [*rows(answer), *re.findall(r"`([a-z_]+)`", echoed)]
     assert sorted(documented) == sorted(get_type_hints(ResponseBody))
-    for kind in (ResponseUsage, InputTokensDetails, AnswerTokensDetails, ResponseError):
-        assert set(get_type_hints(kind)) <= set(re.findall(r"[a-z_]+", answer)), kind
+    assert set(get_type_hints(ResponseUsage)) <= set(re.findall(r"[a-z_]+", answer))
 
 
 def test_items_tools_and_limits_are_documented() -> None:
