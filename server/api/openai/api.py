@@ -7,8 +7,7 @@ compares their vectors by the cosine.
 import asyncio
 import base64
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -69,11 +68,7 @@ class EmbeddingBody(TypedDict):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(TypedDict):
-    """What the texts took."""
-
-    prompt_tokens: int
-    total_tokens: int
+EmbeddingUsage: TypeAlias = dict[Literal["prompt_tokens", "total_tokens"], int]
 
 
 class EmbeddingList(TypedDict):
@@ -91,18 +86,17 @@ def create_embeddings(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     body = parse_body(EmbeddingsBody, incoming.fields, IN_EMBEDDINGS)
     reader = TextReader(context.find_model(body.model))
     texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
-    write = partial(_written_vectors, body, reader.model.id, reader.num_tokens)
-    return EmbeddingWork(reader.model, texts, write)
-
-
-def _written_vectors(body: EmbeddingsBody, model_id: str, num_tokens: int, vectors: Sequence[Vector]) -> str:
     encode = _base64_json if body.encoding_format == "base64" else vector_json
-    data = [
-        f'{{"object":"embedding","index":{place},"embedding":{encode(vector)}}}'
-        for place, vector in enumerate(shortened(vectors, body.dimensions))
-    ]
-    usage: EmbeddingUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return object_json({"object": "list", "model": model_id, "usage": usage}, "data", data)
+
+    def write(vectors: Sequence[Vector]) -> str:
+        data = [
+            f'{{"object":"embedding","index":{place},"embedding":{encode(vector)}}}'
+            for place, vector in enumerate(shortened(vectors, body.dimensions))
+        ]
+        usage = {"prompt_tokens": reader.num_tokens, "total_tokens": reader.num_tokens}
+        return object_json({"object": "list", "model": reader.model.id, "usage": usage}, "data", data)
+
+    return EmbeddingWork(reader.model, texts, write)
 
 
 def _base64_json(vector: Vector) -> str:
@@ -111,12 +105,6 @@ def _base64_json(vector: Vector) -> str:
 
 def _as_text(value: Any) -> Any:
     return value.get("text") if isinstance(value, dict) else value
-
-
-class RankedText(TypedDict):
-    """A document as it was sent."""
-
-    text: str
 
 
 _Document = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
@@ -146,7 +134,7 @@ class RankedDocument(TypedDict):
     index: int
     relevance_score: float
     """The probability of a match, or the cosine."""
-    document: NotRequired[RankedText]
+    document: NotRequired[dict[Literal["text"], str]]
 
 
 class RankedList(TypedDict):

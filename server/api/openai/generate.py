@@ -3,7 +3,7 @@
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeAlias, get_args
 
 import numpy as np
@@ -53,7 +53,7 @@ from server.engine.request import (
     Started,
     TokenArray,
 )
-from server.pool.served import ServedModel, TokenReader
+from server.pool.served import ServedModel
 
 FAILED = "error"
 """Finish reason of a failed choice, if others succeeded."""
@@ -138,68 +138,6 @@ class TextLogprobs(TypedDict):
     text_offset: list[int]
 
 
-@dataclass(frozen=True)
-class TokenNames:
-    """Names the tokens of one answer."""
-
-    texts: TokenReader
-    are_ids: bool = False
-    """`token_id:42` instead of texts."""
-
-    def name(self, token: int) -> str:
-        """A token's text, or the bytes of a part of a character."""
-        if self.are_ids:
-            return f"token_id:{token}"
-        piece = self.texts.piece(token)
-        try:
-            return piece.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-    def likely(self, token: int, logprob: float) -> LikelyToken:
-        """A token's entry in chat."""
-        return {"token": self.name(token), "logprob": max(logprob, LEAST), "bytes": list(self.texts.piece(token))}
-
-
-class TextLogprobsWriter:
-    """Writes one completion's log-probabilities in order."""
-
-    def __init__(self, names: TokenNames, num_top: int) -> None:
-        self._names = names
-        self._num_top = num_top
-        self._before = b""
-        """Bytes of the text so far; offsets count its characters."""
-
-    def write(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
-        """The log-probabilities of the next tokens."""
-        top: list[dict[str, float] | None]
-        top = [{self._names.name(token): max(logprob, LEAST) for token, logprob in one.top} for one in told]
-        return {
-            "tokens": [self._names.name(one.token_id) for one in told],
-            "token_logprobs": [max(one.logprob, LEAST) for one in told],
-            "top_logprobs": top if self._num_top else None,
-            "text_offset": [self._pass(one.token_id) for one in told],
-        }
-
-    def write_all(self, prompt: Sequence[int], scored: Sequence[TokenLogprob], num_characters: int) -> TextLogprobs:
-        """The log-probabilities of an echoed prompt and its answer.
-
-        The first token has no log-probability, and the tokenizer's prefix is not echoed.
-        """
-        told = self.write([TokenLogprob(prompt[0], 0.0), *scored])
-        told["token_logprobs"][0] = None
-        if told["top_logprobs"] is not None:
-            told["top_logprobs"][0] = None
-        num_hidden = len(self._names.texts.text(prompt)) - num_characters
-        told["text_offset"] = [max(0, offset - num_hidden) for offset in told["text_offset"]]
-        return told
-
-    def _pass(self, token: int) -> int:
-        offset = len(self._before.decode(errors="ignore"))
-        self._before += self._names.texts.piece(token)
-        return offset
-
-
 class ChoiceExchange(Exchange):
     """Writes one choice; the first choice also writes the answer of all."""
 
@@ -214,7 +152,7 @@ class ChoiceExchange(Exchange):
     def __init__(self, body: GenerationBody, question: Question, index: int = 0) -> None:
         super().__init__(question, is_streamed=body.stream is True)
         self.index = index
-        self.names = TokenNames(self.model.token_texts, body.return_tokens_as_token_ids is True)
+        self._names_ids = body.return_tokens_as_token_ids is True
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] = []
         self._num_tokens = self._num_cached = 0
@@ -249,6 +187,16 @@ class ChoiceExchange(Exchange):
     @abstractmethod
     def logprobs(self) -> Any:
         """The log-probabilities not yet written, if requested."""
+
+    def token_name(self, token: int) -> str:
+        """A token's text, or the bytes of a part of a character; its number if requested."""
+        if self._names_ids:
+            return f"token_id:{token}"
+        piece = self.model.token_texts.piece(token)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
     def take_tokens(self, delta: Delta) -> None:
         """Keeps the tokens for the next chunk.
@@ -537,9 +485,13 @@ class ChatExchange(ChoiceExchange):
         """The next tokens' log-probabilities."""
         content: list[TokenLogprobs] = []
         for one in self.untold():
-            top = [self.names.likely(token, logprob) for token, logprob in one.top]
-            content.append({**self.names.likely(one.token_id, one.logprob), "top_logprobs": top})
+            top = [self._likely(*other) for other in one.top]
+            content.append({**self._likely(one.token_id, one.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None} if content else None
+
+    def _likely(self, token: int, logprob: float) -> LikelyToken:
+        piece = list(self.model.token_texts.piece(token))
+        return {"token": self.token_name(token), "logprob": max(logprob, LEAST), "bytes": piece}
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
@@ -683,8 +635,9 @@ class CompletionExchange(ChoiceExchange):
     def __init__(self, body: CompletionBody, question: Question, index: int = 0, repeated: str = "") -> None:
         super().__init__(body, question, index)
         self._texts = [repeated]
-        count = body.num_top_logprobs()
-        self._writer = TextLogprobsWriter(self.names, count) if count is not None else None
+        self._num_top = body.logprobs
+        self._before = b""
+        """Bytes of the tokens written so far; offsets count their characters."""
 
     def opening(self) -> Payload | None:
         """The echoed prompt, if any."""
@@ -698,17 +651,40 @@ class CompletionExchange(ChoiceExchange):
 
     def whole(self, end: Finished | Failed) -> Payload:
         """The text, with its prompt's log-probabilities if requested."""
-        told = None
-        if self._writer is not None and isinstance(end, Finished) and self.request.prompt_logprobs is not None:
-            told = self._writer.write_all(self.request.tokens.tolist(), end.scored, len(self._texts[0]))
-        elif self._writer is not None:
-            told = self._writer.write(self.untold())
-        return {"text": "".join(self._texts), "logprobs": told}
+        text = "".join(self._texts)
+        if isinstance(end, Finished) and self.request.prompt_logprobs is not None:
+            return {"text": text, "logprobs": self._with_prompt(end.scored)}
+        return {"text": text, "logprobs": None if self._num_top is None else self._written(self.untold())}
 
     def logprobs(self) -> TextLogprobs | None:
         """The next tokens' log-probabilities, if requested."""
         told = self.untold()
-        return self._writer.write(told) if told and self._writer is not None else None
+        return self._written(told) if told and self._num_top is not None else None
+
+    def _written(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
+        top = [{self.token_name(token): max(logprob, LEAST) for token, logprob in one.top} for one in told]
+        return {
+            "tokens": [self.token_name(one.token_id) for one in told],
+            "token_logprobs": [max(one.logprob, LEAST) for one in told],
+            "top_logprobs": [*top] if self._num_top else None,
+            "text_offset": [self._pass(one.token_id) for one in told],
+        }
+
+    def _with_prompt(self, scored: Sequence[TokenLogprob]) -> TextLogprobs:
+        """The first token has no log-probability, and the tokenizer's prefix is not echoed."""
+        prompt = self.request.tokens.tolist()
+        told = self._written([TokenLogprob(prompt[0], 0.0), *scored])
+        told["token_logprobs"][0] = None
+        if told["top_logprobs"] is not None:
+            told["top_logprobs"][0] = None
+        num_hidden = len(self.model.token_texts.text(prompt)) - len(self._texts[0])
+        told["text_offset"] = [max(0, offset - num_hidden) for offset in told["text_offset"]]
+        return told
+
+    def _pass(self, token: int) -> int:
+        offset = len(self._before.decode(errors="ignore"))
+        self._before += self.model.token_texts.piece(token)
+        return offset
 
     def ids(self) -> Payload:
         """Tokens not yet written, if requested."""

@@ -72,10 +72,6 @@ def _schema(value: Any) -> Any:
     raise PydanticCustomError("schema_type", "Input should be a JSON schema, an object")
 
 
-def _required_schema(value: Any) -> Any:
-    return _schema(value if isinstance(value, dict) else False)
-
-
 Schema = Annotated[dict[str, Any] | None, BeforeValidator(_schema)]
 GrammarText = Annotated[str | None, BeforeValidator(lambda value: None if value == "" else value)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
@@ -86,7 +82,7 @@ class SchemaFormat(BodyModel):
 
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any], BeforeValidator(_required_schema), Field(alias="schema")]
+    schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
     """True: an unknown keyword is an error; else it binds nothing."""
 
@@ -614,6 +610,9 @@ def read_params(body: GenerationBody, model: ServedModel) -> GenerationParams:
     sampling = _with_one_window(_sampling(body, model), body)
     check(sampling, model.vocab_size)
     check_token_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
+    grammar = body.answer_grammar()
+    if grammar is not None:
+        refuse_going_on(body, f"an answer that {grammar.param} binds ends where nothing may follow")
     is_background = body.priority == "background" or (body.priority is None and body.service_tier == BACKGROUND_TIER)
     return GenerationParams(
         sampling=sampling,
@@ -626,7 +625,7 @@ def read_params(body: GenerationBody, model: ServedModel) -> GenerationParams:
         is_volatile=body.store is False or body.prompt_cache_retention in IN_MEMORY,
         priority=Priority.BACKGROUND if is_background else Priority.INTERACTIVE,
         ignore_eos=body.ignore_eos is True,
-        grammar=_grammar(body),
+        grammar=grammar,
     )
 
 
@@ -634,13 +633,6 @@ def refuse_lone_stream_options(body: GenerationBody) -> None:
     """Raises ApiError (400) for stream options without a stream."""
     if body.stream_options is not None and body.stream_options.model_fields_set and body.stream is not True:
         raise wrong("stream_options", "they are for streams only, and stream is not true")
-
-
-def _grammar(body: GenerationBody) -> AnswerGrammar | None:
-    wanted = body.answer_grammar()
-    if wanted is not None:
-        refuse_going_on(body, f"an answer that {wanted.param} binds ends where nothing may follow")
-    return wanted
 
 
 def refuse_going_on(body: GenerationBody, why: str) -> None:
