@@ -6,8 +6,10 @@ nothing. All others are ignored; docs/ names those that clients know.
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from textwrap import dedent
 from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -34,19 +36,23 @@ class Rule:
         )
 
 
-Rules: TypeAlias = Mapping[str, Rule]
+Rules: TypeAlias = dict[str, Rule]
 
 
-def refused(why: str, fields: str) -> dict[str, Rule]:
-    """Fields refused for one reason, separated by white space.
+def refused(table: str) -> dict[str, Rule]:
+    """The fields of a table, whose lines hold a reason, a colon, and fields; indented lines go on with the fields.
 
     Behind a field's `=` stand, as JSON and with `|` between them, the values that ask for nothing.
     """
-    named = (one.partition("=") for one in fields.split())
-    return {name: Rule(why, tuple(map(json.loads, filter(None, values.split("|"))))) for name, _, values in named}
+    lines = (line.partition(": ") for line in re.sub("\n +", " ", dedent(table).strip()).splitlines())
+    named = ((why, field.partition("=")) for why, _, fields in lines for field in fields.split())
+    return {
+        name: Rule(why, tuple(json.loads(value) for value in values.split("|") if value))
+        for why, (name, _, values) in named
+    }
 
 
-def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> None:
+def refuse_fields(fields: Mapping[str, Any], rules: Mapping[str, Rule], place: str = "") -> None:
     """Raises ApiError (400) for the first refused field; `place` is prefixed to its name."""
     for name, value in fields.items():
         rule = rules.get(name)
@@ -73,7 +79,7 @@ def as_whole(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(as_whole)]
 
 
-def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Rules = MappingProxyType({})) -> Body:
+def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Mapping[str, Rule] = MappingProxyType({})) -> Body:
     """The checked body; raises ApiError (400) that names the first wrong field."""
     refuse_fields(raw, rules)
     body = validated(kind, raw)

@@ -362,35 +362,26 @@ class MessagesBody(PromptBody):
         return self.thinking is None or self.thinking.display != "omitted"
 
 
-IN_PROMPT: Rules = {
-    **refused("tools run where the client runs, and none on the server", "container mcp_servers=[]"),
-    **refused("a request holds its whole conversation", "thread previous_response_id conversation"),
-    **refused("the prompt is made of system, messages and tools only", 'prompt input instructions=""'),
-    **refused("its newer names are tools and tool_choice", 'functions=[] function_call="none"'),
-    **refused("its name here is output_config.effort", "reasoning_effort reasoning={}"),
-    **refused("its name here is output_config.format", "response_format"),
-}
+IN_PROMPT: Rules = refused("""
+    tools run where the client runs, and none on the server: container mcp_servers=[]
+    a request holds its whole conversation: thread previous_response_id conversation
+    the prompt is made of system, messages and tools only: prompt input instructions=""
+    its newer names are tools and tool_choice: functions=[] function_call="none"
+    its name here is output_config.effort: reasoning_effort reasoning={}
+    its name here is output_config.format: response_format
+""")
 
-IN_MESSAGES: Rules = {
-    **IN_PROMPT,
-    **refused(
-        "its name here is max_tokens",
-        "max_completion_tokens max_output_tokens max_new_tokens max_tokens_to_sample n_predict",
-    ),
-    **refused("its name here is stop_sequences", "stop=[]"),
-    **refused(
-        "this API samples by temperature, top_p and top_k only; /v1/chat/completions has more",
-        """
-        min_p=0 seed=-1 repetition_penalty=1 repeat_penalty=1 presence_penalty=0 frequency_penalty=0 logit_bias={}
+IN_MESSAGES: Rules = IN_PROMPT | refused("""
+    its name here is max_tokens: max_completion_tokens max_output_tokens max_new_tokens max_tokens_to_sample
+        n_predict
+    its name here is stop_sequences: stop=[]
+    this API samples by temperature, top_p and top_k only; /v1/chat/completions has more: min_p=0 seed=-1
+        repetition_penalty=1 repeat_penalty=1 presence_penalty=0 frequency_penalty=0 logit_bias={}
         ignore_eos=false
-        """,
-    ),
-    **refused("a request has one answer", "n=1"),
-    **refused("answers hold text, without data on single tokens", "logprobs=false top_logprobs=0"),
-    **refused(
-        "this API has no field for it; /v1/chat/completions has", "cache_prompt=true speculate=true priority=0"
-    ),
-}
+    a request has one answer: n=1
+    answers hold text, without data on single tokens: logprobs=false top_logprobs=0
+    this API has no field for it; /v1/chat/completions has: cache_prompt=true speculate=true priority=0
+""")
 
 _ERROR_PREFIX = "Error: "
 

@@ -293,13 +293,12 @@ NEVER = -100.0
 """The bias of `false`, which excludes a token."""
 STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit", FinishReason.CANCELLED: "none"}
 
-IN_COMPLETION: Rules = {
-    **{name: rule for name, rule in IN_TEXT.items() if name != "return_tokens"},
-    **refused("there is one answer to one prompt; /v1/completions gives several", "n=1"),
-    **refused("its name here is return_tokens", "return_token_ids=false"),
-    **refused("an answer has the text behind the prompt, and its tokens", "echo=false logprobs"),
-    **refused("prompts are text only", "image_data=[]"),
-}
+IN_COMPLETION: Rules = {name: rule for name, rule in IN_TEXT.items() if name != "return_tokens"} | refused("""
+    there is one answer to one prompt; /v1/completions gives several: n=1
+    its name here is return_tokens: return_token_ids=false
+    an answer has the text behind the prompt, and its tokens: echo=false logprobs
+    prompts are text only: image_data=[]
+""")
 
 
 def _one_prompt(value: Any) -> Any:

@@ -309,12 +309,12 @@ class CreateBody(_NamingBody):
     """Streamed unless false."""
 
 
-_IN_CREATE = {
-    **refused("a model's template comes with its files, and is written in Jinja, not in Go", 'template=""'),
-    **refused("start the server with --adapter NAME=FOLDER to serve a LoRA adapter beside a model", "adapters={}"),
-    **refused("weights stay as they are; pull a quantized model instead", 'quantize="" quantization=""'),
-    **refused("a model is pulled, or made from one that is here", 'files={} path=""'),
-}
+_IN_CREATE = refused("""
+    a model's template comes with its files, and is written in Jinja, not in Go: template=""
+    start the server with --adapter NAME=FOLDER to serve a LoRA adapter beside a model: adapters={}
+    weights stay as they are; pull a quantized model instead: quantize="" quantization=""
+    a model is pulled, or made from one that is here: files={} path=""
+""")
 
 
 CreateStatus: TypeAlias = dict[Literal["status"], str]

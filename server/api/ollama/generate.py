@@ -182,18 +182,17 @@ def follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -
     return RenderedPrompt(tokens, (end,), model.token_texts.text(context) + following)
 
 
-IN_MESSAGE: Rules = refused("no model here takes images, only text", "images=[]")
-IN_BOTH: Rules = {
-    **refused("answers hold text, without data on single tokens", "logprobs=false top_logprobs=0"),
-    **refused("a prompt is only shown with an answer to it", "_debug_render_only=false"),
-}
+IN_MESSAGE: Rules = refused("no model here takes images, only text: images=[]")
+IN_BOTH: Rules = refused("""
+    answers hold text, without data on single tokens: logprobs=false top_logprobs=0
+    a prompt is only shown with an answer to it: _debug_render_only=false
+""")
 
-IN_GENERATE: Rules = {
-    **IN_BOTH,
-    **IN_MESSAGE,
-    **refused("no model here fills in what stands before a text", 'suffix=""'),
-    **refused("prompts are made by the model's own template; send a whole prompt with raw", 'template=""'),
-}
+IN_GENERATE: Rules = IN_BOTH | refused("""
+    no model here takes images, only text: images=[]
+    no model here fills in what stands before a text: suffix=""
+    prompts are made by the model's own template; send a whole prompt with raw: template=""
+""")
 
 
 class OllamaHead(TypedDict):

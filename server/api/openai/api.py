@@ -27,10 +27,10 @@ from server.api.params import Incoming
 from server.api.wire import JsonBody, Payload, body_of, json_text
 from server.pool.served import ListedModel
 
-_OF_VECTORS: Rules = refused(
-    "a text that is too long is answered with an error, never cut",
-    "max_tokens_per_doc max_chunks_per_doc truncate_prompt_tokens=-1",
-)
+_OF_VECTORS: Rules = refused("""
+    a text that is too long is answered with an error, never cut: max_tokens_per_doc max_chunks_per_doc
+        truncate_prompt_tokens=-1
+""")
 
 
 def _as_list(value: Any) -> Any:
@@ -52,12 +52,11 @@ class EmbeddingsBody(BodyModel):
     """Number of first numbers of each vector to return."""
 
 
-IN_EMBEDDINGS: Rules = {
-    **_OF_VECTORS,
-    **refused("texts have the tokens that the tokenizer puts around them", "add_special_tokens=true"),
-    **refused("a vector has the length 1", "normalize=true embd_normalize=2"),
-    **refused("texts are embedded as they are, without a template", "task input_type messages=[]"),
-}
+IN_EMBEDDINGS: Rules = _OF_VECTORS | refused("""
+    texts have the tokens that the tokenizer puts around them: add_special_tokens=true
+    a vector has the length 1: normalize=true embd_normalize=2
+    texts are embedded as they are, without a template: task input_type messages=[]
+""")
 
 
 class EmbeddingBody(TypedDict):
@@ -122,10 +121,9 @@ class RerankBody(BodyModel):
     """The meaning of a match, for models that judge."""
 
 
-IN_RERANK: Rules = {
-    **_OF_VECTORS,
-    **refused("a document is a text, or an object with a text", 'rank_fields=[]|["text"]'),
-}
+IN_RERANK: Rules = _OF_VECTORS | refused("""
+    a document is a text, or an object with a text: rank_fields=[]|["text"]
+""")
 
 
 class RankedDocument(TypedDict):

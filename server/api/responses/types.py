@@ -274,26 +274,20 @@ def _input_schema(wanted: InputFormat | None) -> dict[str, Any]:
     }
 
 
-IN_INPUT: Rules = {
-    **refused("prompts are not kept here; send instructions and input", "prompt"),
-    **refused("its name here is input", "messages=[]"),
-}
+IN_INPUT: Rules = refused("""
+    prompts are not kept here; send instructions and input: prompt
+    its name here is input: messages=[]
+""")
 
-IN_RESPONSES: Rules = {
-    **IN_INPUT,
-    **refused("nothing is looked up or judged on the side", "moderation"),
-    **refused("answers hold text, without data on single tokens", "top_logprobs=0"),
-    **refused("its name here is max_output_tokens", "max_tokens max_completion_tokens"),
-    **refused("its name here is text.format", "response_format"),
-    **refused("its name here is reasoning.effort", "reasoning_effort"),
-    **refused(
-        "this API samples by temperature, top_p and seed only; /v1/chat/completions has more",
-        """
-        top_k=0|-1 min_p=0 stop=[] presence_penalty=0 frequency_penalty=0 repetition_penalty=1 logit_bias={}
-        n=1
-        """,
-    ),
-}
+IN_RESPONSES: Rules = IN_INPUT | refused("""
+    nothing is looked up or judged on the side: moderation
+    answers hold text, without data on single tokens: top_logprobs=0
+    its name here is max_output_tokens: max_tokens max_completion_tokens
+    its name here is text.format: response_format
+    its name here is reasoning.effort: reasoning_effort
+    this API samples by temperature, top_p and seed only; /v1/chat/completions has more: top_k=0|-1 min_p=0
+        stop=[] presence_penalty=0 frequency_penalty=0 repetition_penalty=1 logit_bias={} n=1
+""")
 
 WITHOUT_EFFECT: Final = (
     *("personality", "client_metadata", "prompt_cache_options", "context_management", "access_programs", "image"),
