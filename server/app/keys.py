@@ -101,7 +101,10 @@ def _is_count(value: Any) -> bool:
 
 _TEXT = "a printable text without spaces around it"
 _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "name": (lambda name: _is_text(name) and len(name) <= MAX_NAME_CHARACTERS, f"{_TEXT}, of at most 64 characters"),
+    "name": (
+        lambda name: _is_text(name) and len(name) <= MAX_NAME_CHARACTERS,
+        f"{_TEXT}, at most {MAX_NAME_CHARACTERS} of them",
+    ),
     "key": (_is_text, _TEXT),
     **dict.fromkeys(LIMITS, (_is_count, "a whole number of at least 1")),
     "operator": (lambda value: value is None or isinstance(value, bool), "true or false"),

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cache.budget import UNBOUNDED_BYTES
 from models.texts import size_text
 from server.pool.memory import Pressure
 
@@ -93,14 +92,6 @@ def comfortable_weights_bytes(machine: Machine) -> int:
     return int(usable_bytes(machine) * WEIGHTS_SHARE)
 
 
-def choose_budget_bytes(
-    machine: Machine, weights_bytes: int, others_bytes: int = 0, useful_bytes: int = UNBOUNDED_BYTES
-) -> int:
-    """The default for state, beside the claims of others: at most `useful_bytes`, a full context per slot."""
-    left_bytes = usable_bytes(machine) - others_bytes - weights_bytes
-    return max(min(left_bytes, useful_bytes, largest_state_bytes(machine)), SMALLEST_BUDGET_BYTES)
-
-
 def largest_state_bytes(machine: Machine) -> int:
     """The most that state takes by default."""
     return machine.memory_bytes if machine.is_card else int(machine.memory_bytes * STATE_SHARE)
@@ -125,7 +116,7 @@ def share_of(usable_bytes: int, own: "Claim", others: Sequence["Claim"]) -> int:
 
 
 def choose_most_bytes(machine: Machine, weights_bytes: int, useful_bytes: int, others: Sequence["Claim"]) -> int:
-    """As `choose_budget_bytes`, once others have made way."""
+    """The most for state, once others have made way."""
     wanted_bytes = min(useful_bytes, largest_state_bytes(machine))
     wish = Claim(0, "", usable_bytes(machine), "", weights_bytes, wanted_bytes)
     return min(wanted_bytes, share_of(usable_bytes(machine), wish, others) - weights_bytes)

@@ -252,17 +252,16 @@ def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
 
 
 def _plan(config: ServerConfig, machine: Machine, loaded: LoadedModel, others: Sequence[Claim]) -> MemoryPlan:
-    budget_bytes, weights_bytes = config.cache_memory_bytes, _weights_bytes(loaded)
+    weights_bytes, useful_bytes = _weights_bytes(loaded), _useful_bytes(loaded, config)
+    budget_bytes = min(pool_memory(config, machine, others).for_state([weights_bytes]), useful_bytes)
     others_bytes, most_bytes = sum(claim.memory_bytes for claim in others), 0
-    if budget_bytes is None:
-        useful_bytes = _useful_bytes(loaded, config)
-        budget_bytes = memory_budget.choose_budget_bytes(machine, weights_bytes, others_bytes, useful_bytes)
+    if config.cache_memory_bytes is None:
         most_bytes = memory_budget.choose_most_bytes(machine, weights_bytes, useful_bytes, others)
     plan = MemoryPlan(machine.memory_bytes, weights_bytes, budget_bytes, others_bytes, most_bytes)
     excess = memory_budget.find_excess(plan)
     if excess is not None:
-        fits = size_text(memory_budget.choose_budget_bytes(machine, weights_bytes))
-        raise StartError(f"{excess}; {fits} is what it takes by default")
+        usual = pool_memory(replace(config, cache_memory_bytes=None), machine, ()).for_state([weights_bytes])
+        raise StartError(f"{excess}; {size_text(usual)} is what it takes by default")
     return plan
 
 

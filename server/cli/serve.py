@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import uvicorn
@@ -239,19 +240,19 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         around = Surroundings(others, fast_blas, urls(address, port))
         service = _start(config, console, around, claim)
         pool = _make_pool(service, config, around, claim)
+        app = create_pool_app(pool, config, keys=keys)
+        limits = Limits(config.client_seconds, max_connections)
+        http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
+        report = partial(show_banner, console, service, config, around)
+        server = _Server(http_config, pool, config.drain_seconds, report)
         try:
-            on_listening = partial(show_banner, console, service, config, around)
-            app = create_pool_app(pool, config, keys=keys)
-            limits = Limits(config.client_seconds, max_connections)
-            http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
-            stopper = _Stopper(_Server(http_config, on_listening), pool, app, config.drain_seconds)
-            asyncio.run(_serve(stopper, config, listeners, sigterm, _make_upkeep(stopper, config, claim)))
-            return stopper.status
+            asyncio.run(_serve(server, config, listeners, sigterm, _make_upkeep(server, config, claim)))
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.
             sigterm.on_signal = lambda: None
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             pool.stop()
+        return server.status
 
 
 def _check_exposure(config: ServerConfig, address: str) -> None:
@@ -414,56 +415,19 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
     return StartError(f"cannot listen on {host}, port {port}: {error.strerror}")
 
 
-def _make_upkeep(stopper: "_Stopper", config: ServerConfig, claim: OwnClaim | None) -> Upkeep:
-    machine = read_machine(mx.device_info())
-    pressure = None if machine.is_card else partial(memory_budget.read_pressure, platform.system())
-    share = None
-    if claim is not None and config.cache_memory_bytes is None:
-        share = partial(claim.find_share, memory_budget.usable_bytes(machine))
-    return Upkeep(stopper.pool, stopper.fail, pressure, share)
-
-
-async def _serve(
-    stopper: "_Stopper", config: ServerConfig, listeners: list[socket.socket], sigterm: Sigterm, upkeep: Upkeep
-) -> None:
-    app = stopper.app
-    stopper.pool.watch()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, stopper.signalled)
-    sigterm.on_signal = partial(loop.call_soon_threadsafe, stopper.signalled)
-    if config.api_keys_file is not None:
-        loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, app, config))
-    rounds = loop.create_task(upkeep.run())
-    try:
-        await stopper.server.serve(sockets=listeners)
-    except OSError as error:
-        raise _cannot_listen(config.host, config.port, error) from error
-    finally:
-        rounds.cancel()
-    if stopper.draining is not None:
-        await stopper.draining
-    if app.state.api.background:
-        # Responses in the background are stored with their text so far.
-        await asyncio.wait(app.state.api.background, timeout=STORE_SECONDS)
-    if app.state.api.tracing is not None:
-        await asyncio.to_thread(app.state.api.tracing.close)
-
-
-def _reload_keys(app: Starlette, config: ServerConfig) -> None:
-    try:
-        keys = read_keys(config)
-    except ConfigError as error:
-        logger.error("the keys stay as they were: %s", error)
-        return
-    app.state.api.keys = keys
-    logger.info("keys were read again: %d", len(keys.keys))
-
-
 class _Server(uvicorn.Server):
-    def __init__(self, config: HttpConfig, on_listening: Callable[[], None]) -> None:
+    """Ends gently at the first signal, at once at the second. Event loop only."""
+
+    def __init__(self, config: HttpConfig, pool: ModelPool, drain_seconds: float, report: Callable[[], None]) -> None:
+        """`report` is called once requests can come."""
         super().__init__(config)
         self._reports = config.reports
-        self._on_listening = on_listening
+        self._report = report
+        self._drain_seconds = drain_seconds
+        self.app = cast(Starlette, config.app)
+        self.pool = pool
+        self.draining: asyncio.Task[None] | None = None
+        self.status = 0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -476,19 +440,7 @@ class _Server(uvicorn.Server):
             # asyncio takes one number for how many it accepts at once and how many the kernel lets wait.
             listener.listen(KERNEL_BACKLOG)
         quieten_accept_errors(asyncio.get_running_loop(), self._reports)
-        self._on_listening()
-
-
-@dataclass
-class _Stopper:
-    """Ends the server: gently at the first signal, at once at the second. Event loop only."""
-
-    server: _Server
-    pool: ModelPool
-    app: Starlette
-    drain_seconds: float
-    draining: asyncio.Task[None] | None = None
-    status: int = 0
+        self._report()
 
     def fail(self) -> None:
         """Ends the server with an error, so that launchd or systemd starts it again."""
@@ -500,23 +452,66 @@ class _Stopper:
             self.signalled()
 
     def signalled(self) -> None:
+        num_running = self.pool.num_running
         if self.draining is not None:
-            num_running = self.pool.num_running
             logger.warning("stopped at once%s", ": answers that were running are cut off" if num_running else "")
             logging.shutdown()
             # The worker may be inside a step, and an interpreter that ends around it would abort noisily.
             os._exit(130)
         start_draining(self.app)
-        self.draining = asyncio.get_running_loop().create_task(self._drain())
+        self.draining = asyncio.get_running_loop().create_task(self._drain(num_running))
 
-    async def _drain(self) -> None:
-        num_running = self.pool.num_running
+    async def _drain(self, num_running: int) -> None:
         if num_running:
-            logger.info("stopping: %d running, up to %g s to finish", num_running, self.drain_seconds)
-        if not await self.pool.drain(self.drain_seconds):
+            logger.info("stopping: %d running, up to %g s to finish", num_running, self._drain_seconds)
+        if not await self.pool.drain(self._drain_seconds):
             logger.warning("stopping: what still runs ends now")
         await asyncio.to_thread(self.pool.stop)
-        self.server.should_exit = True
+        self.should_exit = True
+
+
+def _make_upkeep(server: _Server, config: ServerConfig, claim: OwnClaim | None) -> Upkeep:
+    machine = read_machine(mx.device_info())
+    pressure = None if machine.is_card else partial(memory_budget.read_pressure, platform.system())
+    share = None
+    if claim is not None and config.cache_memory_bytes is None:
+        share = partial(claim.find_share, memory_budget.usable_bytes(machine))
+    return Upkeep(server.pool, server.fail, pressure, share)
+
+
+async def _serve(
+    server: _Server, config: ServerConfig, listeners: list[socket.socket], sigterm: Sigterm, upkeep: Upkeep
+) -> None:
+    server.pool.watch()
+    loop, state = asyncio.get_running_loop(), server.app.state.api
+    loop.add_signal_handler(signal.SIGINT, server.signalled)
+    sigterm.on_signal = partial(loop.call_soon_threadsafe, server.signalled)
+    if config.api_keys_file is not None:
+        loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, server.app, config))
+    rounds = loop.create_task(upkeep.run())
+    try:
+        await server.serve(sockets=listeners)
+    except OSError as error:
+        raise _cannot_listen(config.host, config.port, error) from error
+    finally:
+        rounds.cancel()
+    if server.draining is not None:
+        await server.draining
+    if state.background:
+        # Responses in the background are stored with their text so far.
+        await asyncio.wait(state.background, timeout=STORE_SECONDS)
+    if state.tracing is not None:
+        await asyncio.to_thread(state.tracing.close)
+
+
+def _reload_keys(app: Starlette, config: ServerConfig) -> None:
+    try:
+        keys = read_keys(config)
+    except ConfigError as error:
+        logger.error("the keys stay as they were: %s", error)
+        return
+    app.state.api.keys = keys
+    logger.info("keys were read again: %d", len(keys.keys))
 
 
 def show_banner(console: Console, service: Service, config: ServerConfig, around: Surroundings) -> None:

@@ -8,19 +8,23 @@ import pytest
 from server.app.config import ServerConfig
 from server.app.memory_budget import (
     SMALLEST_BUDGET_BYTES,
+    Claim,
     Machine,
     MemoryPlan,
-    choose_budget_bytes,
     choose_pool_bytes,
     find_excess,
     largest_weights_bytes,
     read_machine,
     read_pressure,
 )
-from server.app.service import Wiring, open_service
+from server.app.service import Wiring, open_service, pool_memory
 from server.pool.memory import Pressure
 
 GIB = 1 << 30
+
+
+def choose_budget_bytes(machine: Machine, weights_bytes: int, others_bytes: int = 0) -> int:
+    return pool_memory(ServerConfig(), machine, [Claim(1, "", others_bytes, "")]).for_state([weights_bytes])
 
 
 def test_a_quarter_of_the_machine_or_what_the_weights_leave_of_three() -> None:
@@ -83,10 +87,13 @@ def test_others_leave_less() -> None:
     assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, 50 * GIB) == SMALLEST_BUDGET_BYTES
 
 
-def test_a_budget_is_at_most_what_is_of_use_and_never_too_small_for_a_conversation() -> None:
-    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, useful_bytes=GIB) == GIB
-    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, 7 * GIB, useful_bytes=2 * GIB) == GIB
-    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, useful_bytes=1000) == SMALLEST_BUDGET_BYTES
+def test_a_budget_is_at_most_what_is_of_use_and_never_too_small_for_a_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = ServerConfig(models=("demo",), slots=1, context_tokens=64)
+    assert open_service(small).memory.budget_bytes == SMALLEST_BUDGET_BYTES
+    monkeypatch.setattr("server.app.service._useful_bytes", lambda loaded, config: 300 << 20)
+    assert open_service(small).memory.budget_bytes == 300 << 20
 
 
 def test_a_plan_fits_the_machine_or_says_why_not() -> None:

@@ -29,6 +29,7 @@ import pytest
 from models.inference.sampling_params import SamplingParams
 from models.names import model_id
 from server.api.app import create_app
+from server.api.connections import HttpConfig, Limits
 from server.api.responses.store import FILE_NAME, ResponseStore
 from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running, take
@@ -37,7 +38,7 @@ from server.cli import serve
 from server.cli.main import execute
 from server.cli.serve import (
     Surroundings,
-    _Stopper,
+    _Server,
     bind,
     count_text,
     example_call,
@@ -294,9 +295,9 @@ def test_a_second_signal_speaks_of_answers_only_where_some_ran(
     async def signal_twice() -> None:
         pool = SimpleNamespace(num_running=num_open, drain=asyncio.sleep, stop=list)
         app = create_app(FakeEngine(), fake_model(), ServerConfig())
-        stopper = _Stopper(cast(Any, SimpleNamespace()), cast(Any, pool), app, 0)
-        stopper.signalled()
-        stopper.signalled()
+        server = _Server(HttpConfig(app, Limits(10, 10)), cast(Any, pool), 0, lambda: None)
+        server.signalled()
+        server.signalled()
 
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
