@@ -19,18 +19,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from models import names
 from models.errors import ModelNotFound, StoreError, reason
 from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, find_mtp, mtp_of, pull, pull_mtp
-from models.names import (
-    ShortName,
-    find_family,
-    find_short_name,
-    find_stored,
-    largest,
-    parse_repository,
-    resolve,
-    shorten,
-)
+from models.names import ShortName, resolve, shorten
 from models.store.library import create, parse_free_name
 from models.store.manifest import data_folder
 from models.store.modelfile import Modelfile
@@ -45,7 +37,7 @@ from server.cli.options import Force, Json, command_group
 app = command_group()
 
 LINE_SHARE = 0.1
-"""Without a terminal, a line is printed for each such part, or after `LINE_SECONDS`."""
+"""Without a bar, progress is told for each such part, or after some seconds."""
 LINE_SECONDS = 15.0
 JSON_SECONDS = 0.5
 
@@ -95,7 +87,7 @@ def convert(name: str, own: Annotated[str | None, typer.Argument()] = None, quan
     usual = re.sub(r"[^a-z0-9._-]+", "-", _last_part(name).lower())
     full = parse_free_name(own or usual + ("" if bits is None else f"-{bits}bit"))
     target = data_folder(os.environ) / "converted" / full.removesuffix(":latest").replace(":", "-")
-    if target.exists() or find_stored(full) is not None:
+    if target.exists() or names.find_stored(full) is not None:
         raise StoreError(f"there is a {full.removesuffix(':latest')} already; choose another NAME")
     folder = _source(name)
     _check_result(name, folder, bits, target)
@@ -131,10 +123,10 @@ def _last_part(name: str) -> str:
 def _source(name: str) -> Path:
     with suppress(ModelNotFound):
         return resolve(name)
-    if Path(name).expanduser().exists() or parse_repository(name) is None:
+    if Path(name).expanduser().exists() or names.parse_repository(name) is None:
         return resolve(name)
     console = Console(markup=False, highlight=False)
-    with handling(lambda *_: _stop_pull(name), signal.SIGINT), _reporting(console, name, as_json=False) as tell:
+    with handling(lambda *_: _stop_pull(name), signal.SIGINT), _reporting(console, name) as tell:
         return pull(name, tell)
 
 
@@ -168,10 +160,10 @@ def _bar(console: Console, told: str) -> Iterator[Callable[..., None]]:
 
 def choose(name: str, limit_bytes: int) -> ShortName | None:
     """The largest model of a family that fits, None for no family; raises ModelNotFound."""
-    family = find_family(name) if not Path(name).expanduser().is_dir() else ()
+    family = names.find_family(name) if not Path(name).expanduser().is_dir() else ()
     if not family:
         return None
-    found = largest(family, limit_bytes)
+    found = names.largest(family, limit_bytes)
     if found is None:
         smallest, room = family[0], size_text(max(limit_bytes, 0))
         takes = f"The smallest of {name}, {smallest.name}, takes {about(smallest)}"
@@ -185,9 +177,9 @@ def offer(name: str) -> str | None:
         resolve(name)
         return None
     limit_bytes = comfortable_weights_bytes(this_machine())
-    chosen = choose(name, limit_bytes) or find_short_name(name)
+    chosen = choose(name, limit_bytes) or names.find_short_name(name)
     wanted = shorten(name) if chosen is None else chosen.name
-    if parse_repository(wanted) is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if names.parse_repository(wanted) is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return None
     size = ""
     if chosen is not None:
@@ -206,7 +198,7 @@ def about(model: ShortName) -> str:
     return f"about {size_text(model.num_bytes)}"
 
 
-def _on_bar(update: Callable[..., None], name: str, event: PullEvent) -> None:
+def _show_on_bar(update: Callable[..., None], name: str, event: PullEvent) -> None:
     match event:
         case PullProgress(done_bytes=done, total_bytes=total):
             update(description=name, completed=done, total=total)
@@ -214,56 +206,50 @@ def _on_bar(update: Callable[..., None], name: str, event: PullEvent) -> None:
             update(description=f"checking {name}")
 
 
-def _in_lines(console: Console, name: str) -> TellPull:
+def _print_line(console: Console, name: str, event: PullEvent) -> None:
+    if isinstance(event, PullProgress) and event.total_bytes:
+        share, here = event.done_bytes / event.total_bytes, size_text(event.done_bytes)
+        console.print(f"{name}: {share:.0%}, {here} of {size_text(event.total_bytes)}", soft_wrap=True)
+
+
+def _figures(event: PullEvent) -> dict[str, object]:
+    match event:
+        case PullPlanned(repository=repository, files=files):
+            listed = [{"name": file.name, "bytes": file.num_bytes} for file in files]
+            return {"status": "planned", "repository": repository, "files": listed}
+        case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
+            part = {} if file is None else {"file": file.name, "file_bytes": here, "file_total": file.num_bytes}
+            return {"status": "downloading", "completed": done, "total": total, **part}
+        case PullChecking(file=file):
+            return {"status": "checking", "file": file.name}
+
+
+def _paced(tell: TellPull, seconds: float) -> TellPull:
+    """Passes on steps, and progress where it is a tenth more, the end, or some more after `seconds`."""
     told_share, told_at = 0.0, time.monotonic()
 
-    def tell(event: PullEvent) -> None:
+    def pass_on(event: PullEvent) -> None:
         nonlocal told_share, told_at
-        if not isinstance(event, PullProgress) or not event.total_bytes:
-            return
-        share, now = event.done_bytes / event.total_bytes, time.monotonic()
-        more = share - told_share
-        if more >= LINE_SHARE or (more > 0 and now - told_at >= LINE_SECONDS):
+        if isinstance(event, PullProgress):
+            share, now = event.done_bytes / max(event.total_bytes, 1), time.monotonic()
+            is_late = share > told_share and (share == 1 or now - told_at >= seconds)
+            if share - told_share < LINE_SHARE and not is_late:
+                return
             told_share, told_at = share, now
-            here, total = size_text(event.done_bytes), size_text(event.total_bytes)
-            console.print(f"{name}: {share:.0%}, {here} of {total}", soft_wrap=True)
+        tell(event)
 
-    return tell
-
-
-def _as_json(console: Console) -> TellPull:
-    told_at = 0.0
-
-    def tell(event: PullEvent) -> None:
-        nonlocal told_at
-        figures: dict[str, object]
-        match event:
-            case PullPlanned(repository=repository, files=files):
-                listed = [{"name": file.name, "bytes": file.num_bytes} for file in files]
-                figures = {"status": "planned", "repository": repository, "files": listed}
-            case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
-                now = time.monotonic()
-                if done < total and now - told_at < JSON_SECONDS:
-                    return
-                told_at = now
-                part = {} if file is None else {"file": file.name, "file_bytes": here, "file_total": file.num_bytes}
-                figures = {"status": "downloading", "completed": done, "total": total, **part}
-            case PullChecking(file=file):
-                figures = {"status": "checking", "file": file.name}
-        console.out(json.dumps(figures, ensure_ascii=False))
-
-    return tell
+    return pass_on
 
 
 @contextmanager
-def _reporting(console: Console, name: str, *, as_json: bool) -> Iterator[TellPull]:
+def _reporting(console: Console, name: str, *, as_json: bool = False) -> Iterator[TellPull]:
     if as_json:
-        yield _as_json(console)
+        yield _paced(lambda event: console.out(json.dumps(_figures(event), ensure_ascii=False)), JSON_SECONDS)
     elif not console.is_terminal:
-        yield _in_lines(console, name)
+        yield _paced(partial(_print_line, console, name), LINE_SECONDS)
     else:
         with _bar(console, name) as update:
-            yield partial(_on_bar, update, name)
+            yield partial(_show_on_bar, update, name)
 
 
 def _stop_pull(name: str) -> NoReturn:
