@@ -37,6 +37,12 @@ class ApiKey:
     is_operator: bool = False
     """Sees the sessions and the cache of all keys."""
 
+    @property
+    def per_minute(self) -> dict[str, int]:
+        """Its limits of requests and tokens that bind."""
+        limits = {"requests": self.requests_per_minute, "tokens": self.tokens_per_minute}
+        return {what: limit for what, limit in limits.items() if limit is not None}
+
 
 class KeyRing:
     """Accepted keys; none if the server requires no key."""
@@ -169,53 +175,25 @@ class OverLimit(Exception):
 
 
 @dataclass
-class Bucket:
-    """One allowance of a key."""
-
-    per_minute: int
-    amount: float
-    """Negative after use beyond the bucket."""
-    filled_at: float
-
-    def fill(self, per_minute: int, now: float) -> None:
-        """Adds what flowed in since the last call."""
-        self.per_minute = per_minute
-        self.amount = min(per_minute, self.amount + (now - self.filled_at) * per_minute / 60)
-        self.filled_at = now
-
-    def seconds_until(self, amount: float) -> float:
-        """The seconds until `amount` is available."""
-        return max(0.0, amount - self.amount) * 60 / self.per_minute
-
-    def headers(self, what: str) -> dict[str, str]:
-        """The headers that OpenAI's clients read."""
-        return {
-            f"x-ratelimit-limit-{what}": str(self.per_minute),
-            f"x-ratelimit-remaining-{what}": str(max(0, math.floor(self.amount))),
-            f"x-ratelimit-reset-{what}": duration_text(self.seconds_until(self.per_minute)),
-        }
-
-
-@dataclass
 class KeyUsage:
     """One key's use."""
 
     num_running: int = 0
-    buckets: dict[str, Bucket] = field(default_factory=dict)
-    """Buckets of `requests` and `tokens`, if the key has such limits."""
+    left: dict[str, float] = field(default_factory=dict)
+    """Requests and tokens that may be used now, if the key has such limits; negative after use beyond them."""
+    filled_at: float = 0.0
 
     def fill(self, key: ApiKey, now: float) -> None:
-        """Fills the buckets by the key's current limits."""
-        for what, per_minute in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
-            if per_minute is None:
-                self.buckets.pop(what, None)
-            else:
-                self.buckets.setdefault(what, Bucket(per_minute, per_minute, now)).fill(per_minute, now)
+        """Adds what flowed in since the last call, by the key's current limits."""
+        minutes, self.filled_at = (now - self.filled_at) / 60, now
+        self.left = {
+            what: min(limit, self.left.get(what, limit) + minutes * limit) for what, limit in key.per_minute.items()
+        }
 
     def use(self, what: str, amount: int) -> None:
-        """Takes an amount; the bucket may hold less."""
-        if what in self.buckets:
-            self.buckets[what].amount -= amount
+        """Takes an amount; there may be less."""
+        if what in self.left:
+            self.left[what] -= amount
 
     def end(self, num_tokens: int) -> None:
         """Ends one admitted request; `num_tokens` includes its prompt."""
@@ -239,10 +217,22 @@ class RateLimits:
             _check(key, usage)
             usage.use("requests", 1)
         finally:
-            for what, bucket in usage.buckets.items():
-                headers.update(bucket.headers(what))
+            for what, limit in key.per_minute.items():
+                # As OpenAI's clients read them.
+                headers[f"x-ratelimit-limit-{what}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{what}"] = str(max(0, math.floor(usage.left[what])))
+                headers[f"x-ratelimit-reset-{what}"] = duration_text((limit - usage.left[what]) * 60 / limit)
         usage.num_running += 1
         return usage
+
+
+def _check(key: ApiKey, usage: KeyUsage) -> None:
+    if key.concurrent_requests is not None and usage.num_running >= key.concurrent_requests:
+        raise OverLimit(f"{key.concurrent_requests} at once", BUSY_RETRY_SECONDS)
+    for what, limit in key.per_minute.items():
+        if usage.left[what] < 1:
+            told = f"as take {limit} tokens" if what == "tokens" else str(limit)
+            raise OverLimit(f"{told} a minute", (1 - usage.left[what]) * 60 / limit)
 
 
 def duration_text(seconds: float) -> str:
@@ -252,12 +242,3 @@ def duration_text(seconds: float) -> str:
         return f"{milliseconds}ms" if 0 < milliseconds < 1000 else f"{milliseconds // 1000}s"
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
-
-
-def _check(key: ApiKey, usage: KeyUsage) -> None:
-    if key.concurrent_requests is not None and usage.num_running >= key.concurrent_requests:
-        raise OverLimit(f"{key.concurrent_requests} at once", BUSY_RETRY_SECONDS)
-    for what, bucket in usage.buckets.items():
-        if bucket.amount < 1:
-            limit = f"as take {bucket.per_minute} tokens" if what == "tokens" else str(bucket.per_minute)
-            raise OverLimit(f"{limit} a minute", bucket.seconds_until(1))

@@ -10,13 +10,11 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-import typer
-
 from models.names import parse_repository
 from models.texts import grouped, size_text
 from server.app.config import DEFAULT_URL, KEY_VARIABLE, StartError
 from server.app.memory_budget import running, runtime_folder
-from server.cli.options import Json, Key, command_group, plain_table, print_json
+from server.cli.options import Json, Key, command_group, plain_table, tell
 from server.cli.recipes import Served
 
 logger = logging.getLogger(__name__)
@@ -128,22 +126,21 @@ HEADINGS = ("NAME", "SIZE", "CONTEXT", "UNTIL", "SERVER")
 @app.command()
 def ps(api_key: Key = None, as_json: Json = False) -> None:
     """Prints what is loaded on this machine. Raises StartError at the end where a server refuses."""
-    answers: list[tuple[str, Any]] = []
-    refusals: list[StartError] = []
+    answers, refusals = dict[str, Any](), list[StartError]()
     for url in known_urls():
         try:
-            answers.append((url, AskedServer(url, api_key).find("GET", "/api/ps")))
+            answers[url] = AskedServer(url, api_key).find("GET", "/api/ps")
         except StartError as error:
             refusals.append(error)
-    found = [_loaded(model, url) for url, answer in answers if answer for model in answer["models"]]
-    if as_json:
-        print_json(found)
-    elif found:
-        typer.echo(plain_table([HEADINGS, *map(_cells, found)]))
-    elif idle := [url for url, answer in answers if answer]:
-        typer.echo(f"No model is loaded at {', '.join(idle)}; one is loaded when a request names it.")
-    elif not refusals:
-        typer.echo("No server of yours runs on this machine. `mlx-serve serve` starts one.")
+    found = [_loaded(model, url) for url, answer in answers.items() if answer for model in answer["models"]]
+    idle = ", ".join(url for url, answer in answers.items() if answer)
+    text = "No server of yours runs on this machine. `mlx-serve serve` starts one."
+    if found:
+        text = plain_table([HEADINGS, *map(_cells, found)])
+    elif idle:
+        text = f"No model is loaded at {idle}; one is loaded when a request names it."
+    if as_json or idle or not refusals:
+        tell(found, text, as_json)
     if refusals:
         raise refusals[0]
 
@@ -172,10 +169,8 @@ def stop(name: str, api_key: Key = None, as_json: Json = False) -> None:
     asked = {"model": name}
     answers = [(url, AskedServer(url, api_key).find("POST", "/v1/models/unload", asked)) for url in known_urls()]
     done = [url for url, answer in answers if answer and answer.get("changed")]
-    if as_json:
-        print_json({"name": name, "servers": done})
-    elif done:
-        typer.echo(f"{name} is unloaded.")
+    if done or as_json:
+        tell({"name": name, "servers": done}, f"{name} is unloaded.", as_json)
     if not done:
         raise StartError(f"{name} is not loaded by any server on this machine; mlx-serve ps lists what is")
 

@@ -18,7 +18,7 @@ from models.errors import told_as
 from models.names import resolve
 from server.app.config import MAX_FILES, PREFIX, StartError
 from server.cli.config import config_file, load_config
-from server.cli.options import Json, command_group, print_json
+from server.cli.options import Json, command_group, tell
 
 app = command_group()
 _service = command_group(invoke_without_command=True)
@@ -321,13 +321,10 @@ def show_state(as_json: Json = False) -> None:
     """Prints the state; exit status 1 if the server does not run. Raises StartError."""
     manager = find_manager(os.environ)
     state = manager.state()
-    if as_json:
-        figures = {"installed": state.is_installed, "running": state.is_running, "pid": state.pid}
-        print_json({**figures, "detail": state.detail, "file": str(manager.file)})
-    elif not state.is_installed:
-        typer.echo(f"T{NO_SERVICE[1:]}.")
-    else:
-        typer.echo(f"{state.detail}{f', process {state.pid}' if state.pid else ''}")
+    figures = {"installed": state.is_installed, "running": state.is_running, "pid": state.pid}
+    text = f"{state.detail}{f', process {state.pid}' if state.pid else ''}"
+    record = {**figures, "detail": state.detail, "file": str(manager.file)}
+    tell(record, text if state.is_installed else f"T{NO_SERVICE[1:]}.", as_json)
     raise typer.Exit(0 if state.is_running else 1)
 
 

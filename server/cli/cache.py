@@ -18,7 +18,7 @@ from server.app.config import ConfigError, StartError
 from server.app.log_events import printable
 from server.cli.ask import AskedServer, usual_url
 from server.cli.config import load_config
-from server.cli.options import Json, Key, Url, command_group, plain_table, print_json
+from server.cli.options import Json, Key, Url, command_group, plain_table, print_json, tell
 
 app = command_group()
 _cache = command_group(invoke_without_command=True)
@@ -35,12 +35,10 @@ def _without_a_command(context: typer.Context) -> None:
 def show_folders(cache_dir: str | None = None, as_json: Json = False) -> None:
     """Prints one line for each model's folder; raises ConfigError and FolderUnusable."""
     folder, found = _find(cache_dir)
-    if as_json:
-        print_json([_record(entry) for entry in found])
-    elif not found:
-        typer.echo(f"Nothing is kept in {folder}. `mlx-serve serve --cache-disk 20GB` keeps conversations there.")
-    else:
-        typer.echo(plain_table([("FOLDER", "SIZE", "LAST USED", ""), *map(_row, found)]))
+    text = plain_table([("FOLDER", "SIZE", "LAST USED", ""), *map(_row, found)])
+    if not found:
+        text = f"Nothing is kept in {folder}. `mlx-serve serve --cache-disk 20GB` keeps conversations there."
+    tell([_record(entry) for entry in found], text, as_json)
 
 
 @_cache.command("rm")

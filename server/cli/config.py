@@ -14,7 +14,7 @@ from models.names import used_last
 from server.app import config
 from server.app.config import SETTINGS, ConfigError, Layer, ServerConfig, Setting, ToldSetting
 from server.app.keys import read_private
-from server.cli.options import Json, command_group, model_names, plain_table, print_json
+from server.cli.options import Json, command_group, model_names, plain_table, tell
 
 app = command_group()
 
@@ -110,11 +110,9 @@ def show_settings(
     config.checked(settings)
     file = config_file(os.environ)
     records = {name: _record(name, told) for name, told in settings.items()}
-    if as_json:
-        print_json({"file": str(file), "exists": file.is_file(), "settings": list(records.values())})
-    else:
-        typer.echo(plain_table([_row(*entry) for entry in records.items()]))
-        typer.echo(f"\nfile: {file}{'' if file.is_file() else ', which is not there'}")
+    shown = {"file": str(file), "exists": file.is_file(), "settings": list(records.values())}
+    table = plain_table([_row(*entry) for entry in records.items()])
+    tell(shown, f"{table}\n\nfile: {file}{'' if file.is_file() else ', which is not there'}", as_json)
 
 
 def _read_file(environment: Mapping[str, str]) -> Layer:

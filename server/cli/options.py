@@ -75,6 +75,14 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def tell(record: Any, text: str, as_json: bool) -> None:
+    """Prints a record for programs, or a text for people."""
+    if as_json:
+        print_json(record)
+    else:
+        typer.echo(text)
+
+
 def plain_table(rows: Sequence[tuple[str, ...]]) -> str:
     """One line per row, however long; columns as wide as their longest cell."""
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]

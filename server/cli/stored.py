@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +14,12 @@ from models import names
 from models.errors import ModelfileError, ModelNotFound, StoreError, told_as
 from models.names import InstalledModel
 from models.store import library
-from models.store.library import FileFault, verify
+from models.store.library import verify
 from models.store.modelfile import WITHOUT_EFFECT, Modelfile, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import StoredModel, WeightsPlace
 from models.texts import grouped, size_text
 from server.app.config import StartError
-from server.cli.options import AnyModel, Force, Json, OwnName, command_group, plain_table, print_json
+from server.cli.options import AnyModel, Force, Json, OwnName, command_group, plain_table, tell
 
 app = command_group()
 
@@ -30,11 +30,8 @@ LIST_HEADINGS = ("NAME", "SIZE", "WEIGHTS", "ARCHITECTURE", "MODIFIED")
 def show_installed(as_json: Json = False) -> None:
     """Prints the models that `serve` and `run` find by name."""
     models = names.installed()
-    if as_json:
-        print_json([_figures(model) for model in models])
-        return
-    typer.echo(plain_table([LIST_HEADINGS, *map(_cells, models)]))
-    if sys.stdout.isatty() and not any("/" in model.name for model in models):
+    tell([_figures(model) for model in models], plain_table([LIST_HEADINGS, *map(_cells, models)]), as_json)
+    if not as_json and sys.stdout.isatty() and not any("/" in model.name for model in models):
         typer.echo("\nMore models: mlx-serve pull qwen3:0.6b, or any repository of MLX weights.")
 
 
@@ -84,19 +81,15 @@ def show(
     folder = names.folder_of(place)
     model = names.describe(name if stored is None else stored.short_name, folder)
     record = _record(model, place, stored)
-    if as_json:
-        print_json(record)
-    else:
-        for label, text in _facts(record, place):
-            first, *others = text.splitlines() or [""]
-            typer.echo("\n".join([f"{label:<12} {first}".rstrip(), *(f"{'':<12} {line}" for line in others)]))
+    lines = (f"{label:<13}{text}".replace("\n", "\n" + " " * 13) for label, text in _facts(record, place))
+    tell(record, "\n".join(lines), as_json)
 
 
 @app.command("cp")
 def copy(source: AnyModel, name: OwnName, replaces: Force = False, as_json: Json = False) -> None:
     """Gives a model another name. Raises ModelError."""
     made = library.create(name, names.place_of(source), Modelfile(source), replaces=replaces)
-    _tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
+    tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
 
 
 @app.command()
@@ -134,7 +127,7 @@ def create(
     note = f" {', '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect here." if idle else ""
     record = {"name": made.short_name, "from": str(made.weights), "without_effect": idle}
     said = f"{made.short_name} is made from {made.weights}.{note}\nTry it: mlx-serve run {made.short_name}"
-    _tell(record, said, as_json)
+    tell(record, said, as_json)
 
 
 @app.command("rm")
@@ -161,27 +154,20 @@ def check_files(
     place = names.place_of(name)
     folder = names.files_of(place)
     found = verify(folder)
-    removed = [] if not removes_damaged or place.kind != "repository" else list(_remove_files(folder, found.faults))
-    if as_json:
-        faults = [{"file": one.name, "fault": one.fault} for one in found.faults]
-        counts = {"name": name, "files": found.num_files, "compared": found.num_compared}
-        print_json({**counts, "faults": faults, "removed": removed})
-    elif found.faults:
-        typer.echo("\n".join(f"{one.name}: {one.fault}" for one in found.faults))
+    damaged = [one.name for one in found.faults if (folder / one.name).exists()]
+    removed = damaged if removes_damaged and place.kind == "repository" else []
+    for file in removed:
+        (folder / file).resolve().unlink()
+    faults = [{"file": one.name, "fault": one.fault} for one in found.faults]
+    counts = {"name": name, "files": found.num_files, "compared": found.num_compared}
+    rest = found.num_files - found.num_compared
+    unknown = f"; of {rest} no hash is known" if rest else ""
+    whole = f"{name} is whole: {found.num_compared} files have the hub's hash{unknown}."
+    text = "\n".join(f"{one.name}: {one.fault}" for one in found.faults) or whole
+    tell({**counts, "faults": faults, "removed": removed}, text, as_json)
+    if found.faults and not as_json:
         typer.echo(f"mlx-serve: {_advice(name, place, are_removed=bool(removed))}", err=True)
-    else:
-        rest = found.num_files - found.num_compared
-        unknown = f"; of {rest} no hash is known" if rest else ""
-        typer.echo(f"{name} is whole: {found.num_compared} files have the hub's hash{unknown}.")
     raise typer.Exit(1 if found.faults else 0)
-
-
-def _remove_files(folder: Path, faults: Sequence[FileFault]) -> Iterator[str]:
-    for fault in faults:
-        file = folder / fault.name
-        if file.exists():
-            file.resolve().unlink()
-            yield fault.name
 
 
 def _advice(name: str, place: WeightsPlace, *, are_removed: bool) -> str:
@@ -267,7 +253,7 @@ def _remove_name(stored: StoredModel, *, is_forced: bool, as_json: bool) -> None
     if stored.weights.kind == "repository" and not others:
         kept += f" To remove them: mlx-serve rm {stored.weights}"
     record = {"name": stored.short_name, "removed": "name", "weights": str(stored.weights), "others": others}
-    _tell(record, f"{stored.short_name} is removed. {kept}", as_json)
+    tell(record, f"{stored.short_name} is removed. {kept}", as_json)
 
 
 def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
@@ -284,7 +270,7 @@ def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
     _confirm(question, is_forced=is_forced)
     strategy.execute()
     record = {"name": name, "removed": "weights", "weights": str(place), "freed_bytes": strategy.expected_freed_size}
-    _tell(record, f"{place} is deleted, {size} are free.", as_json)
+    tell(record, f"{place} is deleted, {size} are free.", as_json)
 
 
 def _confirm(question: str, *, is_forced: bool) -> None:
@@ -295,10 +281,3 @@ def _confirm(question: str, *, is_forced: bool) -> None:
         raise StartError("nothing is removed without being asked for at a terminal; --force removes it at once")
     if not typer.confirm(question, err=True):
         raise StartError("nothing was removed")
-
-
-def _tell(record: dict[str, Any], sentence: str, as_json: bool) -> None:
-    if as_json:
-        print_json(record)
-    else:
-        typer.echo(sentence)
