@@ -27,7 +27,6 @@ DEFAULT_COLUMNS = 80
 
 _ERASE_LINE = "\r\x1b[K"
 _RESET = "\x1b[0m"
-_COLOURS = {Tone.QUIET: "\x1b[2m", Tone.WARNING: "\x1b[33m", Tone.ERROR: "\x1b[31m"}
 
 
 def configure_logging(level: str, log_format: str = "text") -> None:
@@ -91,8 +90,7 @@ class _TerminalFormatter(logging.Formatter):
         return lay_out(time_of_day, _parts(record), columns, self._paint)
 
     def _paint(self, text: str, tone: Tone) -> str:
-        colour = _COLOURS.get(tone, "")
-        return f"{colour}{text}{_RESET}" if colour and self._is_coloured else text
+        return f"{tone}{text}{_RESET}" if tone and self._is_coloured else text
 
 
 class _TerminalHandler(logging.StreamHandler[TextIO]):

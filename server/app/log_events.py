@@ -21,12 +21,12 @@ MAX_PATH_LENGTH = 200
 
 
 class Tone(StrEnum):
-    """How a part of a line is coloured."""
+    """How a part of a line is coloured: what begins the colour on a terminal."""
 
-    PLAIN = "plain"
-    QUIET = "quiet"
-    WARNING = "warning"
-    ERROR = "error"
+    PLAIN = ""
+    QUIET = "\x1b[2m"
+    WARNING = "\x1b[33m"
+    ERROR = "\x1b[31m"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from cache.budget import DiskInUse, FolderUnusable
 from cache.disk.model_folders import ModelFolder, find_all, remove
+from models.errors import told_as
 from models.texts import grouped, size_text
 from server.app.config import ConfigError, StartError
 from server.app.log_events import printable
@@ -33,7 +33,7 @@ def _without_a_command(context: typer.Context) -> None:
 
 @_cache.command("list")
 def show_folders(cache_dir: str | None = None, as_json: Json = False) -> None:
-    """Prints one line for each model's folder; raises ConfigError and FolderUnusable."""
+    """Prints one line for each model's folder; raises ConfigError and StartError."""
     folder, found = _find(cache_dir)
     text = plain_table([("FOLDER", "SIZE", "LAST USED", ""), *map(_row, found)])
     if not found:
@@ -47,44 +47,27 @@ def remove_folders(
     everything: Annotated[bool, typer.Option("--all")] = False,
     cache_dir: str | None = None,
 ) -> None:
-    """Deletes folders, by name or model; none if one is unknown or in use.
-
-    Raises ConfigError, StartError and FolderUnusable.
-    """
+    """Deletes folders, by name or model; none if one is unknown or in use. Raises ConfigError and StartError."""
     if bool(names) == everything:
         raise ConfigError("give the folders to remove, or --all")
     _, found = _find(cache_dir)
     chosen = [_named(name, found) for name in names] if names else found
     for entry in chosen:
         if entry.is_in_use:
-            raise _in_use(entry)
+            raise StartError(f"{entry.path.name} is in use by a running server; stop that first")
     for entry in dict.fromkeys(chosen):
-        _remove(entry)
+        with told_as(StartError, f"the cache folder {entry.path} cannot be used"):
+            is_gone = remove(entry)
+        rest = "" if is_gone else "; files that mlx-serve did not write stay in it"
+        typer.echo(f"Removed {entry.path.name}, {size_text(entry.num_bytes)}{rest}.")
     if everything and not chosen:
         typer.echo("There is nothing to remove.")
 
 
 def _find(cache_dir: str | None) -> tuple[Path, list[ModelFolder]]:
     folder = Path(load_config({"cache_dir": cache_dir}, os.environ).cache_dir).expanduser()
-    try:
+    with told_as(StartError, f"the cache folder {folder} cannot be used"):
         return folder, find_all(folder)
-    except OSError as error:
-        raise FolderUnusable(folder, error) from error
-
-
-def _remove(entry: ModelFolder) -> None:
-    try:
-        is_gone = remove(entry)
-    except DiskInUse as error:
-        raise _in_use(entry) from error
-    except OSError as error:
-        raise FolderUnusable(entry.path, error) from error
-    rest = "" if is_gone else "; files that mlx-serve did not write stay in it"
-    typer.echo(f"Removed {entry.path.name}, {size_text(entry.num_bytes)}{rest}.")
-
-
-def _in_use(entry: ModelFolder) -> StartError:
-    return StartError(f"{entry.path.name} is in use by a running server; stop that first")
 
 
 def _named(name: str, found: Sequence[ModelFolder]) -> ModelFolder:

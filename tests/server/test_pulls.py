@@ -46,8 +46,11 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def all_of(pulls: Pulls, name: str) -> list[PullEvent]:
-    return [event async for event in pulls.steps(name)]
+async def all_of(pulls: Pulls, name: str, found: list[PullEvent] | None = None) -> list[PullEvent]:
+    found = [] if found is None else found
+    async for event in pulls.steps(name):
+        found.append(event)
+    return found
 
 
 def test_two_who_wait_for_one_repository_see_one_download() -> None:
@@ -55,8 +58,9 @@ def test_two_who_wait_for_one_repository_see_one_download() -> None:
 
     async def work() -> list[list[PullEvent]]:
         pulls = Pulls(hub)
-        first = asyncio.ensure_future(all_of(pulls, "qwen3:0.6b"))
-        await until(lambda: bool(hub.names))
+        begun: list[PullEvent] = []
+        first = asyncio.ensure_future(all_of(pulls, "qwen3:0.6b", begun))
+        await until(lambda: bool(begun))
         second = asyncio.ensure_future(all_of(pulls, "mlx-community/Qwen3-0.6B-4bit"))
         await asyncio.sleep(0)
         hub.may_go_on.release(20)
@@ -65,8 +69,8 @@ def test_two_who_wait_for_one_repository_see_one_download() -> None:
     first, second = run(work())
     assert hub.names == ["qwen3:0.6b"]
     for events in (first, second):
+        assert events[0] == PullProgress(FILE, 0, 0, 100)
         assert events[-2:] == [PullProgress(FILE, 100, 100, 100), PullChecking(FILE)]
-    assert first[0] == PullProgress(FILE, 0, 0, 100)
 
 
 def test_an_error_reaches_all_and_the_next_one_begins_anew() -> None:
