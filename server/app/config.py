@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from models.adapter import parse_adapter
+from models.errors import told_as
 from server.pool.names import parse_alias, parse_keep_alive
 
 MEBIBYTE = 1024 * 1024
@@ -174,10 +175,8 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 
 def from_file(text: str, path: str) -> Layer:
     """A file's settings; raises ConfigError, also for an unknown name."""
-    try:
+    with told_as(ConfigError, f"{path} is no TOML", tomllib.TOMLDecodeError, RecursionError):
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
     names = {setting.key: setting for setting in SETTINGS.values()}
     for key in table:
         if key not in names:
@@ -238,10 +237,8 @@ def read(setting: Setting, told: ToldSetting) -> ToldSetting:
 
 def _read_one(setting: Setting, value: Any, where: str) -> Any:
     if isinstance(value, str) or (setting.unit == "duration" and type(value) is int):
-        try:
+        with told_as(ConfigError, where, ValueError):
             value = _parse(setting, str(value))
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
     wanted = _wanted(setting, value)
     if wanted is not None:
         # A key is a secret and stays out of messages: only its name is given.

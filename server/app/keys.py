@@ -76,10 +76,8 @@ def namespace_of_key(key: str) -> str:
 
 def parse_keys(text: str) -> KeyRing:
     """Reads TOML with `[[keys]]`. Raises ConfigError, which contains no key."""
-    try:
+    with told_as(ConfigError, "is not TOML", tomllib.TOMLDecodeError, RecursionError):
         document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"is not TOML: {error}") from error
     entries = document.pop("keys", None)
     if document:
         raise ConfigError(f"holds {next(iter(document))!r}; only [[keys]] is known")

@@ -17,7 +17,7 @@ from cache.budget import UNBOUNDED_BYTES
 from cache.layers.layout import Layout
 from models import weights
 from models.adapter import parse_adapter
-from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError, ModelNotFound
+from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError, ModelNotFound, told_as
 from models.formats import EmbeddingFormat, read_embedding_format, read_rerank_format
 from models.inference.drafters import drafter_of
 from models.inference.grammar import GrammarCompiler
@@ -228,10 +228,8 @@ def _draft_source(source: ModelSource, config: ServerConfig) -> ModelSource | No
     """The model that is to draft for another; none for itself, nor for one that says nothing."""
     if config.draft_model is None or makes_vectors(source.path):
         return None
-    try:
+    with told_as(ModelNotFound, "--speculate", ModelNotFound):
         draft = source_of(config.draft_model)
-    except ModelNotFound as error:
-        raise ModelNotFound(f"--speculate: {error}") from error
     return None if draft.path == source.path else draft
 
 

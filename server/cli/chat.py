@@ -261,10 +261,8 @@ class Chat:
     def _load(self, name: str) -> str:
         path = _path(name, "/load")
         text = read_text(path)
-        try:
+        with told_as(ChatError, f"{path} cannot be loaded", ChatError):
             model = self.dialogue.load(text)
-        except ChatError as error:
-            raise ChatError(f"{path} cannot be loaded: {error}") from error
         other = f" It was with {model}: /model {model}" if model != self.models.name else ""
         return f"{len(self.dialogue.turns)} messages.{other}"
 

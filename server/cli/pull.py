@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from models import names
-from models.errors import ModelNotFound, StoreError, reason
+from models.errors import ModelNotFound, StoreError, told_as
 from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, find_mtp, mtp_of, pull, pull_mtp
 from models.names import ShortName, resolve, shorten
 from models.store.library import create, parse_free_name
@@ -96,6 +96,8 @@ def convert(name: str, own: Annotated[str | None, typer.Argument()] = None, quan
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with (
+            # MLX's own error for a file that cannot be written is a RuntimeError.
+            told_as(StartError, f"{target} cannot be written", RuntimeError),
             handling(leave, signal.SIGTERM),
             scratch_folder(target.parent, ".part-") as part,
             _bar(Console(markup=False, highlight=False), f"converting {name}") as update,
@@ -110,8 +112,6 @@ def convert(name: str, own: Annotated[str | None, typer.Argument()] = None, quan
     except KeyboardInterrupt:
         typer.echo(f"\nmlx-serve: stopped; nothing was made of {name}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    except (OSError, RuntimeError) as error:  # MLX's own for a file that cannot be written
-        raise StartError(f"{target} cannot be written: {reason(error)}") from error
     typer.echo(f"{made.short_name} is here: {target}\nTry it: mlx-serve run {made.short_name}")
 
 

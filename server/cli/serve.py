@@ -31,9 +31,10 @@ from rich.console import Console
 from rich.markup import escape
 from starlette.applications import Starlette
 
-from cache.budget import DiskInUse, FolderUnusable
+from cache.budget import DiskInUse
 from cache.disk import model_folders
 from models import weights
+from models.errors import told_as
 from models.fast_blas import ADVICE
 from models.names import model_id, resolve
 from models.precision import Precision
@@ -272,17 +273,15 @@ def raise_file_limit() -> None:
 
 
 def _check_cache_dir(config: ServerConfig) -> None:
-    """Raises FolderError where a folder cannot be used, or another server has it open."""
+    """Raises StartError where a folder cannot be used, and DiskInUse where another server has it open."""
     if config.cache_disk_bytes is None:
         return
     folder = Path(config.cache_dir).expanduser()
-    try:
+    with told_as(StartError, f"the cache folder {folder} cannot be used"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise FolderUnusable(folder, error) from error
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     exclude_from_backups(folder)
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise FolderUnusable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     name = config.models[0]
     own_folder = model_folders.place(folder, model_id(name), weights.fingerprint(resolve(name)))
     if model_folders.is_in_use(own_folder):

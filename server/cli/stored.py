@@ -115,14 +115,12 @@ def create(
 ) -> None:
     """Makes a model from a Modelfile; raises ModelError and StartError."""
     text, folder = _read(file)
-    try:
+    with told_as(ModelfileError, file, ModelfileError):
         told = parse_modelfile(text)
         # A path is relative to the Modelfile's folder.
         is_path = told.base.startswith(("./", "../")) or told.base in (".", "..")
         base = str(folder / told.base) if is_path else told.base
         made = library.create(name, names.place_of(base), told)
-    except ModelfileError as error:
-        raise ModelfileError(f"{file}: {error}") from error
     idle = sorted({key for key, _ in told.parameters if key.lower() in WITHOUT_EFFECT})
     note = f" {', '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect here." if idle else ""
     record = {"name": made.short_name, "from": str(made.weights), "without_effect": idle}

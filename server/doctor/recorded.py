@@ -98,10 +98,8 @@ def _in_order(requests: list[Recorded]) -> list[Recorded]:
 
 
 def _parse_line(line: str, place: str) -> Recorded:
-    try:
+    with told_as(StartError, f"{place} is no JSON", ValueError, RecursionError):
         outer = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise StartError(f"{place} is no JSON: {error}") from error
     if not isinstance(outer, dict):
         raise StartError(f"{place} is no JSON object; each line must hold one request")
     body = next((outer[name] for name in ("body", "request") if isinstance(outer.get(name), dict)), outer)
@@ -156,10 +154,8 @@ def _headers(outer: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _session_id(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> str | None:
-    try:
+    with told_as(StartError, place, SessionIdError):
         return resolve_session_id(outer, {}) or resolve_session_id(body, _headers(outer))
-    except SessionIdError as error:
-        raise StartError(f"{place}: {error}") from error
 
 
 def _time(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str | float | None:

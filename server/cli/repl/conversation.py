@@ -6,14 +6,15 @@ Knows neither who answers nor how text reaches the terminal.
 import contextlib
 import difflib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from models.errors import InvalidParameter
 from models.inference.sampling_params import SamplingParams, check
 from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
+from models.store.stored_model import SAMPLING_DEFAULTS
 from server.engine.request import Timings
 
 AnswerPart: TypeAlias = Text | Reasoning | Timings
@@ -38,40 +39,28 @@ class ChatError(Exception):
     """What a person asked for failed; the message is one sentence."""
 
 
-_FOR_PROGRAMS = (
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "top_logprobs",
-    "dry_",
-    "min_tokens",
-    "end_token_ids",
-)
-SAMPLING = tuple(field.name for field in fields(SamplingParams) if not field.name.startswith(_FOR_PROGRAMS))
 MAX_TOKENS, THINK = "max_tokens", "think"
-NAMES = (*SAMPLING, MAX_TOKENS, THINK)
-
-_SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
-_WHOLE = dict.fromkeys(("top_k", "seed", "repeat_last_n", MAX_TOKENS), (int, "a whole number"))
-_KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    **dict.fromkeys(NAMES, (float, "a number")),
-    **_WHOLE,
-    THINK: (lambda text: _SWITCH[text.lower()], "on or off"),
+SAMPLING: Mapping[str, type] = {
+    **SAMPLING_DEFAULTS,
+    **dict.fromkeys(("top_n_sigma", "xtc_probability", "xtc_threshold"), float),
 }
+_KINDS: Mapping[str, type] = {**SAMPLING, MAX_TOKENS: int, THINK: bool}
+_IN_WORDS = {float: "a number", int: "a whole number", bool: "on or off"}
+_SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
 def parse_parameter(name: str, text: str) -> Any:
     """Reads what a person typed; raises ChatError."""
     check_name(name)
-    read, kind = _KINDS[name]
+    kind = _KINDS[name]
     try:
-        value = read(text)
+        value: Any = _SWITCH[text.lower()] if kind is bool else kind(text)
         if name in SAMPLING:
             check(replace(SamplingParams(), **{name: value}), vocab_size=1)
     except InvalidParameter as error:
         raise ChatError(str(error)) from error
     except (ValueError, KeyError):
-        raise ChatError(f"{name} is {kind}, not {text!r}") from None
+        raise ChatError(f"{name} is {_IN_WORDS[kind]}, not {text!r}") from None
     if name == MAX_TOKENS and value < 1:
         raise ChatError(f"max_tokens is a whole number above 0, not {value!r}")
     return value
@@ -79,22 +68,22 @@ def parse_parameter(name: str, text: str) -> Any:
 
 def check_name(name: str) -> None:
     """Raises ChatError."""
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
+    if name not in _KINDS:
+        near = difflib.get_close_matches(name, _KINDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KINDS)}"
         raise ChatError(f"there is no parameter {name!r}; {hint}")
 
 
 def describe(parameters: Mapping[str, Any]) -> str:
     """One line for each parameter."""
-    if not parameters:
-        return "Nothing is set: the model's own recommendations hold."
-    said = dict(sorted(parameters.items()))
-    if THINK in said:
-        said[THINK] = "on" if said[THINK] else "off"
-    return "\n".join(
-        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in said.items()
-    )
+    lines = (f"{name} {_shown(value)}" for name, value in sorted(parameters.items()))
+    return "\n".join(lines) or "Nothing is set: the model's own recommendations hold."
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def template_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
