@@ -21,7 +21,7 @@ from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import FOREIGN_FAULTS, ModelError, PromptTooLong
 from models.prompt.shapes import NO_OUTLINE, Adaptation, Message, Outline, Tools, adaptation_for, num_leading_system
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
-from models.prompt.tokenize import PromptParts, Tail, TextCutter, encode, stop_if_abandoned
+from models.prompt.tokenize import SLICE_CHARACTERS, PromptParts, Tail, encode, stop_if_abandoned
 from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.texts import shared_length, well_formed
 
@@ -194,10 +194,11 @@ class ChatRenderer:
     def _encode_plain(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
         options = {} if parse_special else {"split_special_tokens": True}
         ids = list[int]()
-        for text_slice in TextCutter().cut(text):
-            stop_if_abandoned()
-            some = text[text_slice.start : text_slice.stop]
+        # Slices of such a text do not overlap: a token at a cut may be another.
+        for start in range(0, len(text), SLICE_CHARACTERS):
+            some = text[start : start + SLICE_CHARACTERS]
             if self._backend is None:
+                stop_if_abandoned()
                 ids += self._tokenizer.encode(some, add_special_tokens=add_special_tokens, **options)
             else:
                 ids += encode(self._backend, some, add_special_tokens=add_special_tokens).ids

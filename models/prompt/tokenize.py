@@ -2,45 +2,35 @@
 
 A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of the raw text, leftmost and longest first, with
 the white space that they strip. A *border* is found in any surroundings, so texts between borders are tokenized alike
-together and apart. Not borders: normalized tokens, searched for later; single words, which depend on neighbours;
-tokens whose white space a neighbour may strip. Each part between is tokenized once and remembered, after a border
-unless it is the first. Text does not determine tokens ("Par" "is" or "Paris"), so a
-reply's ids are remembered for its place: after the same text, a prompt has the tokens whose state is cached. Long
-work asks between parts whether anybody waits (`abandoned_when`).
+together and apart. Text does not determine tokens ("Par" "is" or "Paris"), so the ids of a part, tokenized or
+generated, are remembered for its place: after the same text, a prompt has the tokens whose state is cached. Long work
+asks between slices of a part whether anybody waits (`abandoned_when`).
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from tokenizers import AddedToken
-
 import hashlib
-import string
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import cycle, islice, pairwise
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import cycle, groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.errors import PromptTooLong, TokenizerFailed
+from models.texts import shared_length
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
 
-_SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*")
+_SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 """Unicode's White_Space, which the library strips; Python has four more."""
-_SURELY_NO_WORD = re.compile(r"[\t\n\r !-/:-@\[-^`{-~]")
+_LEADING_SPACES = re.compile(f"[{_SPACES}]*")
 _NEVER = "(?!)"
-
-_Trie: TypeAlias = "dict[str, _Trie]"
 
 
 class Cut(NamedTuple):
@@ -51,47 +41,35 @@ class Cut(NamedTuple):
     token_id: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Border:
-    token_id: int
-    lstrip: bool
-    rstrip: bool
-
-
 class Borders:
     """One tokenizer's borders. Any thread."""
 
     def __init__(self, added: "Mapping[int, AddedToken]", template: str = "") -> None:
         """Borders are the special ones of `added`, by id, and those in `template`, if any.
 
-        Some tokenizers add thousands of tokens common in code; cutting there gains nothing.
+        Some tokenizers add thousands of tokens common in code; cutting there gains nothing. Not borders: normalized
+        tokens, searched for later, and those that other tokens may hide. Where a token depends on its neighbours (a
+        single word, or white space that a neighbour strips), there is none.
         """
-        raw = {number: token for number, token in added.items() if not token.normalized and token.content}
-        exact = _exact(raw)
-        shown = {n for n, token in exact.items() if token.content in template and not token.content.isspace()}
-        marks = {n: token for n, token in exact.items() if token.special or n in shown} or exact
-        self._borders = {
-            token.content: _Border(number, token.lstrip, token.rstrip) for number, token in marks.items()
-        }
-        texts = [token.content for token in raw.values()]
-        self._pattern = re.compile(_any_of(_entangled(self._borders, texts)))
-        self.token_ids = frozenset(marks)
-        self.opener = self._choose_opener(texts)
+        raw = {token.content: (number, token) for number, token in added.items() if not token.normalized}
+        raw.pop("", None)
+        strips = any(token.lstrip or token.rstrip for _, token in raw.values())
+        if any(token.single_word or (strips and text.strip(_SPACES) != text) for text, (_, token) in raw.items()):
+            raw = {}
+        shown = {text for text, (_, token) in raw.items() if token.special or (text in template and text.strip())}
+        marks, self._pattern = _never_hidden(shown or set(raw), set(raw) - shown if shown else set())
+        self._borders = {text: raw[text] for text in raw if text in marks}
+        self.ids = {text: number for text, (number, _) in self._borders.items()}
+        self.token_ids = frozenset(self.ids.values())
+        self.opener = self._choose_opener()
         """Text that, put before any part, leaves the part's tokens unchanged."""
 
-    def __bool__(self) -> bool:
-        return bool(self._borders)
-
-    @property
-    def texts(self) -> Mapping[int, str]:
-        return {border.token_id: text for text, border in self._borders.items()}
-
-    def _choose_opener(self, texts: Sequence[str]) -> str | None:
-        all_strip = all(border.rstrip for border in self._borders.values())
-        for text, border in self._borders.items():
-            goes_on = any(other != text and other.startswith(text) for other in texts)
+    def _choose_opener(self) -> str | None:
+        all_strip = all(token.rstrip for _, token in self._borders.values())
+        for text, (_, token) in self._borders.items():
+            goes_on = any(other != text and other.startswith(text) for other in self._borders)
             # If all include the white space after them, no part after a border begins with any.
-            if not goes_on and (all_strip or not border.rstrip):
+            if not goes_on and (all_strip or not token.rstrip):
                 return text
         return None
 
@@ -99,14 +77,14 @@ class Borders:
         """Borders with stripped white space, and text between."""
         cuts, position = list[Cut](), 0
         for match in self._pattern.finditer(text):
-            border = self._borders.get(match[0])
-            if border is None:
-                continue
-            start = max(position, _spaces_before(text, match.start())) if border.lstrip else match.start()
-            stop = _spaces_after(text, match.end()) if border.rstrip else match.end()
+            (number, token), (start, stop) = self._borders[match[0]], match.span()
+            if token.lstrip:
+                start = position + len(text[position:start].rstrip(_SPACES))
+            if token.rstrip:
+                stop = next(_LEADING_SPACES.finditer(text, stop)).end()
             if position < start:
                 cuts.append(Cut(position, start, None))
-            cuts.append(Cut(start, stop, border.token_id))
+            cuts.append(Cut(start, stop, number))
             position = stop
         if position < len(text):
             cuts.append(Cut(position, len(text), None))
@@ -122,226 +100,26 @@ class Borders:
         return runs
 
 
-def _exact(tokens: "Mapping[int, AddedToken]") -> "dict[int, AddedToken]":
-    some_are_words = any(token.single_word for token in tokens.values())
-    some_strip = any(token.lstrip or token.rstrip for token in tokens.values())
-    some_may_be_stripped = any(_has_space_at_edge(token.content) for token in tokens.values())
-
-    def is_exact(token: "AddedToken") -> bool:
-        text = token.content
-        separates_words = _SURELY_NO_WORD.match(text[0]) and _SURELY_NO_WORD.match(text[-1])
-        if token.single_word or (some_are_words and not separates_words):
-            return False
-        if not (some_strip and some_may_be_stripped):
-            return True
-        return not (token.lstrip or token.rstrip or _has_space_at_edge(token.content))
-
-    return {number: token for number, token in tokens.items() if is_exact(token)}
+def _never_hidden(marks: set[str], others: set[str]) -> tuple[set[str], re.Pattern[str]]:
+    """The marks that `others`, if found with them, hide nowhere, and a pattern of them."""
+    while True:
+        pattern = re.compile(_any_of(marks) or _NEVER)
+        tails = {text[start:] for text in others for start in range(len(text))}
+        hidden = {text for text in marks if any(text[:size] in tails for size in range(1, len(text)))}
+        hidden.update(pattern.findall("\0".join(others)))
+        if not hidden:
+            return marks, pattern
+        marks, others = marks - hidden, others | hidden
 
 
-def _has_space_at_edge(text: str) -> bool:
-    return _spaces_after(text, 0) > 0 or _spaces_before(text, len(text)) < len(text)
-
-
-def _spaces_after(text: str, position: int) -> int:
-    match = _SPACES.match(text, position)
-    assert match is not None, "the pattern matches no characters as well"
-    return match.end()
-
-
-def _spaces_before(text: str, position: int) -> int:
-    while position and _SPACES.fullmatch(text, position - 1, position):
-        position -= 1
-    return position
-
-
-def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
-    """Borders, and all texts whose overlaps can hide one."""
-    found, left = list(borders), set(texts) - set(borders)
-    fresh = found
-    while fresh:
-        overlaps = _Overlaps(fresh)
-        fresh = [text for text in left if overlaps.any_with(text)]
-        found, left = found + fresh, left.difference(fresh)
-    return found
-
-
-class _Overlaps:
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._heads = {text[:size] for text in texts for size in range(1, len(text) + 1)}
-        self._tails = {text[-size:] for text in texts for size in range(1, len(text) + 1)}
-        self._inside = "\0".join(texts)
-        self._any = re.compile(_any_of(texts))
-
-    def any_with(self, text: str) -> bool:
-        sizes = range(1, len(text) + 1)
-        if any(text[-size:] in self._heads or text[:size] in self._tails for size in sizes):
-            return True
-        return text in self._inside or self._any.search(text) is not None
-
-
-def _any_of(texts: Iterable[str]) -> str:
+def _any_of(texts: Collection[str]) -> str:
     """A pattern of the longest of `texts`; its cost does not grow with their number."""
-    trie: _Trie = {}
-    for text in texts:
-        node = trie
-        for letter in text:
-            node = node.setdefault(letter, {})
-        node[""] = {}
-    return _pattern(trie) if trie else _NEVER
-
-
-def _pattern(node: _Trie) -> str:
     branches = list[str]()
-    for letter, below in node.items():
-        if letter:
-            chain, end = _chain(letter, below)
-            branches.append(re.escape(chain) + _pattern(end))
-    if not branches:
-        return ""
-    if "" in node:
-        return f"(?:{'|'.join(branches)})?"
-    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
-
-
-def _chain(letter: str, node: _Trie) -> tuple[str, _Trie]:
-    while len(node) == 1 and "" not in node:
-        follower, node = next(iter(node.items()))
-        letter += follower
-    return letter, node
-
-
-SLICE_CHARACTERS = 16_384
-"""A slice's least length, but the most for one that ends at a word's start."""
-MAX_CHARACTERS = 32_768
-"""Longest slice: more may take minutes and hold Python's lock."""
-_AHEAD_CHARACTERS = 256
-"""At a text's end no words are searched for: later text may change them."""
-_TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
-
-
-@dataclass(frozen=True)
-class CutPlace:
-    """Where a text may be cut."""
-
-    pattern: "re.Pattern[str]"
-    num_before: int
-    context: str
-    """Text before which a slice after the cut is tokenized."""
-    crossing: "re.Pattern[str]"
-
-
-AFTER_LINE = CutPlace(re.compile(r"\S\n[^\W\d_]"), 2, "a\n", re.compile("[\n\u010a](?![\u0100-\u0143])[^\\W\\d_]"))
-BEFORE_SPACE = CutPlace(re.compile("[A-Za-z] [A-Za-z]"), 1, "a", re.compile("[A-Za-z][ \u0120\u2581]"))
-BEFORE_BRACKET = CutPlace(re.compile(r"\S\n[<\[({]"), 2, "a\n", re.compile(r"[\n\u010a][<\[({]"))
-PLACES = (AFTER_LINE, BEFORE_BRACKET, BEFORE_SPACE)
-
-
-@dataclass(frozen=True, slots=True)
-class TextSlice:
-    """The range `[start, stop)` of a text, and the context to tokenize it after."""
-
-    start: int
-    stop: int
-    context: str = ""
-    num_context: int = 0
-
-
-class TextCutter:
-    """Cuts long texts. Any thread.
-
-    The library holds Python's lock while it returns results. So a long text is cut before a word or bracket after a
-    line break, and before a space between words, where no token reaches across. Later slices are tokenized after a
-    few characters like the end of the slice before, whose tokens are left out. Other text (JSON in one line) is cut
-    where the tokenizer's words begin, which later text does not change, but for the last. Else it is cut after
-    `MAX_CHARACTERS`, where a token may differ.
-    """
-
-    def __init__(
-        self, places: Mapping[CutPlace, int] | None = None, word_starts: Callable[[str], Sequence[int]] | None = None
-    ) -> None:
-        """`places` holds each context's number of tokens; `word_starts` returns, ascending, where words begin."""
-        self._places = places or {}
-        self._word_starts = word_starts
-
-    def cut(self, text: str) -> Iterator[TextSlice]:
-        """Yields `text`'s slices in order."""
-        start, context, num_context = 0, "", 0
-        while len(text) - start > SLICE_CHARACTERS:
-            found = self._next_cut(text, start)
-            if found is None:
-                break
-            yield TextSlice(start, found[0], context, num_context)
-            start, context, num_context = found
-        yield TextSlice(start, len(text), context, num_context)
-
-    def _next_cut(self, text: str, start: int) -> tuple[int, str, int] | None:
-        """A slice's end, the next one's context and its tokens; None for the last."""
-        least, most = start + SLICE_CHARACTERS, start + MAX_CHARACTERS
-        matches = ((place, count, place.pattern.search(text, least, most)) for place, count in self._places.items())
-        found = [(match.start() + place.num_before, place.context, n) for place, n, match in matches if match]
-        if found:
-            return min(found)
-        if self._word_starts is not None:
-            words = self._word_starts(text[start : least + _AHEAD_CHARACTERS])
-            stop = max((word for word in words if word <= SLICE_CHARACTERS), default=0)
-            if stop:
-                return start + stop, "", 0
-        if len(text) <= most:
-            return None
-        spaced = _TO_LAST_SPACE.match(text, least, most)
-        return (spaced.end() if spaced else most), "", 0
-
-
-def tried_cutter(
-    vocabulary: Mapping[str, int],
-    encode: Callable[[str], Sequence[int]],
-    encode_inner: Callable[[str], Sequence[int]],
-    word_starts: Callable[[str], Sequence[int]],
-) -> TextCutter:
-    """A tokenizer's cutter. `encode_inner` gives a text's ids inside another."""
-    spelled = "\0".join(vocabulary)
-    holding = [place for place in PLACES if not place.crossing.search(spelled) and _holds(place, encode)]
-    places = {place: len(encode(place.context)) for place in holding}
-    return TextCutter(places, word_starts if _words_hold(encode, encode_inner, word_starts) else None)
-
-
-def _holds(place: CutPlace, encode: Callable[[str], Sequence[int]]) -> bool:
-    """Whether a cut there changes no token, tried with each letter at either side."""
-    num_context = len(encode(place.context))
-
-    def is_cut_alike(text: str) -> bool:
-        together = list(encode(text))
-        cuts = [match.start() + place.num_before for match in place.pattern.finditer(text)]
-        return all([*encode(text[:at]), *encode(place.context + text[at:])[num_context:]] == together for at in cuts)
-
-    return all(is_cut_alike(sample) for letter in string.ascii_letters for sample in _samples(letter))
-
-
-def _samples(letter: str) -> Iterator[str]:
-    yield f"{letter} {letter}"
-    yield f"1{letter}\n{letter} {letter}\n\n{letter}."
-    yield f"x.{letter});\n{letter}é  {letter} =\n日{letter}\n語 {letter}"
-    yield f"<{letter}>\n<b>{letter}\n<{letter}/>\n(1.\n[{letter}]\n\n{{\n{{{letter}"
-
-
-_WORD_SAMPLES = (
-    "<table><tr><td>one</td><td class='two'><b>2</b></td></tr></table>\n<table>  <tr>\n\n  </tr>it's I'LL",
-    '{"name":"Émile","list":[1,22,333,4444,-5.5e6],"empty":{},"日本":"語。",  "next":null}\r\n{"a":\t"b"}',
-    "QUJDREVGR0hJSktMTU5PUFFS+U1RVVldY/WVphYmNkZWZnaGlqa2xtbm9w==;x.y(z)[0]+=1;//e\u0301a\u0301?!...---### 🙂🙂a",
-)
-
-
-def _words_hold(
-    encode: Callable[[str], Sequence[int]],
-    encode_inner: Callable[[str], Sequence[int]],
-    word_starts: Callable[[str], Sequence[int]],
-) -> bool:
-    return all(
-        [*encode(text[:start]), *encode_inner(text[start:])] == list(encode(text))
-        for text in _WORD_SAMPLES
-        for start in word_starts(text)
-    ) and any(map(word_starts, _WORD_SAMPLES))
+    for _, group in groupby(sorted(filter(None, texts)), key=lambda text: text[0]):
+        alike = list(group)
+        head = alike[0][: shared_length(alike[0], alike[-1])]
+        branches.append(re.escape(head) + _any_of([text[len(head) :] for text in alike]))
+    return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}" if branches else ""
 
 
 class Abandoned(Exception):
@@ -368,13 +146,14 @@ def stop_if_abandoned() -> None:
         raise Abandoned
 
 
+SLICE_CHARACTERS = 16_384
+"""The library holds Python's lock while it returns results."""
+OVERLAP_CHARACTERS = 256
 MAX_REMEMBERED_BYTES = 64 << 20
-PART_BYTES = 560
+PART_BYTES = 420
 """Bytes of a remembered part, besides its numbers."""
 
 _KEY_BYTES = 16
-_MANY_TOKENS = 50_000
-"""Returning more at once holds Python's lock."""
 _SAMPLES = (
     "",
     " ",
@@ -389,6 +168,8 @@ _SAMPLES = (
 )
 
 _Digest: TypeAlias = "hashlib.blake2b"
+_Rows: TypeAlias = NDArray[np.int32]
+"""`[num_tokens, 3]`: each token's id, and the range of the text that it came from."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -435,23 +216,21 @@ class PromptParts:
         """
         self._backend = backend
         self._borders = Borders(added if at_borders else {}, template)
-        opener = self._borders.opener
-        self._opener, self._num_opener = (opener, 1) if opener else ("", 0)
-        self._cutter = self._choose_cutter(added)
         self._memory: OrderedDict[bytes, PromptPart] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     def fits(self) -> bool:
         """Whether the tokenizer cuts as assumed, tried with each border."""
-        texts, mark = self._borders.texts, self._borders.opener
+        ids, mark = self._borders.ids, self._borders.opener
         if mark is None:
             return False
         samples = [f"{a}{mark}{b}{mark}{mark}{c}" for a in _SAMPLES for b, c in pairwise(_SAMPLES)]
-        samples += _between(list(texts.values()))
+        spread = [sample + text for sample, text in zip(cycle(_SAMPLES), ids)]
+        samples += ["".join(spread[start : start + 200]) for start in range(0, len(spread), 200)]
         try:
-            return all(self._ids(text) == [number] for number, text in texts.items()) and all(
-                self.tokenize(text).ids.tolist() == self._ids(text) for text in samples
+            return all(self._ids(text) == [number] for text, number in ids.items()) and all(
+                self.tokenize(text, None).ids.tolist() == self._ids(text) for text in samples
             )
         except TokenizerFailed:
             return False
@@ -464,7 +243,6 @@ class PromptParts:
         digest, tail_start, tail_digest = _digest_of(namespace or ""), 0, _digest_of(namespace or "")
         cuts, parts, tail_part, count = self._borders.cut(text), list[PromptPart](), 0, _Count(max_tokens)
         for cut in cuts:
-            stop_if_abandoned()
             if cut.token_id is not None:
                 tail_start, tail_digest, tail_part = cut.start, digest.copy(), len(parts)
             parts.append(self._part(namespace, text[cut.start : cut.stop], cut, digest, count))
@@ -478,13 +256,9 @@ class PromptParts:
 
         Nothing if text and ids disagree on added tokens.
         """
-        if not self._borders:
-            return
-        text = tail.text + reply
-        cuts = self._borders.cut(text)
-        runs = self._borders.cut_ids([*tail.ids.tolist(), *reply_ids])
-        marks = [run[0] if run[0] in self._borders.token_ids else None for run in runs]
-        if marks != [cut.token_id for cut in cuts]:
+        text, marks = tail.text + reply, self._borders.token_ids
+        cuts, runs = self._borders.cut(text), self._borders.cut_ids([*tail.ids.tolist(), *reply_ids])
+        if not marks or [run[0] if run[0] in marks else None for run in runs] != [cut.token_id for cut in cuts]:
             return
         digest = tail.digest.copy()
         for cut, run in zip(cuts, runs, strict=True):
@@ -495,20 +269,18 @@ class PromptParts:
                 self._keep(_place_key(digest, tail.start + cut.start), PromptPart(np.array(run, np.int32), ends))
 
     def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: "_Count") -> PromptPart:
-        raw = _bytes(text)
-        digest.update(raw)
+        digest.update(_bytes(text))
         if cut.token_id is not None:
             count.add(1)
             return PromptPart(np.array([cut.token_id], np.int32), np.array([len(text)], np.int32))
-        if namespace is None or not self._borders:
-            return self._encode(text, cut.start == 0, count)
-        key = _part_key(namespace, raw, is_first=cut.start == 0)
-        known = self._recall(_place_key(digest, cut.start)) or self._recall(key)
+        key = _place_key(digest, cut.start) if namespace is not None and self._borders.ids else None
+        known = self._recall(key) if key is not None else None
         if known is not None:
             count.add(len(known.ids))
             return known
         part = self._encode(text, cut.start == 0, count)
-        self._keep(key, part)
+        if key is not None:
+            self._keep(key, part)
         return part
 
     def _recall(self, key: bytes) -> PromptPart | None:
@@ -527,51 +299,37 @@ class PromptParts:
                 self._num_bytes -= self._memory.popitem(last=False)[1].num_bytes
 
     def _encode(self, text: str, is_first: bool, count: "_Count") -> PromptPart:
-        parts, starts = list[PromptPart](), list[int]()
-        for text_slice in self._cutter.cut(text):
-            stop_if_abandoned()
-            parts.append(self._encode_slice(text, text_slice, is_first and text_slice.start == 0))
-            starts.append(text_slice.start)
-            count.add(len(parts[-1].ids))
-        if len(parts) == 1:
-            return parts[0]
-        ends = [part.ends + np.int32(start) for part, start in zip(parts, starts, strict=True)]
-        return PromptPart(_joined_ids(parts), np.concatenate(ends))
+        slices = list[_Rows]()
+        for rows in self._slices(text, "" if is_first else self._borders.opener or ""):
+            count.add(len(rows))
+            slices.append(rows)
+        rows = np.concatenate(slices)
+        # Byte-level tokenizers may trim white space from ranges: a token can end later than stated, never after the
+        # next one's start.
+        ends = np.maximum.accumulate(np.maximum(rows[:, 2], np.append(rows[1:, 1], np.int32(len(text)))))
+        return PromptPart(rows[:, 0].copy(), ends)
 
-    def _encode_slice(self, text: str, text_slice: TextSlice, is_first: bool) -> PromptPart:
-        context, num_context = text_slice.context, text_slice.num_context
-        if not context and not is_first:
-            context, num_context = self._opener, self._num_opener
-        encoding = encode(self._backend, context + text[text_slice.start : text_slice.stop])
-        ends = token_ends(encoding, len(context) + text_slice.stop - text_slice.start)[num_context:] - len(context)
-        return PromptPart(np.array(encoding.ids, np.int32)[num_context:], ends.astype(np.int32))
+    def _slices(self, text: str, opener: str) -> Iterator[_Rows]:
+        """Yields the tokens of `text` after `opener`, slice by slice.
+
+        A slice begins at a token of the one before. The two are joined between two tokens that both have: what both
+        make of that place, the tokenizer makes of the whole text. If there is none, a token there may differ.
+        """
+        start, rows = 0, _rows(self._backend, opener + text[:SLICE_CHARACTERS], -len(opener))[bool(opener) :]
+        while (stop := start + SLICE_CHARACTERS) < len(text):
+            starts = rows[1:, 1]
+            is_apart = (starts == rows[:-1, 2]) & (starts >= start + SLICE_CHARACTERS // 2)
+            places = np.flatnonzero(is_apart & (starts <= stop - OVERLAP_CHARACTERS))
+            place = int(places[-1]) + 1 if len(places) else len(rows)
+            start = int(rows[place, 1]) if len(places) else stop
+            following = _rows(self._backend, text[start : start + SLICE_CHARACTERS], start)
+            num_kept, num_known = _joint(rows, following, place)
+            yield rows[:num_kept]
+            rows = following[num_known:]
+        yield rows
 
     def _ids(self, text: str) -> list[int]:
         return list(encode(self._backend, text).ids)
-
-    def _choose_cutter(self, added: "Mapping[int, AddedToken]") -> TextCutter:
-        inner = [token for number, token in added.items() if number not in self._borders.token_ids]
-        if any(token.lstrip or token.rstrip or token.single_word for token in inner):
-            return TextCutter()
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        try:
-            return tried_cutter(vocabulary, self._ids, self._inner_ids, self._word_starts)
-        except TokenizerFailed:
-            return TextCutter()
-
-    def _inner_ids(self, text: str) -> list[int]:
-        return self._ids(self._opener + text)[self._num_opener :]
-
-    def _word_starts(self, text: str) -> list[int]:
-        """Where words begin, but not beside white space."""
-        encoding = encode(self._backend, self._opener + text)
-        tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
-        starts = [
-            start - len(self._opener)
-            for (word, (_, end)), (next_word, (start, _)) in pairwise(tokens)
-            if None not in (word, next_word) and word != next_word and end == start
-        ]
-        return [start for start in starts if start > 0 and not any(map(str.isspace, text[start - 1 : start + 1]))]
 
 
 class _Count:
@@ -586,7 +344,8 @@ class _Count:
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> Any:
-    """The library's encoding of `text`; other threads run meanwhile. Raises TokenizerFailed."""
+    """The library's encoding of `text`; other threads run meanwhile. Raises TokenizerFailed and Abandoned."""
+    stop_if_abandoned()
     try:
         return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
     except BaseException as error:  # a panic of the library is no Exception, and would end the thread
@@ -595,29 +354,19 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> Any:
         raise TokenizerFailed("the model's tokenizer fails on this text") from error
 
 
-def token_ends(encoding: Any, text_length: int) -> NDArray[np.int64]:
-    """An upper bound for each token's end, ascending.
-
-    Byte-level tokenizers may trim white space from offsets: a token can end later than stated, never after the next
-    one's start.
-    """
-    num_tokens = len(encoding)
-    if num_tokens > _MANY_TOKENS:
-        # Taking ids one by one takes longer, but other threads can run.
-        offsets: Iterable[tuple[int, int]] = (encoding.token_to_chars(token) for token in range(num_tokens))
-    else:
-        offsets = encoding.offsets
-    flat = np.fromiter((number for pair in offsets for number in pair), np.int64, 2 * num_tokens)
-    spans = flat.reshape(-1, 2)
-    next_starts = np.append(spans[1:, 0], text_length)
-    ends: NDArray[np.int64] = np.maximum.accumulate(np.maximum(spans[:, 1], next_starts))
-    return ends
+def _rows(backend: Any, text: str, start: int) -> _Rows:
+    encoding = encode(backend, text)
+    ranges = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+    return np.column_stack((np.array(encoding.ids, np.int32), ranges + np.int32(start)))
 
 
-def _between(marks: Sequence[str]) -> Iterator[str]:
-    for start in range(0, len(marks), 200):
-        some = marks[start : start + 200]
-        yield "".join(sample + mark for sample, mark in zip(islice(cycle(_SAMPLES), len(some)), some, strict=True))
+def _joint(rows: _Rows, following: _Rows, place: int) -> tuple[int, int]:
+    """How many of `rows` to keep, and of `following`, which begins at token `place` of `rows`, to leave out."""
+    last = [tuple(row) for row in rows[place:, :2].tolist()]
+    first = [tuple(row) for row in following[: 2 * len(last), :2].tolist()]
+    known = {pair: number for number, pair in enumerate(pairwise(last), place + 1)}
+    shared = [(known[pair], number) for number, pair in enumerate(pairwise(first), 1) if pair in known]
+    return shared[len(shared) // 2] if shared else (place, 0)
 
 
 def _joined_ids(parts: Sequence[PromptPart]) -> NDArray[np.int32]:
@@ -635,10 +384,4 @@ def _digest_of(namespace: str) -> _Digest:
 def _place_key(digest: _Digest, start: int) -> bytes:
     key = digest.copy()
     key.update(b" %d" % start)
-    return key.digest()
-
-
-def _part_key(namespace: str, raw: bytes, *, is_first: bool) -> bytes:
-    key = hashlib.blake2b(_bytes(f"{is_first} {len(namespace)} {namespace}"), digest_size=_KEY_BYTES, person=b"part")
-    key.update(raw)
     return key.digest()

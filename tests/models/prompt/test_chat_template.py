@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from cache.layers import guard_mlx_lm
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
-from models.prompt import tokenize
+from models.prompt import chat_template, tokenize
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError, RenderedPrompt
 from models.prompt.tokenize import Abandoned, abandoned_when
 from tests.support import tiny_models
@@ -345,8 +345,9 @@ def test_a_text_of_any_length_is_tokenized_with_and_without_its_frame() -> None:
 def test_no_way_to_tokenize_gives_the_tokenizer_a_long_text_at_once(
     kind: str, parse_special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, number in (("SLICE_CHARACTERS", 50), ("MAX_CHARACTERS", 100)):
-        monkeypatch.setattr(tokenize, name, number)
+    monkeypatch.setattr(tokenize, "SLICE_CHARACTERS", 50)
+    monkeypatch.setattr(tokenize, "OVERLAP_CHARACTERS", 10)
+    monkeypatch.setattr(chat_template, "SLICE_CHARACTERS", 50)
     fast, texts, text = make_tokenizer(), list[str](), "1" * 150 + "\t7" * 300 + " \n" * 100 + "words and\nmore " * 90
     expected = fast.encode(text, add_special_tokens=False)
     if kind == "without a border":
@@ -368,8 +369,7 @@ def test_no_way_to_tokenize_gives_the_tokenizer_a_long_text_at_once(
     texts.clear()
     ids = renderer.tokenize(text, add_special=True, parse_special=parse_special)
     assert fast.decode(ids) == text and abs(len(ids) - len(expected)) < 40
-    # A part is looked at for words too, with what follows.
-    assert len(texts) > 10 and max(map(len, texts)) < 100 + 256
+    assert len(texts) > 10 and max(map(len, texts)) <= 50
     texts.clear()
     with abandoned_when(lambda: len(texts) > 2), pytest.raises(Abandoned):
         renderer.tokenize(text, parse_special=parse_special)

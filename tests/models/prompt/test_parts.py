@@ -5,17 +5,17 @@ import string
 import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from models.errors import PromptTooLong, TokenizerFailed
 from models.prompt import chat_template, tokenize
-from models.prompt.tokenize import Abandoned, PromptParts, TextCutter, abandoned_when, encode
+from models.prompt.tokenize import Abandoned, PromptParts, abandoned_when, encode
 from tests.support import tiny_models, tiny_tokenizers
 from tests.support.tiny_tokenizers import Flags
 
@@ -59,28 +59,9 @@ def spelled(text: str, backend: Any = BACKEND) -> list[int]:
     return [number for letter in text for number in whole(letter, backend)]
 
 
-class TriedOnce(PromptParts):
-    """Parts with a memory of their own, and a cutter that was tried for the first of the same backend."""
-
-    _tried: ClassVar[dict[tuple[Any, bool], TextCutter]] = {}
-
-    def _choose_cutter(self, added: Mapping[int, AddedToken]) -> TextCutter:
-        key = self._backend, bool(self._borders)
-        if key not in self._tried:
-            self._tried[key] = super()._choose_cutter(added)
-        return self._tried[key]
-
-
-class Uncut(PromptParts):
-    """Parts of texts shorter than any slice: where a longer one is cut need not be tried."""
-
-    def _choose_cutter(self, added: Mapping[int, AddedToken]) -> TextCutter:
-        return TextCutter()
-
-
 def pieces() -> PromptParts:
     """Returns pieces of the tiny models' tokenizer."""
-    return TriedOnce(BACKEND, TOKENS)
+    return PromptParts(BACKEND, TOKENS)
 
 
 def shared_backend(shape: str, added: Mapping[str, Flags]) -> Any:
@@ -165,12 +146,15 @@ TEXTS = st.lists(st.one_of(st.sampled_from(CONTENTS), st.sampled_from(ALPHABET))
 @example("bytes", {"<a>": Flags(special=True, lstrip=True), "\n\n": Flags()}, ["b\n\n<a>b"])
 @example("bytes", {"<a>": Flags(special=True), "<a>b": Flags()}, ["<a>a<a>b"])
 @example("bytes", {"<a>": Flags(special=True), "b<a": Flags(), "<|x|>": Flags(special=True)}, ["ab<a>a<|x|>"])
+@example(
+    "bytes", {"<a>": Flags(), "<a>b": Flags(special=True), "a b": Flags(special=True, single_word=True)}, ["a b日"]
+)
 @example("composed", {"<a>": Flags(lstrip=True), "<a>b": Flags(lstrip=True, rstrip=True)}, ["><a>bb|be[X"])
 def test_piecewise_is_whole_for_every_kind_of_added_token(
     shape: str, added: dict[str, Flags], texts: list[str]
 ) -> None:
     backend = tiny_tokenizers.tokenizer(shape, added)
-    tokenizer = Uncut(backend, backend.get_added_tokens_decoder())
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
     if tokenizer.fits():
         for text, ids in whole_of(texts, backend):
             assert tokenizer.tokenize(text).ids.tolist() == ids
@@ -191,7 +175,7 @@ def test_a_reply_changes_no_text_but_itself_in_its_place(
     shape: str, added: dict[str, Flags], prompt: str, reply: str, texts: list[str]
 ) -> None:
     backend = tiny_tokenizers.tokenizer(shape, added)
-    tokenizer = Uncut(backend, backend.get_added_tokens_decoder())
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
     if not tokenizer.fits():
         return
     ids = [number for part in _at_added(reply, added) for number in _odd_ids(part, added, backend)]
@@ -214,6 +198,14 @@ def _odd_ids(part: str, added: dict[str, Flags], backend: Any) -> list[int]:
     return whole(part, backend) if part in added else spelled(part, backend)
 
 
+def test_white_space_that_a_neighbour_may_strip_leaves_no_border() -> None:
+    space, stripping = (
+        AddedToken(text, normalized=False, special=True, rstrip=text == "<a>") for text in ("\n", "<a>")
+    )
+    assert tokenize.Borders({0: space}).opener == "\n"
+    assert tokenize.Borders({0: space, 1: stripping}).opener is None
+
+
 @pytest.mark.parametrize("shape", sorted(tiny_tokenizers.SHAPES))
 def test_the_shapes_are_tokenized_piecewise(shape: str) -> None:
     """What the properties above say holds for something: none of the usual shapes is given up."""
@@ -231,21 +223,13 @@ def test_the_shapes_are_tokenized_piecewise(shape: str) -> None:
 def test_a_long_text_in_parts_is_the_whole(shape: str, text: str) -> None:
     backend = shared_backend(shape, {"<|x|>": Flags(special=True)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenize, "SLICE_CHARACTERS", 2)
-        patch.setattr(tokenize, "_AHEAD_CHARACTERS", 12)
-        tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
+        patch.setattr(tokenize, "SLICE_CHARACTERS", 24)
+        patch.setattr(tokenize, "OVERLAP_CHARACTERS", 12)
+        tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
         for opening in ("", "<|x|>"):
             tokenized = tokenizer.tokenize(opening + text)
             assert tokenized.ids.tolist() == whole(opening + text, backend)
             assert all(a <= b for a, b in zip(tokenized.ends, tokenized.ends[1:], strict=False))
-
-
-@pytest.mark.parametrize("shape", sorted(tiny_tokenizers.SHAPES))
-def test_a_long_text_is_tokenized_in_parts(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = shared_backend(shape, {"<|x|>": Flags(special=True)})
-    monkeypatch.setattr(tokenize, "SLICE_CHARACTERS", 50)
-    tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
-    assert len(list(tokenizer._cutter.cut("some words and\nmore " * 40))) > 10
 
 
 def across(*tokens: str) -> Any:
@@ -285,8 +269,8 @@ def marking() -> Any:
 def test_no_text_is_cut_where_the_tokenizer_would_notice(
     backend: Any, sample: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first three have a token across such a place that no sample of a trial contains."""
-    monkeypatch.setattr(tokenize, "SLICE_CHARACTERS", 20)
+    monkeypatch.setattr(tokenize, "SLICE_CHARACTERS", 40)
+    monkeypatch.setattr(tokenize, "OVERLAP_CHARACTERS", 10)
     backend.add_special_tokens(["<|x|>"])
     tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
     assert tokenizer.tokenize(sample * 50).ids.tolist() == whole(sample * 50, backend)
@@ -295,22 +279,25 @@ def test_no_text_is_cut_where_the_tokenizer_would_notice(
 @pytest.mark.parametrize(
     "sample",
     [
+        "some words and\nmore ",
         "<table><tr><td>one</td></tr></table>\n",
         '{"a":1,"bc":[2,33,"d e"]}',
         "QUJD+REVGR0hJ/SktMTU5P",
         "<|inner|>x<|in|>",
+        "1",
     ],
-    ids=["markup", "json", "base64", "added"],
+    ids=["words", "markup", "json", "base64", "added", "digit"],
 )
-def test_a_long_text_without_spaces_is_tokenized_in_parts(sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part is short, so that nothing else stands still for long, and together they are the whole."""
-    backend = shared_backend("bytes", {"<|x|>": Flags(special=True), "<|inner|>": Flags()})
+@pytest.mark.parametrize("shape", sorted(tiny_tokenizers.SHAPES))
+def test_a_long_text_is_tokenized_in_slices(shape: str, sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slice is short, so that nothing else stands still for long, and together they are the whole."""
+    backend = shared_backend(shape, {"<|x|>": Flags(special=True), "<|inner|>": Flags()})
     monkeypatch.setattr(tokenize, "SLICE_CHARACTERS", 100)
-    monkeypatch.setattr(tokenize, "_AHEAD_CHARACTERS", 20)
-    tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder())
+    monkeypatch.setattr(tokenize, "OVERLAP_CHARACTERS", 20)
+    monkeypatch.setattr(tokenize, "encode", counted_in(lengths := list[int]()))
     text = sample * 50
-    assert max(part.stop - part.start for part in tokenizer._cutter.cut(text)) < 220
-    assert tokenizer.tokenize(text).ids.tolist() == whole(text, backend)
+    assert PromptParts(backend, {}, at_borders=False).tokenize(text).ids.tolist() == whole(text, backend)
+    assert len(lengths) <= 1 + 2 * len(text) / 100 and max(lengths) <= 100
 
 
 @settings(max_examples=200, deadline=None)
@@ -329,18 +316,36 @@ def test_no_call_gets_more_than_it_may_whatever_the_text(
     shape: str, added: dict[str, Flags], at_borders: bool, runs: list[tuple[str, int]]
 ) -> None:
     backend = shared_backend(shape, added)
-    tokenizer = TriedOnce(backend, backend.get_added_tokens_decoder(), at_borders=at_borders)
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder(), at_borders=at_borders)
     text, lengths = "".join(some * times for some, times in runs), list[int]()
     with pytest.MonkeyPatch.context() as patch:
-        for name, number in (("SLICE_CHARACTERS", 8), ("_AHEAD_CHARACTERS", 8), ("MAX_CHARACTERS", 32)):
-            patch.setattr(tokenize, name, number)
+        patch.setattr(tokenize, "SLICE_CHARACTERS", 32)
+        patch.setattr(tokenize, "OVERLAP_CHARACTERS", 8)
         patch.setattr(tokenize, "encode", counted_in(lengths))
         try:
             ends = tokenizer.tokenize(text, None).ends.tolist()
         except TokenizerFailed:
             return
-    assert max(lengths, default=0) <= 32 + max(map(len, ("a\n", *added)))
+    assert max(lengths, default=0) <= 32 + max(map(len, ("", *added)))
     assert ends == sorted(ends)
+
+
+def test_slices_that_never_agree_are_put_together_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize, "SLICE_CHARACTERS", 60)
+    monkeypatch.setattr(tokenize, "OVERLAP_CHARACTERS", 20)
+    backend: Any = tiny_tokenizers.tokenizer("bytes", {})
+    backend.post_processor, backend.decoder = processors.ByteLevel(trim_offsets=True), decoders.ByteLevel()
+    text, encode_whole = "in  the é\n\n  end日 " * 20, tokenize.encode
+    starts: Any = iter(range(1000))
+
+    def encoded(backend: Any, some: str) -> Any:
+        """Gives the tokens of each slice other numbers, so that it agrees with none."""
+        encoding, number = encode_whole(backend, some), next(starts)
+        return Mock(ids=[1000 * number + token for token in encoding.ids], offsets=encoding.offsets)
+
+    monkeypatch.setattr(tokenize, "encode", encoded)
+    ids = PromptParts(backend, {}, at_borders=False).tokenize(text).ids % 1000
+    assert backend.decode(ids.tolist(), skip_special_tokens=False) == text and next(starts) > 5
 
 
 def test_one_long_word_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,12 +397,6 @@ def test_the_ends_bound_the_text_that_the_tokens_came_from() -> None:
     for count, end in enumerate(tokenized.ends, start=1):
         assert (TURN + "ab cd").startswith(BACKEND.decode(tokenized.ids[:count].tolist(), skip_special_tokens=False))
         assert len(BACKEND.decode(tokenized.ids[:count].tolist(), skip_special_tokens=False)) <= end
-
-
-def test_the_ends_of_very_many_tokens_are_those_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = pieces().tokenize(TURN + "ab  c\n\nd").ends.tolist()
-    monkeypatch.setattr(tokenize, "_MANY_TOKENS", 0)
-    assert pieces().tokenize(TURN + "ab  c\n\nd").ends.tolist() == few
 
 
 def test_a_longer_conversation_tokenizes_only_what_is_new() -> None:
@@ -503,14 +502,6 @@ def test_a_tokenizer_that_gives_up_is_not_used_and_ends_no_thread() -> None:
     assert not PromptParts(Panicking(), TOKENS).fits()
     with pytest.raises(TokenizerFailed):
         encode(Panicking(), "a" * 61)
-
-
-def test_each_added_token_is_looked_at_a_few_times_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    look = Mock(wraps=tokenize._has_space_at_edge)
-    monkeypatch.setattr(tokenize, "_has_space_at_edge", look)
-    added = {number: AddedToken(f"<{number}>", normalized=False, special=True) for number in range(1000)}
-    tokenize.Borders(added)
-    assert look.call_count <= 2 * len(added)
 
 
 @pytest.mark.parametrize(
