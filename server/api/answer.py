@@ -32,7 +32,6 @@ from server.diagnosis.account import (
     explain,
     with_missing_bytes,
 )
-from server.diagnosis.compare import Turn
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, plain_prompt, prompt_of
 from server.engine.commands import pin_turn
 from server.engine.diagnosis import Cause, Reuse
@@ -190,7 +189,7 @@ class Run:
         self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
         self.open.session_id = self.name.id
         self.previous_id = previous.request_id if previous is not None else None
-        if started.reuse.miss is not None:
+        if started.reuse.misses:
             return started
         is_asked = request.cache_prompt
         reuse = await self._reuse(started, previous, rendered) if is_asked else declined(previous, rendered)
@@ -238,9 +237,14 @@ class Run:
             is_whole = finished is not None and finished.reason is FinishReason.STOP and finished.stop_text is None
             reply_ids = self.token_ids if is_whole else self.token_ids[:-1]
             tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])
-        turn = Turn(self.exchange.asked, None if finished is None else self._reply())
-        evaluated = EvaluatedTurn(turn, tokens, len(request.tokens), request_id=request.request_id)
-        self._conversations.record(self.name, evaluated)
+        turn = EvaluatedTurn(
+            self.exchange.asked,
+            None if finished is None else self._reply(),
+            tokens=tokens,
+            num_prompt_tokens=len(request.tokens),
+            request_id=request.request_id,
+        )
+        self._conversations.record(self.name, turn)
 
     def _reply(self) -> Part:
         messages = self.exchange.reply_messages()

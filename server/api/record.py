@@ -210,7 +210,7 @@ class RequestRecord:
             prompt_ms = first.timings.prompt_ms
         counts, reuse = self.counts, first.started.reuse
         lost_tokens = min(reuse.lost_tokens, first.evaluated_tokens)
-        misses = [miss_body(miss) for miss in reuse.misses or filter(None, (reuse.miss,))]
+        misses = [miss_body(miss) for miss in reuse.misses]
         return TurnRecord(
             id=first.request.request_id,
             previous=self.previous_id,

@@ -8,13 +8,13 @@ with; of each the last turns are kept, since an agent and its sub-agents may sha
 import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
 from server.diagnosis.compare import Turn, find_changes_between, find_volatile_head, is_version
-from server.diagnosis.prompt import Prompt, with_parts_of
+from server.diagnosis.prompt import Prompt
 from server.diagnosis.words import shared_ends
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
@@ -23,16 +23,13 @@ EDGE_TOKENS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class EvaluatedTurn:
+class EvaluatedTurn(Turn):
     """A turn that the server has run."""
 
-    turn: Turn
-    tokens: TokenArray
-    num_prompt_tokens: int
-    was_cleared: bool = False
-    """The cache was cleared since."""
-    was_unloaded: bool = False
-    """The model was unloaded since."""
+    tokens: TokenArray = field(kw_only=True)
+    num_prompt_tokens: int = field(kw_only=True)
+    lost: Cause | None = None
+    """Why the cache holds nothing of the turn any more: it was cleared since, or the model unloaded."""
     request_id: str = ""
     is_neighbour: bool = False
     """The turn is of another conversation whose system messages differ only by a clock, say."""
@@ -40,8 +37,8 @@ class EvaluatedTurn:
     @property
     def num_bytes(self) -> int:
         """Includes text that other turns may share."""
-        reply = self.turn.reply.num_bytes if self.turn.reply is not None else 0
-        return self.tokens.nbytes + self.turn.prompt.num_bytes + reply
+        reply = self.reply.num_bytes if self.reply is not None else 0
+        return self.tokens.nbytes + self.prompt.num_bytes + reply
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,78 +47,65 @@ class Rendered:
 
     prompt: Prompt
     tokens: TokenArray
-    outline: Outline
+    outline: Outline = NO_OUTLINE
+
+    def miss_at(self, offset: int, lost_tokens: int, cause: Cause) -> Miss:
+        """A loss that begins at a token."""
+        return Miss(cause.reason, *self.outline.message_at(offset), offset, cause=cause, lost_tokens=lost_tokens)
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens up to the end of the last reply, all evaluated by some server; 0 without a reply."""
+        replies = [index for index, role in enumerate(self.outline.roles) if role == "assistant"]
+        return next((start for start in self.outline.starts[replies[-1] + 1 :]), 0) if replies else 0
 
 
 def explain(
     previous: EvaluatedTurn | None, request: Rendered, *, match: int, hit: int, is_unseen: bool = False
 ) -> Reuse:
     """Why only `hit` of the `match` tokens in the cache were restored; `is_unseen` as in `Conversations`."""
-    num_unseen = _num_answered(request) - hit if is_unseen and (previous is None or previous.is_neighbour) else 0
+    num_unseen = request.num_answered - hit if is_unseen and (previous is None or previous.is_neighbour) else 0
     if num_unseen > EDGE_TOKENS:
-        miss = Miss(MissReason.RESTARTED, token=hit, cause=Cause.RESTARTED, lost_tokens=num_unseen)
-        return Reuse(match, hit, None, miss, num_unseen, (miss,))
+        return Reuse((Miss(MissReason.RESTARTED, token=hit, cause=Cause.RESTARTED, lost_tokens=num_unseen),))
     if previous is None:
         return _of_first(request, match, hit)
     if previous.is_neighbour:
         return _of_neighbour(previous, request, match, hit)
-    lost = _Loss(previous, request, match, hit)
-    misses = tuple(lost.misses())
-    kept: float | None = min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0
-    costliest = max(misses, key=lambda miss: miss.lost_tokens, default=None)
+    misses = tuple(_Loss(previous, request, match, hit).misses())
     if any(miss.cause is Cause.SIDE_REQUEST for miss in misses):
-        kept = None  # the request continues no turn
-    return Reuse(match, hit, kept, costliest, sum(miss.lost_tokens for miss in misses), misses)
+        return Reuse(misses)  # the request continues no turn
+    return Reuse(misses, min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0)
 
 
 def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
     """The reuse of a request that asked for none."""
     reach = min(len(previous.tokens), len(request.tokens) - 1) if previous is not None else 0
-    miss = Miss(MissReason.DISABLED, cause=Cause.DECLINED, lost_tokens=reach)
-    return Reuse(0, 0, None, miss, reach, (miss,))
-
-
-def _num_answered(request: Rendered) -> int:
-    """The tokens up to the end of the last reply, all evaluated by some server; 0 without a reply."""
-    outline = request.outline
-    replies = [index for index, role in enumerate(outline.roles) if role == "assistant"]
-    return next((start for start in outline.starts[replies[-1] + 1 :]), 0) if replies else 0
+    return Reuse((Miss(MissReason.DISABLED, cause=Cause.DECLINED, lost_tokens=reach),))
 
 
 def with_missing_bytes(reuse: Reuse, missing_bytes: int) -> Reuse:
     """Adds to a loss of evicted state how much more memory would have kept the state, if known and above 0."""
     if missing_bytes <= 0:
         return reuse
-    misses = tuple(
-        replace(one, missing_bytes=missing_bytes) if one.cause is Cause.EVICTED else one for one in reuse.misses
-    )
-    return replace(reuse, misses=misses, miss=max(misses, key=lambda miss: miss.lost_tokens))
+    told = (replace(one, missing_bytes=missing_bytes) if one.cause is Cause.EVICTED else one for one in reuse.misses)
+    return replace(reuse, misses=tuple(told))
 
 
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
     """The reuse of a request that continues no turn."""
     if match - hit > EDGE_TOKENS:
-        miss = _miss_at(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
-        return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
-    return Reuse(match, hit, miss=Miss(MissReason.COLD, token=hit, cause=Cause.COLD) if hit == 0 else None)
+        return Reuse((request.miss_at(hit, match - hit, Cause.NOT_RESTORABLE),))
+    return Reuse((Miss(MissReason.COLD, token=hit, cause=Cause.COLD),) if hit == 0 else ())
 
 
 def _of_neighbour(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) -> Reuse:
     starts, num_head = request.outline.starts, request.prompt.num_head
     reach = starts[num_head] if len(starts) > num_head else min(len(previous.tokens), len(request.tokens) - 1)
-    changes = find_volatile_head(previous.turn.prompt, request.prompt)
-    lost = reach - hit
-    if not changes or lost <= EDGE_TOKENS:
+    changes = find_volatile_head(previous.prompt, request.prompt)
+    if not changes or reach - hit <= EDGE_TOKENS:
         return _of_first(request, match, hit)
-    first, *hidden = changes
     common = common_prefix_length(previous.tokens, request.tokens)
-    misses = (replace(first, token=common, lost_tokens=lost), *hidden)
-    return Reuse(match, hit, None, misses[0], lost, misses)
-
-
-def _miss_at(request: Rendered, offset: int, lost: int, reason: MissReason, cause: Cause) -> Miss:
-    index, role = request.outline.message_at(offset)
-    return Miss(reason, index, role, offset, cause=cause, lost_tokens=lost)
+    return Reuse((replace(changes[0], token=common, lost_tokens=reach - hit), *changes[1:]))
 
 
 class _Loss:
@@ -133,18 +117,24 @@ class _Loss:
         self._match, self._hit = match, hit
         longest = len(request.tokens) - 1
         self._reach = max(0, min(len(previous.tokens), longest))
-        is_known = request.prompt.shares_state_with(previous.turn.prompt)
+        is_known = request.prompt.shares_state_with(previous.prompt)
         self._common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
 
-    def misses(self) -> list[Miss]:
+    def misses(self) -> Iterator[Miss]:
         by_state = max(0, min(self._common, self._reach) - self._hit)
         by_change = max(0, self._reach - max(self._common, self._hit))
-        found = find_changes_between(self._previous.turn, self._request.prompt) if by_change else []
+        found = find_changes_between(self._previous, self._request.prompt) if by_change else []
         changes = [change for change in found if not self._is_left_out(change)]
         if by_change and self._is_consequence(changes, by_state):
             by_state, by_change = 0, by_change + by_state
-        state = [self._state_miss(by_state)] if by_state else []
-        return [*state, *self._change_misses(changes, by_change)]
+        if by_state:
+            missing = Cause.NOT_RESTORABLE if self._match >= self._common else Cause.EVICTED
+            yield self._request.miss_at(self._hit, by_state, self._previous.lost or missing)
+        if by_change and changes:
+            yield replace(changes[0], token=self._common, lost_tokens=by_change)
+            yield from changes[1:]
+        elif by_change:
+            yield self._request.miss_at(self._common, by_change, Cause.TEMPLATE)
 
     def _is_left_out(self, change: Miss) -> bool:
         """Whether the template does not show a change: the tokens of its message are the same."""
@@ -156,31 +146,13 @@ class _Loss:
 
         If a template changes a reply, prompts part within the answer's header, after the restore point.
         """
-        if self._match < self._common or self._previous.was_cleared or self._previous.was_unloaded:
+        if self._match < self._common or self._previous.lost is not None:
             return False
         if not changes:
             return self._hit >= min(self._previous.num_prompt_tokens, self._common) - EDGE_TOKENS
         # A request beside the conversation shares the conversation's beginning, and could have been restored there.
         is_other = changes[0].cause is Cause.SIDE_REQUEST and by_state > EDGE_TOKENS
         return changes[0].cause is not Cause.BRANCHED and not is_other
-
-    def _state_miss(self, lost: int) -> Miss:
-        reason, cause = MissReason.EVICTED, Cause.EVICTED
-        if self._previous.was_cleared:
-            reason, cause = MissReason.CLEARED, Cause.CLEARED
-        elif self._previous.was_unloaded:
-            reason, cause = MissReason.UNLOADED, Cause.UNLOADED
-        elif self._match >= self._common:
-            reason, cause = MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE
-        return _miss_at(self._request, self._hit, lost, reason, cause)
-
-    def _change_misses(self, changes: Sequence[Miss], lost: int) -> list[Miss]:
-        if not lost:
-            return []
-        if not changes:
-            return [_miss_at(self._request, self._common, lost, MissReason.TEMPLATE, Cause.TEMPLATE)]
-        first, *hidden = changes
-        return [replace(first, token=self._common, lost_tokens=lost), *hidden]
 
 
 MAX_TURNS = 16
@@ -233,13 +205,13 @@ class Conversations:
         turns = self._take(name)
         if turn.tokens.base is not None:
             turn = replace(turn, tokens=turn.tokens.copy())  # a view keeps a longer array alive
-        request = Rendered(turn.turn.prompt, turn.tokens, NO_OUTLINE)
-        previous = self._closest(turns, request)
+        previous = self._closest(turns, Rendered(turn.prompt, turn.tokens))
         if previous is not None:
-            turn = replace(
-                turn, turn=replace(turn.turn, prompt=with_parts_of(turn.turn.prompt, previous.turn.prompt))
-            )
-            if _goes_on(previous.turn, turn.turn.prompt):
+            # So that equal texts are kept once.
+            known = {part: part for part in previous.prompt.parts}
+            parts = tuple(known.get(part, part) for part in turn.prompt.parts)
+            turn = replace(turn, prompt=replace(turn.prompt, parts=parts))
+            if _goes_on(previous, turn.prompt):
                 turns = [one for one in turns if one is not previous]
         self._put(name, [*turns, turn][-MAX_TURNS:])
         while len(self._turns) > MAX_CONVERSATIONS or self.num_bytes > self._max_bytes:
@@ -247,13 +219,13 @@ class Conversations:
 
     def is_unseen(self, request: Rendered) -> bool:
         """Whether the request continues replies from before the server's start, or of another server."""
-        return self.is_whole and any(part.role == "assistant" for part in request.prompt.parts)
+        return self.is_whole and request.prompt.has_replies
 
     def num_tokens_since(self, name: Name, request: Rendered) -> int:
         """Tokens that a cache must hold to keep a conversation until now."""
         later = itertools.takewhile(lambda other: other != name, reversed(self._turns))
         turns = [self._turns[other][-1] for other in later]
-        own = (turn.tokens for turn in turns if turn.turn.prompt.model == request.prompt.model)
+        own = (turn.tokens for turn in turns if turn.prompt.model == request.prompt.model)
         return len(request.tokens) + sum(len(one) - common_prefix_length(one, request.tokens) for one in own)
 
     def forget(self, namespace: str, conversation_id: str) -> None:
@@ -266,14 +238,14 @@ class Conversations:
         """The cache holds nothing of a namespace any more."""
         for name, turns in self._turns.items():
             if name.namespace == namespace:
-                turns[:] = [replace(turn, was_cleared=True) for turn in turns]
+                turns[:] = [replace(turn, lost=Cause.CLEARED) for turn in turns]
 
     def note_unloaded(self, model: str) -> None:
         """A model was unloaded and its conversations dropped."""
         for turns in self._turns.values():
-            turns[:] = [
-                replace(turn, was_unloaded=True) if turn.turn.prompt.model == model else turn for turn in turns
-            ]
+            for place, turn in enumerate(turns):
+                if turn.prompt.model == model and turn.lost is None:
+                    turns[place] = replace(turn, lost=Cause.UNLOADED)
 
     def _take(self, name: Name) -> list[EvaluatedTurn]:
         turns = self._turns.pop(name, [])
@@ -296,7 +268,7 @@ class Conversations:
         names = (name for name in reversed(self._turns) if name.namespace == namespace and not name.is_named)
         looked_at = itertools.islice(names, MAX_UNNAMED_LOOKED_AT)
         closest = [(self._closest(self._turns[name], request), name) for name in looked_at]
-        fitting = [(turn, name) for turn, name in closest if turn is not None and _belongs(turn, request)]
+        fitting = [(turn, name) for turn, name in closest if turn is not None and _belongs(turn, request.prompt)]
         best = max(fitting, key=lambda pair: _score(pair[0], request), default=None)
         return None if best is None else best[1]
 
@@ -309,8 +281,8 @@ class Conversations:
             is_same = name.id == session_id if session_id is not None else not name.is_named
             if name.namespace != request.prompt.namespace and is_same:
                 for turn in reversed(turns):
-                    is_seen = turn.turn.is_answered and turn.turn.reply in request.prompt.said
-                    if is_seen or (self._is_of_one_owner and _goes_on(turn.turn, request.prompt)):
+                    is_owned = self._is_of_one_owner and _goes_on(turn, request.prompt)
+                    if is_owned or turn.is_quoted_in(request.prompt):
                         return turn
         return None
 
@@ -319,22 +291,17 @@ class Conversations:
 
         None if a latest turn has the same beginning, which the two then share.
         """
-        head = request.prompt.parts[: request.prompt.num_head]
-        found: EvaluatedTurn | None = None
-        ours = (
-            turns[-1] for name, turns in reversed(self._turns.items()) if name.namespace == request.prompt.namespace
-        )
-        for turn in itertools.islice(ours, MAX_NEIGHBOURS):
-            earlier = turn.turn.prompt
-            if earlier.parts[: earlier.num_head] == head:
-                return None
-            if found is None and find_volatile_head(earlier, request.prompt):
-                found = replace(turn, is_neighbour=True)
-        return found
+        later = request.prompt
+        ours = (turns[-1] for name, turns in reversed(self._turns.items()) if name.namespace == later.namespace)
+        latest = list(itertools.islice(ours, MAX_NEIGHBOURS))
+        if any(turn.prompt.head == later.head for turn in latest):
+            return None
+        found = next((turn for turn in latest if find_volatile_head(turn.prompt, later)), None)
+        return replace(found, is_neighbour=True) if found is not None else None
 
     @staticmethod
     def _closest(turns: list[EvaluatedTurn], request: Rendered) -> EvaluatedTurn | None:
-        followed = (turn for turn in reversed(turns) if not _is_beside(turn.turn, request.prompt))
+        followed = (turn for turn in reversed(turns) if not _is_beside(turn, request.prompt))
         return max(followed, key=lambda turn: _score(turn, request), default=None)
 
 
@@ -343,10 +310,9 @@ def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
 
     A request without the turn's newest message or reply may continue an earlier turn.
     """
-    earlier, said = turn.turn, request.prompt.said
-    newest = earlier.prompt.said.intersection(earlier.prompt.parts[-1:])
-    num_missing = len(newest - said) + (earlier.is_answered and earlier.reply not in said)
-    return earlier.num_shared(request.prompt) - num_missing, common_prefix_length(turn.tokens, request.tokens)
+    newest = turn.prompt.said.intersection(turn.prompt.parts[-1:])
+    num_missing = len(newest - request.prompt.said) + (turn.is_answered and not turn.is_quoted_in(request.prompt))
+    return turn.num_shared(request.prompt) - num_missing, common_prefix_length(turn.tokens, request.tokens)
 
 
 def _is_beside(earlier: Turn, later: Prompt) -> bool:
@@ -354,30 +320,23 @@ def _is_beside(earlier: Turn, later: Prompt) -> bool:
 
     Such a turn has its own instructions; the request has the same question with other ones, or with tools.
     """
-    if earlier.is_answered and earlier.reply in later.said:
+    ours, theirs = earlier.prompt.head, later.head
+    if earlier.is_quoted_in(later) or not ours or not theirs:
         return False
-    ours, theirs = earlier.prompt.parts[: earlier.prompt.num_head], later.parts[: later.num_head]
-    if not ours or not theirs or any(is_version(one, other) for one in ours for other in theirs):
+    if any(is_version(one, other) for one in ours for other in theirs):
         return False
     return earlier.num_shared(later) > 0 or (bool(later.tools) and not earlier.prompt.tools)
 
 
-def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
+def _belongs(turn: EvaluatedTurn, later: Prompt) -> bool:
     """Whether an unnamed request has a turn's reply, most messages, or beginning."""
-    earlier, later = turn.turn, request.prompt
-    if earlier.is_answered and earlier.reply in later.said:
-        return True
-    if later.said and earlier.parts[: len(later.parts)] == later.parts:
-        return True
-    num_said = len(earlier.prompt.said)
-    if num_said and 2 * len(earlier.prompt.said & later.said) >= num_said:
-        return True
-    return _starts_alike(earlier.prompt, later)
+    said, is_shorter = turn.prompt.said, bool(later.said) and turn.parts[: len(later.parts)] == later.parts
+    has_most = bool(said) and 2 * len(said & later.said) >= len(said)
+    return turn.is_quoted_in(later) or is_shorter or has_most or _starts_alike(turn.prompt, later)
 
 
 def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
-    is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
-    if not is_later:
+    if len(later.parts) < len(earlier.parts) or not later.has_replies:
         return False
     ours, theirs = (next((part.shown for part in one.parts if not part.is_system), "") for one in (earlier, later))
     return 2 * sum(shared_ends(ours, theirs)) > max(len(ours), len(theirs), 40)
@@ -389,6 +348,5 @@ def _goes_on(earlier: Turn, later: Prompt) -> bool:
     Of two versions both are kept: later turns show which one continues.
     """
     before = earlier.prompt
-    is_same = (before.tools, before.arguments) == (later.tools, later.arguments)
-    is_same = is_same and later.parts[: len(before.parts)] == before.parts
+    is_same = before.has_inputs_of(later) and later.parts[: len(before.parts)] == before.parts
     return is_same and earlier.num_shared(later) > 0 and len(later.parts) > len(before.parts)

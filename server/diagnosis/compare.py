@@ -6,14 +6,14 @@ Messages are aligned: kept, edited, removed, inserted, merged, summed up.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from models.output.pieces import KNOWN_MARKERS
 from models.texts import shared_length
 from server.diagnosis.prompt import PLAIN, Part, Prompt
-from server.diagnosis.words import MAX_ADDED_WORDS, excerpt, find_changes, only_leaves_out, shared_ends, told_apart
+from server.diagnosis.words import MAX_ADDED_WORDS, change_at, excerpt, find_changes, shared_ends, told_apart
 from server.engine.diagnosis import Cause, Miss, MissReason
 
 MAX_ALIGNED = 400
@@ -59,29 +59,40 @@ class Turn:
     def is_answered(self) -> bool:
         return self.reply is not None and bool(self.reply.shown)
 
+    def is_quoted_in(self, later: Prompt) -> bool:
+        """Whether a later prompt holds the reply."""
+        return self.is_answered and self.reply in later.said
+
 
 def _miss(
     cause: Cause,
-    reason: MissReason,
     index: int | None = None,
     role: str | None = None,
     before: str = "",
     after: str = "",
+    *,
+    reason: MissReason | None = None,
 ) -> Miss:
-    return Miss(reason, index, role, None, *told_apart(before, after), cause)
+    return Miss(reason or cause.reason, index, role, None, *told_apart(before, after), cause)
+
+
+def _change(cause: Cause, index: int, part: Part, other: Part | None = None) -> Miss:
+    """Of a whole message, at its first difference from another one."""
+    start = shared_length(part.shown, other.shown) if other is not None else 0
+    after = excerpt(other.shown, start) if other is not None else ""
+    return _miss(cause, index, (other or part).role, excerpt(part.shown, start), after)
 
 
 def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
     """What keeps `later` from continuing `earlier`, in the order of the prompt."""
     prompt = earlier.prompt
     if prompt.model != later.model:
-        return [_miss(Cause.MODEL, MissReason.MODEL_CHANGED, before=prompt.model, after=later.model)]
+        return [_miss(Cause.MODEL, before=prompt.model, after=later.model)]
     if prompt.namespace != later.namespace:
-        return [_miss(Cause.NAMESPACE, MissReason.NAMESPACE_CHANGED)]
+        return [_miss(Cause.NAMESPACE)]
     changes = list(_tool_changes(prompt, later))
     if prompt.arguments != later.arguments:
-        words = (prompt.arguments, later.arguments)
-        changes.insert(0, _miss(Cause.TEMPLATE_ARGUMENTS, MissReason.TEMPLATE_CHANGED, None, None, *words))
+        changes.insert(0, _miss(Cause.TEMPLATE_ARGUMENTS, before=prompt.arguments, after=later.arguments))
     if later.parts and later.parts[0].role == PLAIN:
         return [*changes, *_plain_changes(earlier, later)]
     return [*changes, *_MessageDiff(earlier, later).changes()]
@@ -93,10 +104,11 @@ def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
     None if the beginnings are no versions of each other, or differ only at the end, or if the later one only lacks
     text of the earlier one: the client can mend nothing.
     """
-    is_same = (earlier.tools, earlier.arguments) == (later.tools, later.arguments)
-    if not is_same or earlier.num_head != later.num_head or not earlier.shares_state_with(later):
+    is_same = earlier.has_inputs_of(later) and earlier.num_head == later.num_head
+    if not is_same or not earlier.shares_state_with(later):
         return []
-    if only_leaves_out(*("\n".join(part.shown for part in one.parts[: one.num_head]) for one in (earlier, later))):
+    words = iter(_text(earlier.head).split())
+    if all(word in words for word in _text(later.head).split()):
         return []
     return [
         change if change.cause is Cause.CLOCK else replace(change, cause=Cause.EARLY)
@@ -104,25 +116,25 @@ def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
     ]
 
 
+def _text(parts: Iterable[Part]) -> str:
+    return "\n".join(part.shown for part in parts)
+
+
 def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
     ours, theirs = earlier.tools, later.tools
     if ours == theirs:
         return
     before, after = earlier.tools_text, later.tools_text
-    names = [[_tool_name(tool) for tool in tools] for tools in (ours, theirs)]
-    if sorted(names[0]) != sorted(names[1]):
-        yield _miss(Cause.TOOLS, MissReason.TOOLS_CHANGED, before=", ".join(names[0]), after=", ".join(names[1]))
-    elif sorted(map(_canonical, ours)) == sorted(map(_canonical, theirs)):
-        start = shared_length(before, after)
-        words = (excerpt(before, start), excerpt(after, start))
-        yield _miss(Cause.REORDERED, MissReason.TOOLS_CHANGED, None, None, *words)
+    names, other_names = list(map(_tool_name, ours)), list(map(_tool_name, theirs))
+    if sorted(names) != sorted(other_names):
+        yield _miss(Cause.TOOLS, before=", ".join(names), after=", ".join(other_names))
+        return
+    if sorted(map(_canonical, ours)) == sorted(map(_canonical, theirs)):
+        found = [change_at(before, after, Cause.REORDERED)]
     else:
-        for found in find_changes(_unescaped(before), _unescaped(after)):
-            yield _miss(found.cause, MissReason.TOOLS_CHANGED, None, None, found.before, found.after)
-
-
-def _unescaped(text: str) -> str:
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+        found = find_changes(*(text.replace("\\n", "\n").replace("\\t", "\t") for text in (before, after)))
+    for change in found:
+        yield _miss(change.cause, before=change.before, after=change.after, reason=MissReason.TOOLS_CHANGED)
 
 
 def _tool_name(tool: str) -> str:
@@ -139,74 +151,65 @@ def _plain_changes(earlier: Turn, later: Prompt) -> Iterator[Miss]:
     before = "".join(part.text for part in earlier.parts)
     after = later.parts[0].text
     own = earlier.prompt.parts[0].text
-    if after.startswith((before, own)) or own.startswith(after):
-        return
-    for found in find_changes(before[: len(after)], after[: len(before)]):
-        yield _miss(found.cause, MissReason.MESSAGES_CHANGED, None, None, found.before, found.after)
+    if not (after.startswith((before, own)) or own.startswith(after)):
+        for found in find_changes(before[: len(after)], after[: len(before)]):
+            yield _miss(found.cause, before=found.before, after=found.after, reason=MissReason.MESSAGES_CHANGED)
 
 
 class _MessageDiff:
     def __init__(self, earlier: Turn, later: Prompt) -> None:
+        self._prompt, self._later = earlier.prompt, later
         self._ours, self._theirs = earlier.parts, later.parts
         self._reply = len(earlier.prompt.parts) if earlier.reply is not None else None
-        self._head = later.num_head
-        self._prompt = earlier.prompt
-        self._is_related = earlier.num_shared(later) > 0 or (_is_answered(later.parts) and self._are_similar())
+        self._firsts = [one.parts[one.num_head] for one in (earlier.prompt, later) if one.num_head < len(one.parts)]
+        """Each request's first message after the system's."""
+        self._is_related = earlier.num_shared(later) > 0 or (
+            later.has_replies and len(self._firsts) == 2 and is_version(*self._firsts)
+        )
 
     def changes(self) -> list[Miss]:
         ours, theirs = self._ours, self._theirs
         if len(theirs) <= len(ours) and ours[: len(theirs)] == theirs:
             return []
-        if not self._is_related and ours[: len(self._prompt.parts)] != theirs[: len(self._prompt.parts)]:
-            head = self.volatile_head()
-            if self._is_compacted():
-                return [*head, self._change(Cause.COMPACTED, MissReason.HISTORY_TRIMMED, self._head, *self._firsts())]
-            return [*head, self._side_request(behind=self._head if head else 0)]
-        return [change for block in self._blocks() for change in self._changes_of(*block)]
-
-    def _firsts(self) -> list[Part]:
-        """Each request's first message after the system's."""
-        both = (self._prompt.parts[self._prompt.num_head :], self._theirs[self._head :])
-        return [parts[0] for parts in both if parts]
-
-    def _are_similar(self) -> bool:
-        firsts = self._firsts()
-        return len(firsts) == 2 and is_version(*firsts)
+        if self._is_related or self._prompt.parts == theirs[: len(self._prompt.parts)]:
+            return [change for block in self._blocks() for change in self._changes_of(*block)]
+        head, num_head = self.volatile_head(), self._later.num_head
+        if self._is_compacted():
+            return [*head, _change(Cause.COMPACTED, num_head, *self._firsts)]
+        index = min(max(shared_length(ours, theirs), num_head if head else 0), len(theirs) - 1)
+        part = theirs[index]
+        return [*head, _miss(Cause.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))]
 
     def _is_compacted(self) -> bool:
         """Whether a summary replaces the whole conversation: the last reply, or a text that calls itself a summary.
 
         A request for a title has its own instructions.
         """
-        firsts, reply = self._firsts(), self._ours[self._reply].text.strip() if self._reply is not None else ""
-        if len(firsts) < 2 or not _is_answered(self._ours):
+        reply = self._ours[self._reply].text.strip() if self._reply is not None else ""
+        if len(self._firsts) < 2 or not any(part.role == "assistant" for part in self._ours):
             return False
-        told = [part.text for part in self._theirs[self._head : self._head + 2]]
+        told = [part.text for part in self._theirs[self._later.num_head :][:2]]
         if len(reply) > MIN_SUMMARY_CHARACTERS and any(reply in text for text in told):
             return True
-        ours, theirs = self._ours[0], self._theirs[0]
-        is_same_agent = self._prompt.num_head == self._head == 0 or is_version(ours, theirs)
+        is_same_agent = self._prompt.num_head == self._later.num_head == 0 or is_version(
+            self._ours[0], self._theirs[0]
+        )
         return is_same_agent and any(_SUMMARY.search(text[:MIN_TAIL_CHARACTERS]) for text in told)
-
-    def _side_request(self, *, behind: int) -> Miss:
-        index = min(max(shared_length(self._ours, self._theirs), behind), len(self._theirs) - 1)
-        part = self._theirs[index]
-        return _miss(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
 
     def volatile_head(self, *, only: bool = False) -> list[Miss]:
         """As `find_volatile_head`; with `only`, none if more differs."""
         found: list[Miss] = []
-        for index in range(min(self._head, self._prompt.num_head)):
-            if self._ours[index] == self._theirs[index]:
+        for index, (one, other) in enumerate(zip(self._prompt.head, self._later.head, strict=False)):
+            if one == other:
                 continue
-            if not is_version(self._ours[index], self._theirs[index]):
+            if not is_version(one, other):
                 return [] if only else found
             found += self._edits(index, index)
         volatile = [change for change in found if change.cause in _VOLATILE]
         if not only or len(volatile) == len(found):
             return volatile
-        ours, theirs = ("\n".join(part.shown for part in parts[: self._head]) for parts in (self._ours, self._theirs))
-        return found[:1] if shared_ends(ours, theirs)[1] >= MIN_TAIL_CHARACTERS else []
+        _, num_tail = shared_ends(_text(self._prompt.head), _text(self._later.head))
+        return found[:1] if num_tail >= MIN_TAIL_CHARACTERS else []
 
     def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
         head = shared_length(self._ours, self._theirs)
@@ -220,26 +223,26 @@ class _MessageDiff:
 
     def _changes_of(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
         """Yields versions of messages, then added or removed ones."""
+        ours, theirs = self._ours, self._theirs
         if i1 < i2 and j1 < j2 and self._is_asked_anew(i1, i2, j1):
-            yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, self._ours[i1], self._theirs[j1])
+            yield _change(Cause.BRANCHED, j1, ours[i1], theirs[j1])
             return
-        if i2 - i1 > 1 and j1 < j2 and _holds_all(self._theirs[j1], self._ours[i1:i2]):
-            yield self._change(Cause.MERGED, MissReason.MESSAGES_CHANGED, j1, self._ours[i1], self._theirs[j1])
+        if i2 - i1 > 1 and j1 < j2 and _holds_all(theirs[j1], ours[i1:i2]):
+            yield _change(Cause.MERGED, j1, ours[i1], theirs[j1])
             return
         while i1 < i2 and j1 < j2 and self._is_pair(i1, j1):
             yield from self._edits(i1, j1)
             i1, j1 = i1 + 1, j1 + 1
         tail = list[Miss]()
-        while i1 < i2 and j1 < j2 and i2 < len(self._ours) and self._is_pair(i2 - 1, j2 - 1):
+        while i1 < i2 and j1 < j2 and i2 < len(ours) and self._is_pair(i2 - 1, j2 - 1):
             i2, j2 = i2 - 1, j2 - 1
             tail = [*self._edits(i2, j2), *tail]
         if i1 < i2 and j1 < j2:
-            yield from self._replaced(i1, i2, j1, j2)
+            yield self._replaced(i1, i2, j1, j2)
         elif i1 < i2:
             yield from self._removed(i1, i2, j1)
-        elif j1 < j2 and i1 < len(self._ours) and (part := self._theirs[j1]) not in self._ours:
-            excerpted = excerpt(part.shown, 0)
-            yield _miss(Cause.INSERTED, MissReason.MESSAGES_CHANGED, j1, part.role, "", excerpted)
+        elif j1 < j2 and i1 < len(ours) and (part := theirs[j1]) not in ours:
+            yield _miss(Cause.INSERTED, j1, part.role, "", excerpt(part.shown, 0))
         yield from tail
 
     def _is_pair(self, i: int, j: int) -> bool:
@@ -251,40 +254,37 @@ class _MessageDiff:
     def _edits(self, i: int, j: int) -> Iterator[Miss]:
         one, other = self._ours[i], self._theirs[j]
         if one.role != other.role:
-            yield _miss(Cause.ROLE, MissReason.MESSAGES_CHANGED, j, other.role, one.role, other.role)
+            yield _miss(Cause.ROLE, j, other.role, one.role, other.role)
             return
         if self._has_shed_a_note(i, other):
-            yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j, one, other)
+            yield _change(Cause.NOTE, j, one, other)
             return
-        is_reply = one.role == "assistant"
-        if one.is_system and j < self._head:
+        is_reply, reason = one.role == "assistant", MissReason.MESSAGES_CHANGED
+        if one.is_system and j < self._later.num_head:
             reason = MissReason.SYSTEM_CHANGED
-        else:
-            reason = MissReason.REPLY_CHANGED if is_reply else MissReason.MESSAGES_CHANGED
+        elif is_reply:
+            reason = MissReason.REPLY_CHANGED
         for cause, before, after in _part_changes(one, other):
-            if cause is Cause.THOUGHTS:
-                yield _miss(cause, MissReason.THOUGHTS_REMOVED, j, other.role, before, after)
-            else:
-                named = Cause.REPLY if is_reply and cause in (Cause.EDITED, Cause.COUNTER) else cause
-                yield _miss(named, reason, j, other.role, before, after)
+            named = Cause.REPLY if is_reply and cause in (Cause.EDITED, Cause.COUNTER) else cause
+            has_own = cause is Cause.THOUGHTS
+            yield _miss(named, j, other.role, before, after, reason=None if has_own else reason)
 
     def _removed(self, i1: int, i2: int, j: int) -> Iterator[Miss]:
+        part = self._ours[i1]
         if i2 == len(self._ours):
             if self._reply == i1 and j < len(self._theirs):
-                yield self._change(Cause.REPLY_LEFT_OUT, MissReason.REPLY_CHANGED, j, self._ours[i1])
+                yield _change(Cause.REPLY_LEFT_OUT, j, part)
             return
-        part = self._ours[i1]
-        is_question = i1 == self._head or not self._is_newest(i1 - 1)  # with all that belongs to it
+        is_question = i1 == self._later.num_head or not self._is_newest(i1 - 1)  # with all that belongs to it
         if part in self._theirs[j:] or (self._is_newest(i1) and not (is_question and i2 == len(self._prompt.parts))):
-            yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j, part)
+            yield _change(Cause.NOTE, j, part)
         else:
-            cause = Cause.TRIMMED if i2 - i1 > 1 or i1 == self._prompt.num_head else Cause.REMOVED
-            yield self._change(cause, MissReason.HISTORY_TRIMMED, j, part)
+            yield _change(Cause.TRIMMED if i2 - i1 > 1 or i1 == self._prompt.num_head else Cause.REMOVED, j, part)
 
     def _is_asked_anew(self, i: int, stop: int, j: int) -> bool:
         """Whether only the newest messages differ, and none of them is answered."""
         is_last = stop == len(self._ours) and i != self._reply and i >= self._prompt.num_head
-        return is_last and self._is_newest(i) and not _is_answered(self._theirs[j:])
+        return is_last and self._is_newest(i) and not any(part.role == "assistant" for part in self._theirs[j:])
 
     def _has_shed_a_note(self, i: int, other: Part) -> bool:
         """Whether a message, while newest, had more text around it."""
@@ -293,37 +293,25 @@ class _MessageDiff:
     def _is_newest(self, i: int) -> bool:
         return i != self._reply and all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
 
-    def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
-        ours, theirs = self._ours[i1:i2], self._theirs[j1:j2]
-        part, other = ours[0], theirs[0]
+    def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Miss:
+        part, other, num_fewer = self._ours[i1], self._theirs[j1], i2 - i1 - (j2 - j1)
         if part.role == other.role and self._has_shed_a_note(i1, other):
-            yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j1, part, other)
+            cause = Cause.NOTE
         elif i1 == self._reply:
-            yield self._change(Cause.REPLY_LEFT_OUT, MissReason.REPLY_CHANGED, j1, part)
-        elif i2 == len(self._ours) and (self._is_newest(i1) or len(ours) <= len(theirs)):
-            yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, part, other)
-        elif len(ours) > len(theirs):
-            yield self._change(Cause.SUMMARISED, MissReason.HISTORY_TRIMMED, j1, part, other)
-        elif part.role == other.role == "assistant":
-            yield self._change(Cause.REPLY, MissReason.REPLY_CHANGED, j1, part, other)
+            return _change(Cause.REPLY_LEFT_OUT, j1, part)
+        elif i2 == len(self._ours) and (self._is_newest(i1) or num_fewer <= 0):
+            cause = Cause.BRANCHED
+        elif num_fewer > 0:
+            cause = Cause.SUMMARISED
         else:
-            yield self._change(Cause.EDITED, MissReason.MESSAGES_CHANGED, j1, part, other)
-
-    @staticmethod
-    def _change(cause: Cause, reason: MissReason, index: int, part: Part, other: Part | None = None) -> Miss:
-        start = shared_length(part.shown, other.shown) if other is not None else 0
-        after = excerpt(other.shown, start) if other is not None else ""
-        return _miss(cause, reason, index, (other or part).role, excerpt(part.shown, start), after)
+            cause = Cause.REPLY if part.role == other.role == "assistant" else Cause.EDITED
+        return _change(cause, j1, part, other)
 
 
 def _encloses(text: str, inner: str) -> bool:
     """Whether `text` holds `inner` and many other words."""
     added = len(text.split()) - len(inner.split())
     return added > MAX_ADDED_WORDS and bool(inner.strip()) and inner.strip() in text
-
-
-def _is_answered(parts: Sequence[Part]) -> bool:
-    return any(part.role == "assistant" for part in parts)
 
 
 def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +56,14 @@ class Prompt:
         """Leading system messages."""
         return next((index for index, part in enumerate(self.parts) if not part.is_system), len(self.parts))
 
+    @property
+    def head(self) -> tuple[Part, ...]:
+        return self.parts[: self.num_head]
+
+    @property
+    def has_replies(self) -> bool:
+        return any(part.role == "assistant" for part in self.parts)
+
     @cached_property
     def said(self) -> frozenset[Part]:
         """All but system messages; they identify a conversation."""
@@ -64,6 +72,10 @@ class Prompt:
     def shares_state_with(self, other: "Prompt") -> bool:
         """Whether the other prompt could reuse any state."""
         return (self.model, self.namespace) == (other.model, other.namespace)
+
+    def has_inputs_of(self, other: "Prompt") -> bool:
+        """Whether all but the messages is the same for a template."""
+        return (self.tools, self.arguments) == (other.tools, other.arguments)
 
     @property
     def tools_text(self) -> str:
@@ -85,7 +97,10 @@ def prompt_of(
     """A conversation's parts."""
     return Prompt(
         tuple(part_of(message) for message in messages),
-        tuple(map(_tool_text, tools)),
+        tuple(
+            json.dumps({name: value for name, value in tool.items() if name != "cache_control"}, ensure_ascii=False)
+            for tool in tools
+        ),
         json.dumps(arguments, sort_keys=True, default=str) if arguments else "",
         model,
         namespace,
@@ -116,12 +131,6 @@ def text_bytes(text: str) -> int:
     return len(text) * (1 if text.isascii() else 4)
 
 
-def with_parts_of(prompt: Prompt, earlier: Prompt) -> Prompt:
-    """Replaces parts by equal earlier ones, so that equal texts are kept once."""
-    known = {part: part for part in earlier.parts}
-    return replace(prompt, parts=tuple(known.get(part, part) for part in prompt.parts))
-
-
 def _call_text(call: Mapping[str, Any]) -> str:
     function = call.get("function")
     function = function if isinstance(function, Mapping) else {}
@@ -144,7 +153,3 @@ def _piece_text(piece: Any) -> str:
         if isinstance(piece, Mapping) and isinstance(piece.get(name), str):
             return str(piece[name])
     return json.dumps(piece, ensure_ascii=False, default=str)
-
-
-def _tool_text(tool: Mapping[str, Any]) -> str:
-    return json.dumps({name: value for name, value in tool.items() if name != "cache_control"}, ensure_ascii=False)

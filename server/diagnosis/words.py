@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from html import unescape
-from itertools import pairwise
+from itertools import groupby
 from unicodedata import normalize
 
 from models.texts import shared_length
@@ -75,18 +75,12 @@ def find_changes(before: str, after: str) -> list[WordChange]:
         return []
     whole = _cause_of_whole(before, after)
     if whole is not None:
-        return [_change_at(before, after, whole)]
+        return [change_at(before, after, whole)]
     changes: dict[Cause, WordChange] = {}
     for start, one, other in _places(before, after):
-        change = _change_at(one, other, classify_text(one, other))
+        change = change_at(one, other, classify_text(one, other))
         changes.setdefault(change.cause, WordChange(change.cause, start + change.offset, change.before, change.after))
     return list(changes.values())
-
-
-def only_leaves_out(before: str, after: str) -> bool:
-    """Whether `before` has all words of `after`, in order."""
-    words = iter(before.split())
-    return all(word in words for word in after.split())
 
 
 def shared_ends(one: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
@@ -159,13 +153,9 @@ def _looks_random(word: str) -> bool:
         return len(parts) == 1 and digits >= 12
     if all(re.fullmatch(r"[0-9a-fA-F]{4,}", part) for part in parts):
         return digits > 0 and len(core) >= 5
+    runs = [*groupby(core, lambda c: (c.isdigit(), c.isupper()))]
     has_both_cases = core.lower() != core and core.upper() != core
-    return len(core) >= 8 and (has_both_cases or len(core) >= 16) and digits > 0 and _num_runs(core) >= 4
-
-
-def _num_runs(word: str) -> int:
-    kinds = [(c.isdigit(), c.isupper()) for c in word]
-    return 1 + sum(one != other for one, other in pairwise(kinds))
+    return len(core) >= 8 and (has_both_cases or len(core) >= 16) and digits > 0 and len(runs) >= 4
 
 
 _KINDS: tuple[tuple[Cause, Callable[[str, int], str | None]], ...] = (
@@ -198,7 +188,8 @@ def _places(before: str, after: str) -> Iterator[tuple[int, str, str]]:
             yield sum(map(len, ours[: head + i1])) - len(lead), lead + one, lead + other
 
 
-def _change_at(before: str, after: str, cause: Cause) -> WordChange:
+def change_at(before: str, after: str, cause: Cause) -> WordChange:
+    """The place of the first difference."""
     start = shared_length(before, after)
     return WordChange(cause, start, excerpt(before, start), excerpt(after, start))
 

@@ -20,7 +20,7 @@ from models.prompt.shapes import NO_OUTLINE, with_constant_header
 from server.api.sessions import SessionIdError, resolve_session_id
 from server.app.config import StartError
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
-from server.diagnosis.compare import Turn, thoughts_apart
+from server.diagnosis.compare import thoughts_apart
 from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
 from server.doctor.findings import Checkup, LinkedTurn, checkup_from, losses_of
 
@@ -188,13 +188,19 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
         losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // per_token)
         previous_id = previous.request_id if previous is not None else None
         turns.append(LinkedTurn(str(number), previous_id, losses, reuse.kept))
-        turn = Turn(rendered.prompt, read.reply)
-        conversations.record(name, EvaluatedTurn(turn, read.answered, len(rendered.tokens), request_id=str(number)))
+        turn = EvaluatedTurn(
+            rendered.prompt,
+            read.reply,
+            tokens=read.answered,
+            num_prompt_tokens=len(rendered.tokens),
+            request_id=str(number),
+        )
+        conversations.record(name, turn)
     return [checkup_from(label, turns) for label, turns in zip(_labels(visits), visits.values(), strict=True)]
 
 
 def _restorable(previous: EvaluatedTurn | None, request: Rendered) -> int:
-    if previous is None or not request.prompt.shares_state_with(previous.turn.prompt):
+    if previous is None or not request.prompt.shares_state_with(previous.prompt):
         return 0
     return min(common_prefix_length(previous.tokens, request.tokens), len(request.tokens) - 1)
 

@@ -30,7 +30,15 @@ class MissReason(StrEnum):
 
 
 class Cause(StrEnum):
-    """What was changed, or is missing, in words for people."""
+    """What was changed, or is missing, in words for people, with the reason that follows in any place."""
+
+    reason: MissReason
+
+    def __new__(cls, words: str, reason: MissReason = MissReason.MESSAGES_CHANGED) -> "Cause":
+        """The value is the words."""
+        member = str.__new__(cls, words)
+        member._value_, member.reason = words, reason
+        return member
 
     CLOCK = "date or time"
     COUNTER = "counter or percentage"
@@ -40,33 +48,33 @@ class Cause(StrEnum):
     REFORMATTED = "other spacing"
     ENCODED = "other encoding"
     EDITED = "edited text"
-    ROLE = "changed role"
-    TOOLS = "other tools"
-    TRIMMED = "trimmed history"
-    SUMMARISED = "summarised history"
-    COMPACTED = "wholly summarised history"
-    REMOVED = "removed message"
-    MERGED = "merged messages"
-    INSERTED = "inserted message"
-    REPLY = "rewritten reply"
-    REPLY_LEFT_OUT = "reply left out"
-    THOUGHTS = "removed thoughts"
+    ROLE = "changed role", MissReason.MESSAGES_CHANGED
+    TOOLS = "other tools", MissReason.TOOLS_CHANGED
+    TRIMMED = "trimmed history", MissReason.HISTORY_TRIMMED
+    SUMMARISED = "summarised history", MissReason.HISTORY_TRIMMED
+    COMPACTED = "wholly summarised history", MissReason.HISTORY_TRIMMED
+    REMOVED = "removed message", MissReason.HISTORY_TRIMMED
+    MERGED = "merged messages", MissReason.MESSAGES_CHANGED
+    INSERTED = "inserted message", MissReason.MESSAGES_CHANGED
+    REPLY = "rewritten reply", MissReason.REPLY_CHANGED
+    REPLY_LEFT_OUT = "reply left out", MissReason.REPLY_CHANGED
+    THOUGHTS = "removed thoughts", MissReason.THOUGHTS_REMOVED
     CALL_IDS = "renamed call ids"
-    TEMPLATE_ARGUMENTS = "other template arguments"
-    NAMESPACE = "other key or salt"
-    MODEL = "other model"
-    SIDE_REQUEST = "side request"
-    BRANCHED = "another way to go on"
-    NOTE = "moving note"
-    TEMPLATE = "the model's template"
-    COLD = "first request"
-    EVICTED = "evicted state"
-    CLEARED = "cleared cache"
-    UNLOADED = "unloaded model"
-    RESTARTED = "restarted server"
-    NOT_RESTORABLE = "no restore point"
-    DECLINED = "declined cache"
-    LOGPROBS = "log-probabilities of the prompt"
+    TEMPLATE_ARGUMENTS = "other template arguments", MissReason.TEMPLATE_CHANGED
+    NAMESPACE = "other key or salt", MissReason.NAMESPACE_CHANGED
+    MODEL = "other model", MissReason.MODEL_CHANGED
+    SIDE_REQUEST = "side request", MissReason.SIDE_REQUEST
+    BRANCHED = "another way to go on", MissReason.BRANCHED
+    NOTE = "moving note", MissReason.NOTE_MOVED
+    TEMPLATE = "the model's template", MissReason.TEMPLATE
+    COLD = "first request", MissReason.COLD
+    EVICTED = "evicted state", MissReason.EVICTED
+    CLEARED = "cleared cache", MissReason.CLEARED
+    UNLOADED = "unloaded model", MissReason.UNLOADED
+    RESTARTED = "restarted server", MissReason.RESTARTED
+    NOT_RESTORABLE = "no restore point", MissReason.NO_RESTORE_POINT
+    DECLINED = "declined cache", MissReason.DISABLED
+    LOGPROBS = "log-probabilities of the prompt", MissReason.DISABLED
 
 
 UNTOLD = frozenset({Cause.BRANCHED, Cause.TEMPLATE, Cause.COLD, Cause.LOGPROBS})
@@ -97,14 +105,22 @@ class Miss:
 
 @dataclass(frozen=True)
 class Reuse:
-    """How much of a prompt was reused, and why not more."""
+    """Why no more of a prompt was reused."""
 
-    match_tokens: int
-    hit_tokens: int
-    kept: float | None = None
-    """Share of the previous turn, 0 to 1; None without one."""
-    miss: Miss | None = None
-    """The costliest."""
-    lost_tokens: int = 0
     misses: tuple[Miss, ...] = ()
     """In the order of the prompt."""
+    kept: float | None = None
+    """Share of the previous turn that was reused, 0 to 1; None without one."""
+
+    @property
+    def miss(self) -> Miss | None:
+        """The costliest."""
+        return max(self.misses, key=lambda miss: miss.lost_tokens, default=None)
+
+    @property
+    def lost_tokens(self) -> int:
+        return sum(miss.lost_tokens for miss in self.misses)
+
+
+OF_SCORED = Reuse((Miss(MissReason.DISABLED, token=0, cause=Cause.LOGPROBS),))
+"""Of a request for log-probabilities of its prompt."""

@@ -136,19 +136,15 @@ class Started:
 
     slot: int
     prompt_tokens: int
-    reuse: Reuse
-    """What the cache knew and restored; the asking side adds why not more."""
+    match_tokens: int
+    """What the cache knew."""
+    hit_tokens: int
+    """What it restored."""
     restore_ms: float = 0.0
     tier: str | None = None
     """Where the restored part was, if any."""
-
-    @property
-    def match_tokens(self) -> int:
-        return self.reuse.match_tokens
-
-    @property
-    def hit_tokens(self) -> int:
-        return self.reuse.hit_tokens
+    reuse: Reuse = field(default_factory=Reuse)
+    """Why not more: the asking side adds it where the engine does not know."""
 
 
 @dataclass(frozen=True)

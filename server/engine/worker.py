@@ -13,7 +13,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cache.budget import BudgetExceeded, PinnedFull
@@ -22,7 +21,7 @@ from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from server.engine.decode import DecodePipeline
-from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
+from server.engine.diagnosis import OF_SCORED, Reuse
 from server.engine.embeddings import EmbeddingJob, Embeddings
 from server.engine.output import MakeDecoder
 from server.engine.request import (
@@ -196,11 +195,9 @@ class Prefill:
     def _post_started(self, sequence: Sequence, lease: Lease, begun: float) -> None:
         request, now = sequence.request, self._table.clock()
         sequence.begun = begun
-        reuse = Reuse(lease.match_tokens, lease.hit_tokens)
-        if request.prompt_logprobs is not None:
-            reuse = replace(reuse, miss=Miss(MissReason.DISABLED, token=0, cause=Cause.LOGPROBS))
-        restore_ms = 1000 * (now - begun)
-        sequence.started = Started(lease.slot_index, len(request.tokens), reuse, restore_ms, lease.tier)
+        tokens = len(request.tokens), lease.match_tokens, lease.hit_tokens
+        reuse = Reuse() if request.prompt_logprobs is None else OF_SCORED
+        sequence.started = Started(lease.slot_index, *tokens, 1000 * (now - begun), lease.tier, reuse)
         sequence.post([sequence.started])
 
     # -- the end of a prompt

@@ -65,7 +65,6 @@ class Script:
     stop_token: int | None = None
     reasoning_tokens: int | None = None
     miss: Miss | None = None
-    lost_tokens: int = 0
     progress: tuple[int, ...] = ()
     """How much of the prompt is evaluated after each of its chunks but the last."""
     drafted_tokens: int = 0
@@ -228,8 +227,8 @@ class FakeEngine:
     @staticmethod
     def _started(request: GenerationRequest, script: Script) -> Started:
         hit = script.hit_tokens
-        reuse = Reuse(hit, hit, 0.5 if script.miss else None, script.miss, script.lost_tokens)
-        return Started(0, len(request.tokens), reuse, restore_ms=2.0, tier="memory" if hit else None)
+        reuse = Reuse() if script.miss is None else Reuse((script.miss,), 0.5)
+        return Started(0, len(request.tokens), hit, hit, 2.0, "memory" if hit else None, reuse)
 
 
 class FakeRenderer:

@@ -404,8 +404,8 @@ def test_the_log_counts_turns_and_says_what_a_miss_cost_without_its_words(
     client: TestClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "server")
-    miss = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 2, before="secret", after="words")
-    engine.script = Script(hit_tokens=2, miss=miss, lost_tokens=5)
+    miss = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 2, before="secret", after="words", lost_tokens=5)
+    engine.script = Script(hit_tokens=2, miss=miss)
     ask(client, session_id="chat-7")
     ask(client, session_id="chat-7")
     text = caplog.messages[1]

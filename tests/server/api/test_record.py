@@ -31,7 +31,7 @@ REQUEST = GenerationRequest(
     "r-1", np.zeros(50, np.int32), 9, sampling=SamplingParams(seed=7), session_id="s", namespace="ours"
 )
 MISS = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 2, before="secret", after="words", lost_tokens=8)
-STARTED = Started(3, 50, Reuse(30, 30, 0.5, MISS, 8, (MISS,)), restore_ms=500.0, tier="disk")
+STARTED = Started(3, 50, 30, 30, restore_ms=500.0, tier="disk", reuse=Reuse((MISS,), 0.5))
 TEXT = Delta("x", (1, 2))
 ENDED = Finished(FinishReason.STOP, 50, Timings(30, 20, 400.0, 5, 800.0))
 

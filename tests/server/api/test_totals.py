@@ -42,7 +42,7 @@ def answered(
     *,
     has_left: bool = False,
 ) -> RequestRecord:
-    started = Started(0, 100, Reuse(60, 60, misses=misses), tier=tier)
+    started = Started(0, 100, 60, 60, tier=tier, reuse=Reuse(misses))
     end = Finished(FinishReason.STOP, 100, Timings(60, 40, 20.0, 5, 50.0))
     events: list[Event] = [started, Delta("x", tuple(range(5))), *([] if has_left else [end])]
     return RequestRecord((opened(namespace, events),), saved_seconds=saved)

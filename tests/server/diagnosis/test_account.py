@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from models.prompt.shapes import NO_OUTLINE
 from server.diagnosis.account import Conversations, EvaluatedTurn, Rendered, declined, explain
 from server.diagnosis.advice import TOOLS, advice
-from server.diagnosis.compare import Turn
 from server.diagnosis.prompt import Part, Prompt
 from server.doctor.recorded import characters_of
 from server.engine.diagnosis import Cause, MissReason
@@ -27,7 +26,9 @@ def rendered(prompt: Prompt) -> Rendered:
 
 
 def evaluated(prompt: Prompt, reply: Part | None) -> EvaluatedTurn:
-    return EvaluatedTurn(Turn(prompt, reply), characters_of(prompt, reply), len(characters_of(prompt)))
+    return EvaluatedTurn(
+        prompt, reply, tokens=characters_of(prompt, reply), num_prompt_tokens=len(characters_of(prompt))
+    )
 
 
 @given(PROMPTS, st.none() | PARTS, PROMPTS, st.floats(0, 1), st.floats(0, 1))

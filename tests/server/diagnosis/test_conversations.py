@@ -41,7 +41,9 @@ def is_grouped(earlier: Prompt, reply: str, later: Prompt) -> bool:
     first, _ = conversations.find(None, rendered(earlier), "1")
     part = Part("assistant", reply)
     tokens = characters_of(earlier, part)
-    conversations.record(first, EvaluatedTurn(Turn(earlier, part), tokens, len(characters_of(earlier))))
+    conversations.record(
+        first, EvaluatedTurn(earlier, part, tokens=tokens, num_prompt_tokens=len(characters_of(earlier)))
+    )
     second, previous = conversations.find(None, rendered(later), "2")
     return second == first and previous is not None
 
@@ -100,16 +102,17 @@ def asked(system: str, question: str, namespace: str = "") -> Prompt:
 
 def accounts(*prompts: Prompt, session_ids: bool = False) -> list[list[tuple[Cause, int | None]]]:
     """What is said of requests that follow each other: causes, and the messages that they stand in."""
-    conversations, found = Conversations(), []
+    conversations, found = Conversations(), list[list[tuple[Cause, int | None]]]()
     for number, one in enumerate(prompts):
         request = rendered(one)
         name, previous = conversations.find(str(number) if session_ids else None, request, str(number))
         hit = 0 if previous is None else common_prefix_length(previous.tokens, request.tokens)
-        found.append(
-            [(miss.cause, miss.message_index) for miss in explain(previous, request, match=hit, hit=hit).misses]
-        )
+        misses = explain(previous, request, match=hit, hit=hit).misses
+        found.append([(miss.cause, miss.message_index) for miss in misses if miss.cause is not Cause.COLD])
         reply = Part("assistant", f"Answer {number}.")
-        conversations.record(name, EvaluatedTurn(Turn(one, reply), characters_of(one, reply), len(request.tokens)))
+        conversations.record(
+            name, EvaluatedTurn(one, reply, tokens=characters_of(one, reply), num_prompt_tokens=len(request.tokens))
+        )
     return found
 
 
@@ -145,7 +148,7 @@ def test_a_clock_is_not_told_where_another_conversation_begins_just_like_the_req
 
 def test_what_was_lost_to_a_clock_is_what_the_system_said() -> None:
     first, second = asked("It is 09:16.", "Far?" * 50), asked("It is 09:17.", "Milk?" * 50)
-    turn = EvaluatedTurn(Turn(first), characters_of(first), 1, is_neighbour=True)
+    turn = EvaluatedTurn(first, tokens=characters_of(first), num_prompt_tokens=1, is_neighbour=True)
     whole = characters_of(second)
     head = len(characters_of(Prompt(second.parts[:1])))
     request = Rendered(second, whole, Outline((0, head), ("system", "user")))
@@ -176,8 +179,9 @@ def test_no_turn_goes_on_from_a_title_request(wrapped: str, tools: tuple[str, ..
 
     def follow(one: Prompt, number: str, reply: str) -> EvaluatedTurn | None:
         name, previous = conversations.find("s", rendered(one), number)
-        told = Turn(one, Part("assistant", reply) if has_answered else None)
-        conversations.record(name, EvaluatedTurn(told, characters_of(one), 1, request_id=number))
+        told = Part("assistant", reply) if has_answered else None
+        turn = EvaluatedTurn(one, told, tokens=characters_of(one), num_prompt_tokens=1, request_id=number)
+        conversations.record(name, turn)
         return previous
 
     follow(title, "title", "The sea")
@@ -193,42 +197,47 @@ def test_clearing_concerns_one_namespace() -> None:
     for namespace in ("a", "b"):
         one = asked("You sell wine.", "Far?", namespace)
         name, _ = conversations.find("s", rendered(one), "1")
-        conversations.record(name, EvaluatedTurn(Turn(one), characters_of(one), 1))
+        conversations.record(name, EvaluatedTurn(one, tokens=characters_of(one), num_prompt_tokens=1))
     conversations.note_cleared("a")
     cleared = {
         namespace: conversations.find("s", rendered(asked("You sell wine.", "Far?", namespace)), "2")[1]
         for namespace in ("a", "b")
     }
-    assert {namespace: turn.was_cleared for namespace, turn in cleared.items() if turn} == {"a": True, "b": False}
+    assert {namespace: turn.lost is Cause.CLEARED for namespace, turn in cleared.items() if turn} == {
+        "a": True,
+        "b": False,
+    }
 
 
 def test_of_the_only_conversation_the_oldest_turn_is_dropped_first() -> None:
     turns = [prompt(f"{letter}" * 4000) for letter in "abc"]
     conversations = Conversations(max_bytes=45_000)
     for one in turns:
-        conversations.record(Name("", "s"), EvaluatedTurn(Turn(one), characters_of(one), 1))
+        conversations.record(Name("", "s"), EvaluatedTurn(one, tokens=characters_of(one), num_prompt_tokens=1))
     assert len(conversations) == 1
     assert conversations.num_bytes <= 45_000
     _, previous = conversations.find("s", rendered(turns[2]), "4")
     assert previous is not None
-    assert previous.turn.prompt == turns[2]
+    assert previous.prompt == turns[2]
 
 
 def test_turns_and_conversations_that_are_kept_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = Conversations()
     for number in range(MAX_TURNS + 2):
         one = prompt(f"Question {number} about something else entirely {'xyz'[number % 3] * 50}")
-        limited.record(Name("", "s"), EvaluatedTurn(Turn(one), characters_of(one), 1))
+        limited.record(Name("", "s"), EvaluatedTurn(one, tokens=characters_of(one), num_prompt_tokens=1))
     sizes = [limited.num_bytes]
     last = prompt("One more question, about the sea")
-    limited.record(Name("", "s"), EvaluatedTurn(Turn(last), characters_of(last), 1))
+    limited.record(Name("", "s"), EvaluatedTurn(last, tokens=characters_of(last), num_prompt_tokens=1))
     assert limited.num_bytes < sizes[0], "the first turns of a name are never dropped"
     monkeypatch.setattr(conversations_module, "MAX_UNNAMED_LOOKED_AT", 1)
     looked = Conversations()
     for number, text in enumerate((OPENING.format("milk"), "How far is the sea?")):
         name, _ = looked.find(None, rendered(prompt(text)), str(number))
         part = Part("assistant", f"Answer {number}.")
-        looked.record(name, EvaluatedTurn(Turn(prompt(text), part), characters_of(prompt(text), part), 1))
+        looked.record(
+            name, EvaluatedTurn(prompt(text), part, tokens=characters_of(prompt(text), part), num_prompt_tokens=1)
+        )
     _, previous = looked.find(None, rendered(prompt(OPENING.format("milk"), "Answer 0.", "And now?")), "3")
     assert previous is None
 
@@ -242,7 +251,7 @@ def test_what_went_with_an_unloaded_model_is_told_so() -> None:
     conversations = Conversations()
     prompts = {model: Prompt((Part("user", "How far is the sea from here?" * 3),), model=model) for model in "ab"}
     for model, one in prompts.items():
-        conversations.record(Name("", model), EvaluatedTurn(Turn(one), characters_of(one), 1))
+        conversations.record(Name("", model), EvaluatedTurn(one, tokens=characters_of(one), num_prompt_tokens=1))
     conversations.note_unloaded("a")
     causes = {}
     for model, one in prompts.items():
@@ -259,7 +268,7 @@ def test_of_evicted_state_is_told_how_much_more_memory_would_have_kept_it() -> N
     for number, words in enumerate(("milk", "soap", "bread")):
         one = asked("You sell wine.", f"Do you sell {words}?" * 9)
         name, _ = conversations.find(str(number), rendered(one), str(number))
-        turns[words] = (name, one, EvaluatedTurn(Turn(one), characters_of(one), 1))
+        turns[words] = (name, one, EvaluatedTurn(one, tokens=characters_of(one), num_prompt_tokens=1))
         conversations.record(name, turns[words][2])
     name, one, _ = turns["milk"]
     request = rendered(Prompt((*one.parts, Part("assistant", "Yes."), Part("user", "How much?"))))

@@ -72,7 +72,7 @@ def ask(address: str, session_id: str, **headers: str) -> None:
 def test_a_running_server_is_examined(engine: FakeEngine, address: str, capsys: pytest.CaptureFixture[str]) -> None:
     ask(address, "steady")
     ask(address, "a/b [c]")
-    engine.script = Script(hit_tokens=2, miss=CLOCK, lost_tokens=5)
+    engine.script = Script(hit_tokens=2, miss=CLOCK)
     ask(address, "a/b [c]")
     ask(address, "a/b [c]")
     status, lines, errors = doctor(capsys, address)

@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from server.engine.diagnosis import Reuse
 from server.engine.messages import MAX_PENDING, Generation, Mailbox
 from server.engine.request import Delta, Event, Failed, Progress, Started
 
-STARTED = Started(0, 10, Reuse(0, 0, None, None))
+STARTED = Started(0, 10, 0, 0)
 END = Failed(RuntimeError("the end"))
 
 

@@ -19,7 +19,7 @@ from tests.support.fake_engine import FakeEngine, Script, fake_model
 CHAT = "/v1/chat/completions"
 CLOCKED = (MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17")
 MISS = Miss(*CLOCKED, cause=Cause.CLOCK, lost_tokens=3)
-MISSED = Script(hit_tokens=2, miss=MISS, lost_tokens=3)
+MISSED = Script(hit_tokens=2, miss=MISS)
 
 
 @pytest.fixture
