@@ -89,7 +89,10 @@ def pin_session(worker: Worker, namespace: str, session_id: str) -> int:
 
 def unpin_session(worker: Worker, namespace: str, session_id: str) -> bool:
     """Ends a session's pin, if there was one."""
-    return worker.sessions.unpin(namespace, session_id)
+    name, pins = PinName(namespace, session_id), worker.prefix_cache.pins
+    was_pinned = name in pins
+    pins.release(name)
+    return was_pinned
 
 
 def forget_session(worker: Worker, namespace: str, session_id: str) -> None:

@@ -1,8 +1,8 @@
 """What passes between event loop and worker thread.
 
 Messages that wait are bounded in number, and each is handled in order or, once the inbox is closed, refused. A
-`Generation` iterates over the events of one request. For a slow reader `MAX_PENDING` events wait, then one piece of
-text that grows: no event is lost, and no other request waits.
+`Generation` iterates over the events of one request. A reader with more than `MAX_PENDING` events unread gets text in
+one piece: none of it is lost, and no other request waits.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Mailbox:
 
 
 MAX_PENDING = 64
-"""Events kept one by one for a slow reader."""
+"""Events that a slow reader gets one by one."""
 
 
 class Generation:
@@ -77,21 +77,19 @@ class Generation:
         self._cancel = cancel
         self._mailbox = mailbox
         self._pending: deque[Event] = deque()
-        self._joined: list[Delta] = []
-        """Read after the pending events, as one piece."""
         self._arrived = asyncio.Event()
 
     @property
     def is_behind(self) -> bool:
         """So much is unread that text is joined. For any thread."""
-        return bool(self._joined)
+        return len(self._pending) > MAX_PENDING
 
     def post(self, events: list[Event]) -> None:
         """Worker thread only. A closed loop means that nobody listens."""
         if any(isinstance(event, Finished | Failed) for event in events):
             self.on_end()
         try:
-            self._mailbox.post(partial(self._put_all, events))
+            self._mailbox.post(partial(self._put, events))
         except RuntimeError:
             self.cancel()
 
@@ -102,41 +100,32 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yields events; the last one ends the request."""
         while True:
-            event = await self._next()
+            while not self._pending:
+                self._arrived.clear()
+                await self._arrived.wait()
+            event = self._next()
             yield event
             if isinstance(event, Finished | Failed):
                 return
 
-    async def _next(self) -> Event:
-        while not self._pending:
-            self._arrived.clear()
-            await self._arrived.wait()
-        event = self._pending.popleft()
-        if not self._pending:
-            self._end_joining()
-        return event
+    def _next(self) -> Event:
+        """The next event, or all text that comes next for a reader who is behind."""
+        texts = list[Delta]()
+        if self.is_behind:
+            while self._pending and isinstance(event := self._pending[0], Delta):
+                texts.append(event)
+                self._pending.popleft()
+        if not texts:
+            return self._pending.popleft()
+        token_ids = tuple(token for delta in texts for token in delta.token_ids)
+        logprobs = tuple(one for delta in texts for one in delta.logprobs)
+        return Delta("".join(delta.text for delta in texts), token_ids, logprobs)
 
-    def _put_all(self, events: list[Event]) -> None:
+    def _put(self, events: list[Event]) -> None:
         for event in events:
-            self._put(event)
+            if not (self.is_behind and isinstance(event, Progress)):  # a later one replaces it
+                self._pending.append(event)
         self._arrived.set()
-
-    def _put(self, event: Event) -> None:
-        is_full = bool(self._joined) or len(self._pending) >= MAX_PENDING
-        if is_full and isinstance(event, Delta):
-            self._joined.append(event)
-        elif is_full and isinstance(event, Progress):
-            return  # a later one replaces it
-        else:
-            self._end_joining()
-            self._pending.append(event)
-
-    def _end_joining(self) -> None:
-        if self._joined:
-            joined, self._joined = self._joined, []
-            token_ids = tuple(token for delta in joined for token in delta.token_ids)
-            logprobs = tuple(one for delta in joined for one in delta.logprobs)
-            self._pending.append(Delta("".join(delta.text for delta in joined), token_ids, logprobs))
 
 
 MAX_COMMANDS = 64

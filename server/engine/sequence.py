@@ -177,10 +177,6 @@ class Sequence(Scheduled):
             self.drafting.push(token)
         return events
 
-    def end(self, reason: FinishReason, now: float) -> list[Event]:
-        """The text held back and Finished."""
-        return [*self.output.end(reason), *self.finished(now)]
-
     def finished(self, now: float) -> list[Event]:
         """Finished, if the output has ended."""
         reason, drafting = self.output.reason, self.drafting
@@ -228,16 +224,20 @@ MAX_BYTES = 64 << 20
 _TURN_BYTES = 512
 
 
-class SessionHistory:
-    """The last turn of each session, bounded in number and bytes; the least recently used go."""
+class EngineSessions:
+    """Last turn, pins and slot claim of each session. Worker thread only.
 
-    def __init__(self) -> None:
+    Turns are bounded in number and bytes; the least recently used go.
+    """
+
+    def __init__(self, prefix_cache: PrefixCache) -> None:
+        self._prefix_cache = prefix_cache
         self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
         self.num_bytes = 0
 
     def record(self, namespace: str, session_id: str, tokens: TokenArray) -> None:
         """Keeps a turn, unless it begins the kept one."""
-        last = self.forget(namespace, session_id)
+        last = self._take(namespace, session_id)
         if last is not None and common_prefix_length(tokens, last) == len(tokens):
             tokens = last
         # A view would keep a longer array alive.
@@ -245,56 +245,32 @@ class SessionHistory:
         self._turns[namespace, session_id] = tokens
         self.num_bytes += tokens.nbytes + _TURN_BYTES
         while len(self._turns) > MAX_SESSIONS or self.num_bytes > MAX_BYTES:
-            self.forget(*next(iter(self._turns)))
-
-    def forget(self, namespace: str, session_id: str) -> TokenArray | None:
-        """Drops and returns the last turn."""
-        tokens = self._turns.pop((namespace, session_id), None)
-        if tokens is not None:
-            self.num_bytes -= tokens.nbytes + _TURN_BYTES
-        return tokens
+            self._take(*next(iter(self._turns)))
 
     def last(self, namespace: str, session_id: str) -> TokenArray | None:
         """The last turn."""
         return self._turns.get((namespace, session_id))
 
-
-class EngineSessions:
-    """Last turn, pins and slot claim of each session. Worker thread only."""
-
-    def __init__(self, prefix_cache: PrefixCache) -> None:
-        self._prefix_cache = prefix_cache
-        self.history = SessionHistory()
-
-    def record(self, sequence: Sequence) -> None:
-        """Keeps a finished turn. The lease must still be open."""
-        request, lease = sequence.request, sequence.lease
-        if request.is_idle_work or request.session_id is None or not request.cache_prompt or lease is None:
-            return
-        tokens = np.concatenate([request.tokens, np.array(sequence.output.tokens, np.int32)])
-        self.history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
-
     def pin(self, namespace: str, session_id: str) -> int:
         """As the command."""
-        tokens = self.history.last(namespace, session_id)
+        tokens = self.last(namespace, session_id)
         return 0 if tokens is None else self._prefix_cache.pins.pin(PinName(namespace, session_id), tokens)
-
-    def unpin(self, namespace: str, session_id: str) -> bool:
-        """As the command."""
-        name = PinName(namespace, session_id)
-        was_pinned = name in self._prefix_cache.pins
-        self._prefix_cache.pins.release(name)
-        return was_pinned
 
     def forget(self, namespace: str, session_id: str) -> None:
         """As the command."""
-        self.history.forget(namespace, session_id)
+        self._take(namespace, session_id)
         self._prefix_cache.history.forget(namespace, session_id)
         for is_soft in (False, True):
             self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
         for slot in self._prefix_cache.slots:
             if (slot.namespace, slot.session_id) == (namespace, session_id):
                 slot.session_id = None
+
+    def _take(self, namespace: str, session_id: str) -> TokenArray | None:
+        tokens = self._turns.pop((namespace, session_id), None)
+        if tokens is not None:
+            self.num_bytes -= tokens.nbytes + _TURN_BYTES
+        return tokens
 
 
 class SequenceTable:
@@ -342,7 +318,7 @@ class SequenceTable:
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends the sequence, and its answer unless that has ended."""
         if sequence.output.reason is None:
-            sequence.post(sequence.end(reason, self.clock()))
+            sequence.post([*sequence.output.end(reason), *sequence.finished(self.clock())])
         self.close(sequence)
 
     def end_truncated(self, sequence: Sequence) -> None:
@@ -365,9 +341,13 @@ class SequenceTable:
     def close(self, sequence: Sequence) -> None:
         """Ends a sequence whose client has the last event."""
         self._forget(sequence)
-        if sequence.lease is not None:
-            self._sessions.record(sequence)
-            self._release(sequence, sequence.lease, sequence.lease.close)
+        request, lease = sequence.request, sequence.lease
+        if lease is None:
+            return
+        if request.session_id is not None and request.cache_prompt and not request.is_idle_work:
+            tokens = np.append(request.tokens, np.array(sequence.output.tokens, np.int32))
+            self._sessions.record(sequence.namespace, request.session_id, tokens[: lease.offset])
+        self._release(sequence, lease, lease.close)
 
     def close_finished(self, sequences: Iterable[Sequence]) -> None:
         """Closes answered sequences."""

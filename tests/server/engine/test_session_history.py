@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from server.engine import sequence
-from server.engine.sequence import SessionHistory
+from tests.support.engine_driver import Harness
 
 TOKENS = np.arange(100, dtype=np.int32)
 
 
 def test_a_turn_that_is_the_beginning_of_another_does_not_take_its_place() -> None:
     """A prefix that was primed, or a request that was cancelled early, says nothing new of its session."""
-    sessions = SessionHistory()
+    sessions = Harness().worker.sessions
     sessions.record("", "s", TOKENS)
     sessions.record("", "s", TOKENS[:25].copy())
     assert sessions.last("", "s") is TOKENS and sessions.last("", "another") is None
@@ -21,7 +21,7 @@ def test_a_turn_that_is_the_beginning_of_another_does_not_take_its_place() -> No
 
 
 def test_a_forgotten_session_is_that_of_its_namespace_only() -> None:
-    sessions = SessionHistory()
+    sessions = Harness().worker.sessions
     for namespace in ("ours", "theirs"):
         sessions.record(namespace, "s", TOKENS)
     sessions.forget("ours", "s")
@@ -31,7 +31,7 @@ def test_a_forgotten_session_is_that_of_its_namespace_only() -> None:
 
 def test_what_sessions_remember_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "MAX_BYTES", 10 * 4600)
-    sessions = SessionHistory()
+    sessions = Harness().worker.sessions
     for number in range(30):
         sessions.record("", f"{number}", np.full(1000, number, np.int32))
         assert sessions.num_bytes <= sequence.MAX_BYTES
@@ -44,7 +44,7 @@ def test_what_sessions_remember_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_turn_that_was_cut_short_keeps_no_longer_array() -> None:
-    sessions = SessionHistory()
+    sessions = Harness().worker.sessions
     sessions.record("", "s", np.arange(100_000, dtype=np.int32)[:10])
     tokens = sessions.last("", "s")
     assert tokens is not None

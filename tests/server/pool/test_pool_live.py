@@ -178,9 +178,9 @@ def test_a_session_is_forgotten_while_its_model_is_unloaded(tmp_path: Path) -> N
         server.unload("llama")
         until(lambda: "llama" in server.pool.budgets.unloaded)
         kept = server.pool.budgets.unloaded["llama"].state
-        assert kept.sessions.history.last("", "s") is not None
+        assert kept.sessions.last("", "s") is not None
         assert server.client.delete("/v1/sessions/s").status_code == 200
-        assert kept.sessions.history.last("", "s") is None
+        assert kept.sessions.last("", "s") is None
 
 
 def test_conversations_given_up_with_their_model_are_told_so(tmp_path: Path) -> None:

@@ -102,9 +102,9 @@ def test_a_session_is_forgotten_with_every_adapter_and_in_its_namespace_only() -
     state = state_of([])
     for name in ("ours", "lora:1234:ours", "theirs"):
         state.prefix_cache.history.add(name, SAID, "s")
-        state.sessions.history.record(name, "s", SAID)
+        state.sessions.record(name, "s", SAID)
     state.forget_session("ours", "another")
     assert drafted(state, "ours") == [5, 6]
     state.forget_session("ours", "s")
     assert [drafted(state, name) for name in ("ours", "lora:1234:ours", "theirs")] == [[], [], [5, 6]]
-    assert [state.sessions.history.last(name, "s") is None for name in ("ours", "theirs")] == [True, False]
+    assert [state.sessions.last(name, "s") is None for name in ("ours", "theirs")] == [True, False]
