@@ -6,14 +6,16 @@ layers and `can_mix` has shown that together they differ by little against an ad
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
+from numpy.typing import NDArray
 
 from cache.types import LayerCache
 from models.adapter import NO_ADAPTER, Adapter
@@ -28,23 +30,6 @@ class CannotMix(Exception):
     """A layer's call does not tell rows of different adapters apart."""
 
 
-class _Mixture:
-    def __init__(self, rows: tuple[int, ...]) -> None:
-        self.rows = rows
-        self._places: dict[tuple[tuple[int, float], ...], tuple[mx.array, mx.array]] = {}
-
-    def places(self, held: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
-        """Each row's index among the adapters `held`, and its scale: `[num_rows]`, `[num_rows, 1, 1]`."""
-        found = self._places.get(held)
-        if found is None:
-            place = {index: number for number, (index, _) in enumerate(held)}
-            scale = dict(held)
-            places = mx.array([place.get(row, 0) for row in self.rows], dtype=mx.uint32)
-            found = places, mx.array([scale.get(row, 0.0) for row in self.rows])[:, None, None]
-            self._places[held] = found
-        return found
-
-
 class AdapterSet:
     """One model's adapters, and the next call's selection."""
 
@@ -52,13 +37,13 @@ class AdapterSet:
         self.adapters = tuple(adapters)
         self.num_bytes = num_bytes
         self.layers: list[AdaptedLayer] = []
-        self.selected: int | _Mixture = NO_ADAPTER
-        self._mixture: _Mixture | None = None
+        self.selected: int | tuple[int, ...] = NO_ADAPTER
+        """Of all rows, or of each."""
 
     @contextmanager
     def selecting(self, rows: Sequence[int]) -> Iterator[None]:
         """Model calls in the block evaluate each row with its adapter, by index."""
-        self.selected = rows[0] if len(set(rows)) == 1 else self._mixed(tuple(rows))
+        self.selected = rows[0] if len(set(rows)) == 1 else tuple(rows)
         try:
             yield
         finally:
@@ -67,14 +52,7 @@ class AdapterSet:
     def close(self) -> None:
         """Releases the adapters' weights."""
         for layer in self.layers:
-            layer.forget()
-        self._mixture = None
-
-    def _mixed(self, rows: tuple[int, ...]) -> _Mixture:
-        # The same rows decode together for many steps.
-        if self._mixture is None or self._mixture.rows != rows:
-            self._mixture = _Mixture(rows)
-        return self._mixture
+            layer.variants = Variants({}, are_plain=False)
 
 
 def selecting(adapters: AdapterSet | None, *rows: int) -> AbstractContextManager[None]:
@@ -96,27 +74,23 @@ class AdaptedLayer(Module):
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         """Evaluates each row with its adapter."""
         selected = self._adapters.selected
-        if isinstance(selected, _Mixture):
+        if isinstance(selected, tuple):
             return self._mixed(x, selected)
         return self._of(selected)(x, *args, **kwargs)  # type: ignore[no-any-return]
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Evaluates an embedding as the layer that makes logits."""
-        if isinstance(self._adapters.selected, _Mixture):
+        if isinstance(self._adapters.selected, tuple):
             raise CannotMix("an embedding")
         return self._of(self._adapters.selected).as_linear(x)  # type: ignore[no-any-return]
-
-    def forget(self) -> None:
-        """Releases the variants."""
-        self.variants = Variants({}, are_plain=False)
 
     def _of(self, index: int) -> Any:
         return self.variants.by_index.get(index, self.layer)
 
-    def _mixed(self, x: mx.array, mixture: _Mixture) -> mx.array:
-        if x.ndim != 3 or x.shape[0] != len(mixture.rows):
-            raise CannotMix(f"an input of shape {x.shape} for {len(mixture.rows)} rows")
-        places, scales = mixture.places(self.variants.scales)
+    def _mixed(self, x: mx.array, rows: tuple[int, ...]) -> mx.array:
+        if x.ndim != 3 or x.shape[0] != len(rows):
+            raise CannotMix(f"an input of shape {x.shape} for {len(rows)} rows")
+        places, scales = _places(rows, self.variants.scales)
         a, b = self.variants.stacked
         added = scales * mx.gather_mm(mx.gather_mm(x, a, rhs_indices=places), b, rhs_indices=places)
         # Another adapter's result for a row is dropped, not multiplied by zero: it may be infinite.
@@ -124,13 +98,24 @@ class AdaptedLayer(Module):
         return self.layer(x) + added.astype(x.dtype)  # type: ignore[no-any-return]
 
 
+@lru_cache(16)
+def _places(rows: tuple[int, ...], held: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
+    """Each row's index among the adapters `held`, and its scale: `[num_rows]`, `[num_rows, 1, 1]`.
+
+    Made once: the same rows decode together for many steps.
+    """
+    place, scale = {index: number for number, (index, _) in enumerate(held)}, dict(held)
+    places = mx.array([place.get(row, 0) for row in rows], dtype=mx.uint32)
+    return places, mx.array([scale.get(row, 0.0) for row in rows])[:, None, None]
+
+
+@dataclass(eq=False)
 class Variants:
     """A layer's variants by adapter index; plain variants also stacked."""
 
-    def __init__(self, by_index: Mapping[int, Module], *, are_plain: bool) -> None:
-        """A plain variant adds exactly `scale * (x @ lora_a) @ lora_b`."""
-        self.by_index: dict[int, Any] = dict(by_index)
-        self.are_plain = are_plain
+    by_index: dict[int, Any]
+    are_plain: bool
+    """Each adds exactly `scale * (x @ lora_a) @ lora_b`."""
 
     @property
     def num_bytes(self) -> int:
@@ -168,52 +153,47 @@ _ROUNDING = 16
 
 def can_mix(model: Any, adapters: AdapterSet, vocab_size: int) -> bool:
     """Whether rows of different adapters give the same together as alone."""
+    fault = _find_mixing_fault(model, adapters, vocab_size)
+    if fault is not None:
+        logger.info("rows of different adapters take turns: %s", fault)
+    return fault is None
+
+
+def _find_mixing_fault(model: Any, adapters: AdapterSet, vocab_size: int) -> str | None:
     if not all(layer.variants.are_plain for layer in adapters.layers):
-        logger.info("rows of different adapters take turns: not all layers of the adapters are plain LoRA")
-        return False
+        return "not all layers of the adapters are plain LoRA"
     rows = [NO_ADAPTER, *(adapter.index for adapter in adapters.adapters), NO_ADAPTER]
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, vocab_size, (len(rows), _PROMPT_TOKENS + _STEPS))
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (len(rows), _PROMPT_TOKENS + _STEPS)).astype(np.int32)
     try:
-        alone = np.stack([_alone(model, adapters, index, row) for index, row in zip(rows, tokens, strict=True)])
-        bare = np.stack([_alone(model, adapters, NO_ADAPTER, row) for row in tokens])
-        together, eps = _together(model, adapters, rows, tokens)
+        found = [
+            mx.concatenate(
+                [_logits(model, adapters, [row], fed[None]) for row, fed in zip(chosen, tokens, strict=True)]
+            )
+            for chosen in (rows, [NO_ADAPTER] * len(rows))
+        ]
+        found.append(_logits(model, adapters, rows, tokens))
+        alone, bare, together = (np.array(logits.astype(mx.float32)) for logits in found)
     except Exception as reason:  # an error only shows that this model cannot be called in this way
-        logger.info("rows of different adapters take turns: %s: %s", type(reason).__name__, reason)
-        return False
-    effect = float(np.abs(alone - bare).max())
-    error = float(np.abs(together - alone).max())
-    allowed = max(_LARGEST_SHARE * effect, _ROUNDING * eps * float(np.abs(alone).max()))
-    if not error <= allowed:
-        logger.info("rows of different adapters take turns: together they differ from each alone by %.3g", error)
-    return error <= allowed
+        return f"{type(reason).__name__}: {reason}"
+    error, rounding = float(np.abs(together - alone).max()), _ROUNDING * float(mx.finfo(found[-1].dtype).eps)
+    allowed = max(_LARGEST_SHARE * float(np.abs(alone - bare).max()), rounding * float(np.abs(alone).max()))
+    return None if error <= allowed else f"together they differ from each alone by {error:.3g}"
 
 
-def _alone(model: Any, adapters: AdapterSet, adapter: int, tokens: Any) -> Any:
-    caches = _prefilled(model, adapters, adapter, tokens)
+def _logits(model: Any, adapters: AdapterSet, rows: Sequence[int], tokens: NDArray[np.int32]) -> mx.array:
+    """Of the last tokens of rows with these adapters, evaluated together: `[num_rows, steps, vocab_size]`."""
+    caches = [_prefilled(model, adapters, index, row) for index, row in zip(rows, tokens, strict=True)]
+    layers = RaggedBatch([BatchRow(one) for one in caches]).layers if len(rows) > 1 else caches[0]
     found = []
-    for step in range(_STEPS):
-        with adapters.selecting([adapter]):
-            found.append(model(mx.array([[int(tokens[_PROMPT_TOKENS + step])]]), cache=caches)[0, -1])
-    return np.array(mx.stack(found).astype(mx.float32))
-
-
-def _together(model: Any, adapters: AdapterSet, rows: Sequence[int], tokens: Any) -> tuple[Any, float]:
-    """Logits `[num_rows, steps, vocab_size]`, and their precision."""
-    pairs = zip(rows, tokens, strict=True)
-    batch = RaggedBatch([BatchRow(_prefilled(model, adapters, index, row)) for index, row in pairs])
-    found = []
-    for step in range(_STEPS):
-        fed = mx.array(tokens[:, _PROMPT_TOKENS + step, None].astype(np.int32))
+    for step in range(_PROMPT_TOKENS, _PROMPT_TOKENS + _STEPS):
         with adapters.selecting(rows), ragged_attention():
-            found.append(model(fed, cache=batch.layers)[:, -1])
-    logits = mx.stack(found, axis=1)
-    return np.array(logits.astype(mx.float32)), float(mx.finfo(logits.dtype).eps)
+            found.append(model(mx.array(tokens[:, step, None]), cache=layers)[:, -1])
+    return mx.stack(found, axis=1)
 
 
-def _prefilled(model: Any, adapters: AdapterSet, adapter: int, tokens: Any) -> list[LayerCache]:
+def _prefilled(model: Any, adapters: AdapterSet, adapter: int, tokens: NDArray[np.int32]) -> list[LayerCache]:
     caches = list(make_prompt_cache(model))
     with adapters.selecting([adapter]):
-        model(mx.array([tokens[:_PROMPT_TOKENS].tolist()]), cache=caches)
+        model(mx.array(tokens[None, :_PROMPT_TOKENS]), cache=caches)
     mx.eval([cache.state for cache in caches])
     return caches

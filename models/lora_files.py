@@ -9,8 +9,8 @@ import cache.layers  # noqa: F401
 # isort: split
 
 import hashlib
-import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +29,10 @@ from models.adapter import Adapter, AdapterPlace
 from models.errors import ModelBroken, ModelNotFound
 from models.lora import AdaptedLayer, AdapterSet, Variants, own_arrays
 
-logger = logging.getLogger(__name__)
-
 CONFIG = "adapter_config.json"
 MLX_WEIGHTS = "adapters.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
-_PEFT_FACTORS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
 
 
 @dataclass(frozen=True)
@@ -55,19 +52,11 @@ class AdapterFolder:
         """32 hexadecimal digits of the files' contents. Reads all."""
         found = hashlib.sha256()
         for path in (self.path / CONFIG, self.weights):
-            found.update(hashlib.sha256(_content(self.name, path)).digest())
+            try:
+                found.update(hashlib.sha256(path.read_bytes()).digest())
+            except OSError as error:
+                raise weights.unreadable(path, error) from error
         return found.hexdigest()[:32]
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """An addition to one linear layer: `scale * (x @ a) @ b`."""
-
-    a: mx.array
-    """`[input_dims, rank]`."""
-    b: mx.array
-    """`[rank, output_dims]`."""
-    scale: float
 
 
 def read_folder(name: str, folder: str) -> AdapterFolder:
@@ -90,75 +79,34 @@ def read_folder(name: str, folder: str) -> AdapterFolder:
     return found
 
 
-def low_ranks(adapter: AdapterFolder) -> dict[str, LowRank]:
-    """Additions of an adapter in PEFT's form, by layer path; raises ModelBroken."""
-    factors: dict[str, dict[str, mx.array]] = {}
-    for key, tensor in read_tensors(adapter).items():
-        suffix = next((suffix for suffix in _PEFT_FACTORS if key.endswith(suffix)), None)
-        if suffix is None or tensor.ndim != 2:
-            raise ModelBroken(f"adapter {adapter.name}: {key} in {adapter.weights} is no part of a LoRA adapter")
-        path = key.removesuffix(suffix).removeprefix(_PEFT_PREFIX)
-        factors.setdefault(path, {})[_PEFT_FACTORS[suffix]] = tensor
-    return {path: _low_rank(adapter, path, pair) for path, pair in factors.items()}
-
-
-def read_tensors(adapter: AdapterFolder) -> dict[str, mx.array]:
-    """An adapter's tensors; raises ModelBroken."""
-    try:
-        found = mx.load(str(adapter.weights))
-    except Exception as error:  # the reader's error, for whatever is wrong with the file
-        raise ModelBroken(f"adapter {adapter.name}: {adapter.weights} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not found:
-        raise ModelBroken(f"adapter {adapter.name}: {adapter.weights} holds no tensors")
-    return found
-
-
-def _low_rank(adapter: AdapterFolder, path: str, pair: Mapping[str, mx.array]) -> LowRank:
-    if set(pair) != {"a", "b"}:
-        raise ModelBroken(f"adapter {adapter.name}: {path} has one factor of two in {adapter.weights}")
-    a, b = pair["a"].T, pair["b"].T
-    if a.shape[1] != b.shape[0]:
-        raise ModelBroken(f"adapter {adapter.name}: the ranks of {path} are {a.shape[1]} and {b.shape[0]}")
-    rank = a.shape[1]
-    alpha = float(adapter.config.get("lora_alpha", rank))
-    return LowRank(a, b, alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank))
-
-
 def _check_mlx(name: str, config: Mapping[str, Any]) -> None:
-    kind = config.get("fine_tune_type", "lora")
+    kind, parameters = config.get("fine_tune_type", "lora"), cast(Any, config.get("lora_parameters"))
     if kind == "full":
         raise ModelBroken(f"adapter {name}: it is a full fine-tune, a model of its own; make one with mlx_lm.fuse")
-    parameters: Any = config.get("lora_parameters")
     has_places = isinstance(parameters, dict) and isinstance(config.get("num_layers"), int)
     if kind not in ("lora", "dora") or not has_places:
         raise ModelBroken(f"adapter {name}: {CONFIG} names no lora_parameters and num_layers, as mlx-lm writes them")
-    missing = [key for key in ("rank", "scale") if not isinstance(parameters.get(key), int | float)]
-    if missing:
-        raise ModelBroken(f"adapter {name}: {CONFIG} has no {missing[0]} in lora_parameters")
+    for key in ("rank", "scale"):
+        if not isinstance(parameters.get(key), int | float):
+            raise ModelBroken(f"adapter {name}: {CONFIG} has no {key} in lora_parameters")
+
+
+_NOT_SUPPORTED = {
+    "use_dora": "DoRA in PEFT's form",
+    "rank_pattern": "a rank of its own for some layers",
+    "alpha_pattern": "an alpha of its own for some layers",
+    "modules_to_save": "weights that replace the model's",
+    "lora_bias": "a bias",
+    "bias": "a bias",
+}
 
 
 def _check_peft(name: str, config: Mapping[str, Any]) -> None:
     if config["peft_type"] != "LORA":
         raise ModelBroken(f"adapter {name}: PEFT's {config['peft_type']!r} is not supported, only 'LORA' is")
-    refused = {
-        "use_dora": "DoRA in PEFT's form",
-        "rank_pattern": "a rank of its own for some layers",
-        "alpha_pattern": "an alpha of its own for some layers",
-        "modules_to_save": "weights that replace the model's",
-        "lora_bias": "a bias",
-    }
-    for key, what in refused.items():
-        if config.get(key):
+    for key, what in _NOT_SUPPORTED.items():
+        if config.get(key, "none") != "none" and (config[key] or key == "bias"):
             raise ModelBroken(f"adapter {name}: {key} in {CONFIG} asks for {what}, which is not supported")
-    if config.get("bias", "none") != "none":
-        raise ModelBroken(f"adapter {name}: bias in {CONFIG} asks for a bias, which is not supported")
-
-
-def _content(name: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelBroken(f"adapter {name}: {path} cannot be read: {error.strerror}") from error
 
 
 def attach(model: Module, places: Sequence[AdapterPlace], *, as_float32: bool = False) -> AdapterSet:
@@ -168,53 +116,72 @@ def attach(model: Module, places: Sequence[AdapterPlace], *, as_float32: bool = 
     is unusable then.
     """
     folders = [read_folder(place.name, place.folder) for place in places]
-    variants: dict[str, dict[int, Module]] = {}
+    variants = defaultdict[str, dict[int, Module]](dict)
     for index, folder in enumerate(folders, start=1):
         for path, layer in _layers_of(model, folder).items():
-            variants.setdefault(path, {})[index] = _settled(layer, as_float32=as_float32)
+            variants[path][index] = _settled(layer, as_float32=as_float32)
+    # Classes derived from it, including mlx-lm's other kinds, may compute anything.
+    together = {
+        path: Variants(layers, are_plain=all(type(layer) is LoRALinear for layer in layers.values()))
+        for path, layers in variants.items()
+    }
     adapters = [Adapter(folder.name, index, folder.digest()) for index, folder in enumerate(folders, start=1)]
-    together = {path: _variants(layers) for path, layers in variants.items()}
     found = AdapterSet(adapters, sum(layers.num_bytes for layers in together.values()))
-    own = dict(_named_modules(model))
+    own = _modules_of(model)
     _replace(model, {path: AdaptedLayer(own[path], layers, found) for path, layers in together.items()})
     return found
 
 
-def _variants(layers: dict[int, Module]) -> Variants:
-    # Classes derived from it, including mlx-lm's other kinds, may compute anything.
-    return Variants(layers, are_plain=all(type(layer) is LoRALinear for layer in layers.values()))
-
-
 def _layers_of(model: Module, folder: AdapterFolder) -> dict[str, Module]:
     """Returns an adapter's layers by path; leaves the model unchanged."""
-    own = dict(_named_modules(model))
+    own = _modules_of(model)
     if folder.is_peft:
-        return {path: _around(own, folder, path, part) for path, part in low_ranks(folder).items()}
-    try:
-        load_adapters(model, str(folder.path))
-    except Exception as error:  # mlx-lm's, for whatever it finds wrong
-        reason = " ".join(str(error).split())
-        raise ModelBroken(f"adapter {folder.name}: it is not one of this model: {reason}") from error
-    made = {path: layer for path, layer in _named_modules(model) if path in own and own[path] is not layer}
-    _replace(model, {path: own[path] for path in made})
+        made = {path: _around(own.get(path), folder, path, pair) for path, pair in _factors(folder).items()}
+    else:
+        try:
+            load_adapters(model, str(folder.path))
+        except Exception as error:  # mlx-lm's, for whatever it finds wrong
+            reason = " ".join(str(error).split())
+            raise ModelBroken(f"adapter {folder.name}: it is not one of this model: {reason}") from error
+        made = {path: layer for path, layer in _modules_of(model).items() if path in own and own[path] is not layer}
+        _replace(model, {path: own[path] for path in made})
     if not made:
         raise ModelBroken(f"adapter {folder.name}: it changes no layer of this model")
     return made
 
 
-def _around(own: dict[str, Module], folder: AdapterFolder, path: str, part: LowRank) -> Module:
-    layer = own.get(path)
+def _factors(adapter: AdapterFolder) -> dict[str, dict[str, mx.array]]:
+    """The two factors of each layer, by path, of an adapter in PEFT's form; raises ModelBroken."""
+    try:
+        tensors = cast(dict[str, mx.array], mx.load(str(adapter.weights)))
+    except Exception as error:  # the reader's error, for whatever is wrong with the file
+        raise ModelBroken(f"adapter {adapter.name}: {adapter.weights} cannot be read: {error}") from error
+    found = defaultdict[str, dict[str, mx.array]](dict)
+    for key, tensor in tensors.items():
+        path, _, factor = key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
+        if factor not in ("A.weight", "B.weight") or tensor.ndim != 2:
+            raise ModelBroken(f"adapter {adapter.name}: {key} in {adapter.weights} is no part of a LoRA adapter")
+        found[path][factor[0]] = tensor.T
+    return found
+
+
+def _around(layer: Module | None, folder: AdapterFolder, path: str, factors: Mapping[str, mx.array]) -> Module:
+    if set(factors) != {"A", "B"}:
+        raise ModelBroken(f"adapter {folder.name}: {path} has one factor of two in {folder.weights}")
     if not isinstance(layer, Linear | QuantizedLinear):
         what = "is none" if layer is None else f"is a {type(layer).__name__}"
         raise ModelBroken(f"adapter {folder.name}: {path} {what} of this model's linear layers")
-    made = LoRALinear.from_base(layer, r=part.a.shape[1], scale=part.scale)
+    a, b, rank = factors["A"], factors["B"], factors["A"].shape[1]
+    alpha = float(folder.config.get("lora_alpha", rank))
+    scale = alpha / (math.sqrt(rank) if folder.config.get("use_rslora") else rank)
+    made = LoRALinear.from_base(layer, r=rank, scale=scale)
     shapes = made.lora_a.shape, made.lora_b.shape
-    if shapes != (part.a.shape, part.b.shape):
+    if shapes != (a.shape, b.shape):
         raise ModelBroken(
-            f"adapter {folder.name}: {path} has factors of shapes {part.a.shape} and {part.b.shape}, and the model's "
+            f"adapter {folder.name}: {path} has factors of shapes {a.shape} and {b.shape}, and the model's "
             f"layer takes {shapes[0]} and {shapes[1]}"
         )
-    made.lora_a, made.lora_b = part.a, part.b
+    made.lora_a, made.lora_b = a, b
     return cast(Module, made)
 
 
@@ -229,8 +196,9 @@ def _settled(layer: Module, *, as_float32: bool) -> Module:
     return layer
 
 
-def _named_modules(model: Module) -> list[tuple[str, Module]]:
-    return cast(list[tuple[str, Module]], model.named_modules())  # type: ignore[no-untyped-call]
+def _modules_of(model: Module) -> dict[str, Module]:
+    """By path."""
+    return dict(model.named_modules())  # type: ignore[no-untyped-call]
 
 
 def _replace(model: Module, layers: dict[str, Module]) -> None:

@@ -23,12 +23,13 @@ from mlx.utils import tree_flatten
 
 from cache.types import LayerCache
 from models import weights
-from models.errors import ModelBroken
+from models.errors import ModelBroken, brief
 from models.mlx_lm_import import CacheList, create_attention_mask, infer_quant_config
 
 _MAX_RAW_NORM: Final = 0.8
 """Mean of a layer's norms: of differences from one .4 to .6, of whole ones 1.3, or 1 where untrained."""
 
+_MAX_REASON: Final = 120
 _PARTS: Final = ("embedding_norm", "hidden_norm", "projection", "norm", "output")
 
 
@@ -184,12 +185,16 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
             found["norm.weight"] = text.model.norm.weight
         module = MtpModule(text)
         quantize(module, class_predicate=partial(_packing, found))
+        expected = dict(tree_flatten(module.parameters()))  # type: ignore[no-untyped-call]
+        module.load_weights(list(found.items()))
     except ModelBroken:
         raise
     except Exception as error:  # MLX does not read all types; mlx-lm's code for the family raises anything
-        raise ModelBroken(f"{name}: the tensors of its MTP module do not belong together: {error}") from error
-    _check(found, dict(tree_flatten(module.parameters())), name)  # type: ignore[no-untyped-call]
-    module.load_weights(list(found.items()))
+        reason = brief(error, _MAX_REASON)
+        raise ModelBroken(f"{name}: the tensors of its MTP module do not belong together: {reason}") from error
+    for tensor, array in found.items():
+        if _kind(array) != _kind(expected[tensor]):
+            raise ModelBroken(f"{name}: {tensor} of its MTP module is of another type")
     module.eval()
     return module
 
@@ -209,18 +214,12 @@ def _read_tensors(folder: Path, prefix: str, sidecar: Path) -> dict[str, mx.arra
     found = dict[str, mx.array]()
     for file in [sidecar] if sidecar.is_file() else weights.find_weight_files(folder):
         everything = list(weights.read_header(file))
-        names = [name for name in everything if _is_in(name, prefix)] or (everything if file == sidecar else [])
-        tensors = _load(file) if names else {}
+        names = [name for name in everything if name.removeprefix("language_model.").startswith(prefix)]
+        if not names and file == sidecar:
+            names = everything
+        tensors: Any = mx.load(str(file), format="safetensors") if names else {}
         found |= {name.rpartition(prefix)[2]: tensors[name] for name in names}
     return found
-
-
-def _is_in(name: str, prefix: str) -> bool:
-    return name.removeprefix("language_model.").startswith(prefix)
-
-
-def _load(file: Path) -> dict[str, mx.array]:
-    return cast(dict[str, mx.array], mx.load(str(file), format="safetensors"))
 
 
 def _with_whole_norms(found: dict[str, mx.array], layout: _Layout) -> dict[str, mx.array]:
@@ -247,22 +246,8 @@ def _sanitized(found: dict[str, mx.array], layout: _Layout, model: Any) -> dict[
     return kept | {layout.layer + name.rpartition(first)[2]: array for name, array in sanitized.items()}
 
 
-def _packing(found: dict[str, mx.array], path: str, module: Module) -> dict[str, Any] | bool:
-    if f"{path}.scales" not in found:
-        return False
-    return cast(dict[str, Any], infer_quant_config(path, module, found))
-
-
-def _check(found: dict[str, mx.array], expected: dict[str, mx.array], name: str) -> None:
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    both = sorted(expected.keys() & found.keys())
-    shapes = [one for one in both if found[one].shape != expected[one].shape]
-    types = [one for one in both if _kind(found[one]) != _kind(expected[one])]
-    faults = {"lacks": missing, "has too much:": extra, "has in another shape": shapes, "has in another type": types}
-    for fault, names in faults.items():
-        if names:
-            more = f" and {len(names) - 1} more" if names[1:] else ""
-            raise ModelBroken(f"{name}: its MTP module {fault} {names[0]}{more}")
+def _packing(found: dict[str, mx.array], path: str, layer: Module) -> dict[str, Any] | bool:
+    return f"{path}.scales" in found and cast(dict[str, Any], infer_quant_config(path, layer, found))
 
 
 def _kind(array: mx.array) -> mx.Dtype | mx.DtypeCategory:

@@ -530,7 +530,7 @@ def test_no_module_is_offered_where_none_is_needed_or_known(case: str, drafter: 
         ("org/two", "holds 2 files of weights; an MTP module is a single one"),
         ("org/gguf", "holds 0 files of weights; an MTP module is a single one; a GGUF file is there"),
         ("org/model", "is no MTP module: 12.0 MB is more than the model takes"),
-        ("org/half", "holds no MTP module for this model: mlx-community/Tiny-MLX-4bit: its MTP module lacks"),
+        ("org/half", "holds no MTP module for this model: mlx-community/Tiny-MLX-4bit: the tensors of its MTP"),
         ("org/damaged", "is damaged"),
     ],
 )

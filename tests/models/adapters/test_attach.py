@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
+from models import lora
 from models.adapter import NO_ADAPTER, AdapterPlace
 from models.errors import ModelBroken, ModelError, ModelNotFound
 from models.lora import AdapterSet, can_mix
@@ -80,8 +81,8 @@ def test_rows_of_different_adapters_are_evaluated_together(name: str, tmp_path: 
 def test_rows_that_are_mixed_up_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tiny_adapters.write_mlx("llama", tmp_path / str(seed), seed=seed, keys=LINEAR) for seed in (1, 2)]
     model, adapters = attached("llama", *folders)
-    mixed = AdapterSet._mixed
-    monkeypatch.setattr(AdapterSet, "_mixed", lambda self, rows: mixed(self, (*rows[1:], rows[0])))
+    places = lora._places
+    monkeypatch.setattr(lora, "_places", lambda rows, held: places((*rows[1:], rows[0]), held))
     assert not can_mix(model, adapters, tiny_models.VOCAB)
 
 

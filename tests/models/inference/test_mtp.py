@@ -156,14 +156,14 @@ def test_copies_of_the_models_matrices_are_left_out(folder: Path) -> None:
 def test_a_module_that_does_not_fit_is_refused_by_name(folder: Path) -> None:
     tensors = tensors_of(module_of("qwen3_5"), "qwen3_5")
     lacking = {name: array for name, array in tensors.items() if "q_proj" not in name and "k_proj" not in name}
-    with pytest.raises(ModelBroken, match=r"tiny: its MTP module lacks layer\.self_attn\.k_proj\.weight and 1 more"):
+    with pytest.raises(ModelBroken, match=r"^tiny: .* Missing 2 parameters: .*layer\.self_attn\.k_proj\.weight"):
         loaded(folder, "qwen3_5", lacking)
-    with pytest.raises(ModelBroken, match=r"has too much: layer\.layers\.1\.mlp\.up_proj\.weight$"):
+    with pytest.raises(ModelBroken, match=r"not in model: .*layer\.layers\.1\.mlp\.up_proj\.weight"):
         loaded(folder, "qwen3_5", tensors | {"mtp.layers.1.mlp.up_proj.weight": mx.ones((2, 2))})
-    with pytest.raises(ModelBroken, match=r"has in another shape projection\.weight$"):
+    with pytest.raises(ModelBroken, match=r"Expected shape .* for parameter projection\.weight"):
         loaded(folder, "qwen3_5", tensors | {"mtp.fc.weight": mx.ones((64, 64))})
     integers = tensors["mtp.fc.weight"].astype(mx.uint8)
-    with pytest.raises(ModelBroken, match=r"has in another type projection\.weight$"):
+    with pytest.raises(ModelBroken, match=r"projection\.weight of its MTP module is of another type"):
         loaded(folder, "qwen3_5", tensors | {"mtp.fc.weight": integers})
     with pytest.raises(ModelBroken, match="do not belong together"):
         loaded(folder, "qwen3_5", tensors | {"mtp.fc.scales": mx.zeros((64, 0))})
@@ -237,7 +237,7 @@ def test_a_model_is_loaded_without_a_module_that_does_not_fit(
 ) -> None:
     mx.save_safetensors(str(written / MTP_FILE), {"mtp.fc.weight": mx.ones((64, 128))})
     assert load(written, "tiny", with_mtp=True).mtp is None
-    assert "lacks" in caplog.text
+    assert "Missing 14 parameters" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------------- decoding
