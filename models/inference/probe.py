@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -65,18 +65,6 @@ def fill(
             _fill_rows(cache, source, num_tokens, gains, rng)
 
 
-def _begin_alike(cache: LayerCache, other: LayerCache, num_tokens: int) -> None:
-    if type(cache) is KVCache and cache.keys is not None:
-        cache.keys[:, :, :num_tokens] = other.keys[:, :, :num_tokens]
-        cache.values[:, :, :num_tokens] = other.values[:, :, :num_tokens]
-
-
-def copy_row(caches: Sequence[LayerCache], source: Sequence[LayerCache]) -> None:
-    """Copies `source`'s state into fresh `caches`."""
-    for cache, original in zip(leaves_of(caches), leaves_of(source), strict=True):
-        vars(cache).update(copied_state(original))
-
-
 def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
     """Keys and values of the last `count` tokens, `[1, num_heads, count, head_dim]`; empty if unused."""
     cache = tail_of(cache)
@@ -88,10 +76,9 @@ def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
     return [rows[..., stop - count : stop, :] for rows in (cache.keys, cache.values)]
 
 
-def _gains(num_tokens: int, borders: Sequence[int]) -> np.ndarray[Any, Any]:
+def _gains(num_tokens: int, borders: Sequence[int]) -> NDArray[np.float64]:
     from_end = np.arange(num_tokens, 0, -1)
-    at_border = np.zeros(num_tokens, bool)
-    at_border[:1] = at_border[-1:] = True
+    at_border = np.isin(from_end, (1, num_tokens))
     for border in borders:
         at_border |= abs(from_end - border) < _BORDER_TOKENS
     return np.where(at_border, min(num_tokens**0.5, _MAX_GAIN), 1.0)
@@ -102,12 +89,16 @@ def _varied(state: mx.array, rng: np.random.Generator) -> mx.array:
 
 
 def _fill_rows(
-    cache: LayerCache, source: LayerCache, num_tokens: int, gains: np.ndarray[Any, Any], rng: np.random.Generator
+    cache: LayerCache, source: LayerCache, num_tokens: int, gains: NDArray[np.float64], rng: np.random.Generator
 ) -> None:
     is_ring, is_chunk = isinstance(source, RotatingKVCache), isinstance(source, ChunkedKVCache)
     num_rows = min(num_tokens, *_bounds(source)) if is_ring or is_chunk else num_tokens
     keys, values = last_rows(source, source.offset)
-    arrays = [_drawn_keys(keys, num_rows, rng), _drawn_values(values, gains[-num_rows:], rng)]
+    # Keys around those of real tokens: attention keeps its sharpness.
+    one, other, third = (_drawn(keys, num_rows, rng) for _ in range(3))
+    # Values of either sign: many nearly cancel, and one large value shows.
+    signs = mx.array((gains[-num_rows:] * rng.choice([-1.0, 1.0], num_rows))[:, None]).astype(values.dtype)
+    arrays = [one + (other - third) * mx.array(0.3, keys.dtype), _drawn(values, num_rows, rng) * signs]
     cache.offset = num_tokens
     if is_chunk:
         cache.start_position = num_tokens - num_rows
@@ -117,18 +108,6 @@ def _fill_rows(
             cache._idx = num_tokens % num_rows or num_rows
             arrays = [mx.roll(array, cache._idx, 2) for array in arrays]
     cache.keys, cache.values = arrays
-
-
-def _drawn_keys(keys: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
-    """Around those of real tokens: attention keeps its sharpness."""
-    one, other, third = (_drawn(keys, num_rows, rng) for _ in range(3))
-    return one + (other - third) * mx.array(0.3, keys.dtype)
-
-
-def _drawn_values(values: mx.array, gains: np.ndarray[Any, Any], rng: np.random.Generator) -> mx.array:
-    """Of either sign: many nearly cancel, and one large value shows."""
-    signs = gains * rng.choice([-1.0, 1.0], len(gains))
-    return _drawn(values, len(gains), rng) * mx.array(signs[:, None]).astype(values.dtype)
 
 
 def _drawn(rows: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
@@ -289,30 +268,12 @@ _TRIALS: dict[Form, Sequence[_Trial]] = {
     Form.HEADS: [_Trial([[1, 2]], (1, 2)), _Trial((), (1, 2)), _Trial((), (1, 2), in_chunks=True)],
 }
 """With one group a model may make masks itself; with more members only their caches can."""
-
-
-def find_form(
-    model: Any,
-    vocab_size: int,
-    *,
-    shares_heads: bool = True,
-    clock: Callable[[], float] = time.monotonic,
-    max_seconds: float = MAX_SECONDS,
-    seed: int = 0,
-) -> FoundForm:
-    """The best form proven to give rows of different lengths the same as alone, within `max_seconds`."""
-    unwanted = {} if shares_heads else {Form.HEADS: "they are turned off"}
-    try:
-        faults = _find_faults(_Evaluator(model, vocab_size, clock, max_seconds, seed), unwanted)
-    except NotProven as error:
-        found = FoundForm(Form.ALONE, f"it is not proven that they may together: {error}")
-        logger.warning("rows decode %s", found.text)
-        return found
-    except Exception as error:  # it only shows that this model cannot be called in this way
-        faults = {Form.ROWS: _refusal(error)}
-    found = _best_form(faults)
-    logger.info("rows decode %s", found.text)
-    return found
+_FLAT_TRIALS: dict[Form, Sequence[_Trial]] = {
+    Form.ROWS: [_Trial()],
+    Form.GROUPS: [_Trial([[0, 1, 2]]), _Trial([[1, 2]])],
+    Form.HEADS: [_Trial([[1, 2]], (1, 2)), _Trial((), (1, 2))],
+}
+"""As `_TRIALS`, for rows that feed several tokens in one call."""
 
 
 def _best_form(faults: dict[Form, str]) -> FoundForm:
@@ -334,9 +295,17 @@ def _refusal(error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------ evaluation
 
 
-class _Evaluator:
+class Probe:
+    """Finds out how one model may be called, until `max_seconds` after it was made."""
+
     def __init__(
-        self, model: Any, vocab_size: int, clock: Callable[[], float], max_seconds: float, seed: int
+        self,
+        model: Any,
+        vocab_size: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_seconds: float = MAX_SECONDS,
+        seed: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
         self.seed = seed
@@ -345,63 +314,157 @@ class _Evaluator:
         self._max_seconds = max_seconds
         self._started = clock()
         self._token_seconds = 0.0
-        self.eps = 0.0
-        self.can_share = False
-        """Rows can be in groups."""
-        self.has_spans = False
-        """Some layers keep all tokens."""
+
+    @property
+    def left_seconds(self) -> float:
+        return self._max_seconds - self._seconds_after(0)
+
+    def find_form(self, *, shares_heads: bool = True) -> FoundForm:
+        """The best form proven to give rows of different lengths the same as alone."""
+        try:
+            faults = self._find_faults({} if shares_heads else {Form.HEADS: "they are turned off"})
+        except NotProven as error:
+            found = FoundForm(Form.ALONE, f"it is not proven that they may together: {error}")
+            logger.warning("rows decode %s", found.text)
+            return found
+        except Exception as error:  # it only shows that this model cannot be called in this way
+            faults = {Form.ROWS: _refusal(error)}
+        found = _best_form(faults)
+        logger.info("rows decode %s", found.text)
+        return found
+
+    def find_feed_fault(self) -> str | None:
+        """Why no step may feed a row several tokens; None where proven the same as one by one."""
+        if (fixed := find_fixed(self.make_caches())) is not None:
+            fault: str | None = f"{fixed} cannot forget its last tokens"
+        else:
+            fault = self._find_feed_fault(_FEEDS, [_Rows.in_feeds])
+        if fault is not None:
+            logger.info("a step takes one token of a row, because %s", fault)
+        return fault
+
+    def find_flat_fault(self, form: Form) -> str | None:
+        """Why rows that feed several tokens cannot share a call; None where proven the same in all ways of `form`."""
+        forms = list(_FLAT_TRIALS)
+        trials = [trial for one in forms[: forms.index(form) + 1] for trial in _FLAT_TRIALS[one]]
+        fault = self._find_feed_fault(_FLAT_FEEDS, _ways_of(trials))
+        if fault is not None:
+            logger.info("rows with several tokens in a step take turns, because %s", fault)
+        return fault
 
     def make_caches(self) -> list[LayerCache]:
+        """Empty, of one row."""
         return list(make_prompt_cache(self._model))
 
-    def measure(self) -> list[int]:
-        """Times the second evaluation; returns lengths where the model may change."""
+    @cached_property
+    def _borders(self) -> list[int]:
+        """Lengths where the model may change; times the second evaluation."""
         self([[0]], self.make_caches())
         begun, caches = self._clock(), self.make_caches()
         windows = spy_on_masks(caches)
-        logits = self([[0]], caches)
+        logits, leaves = self([[0]], caches), leaves_of(caches)
         self._token_seconds = self._clock() - begun
-        self.can_share = used_leaves(caches) is not None
-        self.has_spans = any(type(cache) is KVCache and cache.keys is not None for cache in leaves_of(caches))
+        self._can_share = used_leaves(caches) is not None
+        self._has_spans = any(type(cache) is KVCache and cache.keys is not None for cache in leaves)
         floating = (array for array in (logits, *arrays_in(caches)) if mx.issubdtype(array.dtype, mx.floating))
-        self.eps = max(float(mx.finfo(array.dtype).eps) for array in floating)
-        for cache in leaves_of(caches):
+        self._eps = max(float(mx.finfo(array.dtype).eps) for array in floating)
+        for cache in leaves:
             cache.__dict__.pop("make_mask", None)  # which refers to the cache: its arrays would not be freed at once
-        return find_borders(self._model, caches, windows)
+        return sorted({*find_borders(self._model, caches, windows), _GROWTH_TOKENS})
 
-    def affords(self, num_tokens: int) -> bool:
+    def _affords(self, num_tokens: int) -> bool:
         return self._seconds_after(num_tokens) <= self._max_seconds
 
     def _seconds_after(self, num_tokens: int) -> float:
         return self._clock() - self._started + num_tokens * self._token_seconds
 
-    def require(self, num_tokens: int) -> None:
-        needed = self._seconds_after(num_tokens)
-        if needed > self._max_seconds:
-            pace = f"at {self._token_seconds:.2g} s per token"
+    def _require(self, num_tokens: int) -> None:
+        if not self._affords(num_tokens):
+            needed, pace = self._seconds_after(num_tokens), f"at {self._token_seconds:.2g} s per token"
             raise NotProven(f"that takes {needed:.0f} s, {pace}, more than {self._max_seconds:.0f} s")
 
     def __call__(self, tokens: list[list[int]] | mx.array, caches: Sequence[LayerCache]) -> mx.array:
         """Evaluated logits `[num_rows, num_tokens, vocab_size]`."""
         tokens = mx.array(tokens)
-        self.require(tokens.size)
+        self._require(tokens.size)
         logits: mx.array = self._model(tokens, cache=caches)
         mx.eval(logits)
         return logits
+
+    def draw_tokens(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Random ones."""
+        return cast(list[int], rng.integers(0, self.vocab_size, count).tolist())
+
+    def _find_faults(self, unwanted: dict[Form, str]) -> dict[Form, str]:
+        """Why forms are refused; where time is short, groups are refused untried."""
+        RaggedBatch([BatchRow(self.make_caches())] * 2)  # raises for a class without ragged form, at no cost
+        faults, num = unwanted.copy(), len(self._borders)
+        if not self._can_share:
+            faults[Form.GROUPS] = "the model has no layer in which rows could share buffers"
+        elif not self._affords(num * _tokens_for([Form.ROWS, Form.GROUPS])):
+            faults[Form.GROUPS] = "trying it takes too much time"
+        elif not self._has_spans:
+            faults[Form.HEADS] = "no layer keeps all tokens"
+        elif not unwanted and not self._affords(num * _tokens_for(_TRIALS)):
+            faults[Form.HEADS] = "trying it takes too much time"
+        self._require(num * _tokens_for([Form.ROWS]))
+        for border in self._borders:
+            forms = list(_TRIALS)[: min((list(_TRIALS).index(form) for form in faults), default=None)]
+            ways = {form: _ways_of(_TRIALS[form]) for form in forms}
+            faults |= self._find_faults_at(border, _ONE_TOKEN, ways, "they differ from each alone")
+            if Form.ROWS in faults:
+                break
+        return faults
+
+    def _find_feed_fault(self, steps: _Steps, ways: Sequence["_Way"]) -> str | None:
+        """At the first border at which one of the `ways` differs from one by one."""
+        what = "several at once differ from one by one"
+        try:
+            # Recurrent layers evaluate some tokens again, at most all.
+            self._require(len(self._borders) * _tokens_per_trial(steps, len(ways) + 1))
+            faults = (self._find_faults_at(border, steps, {"": ways}, what) for border in self._borders)
+            return next((fault[""] for fault in faults if fault), None)
+        except NotProven as error:
+            return f"it is not proven that there may be more: {error}"
+        except Exception as error:  # it only shows that this model cannot be called in this way
+            return _refusal(error)
+
+    def _find_faults_at(
+        self, border: int, steps: _Steps, ways: Mapping["_Key", Sequence["_Way"]], what: str
+    ) -> dict["_Key", str]:
+        """For each key, why one of its ways is refused: `what` is said of a difference."""
+        faults, suspects = dict[_Key, str](), dict[_Key, dict[_Observed, float]]()
+        for trial in range(_NUM_TRIALS):
+            pending = [key for key in ways if key not in faults and (trial == 0 or suspects[key])]
+            if not pending:
+                break
+            self._require(_tokens_per_trial(steps, sum(len(ways[key]) for key in pending)))
+            rows = _Rows(self, border, trial, steps)
+            alone, in_chunks = rows.alone(), rows.in_chunks()
+            for key in pending:
+                try:
+                    found = _suspects([way(rows) for way in ways[key]], self._eps, alone, in_chunks)
+                except NotProven:
+                    raise
+                except Exception as error:  # it only shows that this model cannot be called in this way
+                    faults[key], suspects[key] = _refusal(error), {}
+                    continue
+                suspects[key] = {place: found[place] for place in suspects.get(key, found) if place in found}
+        return faults | {key: f"{what} by {_told(found, border)}" for key, found in suspects.items() if found}
 
 
 class _Rows:
     """A short row, one that reaches the border within `steps`, and one beyond; only those that the steps feed."""
 
-    def __init__(self, evaluate: _Evaluator, border: int, trial: int, steps: _Steps) -> None:
+    def __init__(self, evaluate: Probe, border: int, trial: int, steps: _Steps) -> None:
         self._seed = evaluate.seed + trial
         rng = np.random.default_rng([border, self._seed])
         num_kept = Counter[int]()
         for step in steps:
             num_kept.update({row: kept for row, (_, kept) in step.items()})
-        self._tokens = {row: _random_tokens(rng, evaluate, num_kept[row]) for row in sorted(num_kept)}
+        self._tokens = {row: evaluate.draw_tokens(rng, num_kept[row]) for row in sorted(num_kept)}
         self._max_fed = max(fed for step in steps for fed, _ in step.values())
-        self._rejected = _random_tokens(rng, evaluate, self._max_fed)
+        self._rejected = evaluate.draw_tokens(rng, self._max_fed)
         self._steps = steps
         self._evaluate = evaluate
         self._border = border
@@ -409,62 +472,60 @@ class _Rows:
         self._head_tokens = -(-self._lengths[1] // 2)
         """With which rows 1 and 2 begin."""
         self._short = evaluate.make_caches()
-        prompt = _random_tokens(rng, evaluate, _SHORT_TOKENS)
+        prompt = evaluate.draw_tokens(rng, _SHORT_TOKENS)
         for part in (prompt[:4], prompt[4:]):
             evaluate([part], self._short)
-        self._require_memory()
-
-    def _require_memory(self) -> None:
         needed = sum(self._lengths) * bytes_per_token(self._short)
         if needed > MAX_STATE_BYTES:
-            raise NotProven(f"rows of {self._border} tokens, where attention changes, are {needed >> 20} MiB")
+            raise NotProven(f"rows of {border} tokens, where attention changes, are {needed >> 20} MiB")
 
     def make(self, row: int) -> list[LayerCache]:
-        caches = self._evaluate.make_caches()
+        caches, num_tokens = self._evaluate.make_caches(), self._lengths[row]
         if row == 0:
-            copy_row(caches, self._short)
-        else:
-            self._fill(caches, row)
-        return caches
-
-    def _fill(self, caches: Sequence[LayerCache], row: int) -> None:
-        num_tokens = self._lengths[row]
+            for cache, original in zip(leaves_of(caches), leaves_of(self._short), strict=True):
+                vars(cache).update(copied_state(original))
+            return caches
         borders = [self._border, num_tokens - self._head_tokens]
         fill(caches, self._short, num_tokens, borders, 2 * self._seed + row)
-        if row == 2:
-            for cache, other in zip(leaves_of(caches), leaves_of(self.make(1)), strict=True):
-                _begin_alike(cache, other, self._head_tokens)
+        for cache, other in zip(leaves_of(caches), leaves_of(self.make(1)), strict=True) if row == 2 else ():
+            if type(cache) is KVCache and cache.keys is not None:
+                cache.keys[:, :, : self._head_tokens] = other.keys[:, :, : self._head_tokens]
+                cache.values[:, :, : self._head_tokens] = other.values[:, :, : self._head_tokens]
+        return caches
 
     def alone(self) -> _Trace:
         """Token by token."""
-        trace: _Trace = {}
-        for row, tokens in self._tokens.items():
-            caches = self.make(row)
-            trace |= _observe(row, caches, [self._evaluate([[token]], caches)[0, -1] for token in tokens])
-        return trace
+        return self._each(
+            lambda row, caches: [self._evaluate([[token]], caches)[0, -1] for token in self._tokens[row]]
+        )
 
-    def in_chunks(self) -> _Trace:
-        return self._in_chunks({row: self.make(row) for row in self._tokens})
-
-    def _in_chunks(self, rows: Mapping[int, Sequence[LayerCache]]) -> _Trace:
-        trace: _Trace = {}
-        for row, caches in rows.items():
-            trace |= _observe(row, caches, list(self._evaluate([self._tokens[row]], caches)[0]))
-        return trace
+    def in_chunks(self, made: Mapping[int, BatchRow] | None = None) -> _Trace:
+        return self._each(lambda row, caches: list(self._evaluate([self._tokens[row]], caches)[0]), made)
 
     def in_feeds(self) -> _Trace:
         """Each row by itself."""
+        return self._each(self._feed_alone)
+
+    def _each(
+        self,
+        evaluate: Callable[[int, Sequence[LayerCache]], Sequence[mx.array]],
+        made: Mapping[int, BatchRow] | None = None,
+    ) -> _Trace:
         trace: _Trace = {}
         for row in self._tokens:
-            caches, known, logits = self.make(row), list[int](), list[mx.array]()
-            for num_fed, num_kept in (step[row] for step in self._steps):
-                fed = [*known, *self._feed(row, len(logits), num_fed, num_kept)]
-                kept = fed[: len(known) + num_kept]
-                rewind = Rewind(caches, len(fed))
-                logits += list(self._evaluate([fed], caches)[0, len(known) : len(kept)])
-                known = kept[rewind.keep(len(kept)) :]
-            trace |= _observe(row, caches, logits)
+            caches = self.make(row) if made is None else made[row].caches
+            trace |= _observe(row, caches, evaluate(row, caches))
         return trace
+
+    def _feed_alone(self, row: int, caches: Sequence[LayerCache]) -> list[mx.array]:
+        known, logits = list[int](), list[mx.array]()
+        for num_fed, num_kept in (step[row] for step in self._steps):
+            fed = [*known, *self._feed(row, len(logits), num_fed, num_kept)]
+            kept = fed[: len(known) + num_kept]
+            rewind = Rewind(caches, len(fed))
+            logits += list(self._evaluate([fed], caches)[0, len(known) : len(kept)])
+            known = kept[rewind.keep(len(kept)) :]
+        return logits
 
     def together(self, trial: _Trial) -> _Trace:
         rows, head = {row: BatchRow(self.make(row)) for row in self._tokens}, self._evaluate.make_caches()
@@ -472,7 +533,7 @@ class _Rows:
             # The first row moves what both begin with into `head`.
             split_at_head(rows[row].caches, head, self._head_tokens)
         if trial.in_chunks:
-            return self._in_chunks({row: one.caches for row, one in rows.items()})
+            return self.in_chunks(rows)
         batch, logits = DecodeBatch(None, 2 * self._max_fed), {row: list[mx.array]() for row in rows}
         known = {row: list[int]() for row in rows}
         for step in self._steps:
@@ -492,7 +553,7 @@ class _Rows:
                 logits[row] += [next(found) for _ in fed[row]][len(known[row]) : len(kept[row])]
                 known[row] = kept[row][stays[rows[row]] :]
         batch.dissolve()
-        return {key: value for row in rows for key, value in _observe(row, rows[row].caches, logits[row]).items()}
+        return self._each(lambda row, _: logits[row], rows)
 
     def _evaluate_feeds(self, feeds: Sequence[Sequence[int]], layers: Sequence[LayerCache]) -> mx.array:
         """Logits of all tokens in one line."""
@@ -502,11 +563,6 @@ class _Rows:
 
     def _feed(self, row: int, start: int, num_fed: int, num_kept: int) -> list[int]:
         return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]
-
-
-def _random_tokens(rng: np.random.Generator, evaluate: _Evaluator, count: int) -> list[int]:
-    tokens: list[int] = rng.integers(0, evaluate.vocab_size, count).tolist()
-    return tokens
 
 
 def _choose_these(
@@ -550,62 +606,12 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 
 # ------------------------------------------------------------------------------------------------ comparison
 
-
-def _find_faults(evaluate: _Evaluator, unwanted: dict[Form, str]) -> dict[Form, str]:
-    """Why forms are refused; where time is short, groups are refused untried."""
-    RaggedBatch(
-        [BatchRow(evaluate.make_caches())] * 2
-    )  # raises for a class without ragged form, before anything is evaluated
-    borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
-    faults = unwanted.copy()
-    if not evaluate.can_share:
-        faults[Form.GROUPS] = "the model has no layer in which rows could share buffers"
-    elif not evaluate.affords(len(borders) * _tokens_for([Form.ROWS, Form.GROUPS])):
-        faults[Form.GROUPS] = "trying it takes too much time"
-    elif not evaluate.has_spans:
-        faults[Form.HEADS] = "no layer keeps all tokens"
-    elif not unwanted and not evaluate.affords(len(borders) * _tokens_for(_TRIALS)):
-        faults[Form.HEADS] = "trying it takes too much time"
-    evaluate.require(len(borders) * _tokens_for([Form.ROWS]))
-    for border in borders:
-        forms = list(_TRIALS)[: min((list(_TRIALS).index(form) for form in faults), default=None)]
-        ways = {form: _ways_of(_TRIALS[form]) for form in forms}
-        faults |= _find_faults_at(evaluate, border, _ONE_TOKEN, ways, "they differ from each alone")
-        if Form.ROWS in faults:
-            break
-    return faults
-
-
 _Way: TypeAlias = Callable[[_Rows], _Trace]
 _Key = TypeVar("_Key")
 
 
 def _ways_of(trials: Iterable[_Trial]) -> list[_Way]:
     return [partial(_Rows.together, trial=trial) for trial in trials]
-
-
-def _find_faults_at(
-    evaluate: _Evaluator, border: int, steps: _Steps, ways: Mapping[_Key, Sequence[_Way]], what: str
-) -> dict[_Key, str]:
-    """For each key, why one of its ways is refused: `what` is said of a difference."""
-    faults, suspects = dict[_Key, str](), dict[_Key, dict[_Observed, float]]()
-    for trial in range(_NUM_TRIALS):
-        pending = [key for key in ways if key not in faults and (trial == 0 or suspects[key])]
-        if not pending:
-            break
-        evaluate.require(_tokens_per_trial(steps, sum(len(ways[key]) for key in pending)))
-        rows = _Rows(evaluate, border, trial, steps)
-        alone, in_chunks = rows.alone(), rows.in_chunks()
-        for key in pending:
-            try:
-                found = _suspects([way(rows) for way in ways[key]], evaluate.eps, alone, in_chunks)
-            except NotProven:
-                raise
-            except Exception as error:  # it only shows that this model cannot be called in this way
-                faults[key], suspects[key] = _refusal(error), {}
-                continue
-            suspects[key] = {place: found[place] for place in suspects.get(key, found) if place in found}
-    return faults | {key: f"{what} by {_told(found, border)}" for key, found in suspects.items() if found}
 
 
 def _told(suspects: dict[_Observed, float], border: int) -> str:
@@ -639,78 +645,3 @@ def _difference(found: NDArray[np.float32], expected: NDArray[np.float32], scale
     parts = np.where(found == expected, 0.0, parts)
     error = float(np.sqrt(np.mean(parts * parts)))
     return error if error == error else float("inf")
-
-
-# ------------------------------------------------------------------------------------------------ feeds
-
-_FLAT_TRIALS: dict[Form, Sequence[_Trial]] = {
-    Form.ROWS: [_Trial()],
-    Form.GROUPS: [_Trial([[0, 1, 2]]), _Trial([[1, 2]])],
-    Form.HEADS: [_Trial([[1, 2]], (1, 2)), _Trial((), (1, 2))],
-}
-"""As `_TRIALS`, for rows that feed several tokens in one call."""
-
-
-def find_feed_fault(
-    model: Any,
-    vocab_size: int,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    max_seconds: float = MAX_SECONDS,
-    seed: int = 0,
-) -> str | None:
-    """Why no step may feed a row several tokens; None where proven the same as one by one."""
-
-    def find(evaluate: _Evaluator) -> str | None:
-        if (fixed := find_fixed(evaluate.make_caches())) is not None:
-            return f"{fixed} cannot forget its last tokens"
-        return _first_feed_fault(evaluate, _FEEDS, [_Rows.in_feeds])
-
-    fault = _fault_in_time(partial(find, _Evaluator(model, vocab_size, clock, max_seconds, seed)))
-    if fault is not None:
-        logger.info("a step takes one token of a row, because %s", fault)
-    return fault
-
-
-def find_flat_fault(
-    model: Any,
-    vocab_size: int,
-    form: Form,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    max_seconds: float = MAX_SECONDS,
-    seed: int = 0,
-) -> str | None:
-    """Why rows that feed several tokens cannot share a call; None where proven the same in all ways of `form`."""
-    forms = list(_FLAT_TRIALS)
-    trials = [trial for one in forms[: forms.index(form) + 1] for trial in _FLAT_TRIALS[one]]
-
-    def find(evaluate: _Evaluator) -> str | None:
-        RaggedBatch([BatchRow(evaluate.make_caches())] * 2).flat([2, 1])  # raises for a class without this form
-        return _first_feed_fault(evaluate, _FLAT_FEEDS, _ways_of(trials))
-
-    fault = _fault_in_time(partial(find, _Evaluator(model, vocab_size, clock, max_seconds, seed)))
-    if fault is not None:
-        logger.info("rows with several tokens in a step take turns, because %s", fault)
-    return fault
-
-
-def _fault_in_time(find: Callable[[], str | None]) -> str | None:
-    try:
-        return find()
-    except NotProven as error:
-        return f"it is not proven that there may be more: {error}"
-    except Exception as error:  # it only shows that this model cannot be called in this way
-        return _refusal(error)
-
-
-def _first_feed_fault(evaluate: _Evaluator, steps: _Steps, ways: Sequence[_Way]) -> str | None:
-    """At the first border at which one of the `ways` differs from one by one."""
-    borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
-    # Recurrent layers evaluate some tokens again, at most all.
-    evaluate.require(len(borders) * _tokens_per_trial(steps, len(ways) + 1))
-    for border in borders:
-        faults = _find_faults_at(evaluate, border, steps, {"": ways}, "several at once differ from one by one")
-        if faults:
-            return faults[""]
-    return None

@@ -19,7 +19,6 @@ other rows are unharmed, or raise `RowLost` in their next step. Knows no request
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -36,12 +35,12 @@ from cache.types import LayerCache
 from models import lora
 from models.adapter import NO_ADAPTER
 from models.errors import RowLost
-from models.inference import grouping, probe
+from models.inference import grouping
 from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
 from models.inference.drafters import Behind, Drafter, entries_of
 from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
 from models.inference.groups import BatchRow
-from models.inference.probe import Form
+from models.inference.probe import MAX_SECONDS, Form, Probe
 from models.inference.ragged import inputs_of, own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
@@ -190,13 +189,12 @@ class Runner:
         drafter: Drafter | None = None,
         shares_heads: bool = True,
         drafts: bool = True,
-        max_probe_seconds: float = probe.MAX_SECONDS,
+        max_probe_seconds: float = MAX_SECONDS,
     ) -> None:
         """`vocab_size` is the logits' width; `adapters` are attached. Probes the model with short calls."""
         self._model = model
         self._drafter = drafter
         self._whole = drafter or model
-        probed = model if drafter is None else drafter.probed
         self._behind = Behind()
         self._adapters = adapters
         self._vocab_size = vocab_size
@@ -206,8 +204,8 @@ class Runner:
         self._has_forgotten = False
         self._prefilled_tokens = 0
         self._num_steps = 0
-        end = time.monotonic() + max_probe_seconds
-        found = probe.find_form(probed, vocab_size, shares_heads=shares_heads, max_seconds=max_probe_seconds)
+        probe = Probe(model if drafter is None else drafter.probed, vocab_size, max_seconds=max_probe_seconds)
+        found = probe.find_form(shares_heads=shares_heads)
         self.form, self.rows_form = found.form, found.text
         self.member_tokens = self._measure(measure_member_tokens) if self.form in (Form.GROUPS, Form.HEADS) else None
         self.head_tokens = self._measure(measure_head_tokens) if self.form is Form.HEADS else None
@@ -217,25 +215,23 @@ class Runner:
         self.draft_seconds = None
         self.drafts_form = "off"
         if drafts:
-            self._find_feeds(probed, end)
+            self._find_feeds(probe)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
-    def _find_feeds(self, model: Any, end: float) -> None:
-        """Finds `max_feed_tokens` and what feeds cost, until about `end`."""
-        vocab_size = self._vocab_size
-        fault = probe.find_feed_fault(model, vocab_size, max_seconds=end - time.monotonic())
+    def _find_feeds(self, probe: Probe) -> None:
+        """Finds `max_feed_tokens` and what feeds cost."""
+        fault = probe.find_feed_fault()
         if fault is not None:
             self.drafts_form = f"none, because {fault}"
             return
         drafter = "" if self._drafter is None else f" and by {self._drafter.name}"
         self.drafts_form = f"of what was said before{drafter}, where they pay"
         if self.form is not Form.ALONE:
-            fault = probe.find_flat_fault(model, vocab_size, self.form, max_seconds=end - time.monotonic())
+            fault = probe.find_flat_fault(self.form)
             self.feeds_together = fault is None
             self.drafts_form += "" if fault is None else f"; several rows have a call each, because {fault}"
-        left = end - time.monotonic()
-        self.max_feed_tokens = MAX_FEED_TOKENS
-        self.step_seconds = self._measure(lambda caches: measure_step_seconds(self._whole, caches, vocab_size, left))
+        self.max_feed_tokens, whole, left = MAX_FEED_TOKENS, self._whole, probe.left_seconds
+        self.step_seconds = self._measure(lambda caches: measure_step_seconds(whole, caches, self._vocab_size, left))
         if self._drafter is not None:
             self.draft_seconds = self._measure(self._drafter.measure_draft_seconds)
 

@@ -38,7 +38,7 @@ class Draft:
 
 
 @dataclass
-class TokenWindow:
+class RecentTokens:
     """The last tokens of one sequence, at which one kind of penalty looks."""
 
     recent: mx.array
@@ -54,7 +54,7 @@ class Penalties(NamedTuple):
 
 
 @dataclass
-class PenaltyWindow(TokenWindow):
+class PenaltyWindow(RecentTokens):
     """A window whose tokens are counted."""
 
     counts: mx.array
@@ -63,7 +63,7 @@ class PenaltyWindow(TokenWindow):
 
 
 @dataclass
-class RepeatedEnds(TokenWindow):
+class RepeatedEnds(RecentTokens):
     """A sequence's last tokens, and where its end occurred before."""
 
     lengths: mx.array
@@ -158,10 +158,12 @@ class RowSampling:
         self.windows = _penalty_windows(params, prompt, emitted, vocab_size)
         """In the order of applying."""
         self.repeated: RepeatedEnds | None = None
-        self.output_end: TokenWindow | None = None
+        self.output_end: RecentTokens | None = None
         """For bad words of more than one token."""
         if params.longest_bad_word > 1:
-            self.output_end = TokenWindow(mx.array(_last_tokens((emitted,), params.longest_bad_word - 1, vocab_size)))
+            self.output_end = RecentTokens(
+                mx.array(_last_tokens((emitted,), params.longest_bad_word - 1, vocab_size))
+            )
         if params.is_dry:
             self.repeated = _repeated_ends(params, (prompt, emitted), vocab_size)
 
@@ -269,7 +271,7 @@ class Penalty:
     """A stage that looks at the last tokens of rows; its arrays have one row per row of the step."""
 
     def __init__(self, windows: Sequence[Any]) -> None:
-        """The `TokenWindow` of each row, or None; more arrays of a window may be as long as its tokens."""
+        """The `RecentTokens` of each row, or None; more arrays of a window may be as long as its tokens."""
         self._windows = windows
         self._lengths = [0 if window is None else window.recent.size for window in windows]
         self._longest = max(1, *self._lengths)

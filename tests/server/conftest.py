@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from mlx.utils import tree_flatten
 
-from models.inference import probe
 from models.inference.drafters import Drafter
+from models.inference.probe import Probe
 from models.inference.runner import Runner
 
 _FOUND: dict[Hashable, Any] = {}
@@ -29,10 +29,10 @@ def _kind_of(model: Any) -> Hashable:
 
 
 def _once(find: Callable[..., Any]) -> Callable[..., Any]:
-    def found(model: Any, *words: Hashable, max_seconds: float, **options: Hashable) -> Any:
-        key = (find.__name__, _kind_of(model), words, *options.items())
+    def found(probe: Any, *words: Hashable, **options: Hashable) -> Any:
+        key = (find.__name__, _kind_of(probe._model), words, *options.items())
         if key not in _FOUND:
-            _FOUND[key] = find(model, *words, max_seconds=max_seconds, **options)
+            _FOUND[key] = find(probe, *words, **options)
         return _FOUND[key]
 
     return found
@@ -51,7 +51,7 @@ def _measured_once(measured: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(autouse=True, scope="module")
 def _probes_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for find in (probe.find_form, probe.find_feed_fault, probe.find_flat_fault):
-            patch.setattr(probe, find.__name__, _once(find))
+        for find in (Probe.find_form, Probe.find_feed_fault, Probe.find_flat_fault):
+            patch.setattr(Probe, find.__name__, _once(find))
         patch.setattr(Runner, "_measure", _measured_once(Runner._measure))
         yield

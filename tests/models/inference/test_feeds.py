@@ -18,8 +18,9 @@ from mlx_lm.models.cache import ConcatenateKVCache
 from cache.layers.layout import leaves_of, split_at_head
 from cache.layers.state import arrays_in
 from models.adapter import NO_ADAPTER
-from models.inference import feeds, probe
+from models.inference import feeds
 from models.inference.feeds import MAX_FEED_TOKENS, measure_step_seconds
+from models.inference.probe import Probe
 from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import Draft
@@ -362,7 +363,7 @@ def test_a_fault_in_taking_tokens_back_is_found_by_the_probe_and_told(
     name: str, part: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeds, part, fault)
-    assert "one by one" in str(probe.find_feed_fault(tiny_models.build(name), VOCAB, max_seconds=float("inf")))
+    assert "one by one" in str(Probe(tiny_models.build(name), VOCAB, max_seconds=float("inf")).find_feed_fault())
     if name != "llama":
         return
     runner = Runner(tiny_models.build(name), vocab_size=VOCAB, max_probe_seconds=float("inf"))
@@ -389,14 +390,14 @@ def test_layer_caches_that_cannot_forget_are_told_before_anything_is_evaluated()
         def make_cache(self) -> list[Any]:
             return [ConcatenateKVCache()]
 
-    fault = probe.find_feed_fault(Concatenating(), VOCAB)
+    fault = Probe(Concatenating(), VOCAB).find_feed_fault()
     assert fault == "ConcatenateKVCache cannot forget its last tokens"
 
 
 @pytest.mark.parametrize("seconds_per_token", [0.3, 9.0])
 def test_a_slow_machine_feeds_one_token_and_says_why(seconds_per_token: float) -> None:
     slow = SlowModel(seconds_per_token)
-    fault = probe.find_feed_fault(slow, VOCAB, clock=lambda: slow.now, max_seconds=10)
+    fault = Probe(slow, VOCAB, clock=lambda: slow.now, max_seconds=10).find_feed_fault()
     assert "not proven" in str(fault) and slow.now <= max(10, 2 * seconds_per_token)
 
 

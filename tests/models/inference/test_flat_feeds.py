@@ -12,10 +12,10 @@ import pytest
 
 from cache.layers.layout import HeadedKVCache, head_length, leaves_of, split_at_head
 from models.inference import batch as batches
-from models.inference import feeds, grouping, probe, ragged
+from models.inference import feeds, grouping, ragged
 from models.inference.batch import DecodeBatch
 from models.inference.groups import BatchRow, Clock, GroupLayer
-from models.inference.probe import Form, last_rows
+from models.inference.probe import Form, Probe, last_rows
 from models.inference.ragged import NotRagged, Padding, RaggedBatch, inputs_of, ragged_attention
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
@@ -435,7 +435,7 @@ def test_a_fault_in_feeds_is_found_by_the_probe(
     model: str, owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
-    found = str(probe.find_flat_fault(tiny_models.build(model), VOCAB, Form.HEADS, max_seconds=float("inf")))
+    found = str(Probe(tiny_models.build(model), VOCAB, max_seconds=float("inf")).find_flat_fault(Form.HEADS))
     assert "one by one" in found or "ValueError" in found
 
 
@@ -477,7 +477,7 @@ def test_rows_with_recurrent_state_are_evaluated_in_one_call(monkeypatch: pytest
 
 def test_a_slow_machine_lets_rows_take_turns_and_says_why() -> None:
     slow = SlowModel(0.3)
-    fault = probe.find_flat_fault(slow, VOCAB, Form.ROWS, clock=lambda: slow.now, max_seconds=10)
+    fault = Probe(slow, VOCAB, clock=lambda: slow.now, max_seconds=10).find_flat_fault(Form.ROWS)
     assert "not proven" in str(fault) and slow.now <= 10
 
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.errors import RowLost
-from models.inference import grouping, probe, ragged
+from models.inference import grouping, ragged
 from models.inference.grouping import Buffer, Row, Wanted, plan
 from models.inference.groups import Clock, GroupLayer
-from models.inference.probe import Form
+from models.inference.probe import Form, Probe
 from models.inference.ragged import RaggedBatch
 from models.inference.runner import Runner
 from server.measure import launch
@@ -304,7 +304,7 @@ def test_a_fault_in_groups_leaves_each_row_its_own_buffers(
     owner: type, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
-    found = probe.find_form(tiny_models.build("llama_swa"), VOCAB, shares_heads=False, max_seconds=float("inf"))
+    found = Probe(tiny_models.build("llama_swa"), VOCAB, max_seconds=float("inf")).find_form(shares_heads=False)
     assert found.form is Form.ROWS, found.text
 
 

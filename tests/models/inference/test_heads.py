@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cache.layers.layout import HeadedKVCache, head_length, leaves_of, put_on_head, split_at_head
-from models.inference import probe, ragged
+from models.inference import ragged
 from models.inference.groups import GroupLayer
-from models.inference.probe import Form
+from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts
 from models.inference.runner import Runner
 from tests.models.inference import test_runner as driver
@@ -201,7 +201,7 @@ def test_a_fault_with_heads_leaves_each_row_its_own_beginning(
     name: str, owner: Any, attribute: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, attribute, fault)
-    found = probe.find_form(tiny_models.build(name), VOCAB, max_seconds=float("inf"))
+    found = Probe(tiny_models.build(name), VOCAB, max_seconds=float("inf")).find_form()
     assert found.form is Form.GROUPS, found.text
 
 

@@ -20,7 +20,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
 from models.inference import probe
-from models.inference.probe import Form
+from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts, RaggedLayer
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def is_ragged(model: Any, seed: int = 0) -> bool:
 
 
 def form_of(model: Any, seed: int = 0, *, shares_heads: bool = True) -> Form:
-    return probe.find_form(model, VOCAB, shares_heads=shares_heads, max_seconds=float("inf"), seed=seed).form
+    return Probe(model, VOCAB, max_seconds=float("inf"), seed=seed).find_form(shares_heads=shares_heads).form
 
 
 @functools.cache
@@ -336,7 +336,7 @@ def test_a_slow_machine_decodes_row_by_row_soon_and_says_why(
     seconds_per_token: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = SlowModel(seconds_per_token)
-    assert probe.find_form(model, VOCAB, clock=lambda: model.now, max_seconds=20).form is Form.ALONE
+    assert Probe(model, VOCAB, clock=lambda: model.now, max_seconds=20).find_form().form is Form.ALONE
     assert model.now <= 20 or model.now <= 2 * seconds_per_token
     (record,) = [record for record in caplog.records if record.name == "models.inference.probe"]
     assert record.levelno == logging.WARNING
@@ -346,7 +346,7 @@ def test_a_slow_machine_decodes_row_by_row_soon_and_says_why(
 def test_the_time_is_kept_while_trials_are_repeated() -> None:
     slow = SlowModel(0.1)
     faulty = FaultyModel(slow, OffsetOffByOne)
-    assert probe.find_form(faulty, VOCAB, clock=lambda: slow.now, max_seconds=8).form is Form.ALONE
+    assert Probe(faulty, VOCAB, clock=lambda: slow.now, max_seconds=8).find_form().form is Form.ALONE
     assert slow.now <= 8
 
 
