@@ -23,7 +23,11 @@ from cache.trie import Node
 from cache.types import LayerKinds
 
 LONG_TOKENS = 70_000
-"""Longer conversations are less likely to continue."""
+"""Longer conversations are less likely to continue: contexts are bounded, and agents begin anew before the bound.
+
+Of recorded conversations silent for 64 to 256 requests, those under 40 000 tokens came back about six times as often
+as those over 140 000.
+"""
 
 
 class Chance(float, Enum):
@@ -55,15 +59,6 @@ class Chance(float, Enum):
     """Superseded by newer restore points."""
     UNUSABLE = 0.0
     """After the last restore point."""
-
-
-def chance_to_go_on(num_tokens: int) -> float:
-    """The chance that a conversation of this length is wanted at its end.
-
-    Contexts are bounded, and agents begin anew before the bound. Of recorded conversations silent for 64 to 256
-    requests, those under 40 000 tokens came back about six times as often as those over 140 000.
-    """
-    return Chance.CURRENT * min(1.0, (LONG_TOKENS / max(1, num_tokens)) ** 2)
 
 
 @dataclass(frozen=True)
@@ -206,8 +201,7 @@ class _Heap:
     entries: list[tuple[tuple[bool, float], int, int, Candidate]] = field(default_factory=list)
 
     def rank(self, now: int) -> tuple[bool, float]:
-        (is_explicit, value), last_used, _, _ = self.entries[0]
-        return is_explicit, value / max(1, now - last_used)
+        return self.entries[0][-1].rank(now)
 
     def take(self, later: "_Heap") -> None:
         self.stop = later.stop
@@ -215,192 +209,6 @@ class _Heap:
             self.entries, later.entries = later.entries, self.entries
         for entry in later.entries:
             heapq.heappush(self.entries, entry)
-
-
-_HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind.INTERVAL)
-"""Kinds at which no conversation ends."""
-
-
-class Valuation:
-    """Values nodes, and remembers each session's last end."""
-
-    def __init__(self, layout: LayerKinds) -> None:
-        self._layout = layout
-        self._needs_snapshots = layout.needs_snapshots
-        self._ends: dict[tuple[str, str], Node] = {}
-        self._current: dict[tuple[str, str], dict[Node, None]] = {}
-        """Ends of each session: several if the last end was evicted."""
-
-    def record_session_end(self, namespace: str, node: Node) -> list[Node]:
-        """Records that `node` ends its session; returns other nodes valued as its end."""
-        if node.session_id is None:
-            return []
-        session = namespace, node.session_id
-        before = self._ends.get(session, node)
-        if before.parent is not None and before.last_used > node.last_used:
-            return []
-        self._ends[session] = node
-        return [end for end in self._current.pop(session, {}) if end is not node]
-
-    def end_of(self, namespace: str, session_id: str | None) -> Node | None:
-        """Where a session ended last, if that is still held."""
-        end = self._ends.get((namespace, session_id)) if session_id is not None else None
-        return end if end is not None and end.parent is not None else None
-
-    def forget_sessions(self, max_sessions: int) -> None:
-        """Forgets sessions with evicted ends beyond `max_sessions`."""
-        if len(self._ends) > max_sessions:
-            self._ends = {session: node for session, node in self._ends.items() if node.parent is not None}
-        if len(self._current) > max_sessions:
-            held = ((key, [node for node in ends if node.parent is not None]) for key, ends in self._current.items())
-            self._current = {session: dict.fromkeys(ends) for session, ends in held if ends}
-
-    def evaluated_from(self, node: Node) -> Iterator[Node]:
-        """Leaves and snapshots below a restore point, up to the next restore points."""
-        below = list(node.children.values()) if self._needs_snapshots and self._is_point(node) else []
-        while below:
-            next_node = below.pop()
-            if next_node.snapshot is not None or not next_node.children:
-                yield next_node
-            if not self._is_point(next_node):
-                below += next_node.children.values()
-
-    def leaf_counting(self, node: Node) -> Node | None:
-        """The only leaf below, if any, whose value may count the node's bytes."""
-        if not self._needs_snapshots or not node.children:
-            return None
-        while len(node.children) == 1 and not self._is_point(node):
-            (node,) = node.children.values()
-        return None if node.children else node
-
-    def affected_above(self, node: Node, held: Mapping[Node, Candidate], seen: set[Node]) -> Iterator[Node]:
-        """Nodes above whose chance a change may have lowered; `held` has the values so far.
-
-        A restore point's chance depends on the next two and the sessions below. Nodes further above go to `seen`:
-        several changes on one path visit them once.
-        """
-        num_points, above = 0, node.parent if self._needs_snapshots else None
-        while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):
-            if num_points >= 2:
-                seen.add(above)
-            if above.snapshot is not None:
-                num_points += 1
-                chance = held[above].chance if above in held else None
-                was_shared = chance == Chance.SHARED and above.kind is not RestorePointKind.SYSTEM_END
-                if was_shared or (num_points <= 2 and chance in (Chance.EARLIER, Chance.LANDING)):
-                    yield above
-            above = above.parent
-
-    def candidate(self, namespace: str, node: Node) -> Candidate:
-        """What evicting a leaf, or another node's snapshot, would free and cost."""
-        return self._of_snapshot(namespace, node) if node.children else self._of_leaf(namespace, node)
-
-    def _of_snapshot(self, namespace: str, node: Node) -> Candidate:
-        num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
-        base = self._base(node)
-        chance = self._chance_within(node) if base or not node.last_used else Chance.FIRST
-        num_tokens, is_explicit = node.stop - base, node.is_explicit
-        return Candidate((namespace, node), num_bytes, num_tokens, node.last_used_behind, chance, is_explicit)
-
-    def _of_leaf(self, namespace: str, node: Node) -> Candidate:
-        if not self._is_point(node):
-            return Candidate((namespace, node), node.num_bytes, 0, node.last_used, Chance.UNUSABLE)
-        base, chance = self._base(node), self._chance_at_end(namespace, node)
-        if chance is Chance.CURRENT and not base and node.kind in _HEADS:
-            chance = Chance.REST
-        is_left = chance in (Chance.LEFT, Chance.LEFT_ROWS)
-        is_session = node.session_id is not None and not node.is_background and not is_left
-        return Candidate(
-            (namespace, node),
-            self._tail_bytes(node),
-            node.stop - base,
-            node.last_used,
-            chance_to_go_on(node.stop) if chance is Chance.CURRENT else chance,
-            is_session_end=is_session,
-        )
-
-    def _chance_within(self, node: Node) -> Chance:
-        if node.kind is RestorePointKind.SYSTEM_END or _is_shared(node):
-            return Chance.SHARED
-        return _chance_before_end(node) if node.last_used else Chance.SUPERSEDED
-
-    def _chance_at_end(self, namespace: str, node: Node) -> Chance:
-        if node.session_id is None:
-            return Chance.PROBATION if node.is_on_probation else Chance.CURRENT
-        session = namespace, node.session_id
-        end = self._ends.get(session, node)
-        if end is not node and end.parent is not None:
-            return Chance.LEFT if self._needs_snapshots else Chance.LEFT_ROWS
-        self._current.setdefault(session, {})[node] = None
-        return Chance.CURRENT
-
-    def _is_point(self, node: Node) -> bool:
-        return not self._needs_snapshots or has_whole_snapshot(self._layout, node)
-
-    def _base(self, node: Node) -> int:
-        if not self._needs_snapshots:
-            return node.start
-        above = node.parent
-        while above is not None and above.parent is not None:
-            if self._is_point(above):
-                return above.stop
-            above = above.parent
-        return 0
-
-    def _tail_bytes(self, leaf: Node) -> int:
-        """Bytes of a leaf, and of nodes useless without it."""
-        num_bytes, node = leaf.num_bytes, leaf.parent
-        while node is not None and self._needs_snapshots and not self._is_point(node):
-            if len(node.children) > 1 or node.num_slots:
-                break
-            num_bytes, node = num_bytes + node.num_bytes, node.parent
-        return num_bytes
-
-
-def _chance_before_end(node: Node) -> Chance:
-    prompt_end, newer = RestorePointKind.PROMPT_END, _newer(node)
-    if newer is not None and not newer.children:
-        return Chance.PROMPT if node.kind is prompt_end else Chance.LANDING
-    is_landing = newer is not None and newer.kind is prompt_end and _is_last_point(newer)
-    return Chance.LANDING if is_landing else Chance.EARLIER
-
-
-def _is_last_point(node: Node) -> bool:
-    newer = _newer(node)
-    return newer is not None and not newer.children
-
-
-def _newer(node: Node) -> Node | None:
-    """The next node below with a snapshot, else the leaf; None at a fork."""
-    if len(node.children) != 1:
-        return None
-    (node,) = node.children.values()
-    while node.snapshot is None and len(node.children) == 1:
-        (node,) = node.children.values()
-    return node
-
-
-def _is_shared(node: Node) -> bool:
-    """Several sessions end below; a leaf without one counts."""
-    owners = (leaf.session_id or leaf for leaf in _leaves(node))
-    first = next(owners)
-    return any(owner != first for owner in owners)
-
-
-def _leaves(node: Node) -> Iterator[Node]:
-    """A caller may need only the first of many."""
-    stack = [iter((node,))]
-    while stack:
-        step = next(stack[-1], None)
-        if step is None:
-            stack.pop()
-            continue
-        while len(step.children) == 1:
-            (step,) = step.children.values()
-        if step.children:
-            stack.append(iter(step.children.values()))
-        else:
-            yield step
 
 
 def over_share(held_bytes: Mapping[str, int], budget_bytes: int) -> set[str]:
@@ -481,15 +289,24 @@ SWEPT_PER_CHANGE = 4
 """Entries checked per changed node while half of all are outdated."""
 
 
+_HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind.INTERVAL)
+"""Kinds at which no conversation ends."""
+
+
 class EvictionOrder:
-    """All namespaces' candidates, in order. Worker thread only.
+    """All namespaces' candidates, valued and in order; each session's last end. Worker thread only.
 
     Must be told of every change of a node's state, children or use. Pinned nodes and those in slots are in the order
     too: the caller puts them back.
     """
 
     def __init__(self, layout: LayerKinds, find_over_share: Callable[[], set[str]]) -> None:
-        self._valuation = Valuation(layout)
+        self._layout = layout
+        self._needs_snapshots = layout.needs_snapshots
+        self._ends: dict[tuple[str, str], Node] = {}
+        """Where each session ended last."""
+        self._current: dict[tuple[str, str], dict[Node, None]] = {}
+        """Nodes valued as the end of each session: several if the last end was evicted."""
         self._queue = FairQueue(find_over_share)
         self._latest: dict[Node, Candidate] = {}
         self._changed: dict[Node, str] = {}
@@ -503,10 +320,15 @@ class EvictionOrder:
             self._latest.pop(node, None)
 
     def snapped(self, namespace: str, node: Node) -> None:
-        """Records a new snapshot: nodes below may be evaluated from there."""
+        """Records a new snapshot: nodes below, up to the next restore points, may be evaluated from there."""
         self.changed(namespace, node)
-        for below in self._valuation.evaluated_from(node):
-            self.changed(namespace, below)
+        below = list(node.children.values()) if self._needs_snapshots and self._is_point(node) else []
+        while below:
+            next_node = below.pop()
+            if next_node.snapshot is not None or not next_node.children:
+                self.changed(namespace, next_node)
+            if not self._is_point(next_node):
+                below += next_node.children.values()
 
     def used(self, namespace: str, node: Node, now: int) -> None:
         """Records a sequence restored at a node, or recorded up to it."""
@@ -519,12 +341,19 @@ class EvictionOrder:
 
     def ended(self, namespace: str, node: Node) -> None:
         """A node's session now ends there."""
-        for left in self._valuation.record_session_end(namespace, node):
-            self.changed(namespace, left)
+        if node.session_id is None:
+            return
+        session = namespace, node.session_id
+        before = self._ends.get(session, node)
+        if before.parent is None or before.last_used <= node.last_used:
+            self._ends[session] = node
+            for left in self._current.pop(session, {}):
+                self.changed(namespace, left)
 
     def end_of(self, namespace: str, session_id: str | None) -> Node | None:
-        """See `Valuation.end_of`."""
-        return self._valuation.end_of(namespace, session_id)
+        """Where a session ended last, if that is still held."""
+        end = self._ends.get((namespace, session_id)) if session_id is not None else None
+        return end if end is not None and end.parent is not None else None
 
     def refresh_if_many_changed(self) -> None:
         """Values changed nodes if many."""
@@ -540,7 +369,7 @@ class EvictionOrder:
             if not self._is_current(candidate):
                 continue
             del self._latest[node]
-            fresh = self._valuation.candidate(namespace, node)
+            fresh = self.value(namespace, node)
             if fresh.num_bytes > 0 and fresh.rank(now) <= candidate.rank(now):
                 return fresh
             self.push(fresh)  # its value has risen: it was used since, or the restore point before it was evicted
@@ -564,7 +393,7 @@ class EvictionOrder:
         pending = self._find_stale()
         for namespace, node in nodes:
             if _is_candidate(node) and node not in pending:
-                held, fresh = self._latest.get(node), self._valuation.candidate(namespace, node)
+                held, fresh = self._latest.get(node), self.value(namespace, node)
                 assert held is not None or fresh.num_bytes <= 0, f"{node} could be evicted and is not in the order"
                 is_lower = held is None or fresh.num_bytes <= 0 or held.weight <= fresh.weight
                 assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
@@ -573,25 +402,162 @@ class EvictionOrder:
         """Changed nodes, and nodes whose value the changes may have lowered."""
         found, seen = dict(self._changed), set[Node]()
         for node, namespace in self._changed.items():
-            end = self._valuation.leaf_counting(node)
+            end = self._leaf_counting(node)
             if end is not None:
                 found[end] = namespace
-            found.update(dict.fromkeys(self._valuation.affected_above(node, self._latest, seen), namespace))
+            found.update(dict.fromkeys(self._affected_above(node, seen), namespace))
         return found
+
+    def _leaf_counting(self, node: Node) -> Node | None:
+        """The only leaf below, if any, whose value may count the node's bytes."""
+        if not self._needs_snapshots or not node.children:
+            return None
+        while len(node.children) == 1 and not self._is_point(node):
+            (node,) = node.children.values()
+        return None if node.children else node
+
+    def _affected_above(self, node: Node, seen: set[Node]) -> Iterator[Node]:
+        """Nodes above whose chance a change may have lowered.
+
+        A restore point's chance depends on the next two and the sessions below. Nodes further above go to `seen`:
+        several changes on one path visit them once.
+        """
+        num_points, above = 0, node.parent if self._needs_snapshots else None
+        while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):
+            if num_points >= 2:
+                seen.add(above)
+            if above.snapshot is not None:
+                num_points += 1
+                chance = self._latest[above].chance if above in self._latest else None
+                was_shared = chance == Chance.SHARED and above.kind is not RestorePointKind.SYSTEM_END
+                if was_shared or (num_points <= 2 and chance in (Chance.EARLIER, Chance.LANDING)):
+                    yield above
+            above = above.parent
 
     def _refresh(self) -> None:
         changed, self._changed = self._find_stale(), {}
         for node, namespace in changed.items():
             self._latest.pop(node, None)
             if _is_candidate(node):
-                self.push(self._valuation.candidate(namespace, node))
+                self.push(self.value(namespace, node))
         limit = 2 * len(self._latest) + MIN_GARBAGE
-        self._valuation.forget_sessions(limit)
+        self._forget_sessions(limit)
         if len(self._queue) > limit:
             self._queue.sweep(self._is_current, SWEPT_PER_CHANGE * len(changed))
 
     def _is_current(self, candidate: Candidate) -> bool:
         return self._latest.get(candidate.key[1]) is candidate
+
+    def _forget_sessions(self, max_sessions: int) -> None:
+        """Forgets sessions with evicted ends beyond `max_sessions`."""
+        if len(self._ends) > max_sessions:
+            self._ends = {session: node for session, node in self._ends.items() if node.parent is not None}
+        if len(self._current) > max_sessions:
+            held = ((key, [node for node in ends if node.parent is not None]) for key, ends in self._current.items())
+            self._current = {session: dict.fromkeys(ends) for session, ends in held if ends}
+
+    # -- values
+
+    def value(self, namespace: str, node: Node) -> Candidate:
+        """What evicting a leaf, or another node's snapshot, would free and cost."""
+        return self._of_snapshot(namespace, node) if node.children else self._of_leaf(namespace, node)
+
+    def _of_snapshot(self, namespace: str, node: Node) -> Candidate:
+        num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
+        base = self._base(node)
+        chance = self._chance_within(node) if base or not node.last_used else Chance.FIRST
+        num_tokens, is_explicit = node.stop - base, node.is_explicit
+        return Candidate((namespace, node), num_bytes, num_tokens, node.last_used_behind, chance, is_explicit)
+
+    def _of_leaf(self, namespace: str, node: Node) -> Candidate:
+        key, last_used = (namespace, node), node.last_used
+        if not self._is_point(node):
+            return Candidate(key, node.num_bytes, 0, last_used, Chance.UNUSABLE)
+        base, chance = self._base(node), self._chance_at_end(namespace, node)
+        is_left = chance in (Chance.LEFT, Chance.LEFT_ROWS)
+        is_end = node.session_id is not None and not node.is_background and not is_left
+        if chance is Chance.CURRENT:
+            is_rest = not base and node.kind in _HEADS
+            chance = Chance.REST if is_rest else chance * min(1.0, (LONG_TOKENS / max(1, node.stop)) ** 2)
+        return Candidate(key, self._tail_bytes(node), node.stop - base, last_used, chance, is_session_end=is_end)
+
+    def _chance_within(self, node: Node) -> Chance:
+        if node.kind is RestorePointKind.SYSTEM_END or _is_shared(node):
+            return Chance.SHARED
+        return _chance_before_end(node) if node.last_used else Chance.SUPERSEDED
+
+    def _chance_at_end(self, namespace: str, node: Node) -> float:
+        if node.session_id is None:
+            return Chance.PROBATION if node.is_on_probation else Chance.CURRENT
+        session = namespace, node.session_id
+        end = self._ends.get(session, node)
+        if end is not node and end.parent is not None:
+            return Chance.LEFT if self._needs_snapshots else Chance.LEFT_ROWS
+        self._current.setdefault(session, {})[node] = None
+        return Chance.CURRENT
+
+    def _is_point(self, node: Node) -> bool:
+        return not self._needs_snapshots or has_whole_snapshot(self._layout, node)
+
+    def _base(self, node: Node) -> int:
+        if not self._needs_snapshots:
+            return node.start
+        above = node.parent
+        while above is not None and above.parent is not None:
+            if self._is_point(above):
+                return above.stop
+            above = above.parent
+        return 0
+
+    def _tail_bytes(self, leaf: Node) -> int:
+        """Bytes of a leaf, and of nodes useless without it."""
+        num_bytes, node = leaf.num_bytes, leaf.parent
+        while node is not None and self._needs_snapshots and not self._is_point(node):
+            if len(node.children) > 1 or node.num_slots:
+                break
+            num_bytes, node = num_bytes + node.num_bytes, node.parent
+        return num_bytes
+
+
+def _chance_before_end(node: Node) -> Chance:
+    prompt_end, newer = RestorePointKind.PROMPT_END, _newer(node)
+    if newer is not None and not newer.children:
+        return Chance.PROMPT if node.kind is prompt_end else Chance.LANDING
+    newest = _newer(newer) if newer is not None and newer.kind is prompt_end else None
+    return Chance.LANDING if newest is not None and not newest.children else Chance.EARLIER
+
+
+def _newer(node: Node) -> Node | None:
+    """The next node below with a snapshot, else the leaf; None at a fork."""
+    if len(node.children) != 1:
+        return None
+    (node,) = node.children.values()
+    while node.snapshot is None and len(node.children) == 1:
+        (node,) = node.children.values()
+    return node
+
+
+def _is_shared(node: Node) -> bool:
+    """Several sessions end below; a leaf without one counts."""
+    owners = (leaf.session_id or leaf for leaf in _leaves(node))
+    first = next(owners)
+    return any(owner != first for owner in owners)
+
+
+def _leaves(node: Node) -> Iterator[Node]:
+    """A caller may need only the first of many."""
+    stack = [iter((node,))]
+    while stack:
+        step = next(stack[-1], None)
+        if step is None:
+            stack.pop()
+            continue
+        while len(step.children) == 1:
+            (step,) = step.children.values()
+        if step.children:
+            stack.append(iter(step.children.values()))
+        else:
+            yield step
 
 
 def _is_candidate(node: Node) -> bool:

@@ -17,7 +17,7 @@ from cache.budget import PADDING, CacheEvent, Happening
 from cache.layers.state import Segment
 from cache.memory_tier import MemoryTier
 from cache.slots import Slot
-from cache.snapshots import RestorePointKind, cover, is_restorable, window_rows
+from cache.snapshots import RestorePointKind, first_row, is_restorable, window_rows
 from cache.trie import Node, PrefixTrie, Snapshot
 from cache.types import LayerCache, SharedBuffers, TokenArray, TokenLog
 
@@ -263,8 +263,7 @@ class Pager:
         offset, window = slot.offset, None
         if self.layout.window:
             first = max(0, offset - self.layout.window, self.layout.window_start(slot.caches, offset))
-            covered = cover(slot.tip.path()[:-1])
-            reaches = covered is not None and covered[0] <= first and covered[1] >= slot.tip.start
+            reaches = first_row(self.layout, slot.tip.path()[:-1], slot.tip.start) <= first
             window = self.layout.cut_window(slot.caches, max(first, slot.tip.start) if reaches else first, offset)
         recurrent = self.layout.take_recurrent(slot.caches) if self.layout.has_recurrent else None
         return Snapshot(offset, window, recurrent)

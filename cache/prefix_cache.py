@@ -1,24 +1,33 @@
-"""The prefix cache of one model: the facade over its parts. All methods belong to the worker thread.
+"""The prefix cache of one model. All methods belong to the worker thread.
 
-Nothing here knows models, request parameters, or time.
+To admit a request is to read its state from disk, choose a slot, free memory, and restore as much as possible. A
+request is admitted whole, waits for others, or is refused with an error that says why. Only what memory lacks is
+read; `cache.disk.connector` decides whether that is worth a read. Nothing here knows models, request parameters, or
+time.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 
-from cache.admission import Admission
-from cache.budget import ASIDE, PADDING, CacheStats
-from cache.disk.connector import DiskConnector
+from cache import snapshots
+from cache.budget import ASIDE, PADDING, BudgetExceeded, CacheEvent, CacheStats, DiskFault, Happening, PinnedFull
+from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
 from cache.history import History
 from cache.layers.layout import CHUNK_TOKENS, Layout
-from cache.lease import Lease
-from cache.memory_tier import MemoryTier, Pins
+from cache.layers.state import Segment
+from cache.lease import Lease, PrivateLease, Tier
+from cache.memory_tier import MemoryTier, Pins, path_nodes
 from cache.pager import Pager
-from cache.reclaim import Reclaimer
-from cache.slots import CacheRequest, Lookup
+from cache.reclaim import Reclaimer, is_in_place
+from cache.slots import CacheRequest, Lookup, LookupResult, Slot, choose_slot, look_up
+from cache.snapshots import RestorePoint, RestorePointKind, deepest_up_to
+from cache.trie import Node, NodeMatch, Place, PrefixTrie, Snapshot
 from cache.types import LayerCache
 from cache.views import CacheReports
+
+MAX_READS = 8
+"""After so many unreadable files a prompt is evaluated without the disk."""
 
 
 class PrefixCache:
@@ -48,7 +57,6 @@ class PrefixCache:
         self.slots = self.pager.slots
         self.pins = Pins(self.memory)
         self.reclaimer = Reclaimer(self.pager, self.pins)
-        self._admission = Admission(self.reclaimer)
 
     # ------------------------------------------------------------------------------------------ for requests
 
@@ -57,20 +65,213 @@ class PrefixCache:
 
         Raises BudgetExceeded if the prompt can never fit, PinnedFull if not while other state is pinned.
         """
-        return self._admission.admit(request)
+        if all(slot.is_leased for slot in self.slots):
+            return None
+        self.memory.clock.begin(request.namespace, request.session_id, is_background=request.is_background)
+        found, is_promoted = self._look_up(request)
+        slot = choose_slot(self.slots, found, request.namespace, request.session_id)
+        assert slot is not None, "a slot is idle"
+        found = self._leave_end(request, found)
+        slot.is_background = request.is_background
+        capacity = self._capacity(request)
+        left = self._free_memory(request, slot, found, capacity)
+        if left is None:
+            return None
+        shared = left.shared[slot.index]
+        self._restore(request, slot, left, capacity)
+        self.reclaimer.gather(is_short=False, also=slot)
+        self._lease_slot(request, slot)
+        self.reclaimer.reserve(slot, capacity, needed=len(request.tokens))
+        is_live = max(shared, slot.origin) >= slot.offset
+        tier = Tier.DISK if is_promoted else Tier.LIVE if is_live else Tier.MEMORY
+        return self._make_lease(request, slot, found.match.length, tier if slot.offset else None)
 
     def peek(self, lookup: Lookup) -> int:
         """How many tokens of a prompt are restorable now. Changes nothing."""
-        return self._admission.find_restorable(lookup)
+        found = self._find_in_memory(lookup)
+        disk_match = self._find_on_disk(lookup, found)
+        return found.restorable if disk_match is None else disk_match.offset
 
     def prefetch(self, lookup: Lookup) -> Prefetch | None:
         """Begins to read from disk what `begin` would wait for."""
-        return self._admission.prefetch(lookup)
+        if self.memory.disk is None:
+            return None
+        disk_match = self._find_on_disk(lookup, self._find_in_memory(lookup))
+        return self.memory.disk.tier.reader.prefetch(disk_match.parts) if disk_match is not None else None
 
     def use_awaited(self, find_awaited: Callable[[], Iterable[Lookup]]) -> None:
         """Has what the prompts that `find_awaited` returns can restore evicted last."""
-        find = self._admission.find_in_memory
+        find = self._find_in_memory
         self.memory.find_awaited = lambda: {node for lookup in find_awaited() for node in find(lookup).path}
+
+    # ------------------------------------------------------------------------------------------- admission
+
+    def _find_in_memory(self, lookup: Lookup) -> LookupResult:
+        """How much of a prompt memory can restore."""
+        return self._result_of(lookup.match(self.memory.find_trie(lookup.namespace)))
+
+    def _result_of(self, match: NodeMatch) -> LookupResult:
+        return look_up(match, self.slots, self.layout)
+
+    def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:
+        if self.memory.disk is None:
+            return None
+        return self.memory.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
+
+    def _promote(self, lookup: Lookup, *, is_background: bool) -> tuple[LookupResult, bool]:
+        """Reads what disk adds to a prompt, if memory can be freed.
+
+        Returns what memory then holds, and whether anything was read.
+        """
+        found, ledger = self._find_in_memory(lookup), self.ledger
+        for _ in range(MAX_READS):
+            disk_match = self._find_on_disk(lookup, found)
+            if disk_match is None or self.memory.disk is None or disk_match.num_bytes > ledger.budget_bytes:
+                break
+            # Freeing memory may write to disk, and a write may evict files. Recording the use now protects the files.
+            self.memory.disk.tier.touch(disk_match.place, disk_match.offset)
+            excess = ledger.excess_bytes(disk_match.num_bytes)
+            if self.reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
+                return self._result_of(found.match), False
+            try:
+                loaded = self.memory.disk.load(disk_match)
+                fields = {"tokens": disk_match.offset - found.restorable, "bytes": disk_match.num_bytes}
+                self.memory.journal.record(CacheEvent(Happening.READ, lookup.namespace, fields))
+                self._attach(lookup, disk_match.offset, *loaded)
+            except DiskFault:
+                # The faulty file is no longer found, but others may be. Freeing memory may have changed the match.
+                found = self._find_in_memory(lookup)
+                continue
+            return self._find_in_memory(lookup), True
+        return found, False
+
+    def _attach(self, lookup: Lookup, offset: int, segment: Segment | None, snapshot: Snapshot | None) -> None:
+        trie, tokens = self.pager.trie(lookup.namespace), lookup.tokens[:offset]
+        first = segment.start if segment is not None else offset
+        assert trie.match(tokens).length >= first, "the state that a read was to extend was evicted meanwhile"
+        tip = trie.extend(trie.root, tokens)
+        for node in tip.path():
+            node.is_volatile = False  # only ordinary requests are written to disk
+        if segment is not None:
+            trie.store(tip, segment)
+        if snapshot is not None:
+            tip.kind = RestorePointKind.TURN_END
+            trie.snap(tip, snapshot)
+        self.memory.used(trie, tip)
+
+    def _look_up(self, request: CacheRequest) -> tuple[LookupResult, bool]:
+        trie = self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
+        if request.reuse:
+            return self._promote(request.lookup, is_background=request.is_background)
+        return self._result_of(Place(trie.root, 0)), False
+
+    def _look_again(self, request: CacheRequest, found: LookupResult) -> LookupResult:
+        trie = self.pager.trie(request.namespace)
+        return self._result_of(trie.match(request.tokens[: found.match.length]))
+
+    def _leave_end(self, request: CacheRequest, found: LookupResult) -> LookupResult:
+        """Has the session end where the prompt leaves it: the rest is evicted first. Returns `found` anew."""
+        end = self.memory.order.end_of(request.namespace, request.session_id)
+        if end is None or not found.stored or (end in found.path and end.stop <= found.match.length):
+            return found
+        trie = self.pager.trie(request.namespace)
+        tip = self.pager.land(trie, found.path, found.stored)
+        tip.session_id = request.session_id
+        self.memory.ended(trie, tip)
+        return self._look_again(request, found)
+
+    def _capacity(self, request: CacheRequest) -> int:
+        """Fewer tokens than expected, if the budget is too small."""
+        num_tokens, budget = len(request.tokens), self.ledger.budget_bytes
+        needed = self.layout.bytes_for(num_tokens)
+        if needed > budget:
+            raise BudgetExceeded(needed, budget)
+        wanted = num_tokens + request.expected_tokens
+        excess = self.layout.bytes_for(wanted) - budget
+        return max(num_tokens, self.layout.tokens_without(excess, wanted))
+
+    def _free_memory(
+        self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int
+    ) -> LookupResult | None:
+        """Shares a head where that pays, and frees memory.
+
+        None if the request must wait; else what memory still holds of `found`.
+        """
+        if self.reclaimer.invite(slot, found, capacity):
+            found = self._look_again(request, found)
+        ledger, num_evictions = self.ledger, self.memory.num_evictions
+        is_shared = ledger.slot_bytes(ASIDE) > 0 or any(other.is_leased for other in self.slots)
+        offset = found.restorable_in(slot)
+        missing = self.reclaimer.free_for(slot, found.path, offset, capacity, or_nothing=is_shared)
+        if missing > 0 and is_shared:
+            return None
+        if missing > 0 and not path_nodes(self.reclaimer.pins.explicit()) <= set(found.path):
+            raise PinnedFull(missing)
+        return found if self.memory.num_evictions == num_evictions else self._look_again(request, found)
+
+    def _restore(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> None:
+        offset, trie = found.restorable_in(slot), self.pager.trie(request.namespace)
+        if slot.namespace == trie.namespace and is_in_place(slot, found.path, offset):
+            self.pager.keep_tip(slot)
+            self.pager.enter(slot, trie)
+        else:
+            self._page_in(slot, request, found.path, offset, found.shared[slot.index], capacity)
+        for node in slot.tip.path():
+            node.num_uses += 1
+        self.memory.used(trie, slot.tip)
+
+    def _page_in(
+        self, slot: Slot, request: CacheRequest, path: list[Node], offset: int, shared: int, capacity: int
+    ) -> None:
+        """Pages in less than `[0, offset)` if freeing memory evicts some; `slot` holds the first `shared`."""
+        trie = self.pager.trie(request.namespace)
+        landing = self.pager.land(trie, path, offset)
+        arriving, keep = landing.path(), min(shared, offset)
+        head = self.reclaimer.head_of(slot, arriving, offset)
+        self.pager.page_out_heads(arriving)
+        self.pager.page_out(slot, 0 if head is not None and keep <= head.offset and head is not slot.head else keep)
+        self.pager.enter(slot, trie)
+        try:
+            if head is not None and not slot.offset:
+                self.pager.enter_head(slot, head)
+            elif head is not None and slot.head is None:
+                self.pager.share_head(slot, head.tip, head)
+            self.reclaimer.free_for(slot, arriving, offset, capacity)  # a request that was admitted waits no more
+            left = deepest_up_to(self.layout, landing)
+            if left == offset:
+                self.pager.page_in(slot, trie, landing, request.tokens[:offset], capacity)
+        except Exception:
+            # Layers may have stopped at different offsets, and part of the state may already have been moved.
+            self.pager.give_up(slot, arriving)
+            raise
+        if left < offset:
+            self._page_in(slot, request, arriving, left, shared, capacity)
+
+    def _lease_slot(self, request: CacheRequest, slot: Slot) -> None:
+        slot.last_used = self.memory.clock.now
+        slot.lease_to(request.session_id, is_volatile=request.is_volatile)
+        self.memory.order.changed(request.namespace, slot.tip)
+        ends = [p.offset for p in request.restore_points if p.kind is RestorePointKind.PROMPT_END]
+        slot.turn_start = min(ends, default=len(request.tokens) - 1)
+
+    def _make_lease(self, request: CacheRequest, slot: Slot, match_tokens: int, tier: Tier | None) -> Lease:
+        points = self._plan(request, slot.offset, match_tokens) if request.reuse else ()
+        kind = Lease if request.reuse else PrivateLease
+        return kind(self.reclaimer, slot, len(request.tokens), match_tokens, points, tier)
+
+    def _plan(self, request: CacheRequest, offset: int, match_tokens: int) -> Iterable[RestorePoint]:
+        wanted, num_tokens = request.restore_points, len(request.tokens)
+        if not self.layout.needs_snapshots:
+            wanted = [point for point in wanted if point.kind is RestorePointKind.EXPLICIT]
+        else:
+            branch = RestorePoint(match_tokens, RestorePointKind.BRANCH)
+            wanted = [*wanted, branch, *snapshots.intervals(offset, num_tokens)]
+            ends = [point.offset for point in wanted if point.kind is RestorePointKind.PROMPT_END]
+            if not any(0 < num_tokens - end <= snapshots.SAME_TOKENS for end in ends):
+                wanted.append(RestorePoint(num_tokens - 1, RestorePointKind.PROMPT_END))
+        return snapshots.plan(wanted, start=offset, stop=num_tokens)
+
+    # ---------------------------------------------------------------------------------------------- upkeep
 
     def clear(self, namespace: str | None = None) -> None:
         """Drops state, history and pins, all or one namespace's, but what a request holds."""
@@ -117,8 +318,28 @@ class PrefixCache:
     # -------------------------------------------------------------------------------------------------- disk
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state worth keeping, a piece a step. Invalid after any other call."""
-        return self._admission.save()
+        """Writes unsaved state worth keeping, the last used first, a piece a step. Invalid after any other call."""
+        if self.memory.disk is None:
+            return
+        leaves = [(trie, node) for trie, node in self.memory.nodes() if not node.children]
+        leaves.sort(key=lambda pair: pair[1].last_used, reverse=True)
+        for (trie, leaf), used_at in zip(leaves, self.memory.disk.tier.ticks(len(leaves)), strict=True):
+            if leaf.parent is not None:
+                yield from self._save_path(self.memory.disk, trie, leaf, used_at)
+
+    def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
+        path = leaf.path()
+        idle = [slot for slot in self.slots if slot.tip in path and not slot.is_leased]
+        tips = [slot.tip for slot in idle if not slot.tip.snapshot]
+        for slot in idle:
+            self.pager.keep_tip(slot)
+        try:
+            yield from disk.save_path(trie.namespace, path, self.pager.copy_live, used_at)
+        finally:
+            for node in tips:
+                is_over = self.ledger.excess_bytes() > 0
+                if is_over and node.parent is not None and node.snapshot is not None:
+                    trie.snap(node, None)
 
     def end(self, timeout_seconds: float) -> None:
         """Ends the cache; first writes unsaved state as time allows."""

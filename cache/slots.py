@@ -184,7 +184,7 @@ def nodes_to_restore(layout: LayerKinds, path: Sequence[Node], offset: int) -> l
 
     The node at `offset` protects the spans above; the others hold window rows.
     """
-    return [*node_at(path, offset), *rows_before(layout, path, offset)]
+    return [*node_at(path, offset), *(node for node, _ in rows_before(layout, path, offset))]
 
 
 def node_at(path: Sequence[Node], offset: int) -> list[Node]:

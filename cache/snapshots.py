@@ -22,16 +22,12 @@ def deepest(layout: LayerKinds, path: Sequence[Node], length: int) -> int:
     """The deepest restorable offset up to `length` tokens of a path."""
     if not layout.needs_snapshots:
         return length if path else 0
-    if not layout.window:
-        ends = ((node, min(node.stop, length)) for node in reversed(path))
-        return next((offset for node, offset in ends if _can_restore(layout, node, offset, None)), 0)
-    deepest, cover = 0, None
-    for node in path:
-        cover = _extended(cover, _window(node))
-        offset = min(node.stop, length)
-        if _can_restore(layout, node, offset, cover):
-            deepest = offset
-    return deepest
+    for index in range(len(path) - 1, -1, -1):
+        node, offset = path[index], min(path[index].stop, length)
+        is_whole = has_whole_snapshot(layout, node) and (offset == node.stop or not layout.has_recurrent)
+        if is_whole and first_row(layout, path[: index + 1], offset) <= max(0, offset - layout.window):
+            return offset
+    return 0
 
 
 def deepest_up_to(layout: LayerKinds, node: Node) -> int:
@@ -44,50 +40,37 @@ def is_restorable(layout: LayerKinds, node: Node) -> bool:
     return deepest_up_to(layout, node) == node.stop
 
 
-def _can_restore(layout: LayerKinds, node: Node, offset: int, cover: tuple[int, int] | None) -> bool:
-    if node.snapshot is None or (layout.has_recurrent and (offset != node.stop or node.snapshot.recurrent is None)):
-        return False
-    if not layout.window:
-        return True
-    return cover is not None and cover[0] <= max(0, offset - layout.window) and offset <= cover[1]
-
-
 def has_whole_snapshot(layout: LayerKinds, node: Node) -> bool:
     """Whether a node has a snapshot with all of its kinds of state; of window rows perhaps some."""
     return node.snapshot is not None and (node.snapshot.recurrent is not None or not layout.has_recurrent)
 
 
-def cover(path: Sequence[Node]) -> tuple[int, int] | None:
-    """The last unbroken range of window rows."""
-    cover = None
-    for node in path:
-        cover = _extended(cover, _window(node))
-    return cover
+def first_row(layout: LayerKinds, path: Sequence[Node], offset: int) -> int:
+    """From where on window rows are held without a gap up to `offset`."""
+    return min((rows.start for _, rows in rows_before(layout, path, offset)), default=offset)
 
 
-def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
-    """Nodes with window rows before `offset`, the last first."""
-    first, found = max(0, offset - layout.window), list[Node]()
+def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[tuple[Node, Segment]]":
+    """Nodes that hold the window rows before `offset`, and these, the last first; ends at a gap."""
+    first = max(0, offset - layout.window)
+    found: list[tuple[Node, Segment]] = []
     for node in reversed(path):
-        if node.stop <= first:
+        if offset <= first or node.stop <= first:
             break
-        window = _window(node)
-        if window is not None and node.start < offset and window.start < offset:
-            found.append(node)
+        rows = _window(node)
+        if rows is not None and rows.start < offset <= rows.stop:
+            found.append((node, rows))
+            offset = rows.start
     return found
 
 
 def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[Segment]":
     """Adjoining segments of window rows before `offset`, as held."""
-    rows: list[Segment] = []
-    needed, first = offset, max(0, offset - layout.window)
-    for node in rows_before(layout, path, offset):
-        window = _window(node)
-        if window is not None and first < needed and window.start < needed <= window.stop:
-            rows.append(window.split(needed)[0] if needed < window.stop else window)
-            needed = window.start
-    rows.reverse()
-    return rows
+    held: list[Segment] = []
+    for _, rows in rows_before(layout, path, offset):
+        held.append(rows.split(offset)[0] if offset < rows.stop else rows)
+        offset = rows.start
+    return held[::-1]
 
 
 def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
@@ -105,15 +88,6 @@ def _shares_rows(layout: LayerKinds, node: Node, rows: "Segment") -> bool:
 
 def _window(node: Node) -> "Segment | None":
     return node.snapshot.window if node.snapshot is not None else None
-
-
-def _extended(cover: tuple[int, int] | None, window: "Segment | None") -> tuple[int, int] | None:
-    """The later range alone if the two do not meet."""
-    if window is None:
-        return cover
-    if cover is not None and window.start <= cover[1]:
-        return min(cover[0], window.start), window.stop
-    return window.start, window.stop
 
 
 class RestorePointKind(StrEnum):

@@ -17,7 +17,7 @@ from server.pool.loader import on_thread
 
 MAX_TOGETHER = 2
 
-Listener: TypeAlias = "asyncio.Queue[PullEvent | None]"
+_Listener: TypeAlias = "asyncio.Queue[PullEvent | None]"
 """None is the end."""
 
 
@@ -41,7 +41,7 @@ class Pulls:
         if pull is None:
             pull = self._running[key] = _Pull(asyncio.get_running_loop())
             pull.task = asyncio.ensure_future(self._run(key, name, pull))
-        listener: Listener = asyncio.Queue()
+        listener: _Listener = asyncio.Queue()
         pull.listeners.add(listener)
         try:
             for earlier in tuple(pull.told):
@@ -72,7 +72,7 @@ class Pulls:
 @dataclass(eq=False)
 class _Pull:
     loop: asyncio.AbstractEventLoop
-    listeners: set[Listener] = field(default_factory=set)
+    listeners: set[_Listener] = field(default_factory=set)
     told: list[PullEvent] = field(default_factory=list)
     """Steps so far; of the progress within one file, only the last."""
     error: Exception | None = None

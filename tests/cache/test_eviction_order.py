@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cache import eviction, snapshots
-from cache.eviction import Candidate, Chance, Valuation
+from cache.eviction import Candidate, Chance, EvictionOrder
 from cache.layers import layout
 from cache.layers.state import RecurrentState
 from cache.lease import Lease
@@ -253,13 +253,13 @@ def known_points(prefix_cache: PrefixCache) -> list[int]:
 
 def test_to_give_up_one_of_many_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Node] = []
-    look = Valuation.candidate
+    look = EvictionOrder.value
 
-    def counted(valuation: Valuation, namespace: str, node: Node) -> Candidate:
+    def counted(order: EvictionOrder, namespace: str, node: Node) -> Candidate:
         looks.append(node)
-        return look(valuation, namespace, node)
+        return look(order, namespace, node)
 
-    monkeypatch.setattr(Valuation, "candidate", counted)
+    monkeypatch.setattr(EvictionOrder, "value", counted)
     prefix_cache = cache_of(10_000)
     for number in range(1, 61):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
@@ -406,7 +406,7 @@ def test_no_restore_point_is_overrated_once_a_conversation_has_gone_on(monkeypat
         tokens.append(turn)
         assert held._latest
         for candidate in held._latest.values():
-            assert candidate.chance <= held._valuation.candidate(*candidate.key).chance
+            assert candidate.chance <= held.value(*candidate.key).chance
 
 
 def test_many_changes_on_one_path_look_once_at_what_lies_above_them() -> None:
@@ -448,7 +448,7 @@ def test_nothing_is_kept_of_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> No
     prefix_cache = cache_of(500)
     for number in range(1, 101):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
-    assert len(prefix_cache.memory.order._valuation._ends) < 40
+    assert len(prefix_cache.memory.order._ends) < 40
 
 
 def test_nothing_is_kept_of_what_is_outdated(monkeypatch: pytest.MonkeyPatch) -> None:
