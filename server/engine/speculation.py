@@ -32,8 +32,12 @@ _RELAX = 0.01
 
 _EDGES = (3, 4, 8, 16, 32)
 """The last match length of each class of odds but the last."""
-_CLASSES = [bisect_left(_EDGES, length) for length in range(_EDGES[-1] + 2)]
-_LONGEST = len(_CLASSES) - 1
+_LONGEST = _EDGES[-1] + 1
+_MAX_DRAFT = 64
+_CLASSES = [bisect_left(_EDGES, length) for length in range(_LONGEST + _MAX_DRAFT)]
+"""Classes of odds by match length; all matches from `_LONGEST` on have one."""
+_PLACES = [min(place, 3) for place in range(_MAX_DRAFT)]
+"""Classes of the drafter's odds, by place in a draft."""
 
 PRIOR_ODDS = {
     DraftSource.HISTORY: (0.45, 0.55, 0.65, 0.75, 0.85, 0.95),
@@ -104,10 +108,10 @@ class FollowedText:
 
         Assumes that `ahead` more tokens agree.
         """
-        chances, chance, odds = [], 1.0, self._odds.values
-        num_tokens, agreed = len(self._follower.next_tokens(limit + ahead)), self._follower.match_length
-        for length in range(agreed + ahead, agreed + num_tokens):
-            chance *= odds[_CLASSES[length if length < _LONGEST else _LONGEST]]
+        chances, chance, odds, length = list[float](), 1.0, self._odds.values, self._follower.match_length + ahead
+        length = length if length < _LONGEST else _LONGEST
+        for kind in _CLASSES[length : length + max(0, len(self._follower.next_tokens(limit + ahead)) - ahead)]:
+            chance *= odds[kind]
             if chance < least:
                 break
             chances.append(chance)
@@ -136,15 +140,14 @@ class ExpectedText:
     def learn(self, num_drafted: int, num_accepted: int, first: int = 0) -> None:
         """Takes how many drafted tokens came true, from place `first` on."""
         for place in range(first, min(num_drafted, num_accepted + 1)):
-            kind = min(place, len(self._odds.values) - 1)
-            self._odds.learn(kind, place < num_accepted)
-            self._shared.learn(kind, place < num_accepted)
+            self._odds.learn(_PLACES[place], place < num_accepted)
+            self._shared.learn(_PLACES[place], place < num_accepted)
 
     def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
         """As of a followed text, each less the token's cost."""
         chances, chance, odds, cost = list[float](), 1.0, self._odds.values, self._token_cost()
-        for place in range(limit):
-            chance *= odds[min(place, len(odds) - 1)]
+        for kind in _PLACES[:limit]:
+            chance *= odds[kind]
             if chance - cost < least:
                 break
             chances.append(chance - cost)
@@ -561,17 +564,11 @@ class Speculation:
             pairs = zip(rows, limits, strict=True)
             chances = [row.chances(min(limit, self._limit), least) for row, limit in pairs]
             if found := self._choose(chances, known, may_lose):
-                return self._draft(rows, found, predict)
+                drafts = [row.draft(length) for row, length in zip(rows, found.lengths, strict=True)]
+                wanted = [length if row.is_expected else 0 for row, length in zip(rows, found.lengths, strict=True)]
+                guesses = predict(wanted) if any(wanted) else drafts
+                return [draft or guess for draft, guess in zip(drafts, guesses, strict=True)]
         return [[] for _ in rows]
-
-    def _draft(
-        self, rows: Sequence[Drafting], found: Choice, predict: Callable[[list[int]], list[list[int]]]
-    ) -> list[list[int]]:
-        drafts = [row.draft(length) for row, length in zip(rows, found.lengths, strict=True)]
-        wanted = [length if row.is_expected else 0 for row, length in zip(rows, found.lengths, strict=True)]
-        if not any(wanted):
-            return drafts
-        return [draft or guess for draft, guess in zip(drafts, predict(wanted), strict=True)]
 
     def observe_drafting(self, wanted: Sequence[int], seconds: float) -> None:
         """Takes the drafter's seconds for `wanted` tokens of each row."""
@@ -638,7 +635,9 @@ class Speculation:
         if not any(chances):
             return None
         calls, due = self._calls(chances, known)
-        rest = self._rest(num_rows)
+        plain = self._cost.plain(num_rows)
+        # What calls without drafts take together, by their number, in plain steps.
+        rest = [0.0, 1.0] if self._together else [self._cost.plain(number) / plain for number in range(num_rows + 1)]
         options = [self._options(call, due, num_rows, rest, may_lose) for call in calls]
         found = choose(options, rest, num_rows)
         if found is None or found.tokens / num_rows < found.took * (1 + MIN_GAIN):
@@ -666,13 +665,6 @@ class Speculation:
             for length, one in enumerate(row, number + 1):
                 columns[num_rows * max(length, longest)].append(one)
         return [sorted(columns.items())], num_rows * longest
-
-    def _rest(self, num_rows: int) -> list[float]:
-        """What calls without drafts take together, by their number, in plain steps."""
-        if self._together:
-            return [0.0, 1.0]
-        plain = self._cost.plain(num_rows)
-        return [self._cost.plain(number) / plain for number in range(num_rows + 1)]
 
     def _options(
         self, call: _Call, due: int, num_rows: int, rest: Sequence[float], may_lose: float
