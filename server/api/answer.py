@@ -32,9 +32,9 @@ from server.diagnosis.account import (
     explain,
     with_missing_bytes,
 )
+from server.diagnosis.causes import Cause, Reuse
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, plain_prompt, prompt_of
 from server.engine.commands import pin_turn
-from server.engine.diagnosis import Cause, Reuse
 from server.engine.messages import Generation
 from server.engine.request import (
     Delta,

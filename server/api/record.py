@@ -18,8 +18,7 @@ from server.api.sessions import MissBody, TokenCounts, TurnRecord
 from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
-from server.diagnosis.advice import TOOLS, advice
-from server.engine.diagnosis import Miss, MissReason
+from server.diagnosis.causes import TOOLS, Miss, MissReason, advice
 from server.engine.request import (
     Delta,
     Event,

@@ -21,8 +21,8 @@ from server.app.config import ConfigError, StartError
 from server.app.log_events import percent_text, printable, seconds_text
 from server.cli.ask import AskedServer, usual_url
 from server.cli.options import Json, Key, Url, command_group, model_names, print_json
+from server.diagnosis.causes import Cause
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
-from server.engine.diagnosis import Cause
 
 app = command_group()
 

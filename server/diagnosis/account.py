@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
+from server.diagnosis.causes import Cause, Miss, MissReason, Reuse
 from server.diagnosis.compare import Turn, find_changes_between, find_volatile_head, is_version
 from server.diagnosis.prompt import Prompt
 from server.diagnosis.words import shared_ends
-from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
 EDGE_TOKENS = 16
 """The most tokens of an answer's header; a prompt restorable up to there is no miss."""

@@ -12,9 +12,9 @@ from difflib import SequenceMatcher
 
 from models.output.pieces import KNOWN_MARKERS
 from models.texts import shared_length
+from server.diagnosis.causes import Cause, Miss, MissReason
 from server.diagnosis.prompt import PLAIN, Part, Prompt
 from server.diagnosis.words import MAX_ADDED_WORDS, change_at, excerpt, find_changes, shared_ends, told_apart
-from server.engine.diagnosis import Cause, Miss, MissReason
 
 MAX_ALIGNED = 400
 """With more messages behind the first difference, only that difference is searched."""

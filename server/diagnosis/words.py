@@ -12,7 +12,7 @@ from itertools import groupby
 from unicodedata import normalize
 
 from models.texts import shared_length
-from server.engine.diagnosis import Cause
+from server.diagnosis.causes import Cause
 
 WINDOW_CHARACTERS = 120
 """Characters considered on either side of a change."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from server.diagnosis.advice import TOOLS, advice
-from server.engine.diagnosis import UNBLAMED, UNTOLD, Cause, Miss, MissReason
+from server.diagnosis.causes import TOOLS, UNBLAMED, UNTOLD, Cause, Miss, MissReason, advice
 
 NEGLIGIBLE_TOKENS = 128
 """Up to so many lost tokens need no cure, since state is kept at some offsets only."""

@@ -29,7 +29,7 @@ from models.output.grammar import OutputGrammar
 from models.output.pieces import Thinking, TokenLogprob
 from models.output.tool_calls import CallMarkers
 from models.prompt.shapes import NO_OUTLINE, Outline
-from server.engine.diagnosis import Reuse
+from server.diagnosis.causes import Reuse
 
 TokenArray: TypeAlias = NDArray[np.int32]
 

@@ -206,13 +206,13 @@ class Sequence(Scheduled):
 
     def _timings(self, now: float) -> Timings:
         hit = self.started.hit_tokens if self.started else 0
-        first = now if self._first_token is None else self._first_token
+        begun, first, last = (now if at is None else at for at in (self.begun, self._first_token, self._last_token))
         return Timings(
             cache_tokens=hit,
             evaluated_tokens=len(self.request.tokens) - hit,
-            prompt_ms=1000 * (first - (now if self.begun is None else self.begun)),
+            prompt_ms=1000 * (first - begun),
             predicted_tokens=len(self.output.tokens),
-            predicted_ms=1000 * ((now if self._last_token is None else self._last_token) - first),
+            predicted_ms=1000 * (last - first),
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )

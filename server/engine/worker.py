@@ -20,8 +20,8 @@ from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
+from server.diagnosis.causes import OF_SCORED, Reuse
 from server.engine.decode import DecodePipeline
-from server.engine.diagnosis import OF_SCORED, Reuse
 from server.engine.embeddings import EmbeddingJob, Embeddings
 from server.engine.output import MakeDecoder
 from server.engine.request import (

@@ -20,7 +20,7 @@ from models.output.tool_calls import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, RenderedPrompt
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool, ToolDefinitions
-from server.engine.diagnosis import Miss, Reuse
+from server.diagnosis.causes import Miss, Reuse
 from server.engine.messages import Generation, Mailbox
 from server.engine.request import (
     Delta,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from server.engine.diagnosis import Cause
+from server.diagnosis.causes import Cause
 
 Body: TypeAlias = dict[str, Any]
 Apply: TypeAlias = Callable[[int, Body], list[Body]]

@@ -48,7 +48,7 @@ from server.api.parts import PartBody, PartEvent
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
 from server.api.wire import Payload, bearer_key, sse_comment, sse_event
-from server.engine.diagnosis import MissReason
+from server.diagnosis.causes import MissReason
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ListedModel, ServedModel
 

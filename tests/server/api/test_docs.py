@@ -52,7 +52,7 @@ from server.api.sessions import (
     Refusal,
     TurnRecord,
 )
-from server.engine.diagnosis import MissReason
+from server.diagnosis.causes import MissReason
 from server.engine.request import DraftSource, RequestCounts
 from tests.support.docs import Page, table
 

@@ -12,7 +12,7 @@ from server.api.activity import ended_fields
 from server.api.observe import Metrics, phases, span_attributes
 from server.api.record import Arrival, OpenRequest, RequestRecord, ended_entry, miss_body
 from server.diagnosis.account import Name
-from server.engine.diagnosis import Miss, MissReason, Reuse
+from server.diagnosis.causes import Miss, MissReason, Reuse
 from server.engine.request import (
     Delta,
     Event,

@@ -8,7 +8,7 @@ import pytest
 
 from server.api.activity import MAX_NAMESPACES, PACE_TOKENS, LostTokens, Pace, Totals
 from server.api.record import Arrival, OpenRequest, RequestRecord
-from server.engine.diagnosis import Miss, MissReason, Reuse
+from server.diagnosis.causes import Miss, MissReason, Reuse
 from server.engine.request import (
     Delta,
     Event,

@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 
 from models.prompt.shapes import NO_OUTLINE
 from server.diagnosis.account import Conversations, EvaluatedTurn, Rendered, declined, explain
-from server.diagnosis.advice import TOOLS, advice
+from server.diagnosis.causes import TOOLS, Cause, MissReason, advice
 from server.diagnosis.prompt import Part, Prompt
 from server.doctor.recorded import characters_of
-from server.engine.diagnosis import Cause, MissReason
 
 PARTS = st.builds(Part, st.sampled_from(["system", "user", "assistant", "tool"]), st.text("ab :1", max_size=12))
 PROMPTS = st.builds(

@@ -16,12 +16,11 @@ from server.diagnosis.account import (
     explain,
     with_missing_bytes,
 )
-from server.diagnosis.advice import advice
+from server.diagnosis.causes import Cause, advice
 from server.diagnosis.compare import Turn, find_changes_between
 from server.diagnosis.prompt import Part, Prompt
 from server.diagnosis.words import find_changes
 from server.doctor.recorded import characters_of
-from server.engine.diagnosis import Cause
 
 OPENING = "Please read this list of things that I would like to buy: {} and bread."
 

@@ -23,10 +23,10 @@ from server.api.app import create_app, create_pool_app
 from server.api.openai.recorded import ModelReader
 from server.app.config import ServerConfig
 from server.app.service import open_renderer, open_service
+from server.diagnosis.causes import UNTOLD, Cause
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of
 from server.doctor.recorded import checkups_of, read_requests
 from server.engine.commands import clear_cache
-from server.engine.diagnosis import UNTOLD, Cause
 from server.engine.engine import Engine
 from server.pool.members import OpenedModel
 from server.pool.pool import ModelPool

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.texts import shared_length
+from server.diagnosis.causes import Cause
 from server.diagnosis.words import MAX_WORDS, classify_text, excerpt, find_changes, told_apart
-from server.engine.diagnosis import Cause
 
 UUIDS = ("2fec6ce7-1d24-4c3a-8f32-8f887b6b9fee", "28539b52-4569-4afe-802d-84510b521cf2")
 

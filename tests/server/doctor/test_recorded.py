@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from server.app.config import StartError
+from server.diagnosis.causes import Cause
 from server.diagnosis.prompt import Part
 from server.doctor.findings import NEGLIGIBLE_TOKENS, Checkup, findings_of
 from server.doctor.recorded import checkups_of, read_requests
-from server.engine.diagnosis import Cause
 
 RULES = "You are a coding agent. Follow the rules with care. " * 40
 REPLY = "The step is done. " * 40

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from server.diagnosis.causes import UNBLAMED, UNTOLD, Cause
 from server.doctor.findings import NEGLIGIBLE_TOKENS, checkup_of, findings_of, savings_of
-from server.engine.diagnosis import UNBLAMED, UNTOLD, Cause
 
 CLOCK = {"cause": "date or time", "before": "It is 09:16.", "after": "It is 09:17."}
 

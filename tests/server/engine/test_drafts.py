@@ -13,7 +13,7 @@ from models.inference.sampling_state import Draft
 from models.output.grammar import OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
 from models.output.tool_calls import CallMarkers
-from server.engine.feeds import MAX_KNOWN_TOKENS
+from server.engine.decode import MAX_KNOWN_TOKENS
 from server.engine.request import Event, Failed, Finished, FinishReason, StepFailed
 from server.engine.sequence import Sequence as EngineSequence
 from tests.server.engine.test_grammar import BOUND, bound_reference, sampled

@@ -10,9 +10,8 @@ from starlette.testclient import TestClient
 
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.diagnosis.advice import advice
+from server.diagnosis.causes import Cause, Miss, MissReason, advice
 from server.engine.commands import forget_session
-from server.engine.diagnosis import Cause, Miss, MissReason
 from server.engine.request import FinishReason, StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 

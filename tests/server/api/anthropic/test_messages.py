@@ -15,7 +15,7 @@ from server.api.anthropic.conversation import MAX_CACHE_POINTS, MessagesBody, re
 from server.api.app import create_app
 from server.api.params import answer_grammar
 from server.app.config import ServerConfig
-from server.engine.diagnosis import Cause, Miss, MissReason
+from server.diagnosis.causes import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory
 from tests.server.api.test_live import until
 from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model

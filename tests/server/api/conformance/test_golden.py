@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from models.output.pieces import ReasoningFormat
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.engine.diagnosis import Cause, Miss, MissReason
+from server.diagnosis.causes import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory, QueueFull
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 

@@ -1,7 +1,11 @@
-"""Why a prompt was not reused whole. `server.diagnosis` finds causes."""
+"""Why a prompt was not reused whole: the reasons and causes there are, and what to do about each. Pure."""
 
+import tomllib
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+
+from models.texts import size_text
 
 
 class MissReason(StrEnum):
@@ -124,3 +128,17 @@ class Reuse:
 
 OF_SCORED = Reuse((Miss(MissReason.DISABLED, token=0, cause=Cause.LOGPROBS),))
 """Of a request for log-probabilities of its prompt."""
+
+
+TOOLS = "tools"
+"""Stands for a role where the place is the tools."""
+
+_ADVICE = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
+"""By cause and place; `any` has the sentence for all other places."""
+
+
+def advice(cause: Cause, place: str | None, missing_bytes: int | None = None) -> str:
+    """What to change; `place` is the role of the message, or `TOOLS`."""
+    more = "more " if missing_bytes is None else f"about {size_text(missing_bytes)} more "
+    by_place: dict[str, str] = _ADVICE[cause.name]
+    return by_place.get(place or "", by_place["any"]).replace("{more}", more)
