@@ -128,35 +128,33 @@ class DecodeBatch:
             if not isinstance(cache, ArraysCache):
                 forget_last(tail_of(cache), number)
 
-    def last_layers(self, number: int) -> list[LayerCache]:
-        """The last layers of the latest step; none if a row has left since."""
-        return self._joined.layers[-number:] if self._joined is not None and None not in self.rows else []
-
     @contextmanager
     def trial(
-        self, layers: Sequence[LayerCache], lengths: Sequence[int]
-    ) -> Iterator[tuple[Sequence[LayerCache], Callable[[], None]]]:
-        """In the block, tokens may join `layers`, the last, which forget them at its end.
+        self, num_layers: int, lengths: Sequence[int]
+    ) -> Iterator[tuple[Sequence[LayerCache], Sequence[LayerCache], Callable[[], None]]]:
+        """In the block, tokens may join the last layers of the latest step, which forget them at its end.
 
-        Yields the layers for a first call with `lengths` tokens of each row, and what counts a call's tokens.
+        Yields the layers, those for a first call with `lengths` tokens of each row, and what counts a call's tokens.
         """
         assert self._joined is not None
-        feeds, before = dict(zip(self.rows, lengths, strict=True)), [group.clock.offsets for group in self._groups]
+        layers, feeds = self._joined.layers[-num_layers:], dict(zip(self.rows, lengths, strict=True))
+        offsets = [(group.clock, group.clock.offsets) for group in self._groups]
 
         def count() -> None:
             self.advance()
             self.settle(feeds.copy())
             self._grow()
 
-        own = [cache for row in self.rows if row.group is None for cache in row.caches[-len(layers) :]]
+        own = [cache for row in self.rows if row.group is None for cache in row.caches[-num_layers:]]
         merged = [leaf for leaf in leaves_of(layers) if isinstance(leaf, ArraysCache)]
         self._grow()
         try:
             with unchanged([*leaves_of(own), *merged]):
-                yield layers if max(lengths) == 1 else self._feed(self._joined, feeds)[-len(layers) :], count
+                first = layers if max(lengths) == 1 else self._feed(self._joined, feeds)[-num_layers:]
+                yield layers, first, count
         finally:
-            for group, offsets in zip(self._groups, before, strict=True):
-                group.clock.set(offsets)
+            for clock, before in offsets:
+                clock.set(before)
 
     def advance(self) -> None:
         """After a model call."""

@@ -19,7 +19,7 @@ from cache.layers.layout import leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.feeds import unchanged
-from models.inference.ragged import Padding, RaggedLayer, ragged_attention
+from models.inference.ragged import Padding, RaggedLayer
 from models.loader import DraftModel, LoadedModel
 from models.mlx_lm_import import ArraysCache, RotatingKVCache, make_prompt_cache
 from models.mtp import MtpModule, language_model
@@ -64,6 +64,10 @@ class Behind:
         return state if offset == _offset(caches[-1]) else None
 
 
+def _offset(cache: LayerCache) -> int:
+    return int(getattr(leaves_of([cache])[0], "offset", 0))
+
+
 class Drafter(ABC):
     """A model with its drafter."""
 
@@ -95,43 +99,6 @@ class Drafter(ABC):
         """Logits behind each row's last of `lengths` tokens, `[num_rows, 1, vocab_size]`, and the hidden state."""
 
     def draft(
-        self, caches: Sequence[LayerCache], known: Sequence[int], before: mx.array, num_tokens: int
-    ) -> mx.array:
-        """Tokens that a row may say behind its known ones, which are not in `caches` yet, `[num_tokens]`; lazy.
-
-        `before` holds the hidden states before each of `known`, `[num_known, width]`. The caches stay as they are.
-        """
-        layers = caches[-self.num_layers :]
-        with unchanged(leaves_of(layers)):
-            return self._chain(layers, layers, [known], before, num_tokens)[0]
-
-    def draft_together(
-        self,
-        layers: Sequence[LayerCache],
-        first: Sequence[LayerCache],
-        known: Sequence[Sequence[int]],
-        before: mx.array,
-        num_tokens: int,
-        count: Callable[[], None],
-    ) -> mx.array:
-        """As `draft`, for rows of a batch, `[num_rows, num_tokens]`; `before` is in one line.
-
-        `layers` are the batch's last, `first` those for known tokens; `count` counts a call's, to be taken back.
-        """
-        with ragged_attention():
-            return self._chain(layers, first, known, before, num_tokens, count)
-
-    def measure_draft_seconds(self, caches: Sequence[LayerCache]) -> float:
-        """Seconds of one drafted token, for a row with a few tokens in `caches`: the best of some tries."""
-        before = self.evaluate(mx.array([[0]]), self.make_cache(), [1], [None]).behind
-        found = list[float]()
-        for _ in range(_TRIALS):
-            begun = time.perf_counter()
-            mx.eval(self.draft(caches, [0], before, _TRIED_TOKENS))
-            found.append((time.perf_counter() - begun) / _TRIED_TOKENS)
-        return min(found)
-
-    def _chain(
         self,
         layers: Sequence[LayerCache],
         first: Sequence[LayerCache],
@@ -140,6 +107,11 @@ class Drafter(ABC):
         num_tokens: int,
         count: Callable[[], None] = lambda: None,
     ) -> mx.array:
+        """Tokens that rows may say behind their known ones, which no cache holds yet, `[num_rows, num_tokens]`; lazy.
+
+        `before` holds the hidden states before each known token, in one line. `layers` are the last of one row, or of
+        a batch, and `first` those for known tokens; `count` counts a call's. The caller takes all tokens back.
+        """
         found, lengths, fed = list[mx.array](), [len(tokens) for tokens in known], first
         places = Padding.of(tuple(lengths)).places
         tokens, hidden = mx.array([*itertools.chain(*known)])[places], before[places]
@@ -150,6 +122,24 @@ class Drafter(ABC):
             found.append(tokens)
             fed, lengths = layers, [1] * len(lengths)
         return mx.concatenate(found, axis=1)
+
+    def draft_alone(
+        self, caches: Sequence[LayerCache], known: Sequence[int], before: mx.array, num_tokens: int
+    ) -> mx.array:
+        """As `draft`, for one row, `[num_tokens]`; its caches stay as they are."""
+        layers = caches[-self.num_layers :]
+        with unchanged(leaves_of(layers)):
+            return self.draft(layers, layers, [known], before, num_tokens)[0]
+
+    def measure_draft_seconds(self, caches: Sequence[LayerCache]) -> float:
+        """Seconds of one drafted token, for a row with a few tokens in `caches`: the best of some tries."""
+        before = self.evaluate(mx.array([[0]]), self.make_cache(), [1], [None]).behind
+        found = list[float]()
+        for _ in range(_TRIALS):
+            begun = time.perf_counter()
+            mx.eval(self.draft_alone(caches, [0], before, _TRIED_TOKENS))
+            found.append((time.perf_counter() - begun) / _TRIED_TOKENS)
+        return min(found)
 
 
 class MtpDrafter(Drafter):
@@ -183,9 +173,8 @@ class MtpDrafter(Drafter):
         return Evaluated(self._logits(hidden).flatten(0, 1), states, behind)
 
     def _logits(self, hidden: mx.array) -> mx.array:
-        if "lm_head" in self._text:
-            return cast(mx.array, self._text.lm_head(hidden))
-        return cast(mx.array, self._text.model.embed_tokens.as_linear(hidden))
+        output = self._text.lm_head if "lm_head" in self._text else self._text.model.embed_tokens.as_linear
+        return cast(mx.array, output(hidden))
 
     def _predict(
         self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache], lengths: Sequence[int]
@@ -264,7 +253,3 @@ def entries_of(layers: Sequence[LayerCache]) -> list[mx.array]:
             tail = tail_of(member)
             found += tail.cache if isinstance(tail, ArraysCache) else (tail.keys, tail.values)
     return [array for array in found if array is not None]
-
-
-def _offset(cache: LayerCache) -> int:
-    return int(getattr(leaves_of([cache])[0], "offset", 0))

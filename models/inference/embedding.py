@@ -5,7 +5,9 @@ evaluated together, padded at the end, which changes nothing; a long one alone, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
@@ -34,37 +36,32 @@ class Embedder:
 
     def embed(self, texts: Sequence[NDArray[np.int32]], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
         """Vectors of texts of one token or more; raises EmbeddingUnsupported."""
-        evaluate = self._evaluation(reading)
+        evaluate = self.evaluation(reading)
         padded = np.zeros((len(texts), max(len(text) for text in texts)), np.int32)
         for row, text in enumerate(texts):
             padded[row, : len(text)] = text
         with selecting(self._adapters, adapter):
             states = evaluate(mx.array(padded))
             rows = [_read(states[row, : len(text)], reading) for row, text in enumerate(texts)]
-            return [self._finished(row, reading) for row in rows]
+            return [self.finished(row, reading) for row in rows]
 
     def begin(self, reading: Reading, adapter: int = NO_ADAPTER) -> "LongText":
         """A text to evaluate chunk by chunk; raises EmbeddingUnsupported."""
-        evaluate_any, adapters = self._evaluation(reading), self._adapters
+        selected = partial(selecting, self._adapters, adapter)
+        return LongText(self, self.evaluation(reading), selected, list(make_prompt_cache(self._model)), reading)
 
-        def evaluate(tokens: mx.array, cache: list[LayerCache]) -> mx.array:
-            with selecting(adapters, adapter):
-                return evaluate_any(tokens, cache=cache)
-
-        def finish(read: mx.array) -> Vector:
-            with selecting(adapters, adapter):
-                return self._finished(read, reading)
-
-        return LongText(evaluate, finish, list(make_prompt_cache(self._model)), reading)
-
-    def _evaluation(self, reading: Reading) -> _Evaluate:
+    def evaluation(self, reading: Reading) -> _Evaluate:
+        """What gives states, or logits, that are read; raises EmbeddingUnsupported."""
         if isinstance(reading, Pooling) or self._head is not None:
             return self._trunk
         return cast(_Evaluate, self._model)
 
-    def _finished(self, read: mx.array, reading: Reading) -> Vector:
+    def finished(self, read: mx.array, reading: Reading) -> Vector:
+        """The vector of what was read of a text."""
         if isinstance(reading, Pooling):
-            return _of_length_one(read)
+            vector = np.array(read, np.float32)
+            length = float(np.linalg.norm(vector))
+            return vector / length if length > 0 else vector
         logits = read if self._head is None else self._head(read[None, None])[0, 0]
         pair = logits[mx.array([reading.no_id, reading.yes_id])].astype(mx.float32)
         return np.array(mx.softmax(pair)[1:], np.float32)
@@ -82,34 +79,30 @@ class Embedder:
     @cached_property
     def _trunk(self) -> _Evaluate:
         """The innermost part that gives states; raises EmbeddingUnsupported."""
-        found: Any = None
-        part = _next_part(self._model)
-        while part is not None:
-            found = part if _gives_states(part) else found
-            part = _next_part(part)
-        if found is None:
+        found = [part for part in _parts(self._model)[1:] if _gives_states(part)]
+        if not found:
             raise EmbeddingUnsupported(
                 "the layers of this model cannot be evaluated by themselves, so it makes no vectors"
             )
-        return cast(_Evaluate, found)
+        return cast(_Evaluate, found[-1])
 
 
+@dataclass
 class LongText:
     """One text, evaluated chunk by chunk."""
 
-    def __init__(
-        self, evaluate: _Evaluate, finish: Callable[[mx.array], Vector], caches: list[LayerCache], reading: Reading
-    ) -> None:
-        self._evaluate = evaluate
-        self._finish = finish
-        self._caches = caches
-        self._reading = reading
-        self._pooled: mx.array | None = None
-        self._num_tokens = 0
+    _embedder: Embedder
+    _evaluate: _Evaluate
+    _selecting: Callable[[], AbstractContextManager[None]]
+    _caches: list[LayerCache]
+    _reading: Reading
+    _pooled: mx.array | None = None
+    _num_tokens: int = 0
 
     def feed(self, tokens: NDArray[np.int32]) -> None:
         """Evaluates the next tokens."""
-        states = self._evaluate(mx.array(tokens)[None], self._caches)[0]
+        with self._selecting():
+            states = self._evaluate(mx.array(tokens)[None], cache=self._caches)[0]
         before, weight = self._pooled, self._num_tokens / (self._num_tokens + len(tokens))
         now = _read(states, self._reading)
         if before is None or self._reading is Pooling.LAST or isinstance(self._reading, Judgement):
@@ -122,11 +115,14 @@ class LongText:
     def vector(self) -> Vector:
         """Of all tokens fed so far, at least one."""
         assert self._pooled is not None, "a text without tokens has no vector"
-        return self._finish(self._pooled)
+        with self._selecting():
+            return self._embedder.finished(self._pooled, self._reading)
 
 
-def _next_part(part: Any) -> Any:
-    return next((found for name in _TRUNKS if (found := getattr(part, name, None)) is not None), None)
+def _parts(model: Any) -> list[Any]:
+    """A model, and its parts that are one in the other, down to the layers."""
+    inner = next((found for name in _TRUNKS if (found := getattr(model, name, None)) is not None), None)
+    return [model] if inner is None else [model, *_parts(inner)]
 
 
 def _gives_states(part: Any) -> bool:
@@ -138,13 +134,11 @@ def _gives_states(part: Any) -> bool:
 
 
 def _heads(model: Any) -> Iterator[_Evaluate]:
-    part = model
-    while part is not None:
+    for part in _parts(model):
         if callable(head := getattr(part, "lm_head", None)):
             yield head
         if callable(tied := getattr(getattr(part, "embed_tokens", None), "as_linear", None)):
             yield tied
-        part = _next_part(part)
 
 
 def _makes(head: _Evaluate, states: mx.array, wanted: mx.array) -> bool:
@@ -163,9 +157,3 @@ def _read(states: mx.array, reading: Reading) -> mx.array:
     if reading is Pooling.MEAN:
         return states.mean(axis=0)
     return states[0] if reading is Pooling.FIRST else states[-1]
-
-
-def _of_length_one(pooled: mx.array) -> Vector:
-    vector = np.array(pooled, np.float32)
-    length = float(np.linalg.norm(vector))
-    return vector / length if length > 0 else vector

@@ -22,8 +22,8 @@ import numpy as np
 
 from cache.layers.layout import leaves_of, tail_of
 from cache.types import LayerCache
-from models.inference.sampling_state import Draft
-from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from models.inference.sampling import Draft
+from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 MAX_FEED_TOKENS = 33
 """A known token and the longest draft."""
@@ -83,13 +83,9 @@ def _ranges(lengths: Iterable[int]) -> list[range]:
 
 def find_fixed(caches: Sequence[LayerCache]) -> str | None:
     """The class of a layer cache that cannot forget its last tokens, if there is one."""
-    return next((type(cache).__name__ for cache in leaves_of(caches) if not _can_rewind(cache)), None)
-
-
-def _can_rewind(cache: LayerCache) -> bool:
-    if type(cache) is RotatingKVCache:
-        return bool(cache.keep == 0)
-    return type(cache) in (KVCache, QuantizedKVCache, ChunkedKVCache, ArraysCache)
+    kinds = (KVCache, ChunkedKVCache, ArraysCache)
+    fixed = [one for one in leaves_of(caches) if type(one) not in kinds]
+    return next((type(one).__name__ for one in fixed if type(one) is not RotatingKVCache or one.keep), None)
 
 
 class Rewind:

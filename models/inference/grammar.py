@@ -8,13 +8,14 @@ import copy
 import json
 import threading
 from collections.abc import Callable, Iterable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Final
 
 import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
+from numpy.typing import NDArray
 
 from models.errors import GrammarFailed, InvalidGrammar, brief
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
@@ -37,7 +38,7 @@ class GrammarCompiler:
     def __init__(self, describe_tokenizer: Callable[[], str], eos_token_ids: Iterable[int]) -> None:
         """`describe_tokenizer` returns a `tokenizer.json`."""
         self._eos = sorted(eos_token_ids)
-        self._tokenizer = cache(lambda: _read_tokenizer(describe_tokenizer, self._eos))
+        self._tokenizer = cache(partial(_read_tokenizer, describe_tokenizer, self._eos))
         self._compiled = lru_cache(MAX_KEPT)(
             lambda grammar: LlguidanceGrammar(self._tokenizer(), _definition(grammar), self._eos)
         )
@@ -80,36 +81,27 @@ class LlguidanceGrammar:
         """As `CompiledGrammar.begin`."""
         return LlguidanceMatcher(self)
 
-    def copy(self) -> tuple[Any, Any]:
-        """The library's matcher at the beginning, and a copy with the same lexer."""
-        with self._lock:
-            return self._beginning, self._beginning.deep_copy()
-
-    def renew(self, spent: Any) -> None:
-        """Renews the lexer, unless it already differs from `spent`'s."""
+    def copy(self, spent: Any = None) -> tuple[Any, Any]:
+        """The library's matcher at the beginning, and a copy with the same lexer; renews one that is `spent`."""
         with self._lock:
             if self._beginning is spent:
                 self._beginning = self._compile()
+            return self._beginning, self._beginning.deep_copy()
 
     def _compile(self) -> Any:
         return llguidance.LLMatcher(self.tokenizer, self._definition, log_level=0, limits=_LIMITS)
 
     def _check_beginning(self) -> None:
-        matcher = LlguidanceMatcher(self, num_at_renewal=0)
+        matcher, message = LlguidanceMatcher(self, num_at_renewal=0), "no output of this model is allowed by it"
         try:
-            words = matcher.mask()
+            texts = _tokens_in(matcher.mask() & self.free)
+            message = "it is too large to be followed; repeat and offer less in it"
+            # With too large a lexer the mask still exists; only the first token fails.
+            for token in texts[:1].tolist():
+                matcher.accept(token)
+                matcher.mask()
         except GrammarFailed as error:
-            raise InvalidGrammar("no output of this model is allowed by it") from error
-        texts = np.flatnonzero(np.unpackbits((words & self.free).view(np.uint8), bitorder="little"))
-        if not len(texts):
-            return
-        # With too large a lexer the mask still exists; only the first token fails.
-        matcher.accept(int(texts[0]))
-        try:
-            matcher.mask()
-        except GrammarFailed as error:
-            message = f"it is too large to be followed; repeat and offer less in it ({error})"
-            raise InvalidGrammar(message) from error
+            raise InvalidGrammar(f"{message} ({error})") from error
 
 
 class LlguidanceMatcher:
@@ -152,14 +144,13 @@ class LlguidanceMatcher:
 
     def _renew(self) -> None:
         """Other outputs may have filled the shared lexer."""
-        self._grammar.renew(self._beginning)
-        self._beginning, self._matcher = self._grammar.copy()
+        self._beginning, self._matcher = self._grammar.copy(self._beginning)
         self._num_at_renewal = len(self._tokens)
         self._matcher.consume_tokens(self._tokens)
 
     def _spell_out(self, words: MaskWords) -> None:
         """A mask's only token would be rejected if special and standing for text."""
-        (token,) = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[:1].tolist()
+        token = int(_tokens_in(words)[0])
         if self._matcher.validate_tokens([token]) == 1:
             return
         text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
@@ -209,6 +200,10 @@ def _free_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> MaskWords:
     bits[:vocab_size] = 1
     bits[[token for token in eos_token_ids if token < vocab_size]] = 0
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _tokens_in(words: MaskWords) -> NDArray[np.int64]:
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 
 def _brief(error: object) -> str:

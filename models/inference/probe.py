@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
@@ -133,17 +132,14 @@ def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
     windows: set[int] = set()
     for cache in leaves_of(caches):
         if hasattr(cache, "make_mask"):
-            cache.make_mask = _spying(cache.make_mask, windows)
+            cache.make_mask = partial(_make_mask, windows, cache.make_mask)
     return windows
 
 
-def _spying(make_mask: Any, windows: set[int]) -> Any:
-    def spy(*args: Any, **options: Any) -> Any:
-        asked = (*args[1:2], options.get("window_size"))
-        windows.update(size for size in asked if isinstance(size, int) and not isinstance(size, bool))
-        return make_mask(*args, **options)
-
-    return spy
+def _make_mask(windows: set[int], make_mask: Any, *args: Any, **options: Any) -> Any:
+    asked = (*args[1:2], options.get("window_size"))
+    windows.update(size for size in asked if isinstance(size, int) and not isinstance(size, bool))
+    return make_mask(*args, **options)
 
 
 def _bounds(cache: LayerCache) -> Iterator[int]:
@@ -159,7 +155,10 @@ def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
     fields = _fields(value)
     for name, field in fields.items():
         if isinstance(field, int) and not isinstance(field, bool):
-            yield from _size(str(name), field, fields)
+            if _SIZE.search(str(name)):
+                yield field
+            elif (blocks := _BLOCKS.match(str(name))) and isinstance(fields.get(f"{blocks[1]}block_size"), int):
+                yield field * fields[f"{blocks[1]}block_size"]  # an indexer that selects whole blocks
         elif isinstance(field, dict | list | tuple) or hasattr(field, "__dict__"):
             yield from _named_sizes(field, seen)
 
@@ -169,13 +168,6 @@ def _fields(value: Any) -> dict[Any, Any]:
         return dict(enumerate(value))
     own = dict(value) if isinstance(value, dict) else {}
     return own | (vars(value) if hasattr(value, "__dict__") and (isinstance(value, Module) or not own) else {})
-
-
-def _size(name: str, number: int, fields: dict[Any, Any]) -> Iterator[int]:
-    if _SIZE.search(name):
-        yield number
-    elif (blocks := _BLOCKS.match(name)) and isinstance(size := fields.get(f"{blocks[1]}block_size"), int):
-        yield number * size  # an indexer that selects whole blocks
 
 
 MAX_SECONDS = 30.0
@@ -544,8 +536,11 @@ class _Rows:
             layers = batch.arrange([rows[row] for row in step], float("inf"), [*map(len, fed.values())])
             order = [row for one in batch.rows for row in step if rows[row] is one]
             kept = {row: fed[row][: len(known[row]) + step[row][1]] for row in order}
+            line, lengths = mx.array([token for row in order for token in fed[row]]), [len(fed[row]) for row in order]
+            inputs, seen = inputs_of(line, lengths, layers)
             with ragged_attention():
-                found = iter(self._evaluate_feeds([fed[row] for row in order], layers))
+                evaluated = self._evaluate(inputs, layers).flatten(0, 1)
+            found = iter(evaluated if seen is None else evaluated[seen])
             batch.advance()
             stays = {rows[row]: len(kept[row]) for row in order}
             batch.settle(stays)
@@ -554,12 +549,6 @@ class _Rows:
                 known[row] = kept[row][stays[rows[row]] :]
         batch.dissolve()
         return self._each(lambda row, _: logits[row], rows)
-
-    def _evaluate_feeds(self, feeds: Sequence[Sequence[int]], layers: Sequence[LayerCache]) -> mx.array:
-        """Logits of all tokens in one line."""
-        inputs, seen = inputs_of(mx.array([*chain(*feeds)]), [*map(len, feeds)], layers)
-        logits = self._evaluate(inputs, layers).flatten(0, 1)
-        return logits if seen is None else logits[seen]
 
     def _feed(self, row: int, start: int, num_fed: int, num_kept: int) -> list[int]:
         return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]

@@ -29,14 +29,7 @@ from cache.layers.layout import HeadedKVCache, leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.groups import BatchRow, Folding, Group, GroupLayer, foldings_of
-from models.mlx_lm_import import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    quantized_attention,
-)
+from models.mlx_lm_import import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 
 class NotRagged(Exception):
@@ -109,14 +102,6 @@ class Parts(mx.array):
         return Parts([part @ item for part, item in parts], self.cuts)
 
 
-class QuantizedRow(NamedTuple):
-    """A row's keys or values as in its `QuantizedKVCache`."""
-
-    arrays: tuple[mx.array, mx.array, mx.array]
-    group_size: int
-    bits: int
-
-
 class Padding(NamedTuple):
     """Rows padded to the longest feed, for models with recurrent layers, and all their tokens in a line."""
 
@@ -182,16 +167,14 @@ class RaggedLayer:
         return None if all(mask is None for mask in masks) else Parts(masks, self._cuts)
 
     def _parts(self, fetched: Iterable[tuple[Any, Any]]) -> tuple[Parts, Parts]:
-        members, *columns = zip(*self._divided(fetched), strict=True)
-        heads, found = [getattr(member, "head", None) for member in members], list[Parts]()
-        for name, rows in zip(("keys", "values"), columns, strict=True):
-            items = [
-                QuantizedRow(held, member.group_size, member.bits) if isinstance(member, QuantizedKVCache) else held
-                for member, held in zip(members, rows, strict=True)
-            ]
-            on_heads = [None if head is None else getattr(head, name) for head in heads]
-            found.append(Parts(items, self._cuts, on_heads, self._foldings, self._padding))
-        return found[0], found[1]
+        members, keys, values = zip(*self._divided(fetched), strict=True)
+        heads = [getattr(member, "head", None) for member in members]
+        head_keys = [None if head is None else head.keys for head in heads]
+        head_values = [None if head is None else head.values for head in heads]
+        return (
+            Parts(keys, self._cuts, head_keys, self._foldings, self._padding),
+            Parts(values, self._cuts, head_values, self._foldings, self._padding),
+        )
 
     def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterable[tuple[LayerCache | GroupLayer, Any, Any]]:
         """By item."""
@@ -248,12 +231,10 @@ def _folded(
     Made once for all layers of a step.
     """
     rest = iter(lengths)
-    by_member = [foldings_of(list(itertools.islice(rest, count))) for count in counts]
+    fed = [list(itertools.islice(rest, count)) for count in counts]
+    by_member = [foldings_of(own) for own in fed]
     foldings = list(itertools.chain(*by_member))
-    num_tokens = [folding.num_rows * folding.length for folding in foldings]
-    own = iter(num_tokens)
-    by_members = [sum(itertools.islice(own, len(one))) for one in by_member]
-    return by_member, foldings, _cuts(num_tokens), _cuts(by_members)
+    return by_member, foldings, _cuts([one.num_rows * one.length for one in foldings]), _cuts([*map(sum, fed)])
 
 
 def _cuts(sizes: Sequence[int]) -> list[int]:
@@ -350,7 +331,7 @@ def _join(members: Sequence[Group | BatchRow], leaf: int, column: Sequence[Layer
     """One layer of all rows; every row by itself where a group leaves the layer unused."""
     if isinstance(column[0], ArraysCache):
         return ArraysCache.merge(column)
-    if not all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
+    if not all(isinstance(cache, KVCache | RotatingKVCache) for cache in column):
         raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
     rest, held = iter(column), list[LayerCache | GroupLayer]()
     for member in members:
@@ -458,31 +439,22 @@ def _joined(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def _masks(mask: Any, foldings: Sequence[Folding | None]) -> list[Any]:
+    """Of each item; for a model that makes none for one token too."""
     if isinstance(mask, Parts):
         return mask.items
-    if mask is None or mask == "causal":
-        return [mask if folding is None else _unasked_mask(folding) for folding in foldings]
-    raise TypeError("a mask for rows of different lengths must be made by their caches")
-
-
-def _unasked_mask(folding: Folding) -> str | None:
-    """For a model that makes no mask for one token."""
-    if folding.length > 1 and folding.rows is not None:
-        raise NotRagged("the model asks its caches for no mask")
-    return "causal" if folding.length > 1 else None
+    if mask is not None and mask != "causal":
+        raise TypeError("a mask for rows of different lengths must be made by their caches")
+    for folding in foldings:
+        if folding is not None and folding.rows is not None and folding.length > 1:
+            raise NotRagged("the model asks its caches for no mask")
+    return [mask if folding is None else "causal" if folding.length > 1 else None for folding in foldings]
 
 
 def _attend_member(member: _Attending, scale: float, options: dict[str, Any]) -> mx.array:
     queries, keys, values, mask, folding = member
-    queries = queries if folding is None else folding.fold(queries)
-    if not isinstance(keys, QuantizedRow):
-        found = _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
-    elif options.get("sinks") is not None:
-        raise ValueError("quantized keys and values cannot be combined with attention sinks")
-    else:
-        sizes = {"group_size": keys.group_size, "bits": keys.bits}
-        found = quantized_attention(queries, keys.arrays, values.arrays, scale, mask, **sizes)
-    return found if folding is None else folding.flatten(found)
+    if folding is None:
+        return _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
+    return folding.flatten(_mlx_attention(folding.fold(queries), keys, values, scale=scale, mask=mask, **options))
 
 
 # ----------------------------------------------------------------------------------------------- attention with heads

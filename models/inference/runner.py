@@ -30,7 +30,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.layers.layout import leaves_of, tail_of
+from cache.layers.layout import leaves_of
 from cache.types import LayerCache
 from models import lora
 from models.adapter import NO_ADAPTER
@@ -42,9 +42,8 @@ from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
 from models.inference.groups import BatchRow
 from models.inference.probe import MAX_SECONDS, Form, Probe
 from models.inference.ragged import inputs_of, own_recurrent_state, ragged_attention
-from models.inference.sampling import BatchSampler
+from models.inference.sampling import BatchSampler, Draft, RowSampling, TokenIds
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import Draft, RowSampling, TokenIds
 from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import ArraysCache, make_prompt_cache
 from models.output.grammar import MaskWords
@@ -158,28 +157,6 @@ class DecodeStep:
 class Runner:
     """Runs one model. Worker thread only, construction included."""
 
-    form: Form
-    rows_form: str
-    """How several rows decode, for a person, and why not better."""
-    member_tokens: float | None
-    """Cost of a member of a batch, in tokens read; None without groups. See `grouping.py`."""
-    head_tokens: float | None
-    """Tokens from which a head for two rows makes steps faster, maybe infinite; None without heads."""
-    mixes: bool
-    """Rows of different adapters are evaluated in one call."""
-    max_feed_tokens: int
-    """Of one row in a step; 1 where more are not proven."""
-    step_seconds: Mapping[int, float]
-    """Of a model call, by one row's tokens; empty where there may not be several."""
-    feeds_together: bool
-    """Rows with several tokens share a model call."""
-    draft_seconds: float | None
-    """Of a token that the drafter drafts; None without one."""
-    drafts_form: str
-    """What answers are drafted from, or why not."""
-    overlaps: bool
-    """`start` returns with most of the step to be computed, as on a GPU. Else read tokens before `start`."""
-
     def __init__(
         self,
         model: Any,
@@ -207,16 +184,28 @@ class Runner:
         probe = Probe(model if drafter is None else drafter.probed, vocab_size, max_seconds=max_probe_seconds)
         found = probe.find_form(shares_heads=shares_heads)
         self.form, self.rows_form = found.form, found.text
-        self.member_tokens = self._measure(measure_member_tokens) if self.form in (Form.GROUPS, Form.HEADS) else None
+        """How several rows decode; for a person too, and why not better."""
+        has_groups, is_together = self.form in (Form.GROUPS, Form.HEADS), self.form is not Form.ALONE
+        self.member_tokens = self._measure(measure_member_tokens) if has_groups else None
+        """Cost of a member of a batch, in tokens read; None without groups. See `grouping.py`."""
         self.head_tokens = self._measure(measure_head_tokens) if self.form is Form.HEADS else None
-        is_together = self.form is not Form.ALONE
+        """Tokens from which a head for two rows makes steps faster, maybe infinite; None without heads."""
         self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)
-        self.max_feed_tokens, self.step_seconds, self.feeds_together = 1, {}, False
-        self.draft_seconds = None
+        """Rows of different adapters are evaluated in one call."""
+        self.overlaps = mx.default_device() != mx.Device(mx.cpu)
+        """`start` returns with most of the step to be computed, as on a GPU. Else read tokens before `start`."""
+        self.max_feed_tokens = 1
+        """Of one row in a step; 1 where more are not proven."""
+        self.step_seconds: Mapping[int, float] = {}
+        """Of a model call, by one row's tokens; empty where there may not be several."""
+        self.feeds_together = False
+        """Rows with several tokens share a model call."""
+        self.draft_seconds: float | None = None
+        """Of a token that the drafter drafts; None without one."""
         self.drafts_form = "off"
+        """What answers are drafted from, or why not."""
         if drafts:
             self._find_feeds(probe)
-        self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def _find_feeds(self, probe: Probe) -> None:
         """Finds `max_feed_tokens` and what feeds cost."""
@@ -413,7 +402,7 @@ class Runner:
             for row, limit in wanted.items():
                 if limit and row not in found and row.before is not None and _can_draft_alone(row, drafter):
                     with selecting(self._adapters, row.adapter):
-                        found[row] = drafter.draft(row.caches, row.known, row.before, limit)
+                        found[row] = drafter.draft_alone(row.caches, row.known, row.before, limit)
             mx.eval(list(found.values()))
         return [cast(list[int], found[row].tolist())[:limit] if row in found else [] for row, limit in wanted.items()]
 
@@ -421,14 +410,14 @@ class Runner:
         self, drafter: Drafter, batch: DecodeBatch, wanted: Mapping[DecodeRow, int]
     ) -> dict[DecodeRow, mx.array]:
         """Of all rows of a batch, if each can be drafted for."""
-        rows, layers = batch.rows, batch.last_layers(drafter.num_layers)
+        rows = batch.rows
         num_tokens = max((wanted.get(row, 0) for row in rows), default=0)
-        if not layers or not num_tokens or not all(row is not None and _knows_before(row) for row in rows):
+        if not num_tokens or not all(row is not None and _knows_before(row) for row in rows):
             return {}
         known, before = [row.known for row in rows], mx.concatenate([row.before for row in rows])
-        adapters = [row.adapter for row in rows]
-        with selecting(self._adapters, *adapters), batch.trial(layers, [*map(len, known)]) as (first, count):
-            drafted = drafter.draft_together(layers, first, known, before, num_tokens, count)
+        adapters, trial = [row.adapter for row in rows], batch.trial(drafter.num_layers, [*map(len, known)])
+        with selecting(self._adapters, *adapters), ragged_attention(), trial as (layers, first, count):
+            drafted = drafter.draft(layers, first, known, before, num_tokens, count)
         return dict(zip(rows, drafted, strict=True))
 
     def drain(self) -> None:
@@ -504,10 +493,8 @@ class Runner:
         logits, order = list[mx.array](), list[int]()
         for name, members in batches.items():
             for caches, called in self._calls(name, members, places, spare_bytes):
-                found, lengths = (
-                    [place for row in called for place in places[row]],
-                    [len(places[row]) for row in called],
-                )
+                lengths = [len(places[row]) for row in called]
+                found = [place for row in called for place in places[row]]
                 if feeds is not None and caches is called[0].caches and feeds.drafts[rows.index(called[0])].tokens:
                     self._batches[name].hold(called[0], len(found))
                 logits.append(self._logits(step, _at(tokens, found), caches, called, lengths))
@@ -543,11 +530,9 @@ class Runner:
             self._batches[name] = DecodeBatch(choose, self.max_feed_tokens if goes_ahead else 1)
         return self._batches[name]
 
-    def _choose(
-        self, rows: Sequence[grouping.Row], groups: Sequence[grouping.Buffer], *, spare_tokens: float
-    ) -> list[grouping.Wanted]:
+    def _choose(self, *rows_and_groups: Any, spare_tokens: float) -> list[grouping.Wanted]:
         assert self.member_tokens is not None
-        return grouping.plan(rows, groups, member_tokens=self.member_tokens, spare_tokens=spare_tokens)
+        return grouping.plan(*rows_and_groups, member_tokens=self.member_tokens, spare_tokens=spare_tokens)
 
     def _logits(
         self,
@@ -601,19 +586,13 @@ def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
 
 def _can_draft_alone(row: DecodeRow, drafter: Drafter) -> bool:
     """Whether its caches hold its state, and no head's."""
-    has_entries = all(_has_state(tail_of(leaf)) for leaf in leaves_of(row.caches[-drafter.num_layers :]))
-    return has_entries and row.head is None and _knows_before(row)
+    own = [leaf for leaf in leaves_of(row.caches[-drafter.num_layers :]) if isinstance(leaf, ArraysCache)]
+    is_shared = row.group is not None or row.head is not None or any(leaf.empty() for leaf in own)
+    return not is_shared and _knows_before(row)
 
 
 def _knows_before(row: DecodeRow) -> bool:
     return row.before is not None and len(row.before) == len(row.known)
-
-
-def _has_state(cache: LayerCache) -> bool:
-    # Some models leave caches unused.
-    if isinstance(cache, ArraysCache):
-        return any(state is not None for state in cache.cache)
-    return cache.keys is not None or not cache.offset
 
 
 def _at(rows: mx.array, places: list[int]) -> mx.array:

@@ -1,97 +1,407 @@
-"""Per-request sampling, vectorised over the rows of a decode step.
+"""How sequences sample, vectorised over the rows of a decode step.
 
-The order: a grammar's mask, logit bias, bans and penalties (`sampling_state.py`), temperature, filters (top-n-sigma,
-top-k, top-p, min-p, typical-p, XTC), one draw. A filter takes log-probabilities up to a constant, and keeps at least
-one token per row and all that tie with the last kept. A draw adds Gumbel noise and takes the maximum (Maddison,
-Tarlow, Minka, "A* Sampling", 2014, section 2). Noise depends on the request's seed and earlier draws, not on other
-rows.
+The order: a grammar's mask, logit bias, bans and penalties, temperature, filters (top-n-sigma, top-k, top-p, min-p,
+typical-p, XTC), one draw. A draw adds Gumbel noise and takes the maximum (Maddison, Tarlow, Minka, "A* Sampling",
+2014, section 2). Noise depends on the request's seed and earlier draws, not on other rows.
+
+- Prompt and output are one row of tokens. A window has a fixed length, its newest token last. `NO_TOKEN` stands for
+  missing tokens and ids beyond the logits. A penalty takes over its rows' windows when the rows change, counts
+  sampled tokens unread, and gives the windows back. A grammar wins over tokens ruled out.
+- A filter takes log-probabilities up to a constant, and keeps at least one token per row and all that tie with the
+  last kept.
+
+What no row uses is None.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
-from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import Penalty, RowSampling, Stage, column, penalties_of
+from models.inference.sampling_params import ALL_TOKENS, MAX_REPEATED, SamplingParams
 from models.output.grammar import MaskWords
+
+NO_TOKEN = -1
+
+TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
+
+Stage: TypeAlias = Callable[[mx.array], mx.array]
+"""Changes the logits of all rows of a step, float32 `[num_rows, vocab_size]`."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A guess at a row's next tokens; `prompt` and `generated` come before it."""
+
+    tokens: Sequence[int]
+    prompt: TokenIds
+    generated: TokenIds
+
+
+@dataclass
+class RecentTokens:
+    """The last tokens of one sequence, at which one kind of penalty looks."""
+
+    recent: mx.array
+    """Int32 `[length]`; empty for an unbounded window, which no token leaves."""
+
+
+class Penalties(NamedTuple):
+    """What a window's tokens cost; the defaults are nothing."""
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
+@dataclass
+class PenaltyWindow(RecentTokens):
+    """A window whose tokens are counted."""
+
+    counts: mx.array
+    """Of each token in the window, float32 `[vocab_size]`."""
+    penalties: Penalties
+
+
+@dataclass
+class RepeatedEnds(RecentTokens):
+    """A sequence's last tokens, and where its end occurred before."""
+
+    lengths: mx.array
+    """Tokens before each that equal the last ones, at most `MAX_REPEATED`; int32 `[length]`."""
+    is_breaker: mx.array
+    """No repetition reaches across, bool `[vocab_size]`."""
+
+
+def _penalty_windows(
+    params: SamplingParams, prompt: TokenIds, emitted: TokenIds, vocab_size: int
+) -> list[PenaltyWindow]:
+    """Without `repeat_last_n`, repetition counts in prompt and output, the others in the output."""
+    if not params.is_penalised:
+        return []
+    penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if params.repeat_last_n is not None:
+        return [_penalty_window(penalties, params.repeat_last_n, (prompt, emitted), vocab_size)]
+    repetition, others = Penalties(params.repetition_penalty), penalties._replace(repetition=1.0)
+    wanted = [
+        (one, held) for one, held in ((repetition, (prompt, emitted)), (others, (emitted,))) if one != Penalties()
+    ]
+    return [_penalty_window(one, ALL_TOKENS, held, vocab_size) for one, held in wanted]
+
+
+def _penalty_window(penalties: Penalties, length: int, held: Sequence[TokenIds], vocab_size: int) -> PenaltyWindow:
+    """At the end of the lists `held`."""
+    found = _last_tokens(held, length, vocab_size)
+    counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
+    recent = mx.array([] if length == ALL_TOKENS else found, mx.int32)
+    return PenaltyWindow(recent, mx.array(counts, mx.float32), penalties)
+
+
+def _repeated_ends(params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> RepeatedEnds:
+    """At the end of the lists `held`."""
+    assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
+    recent = _last_tokens(held, params.dry_penalty_last_n, vocab_size)
+    is_breaker = np.zeros(vocab_size, np.bool_)
+    is_breaker[np.array(params.dry_breakers, np.int64)] = True
+    lengths = _repeated_lengths(recent, (recent == NO_TOKEN) | is_breaker[recent])
+    return RepeatedEnds(mx.array(recent), mx.array(lengths), mx.array(is_breaker))
+
+
+def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Tokens before each that equal the last ones, none of which `breaks`."""
+    lengths = np.zeros(recent.size, np.int32)
+    places = np.arange(recent.size)
+    for length in range(1, min(MAX_REPEATED, recent.size - 1) + 1):
+        places = places[places >= length]
+        places = places[recent[places - length] == recent[-length]]
+        if breaks[-length] or not places.size:
+            break
+        lengths[places] = length
+    return lengths
+
+
+def _last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
+    """The last `length` tokens of the lists `held`, filled up in front, or all for `ALL_TOKENS`."""
+    filler = np.full(max(0, length), NO_TOKEN, np.int32)
+    ids = np.concatenate([filler, *(np.asarray(token_ids, np.int32) for token_ids in held)])
+    known = np.where(ids < vocab_size, ids, NO_TOKEN).astype(np.int32)
+    return known if length == ALL_TOKENS else known[ids.size - length :]
+
+
+def column(values: Iterable[float]) -> mx.array:
+    """One number per row, float32 `[num_rows, 1]`."""
+    return mx.array(list(values), dtype=mx.float32)[:, None]
+
+
+class RowSampling:
+    """One sequence's sampling state. Worker thread only.
+
+    While the sequence decodes in a batch, `BatchSampler` holds its penalties' newest state.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        *,
+        seed: int | None = None,
+        prompt: TokenIds = (),
+        emitted: TokenIds = (),
+    ) -> None:
+        """Without `params.seed` and `seed`, the seed is random. A replay with `prompt` and `emitted` continues as
+        without the break.
+        """
+        chosen = params.seed if params.seed is not None else seed
+        self.params = params
+        self._vocab_size = vocab_size
+        self.seed = secrets.randbits(63) if chosen is None else chosen
+        self.position = len(emitted)
+        self.windows = _penalty_windows(params, prompt, emitted, vocab_size)
+        """In the order of applying."""
+        self.repeated: RepeatedEnds | None = None
+        self.output_end: RecentTokens | None = None
+        """For bad words of more than one token."""
+        if params.longest_bad_word > 1:
+            self.output_end = RecentTokens(
+                mx.array(_last_tokens((emitted,), params.longest_bad_word - 1, vocab_size))
+            )
+        if params.is_dry:
+            self.repeated = _repeated_ends(params, (prompt, emitted), vocab_size)
+
+    def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
+        """The state after the output `emitted`."""
+        return RowSampling(self.params, self._vocab_size, seed=self.seed, prompt=prompt, emitted=emitted)
+
+    def ahead(self, draft: Draft) -> list["RowSampling"]:
+        """The states that draw behind the last known token, and behind each one of the draft's.
+
+        This state does not change where there is a draft: `accept` follows.
+        """
+        if not draft.tokens:
+            return [self]
+        if not self.params.looks_back:
+            return [self._moved(count) for count in range(len(draft.tokens) + 1)]
+        output = np.concatenate([np.asarray(part, np.int32) for part in (draft.generated, draft.tokens)])
+        return [self.after(draft.prompt, output[:stop]) for stop in range(len(draft.generated), output.size + 1)]
+
+    def accept(self, draft: Draft, num_accepted: int, token: int) -> "RowSampling":
+        """The state once the first tokens of a draft, and `token` behind them, were sampled."""
+        if self.params.looks_back:
+            return self.after(draft.prompt, [*draft.generated, *draft.tokens[:num_accepted], token])
+        return self._moved(num_accepted + 1)
+
+    def _moved(self, num_draws: int) -> "RowSampling":
+        moved = object.__new__(RowSampling)
+        vars(moved).update(vars(self), position=self.position + num_draws)
+        return moved
+
+    def key(self) -> bytes:
+        """8 random bytes of the next draw."""
+        return self._randomness("")
+
+    def chance(self) -> float:
+        """A random number in [0, 1), for XTC at the next draw."""
+        return int.from_bytes(self._randomness(":xtc"), "little") / 2**64
+
+    def _randomness(self, suffix: str) -> bytes:
+        return hashlib.blake2b(f"{self.seed}:{self.position}{suffix}".encode(), digest_size=8).digest()
+
+
+MAX_PENALTY = 1e9
+"""Nothing gets less likely above; infinity could leave a row without a token."""
+
+
+def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Stage]:
+    """What a row uses, in the order of applying: bias, bans, penalties."""
+    bad_words = _BadWords(rows) if [row for row in rows if row.params.bad_words] else None
+    found: list[Stage | None] = [_bias(rows), _allowed_tokens(rows, vocab_size), bad_words, _early_ends(rows)]
+    if [row for row in rows if row.params.looks_back]:
+        found += [_Windowed(windows, vocab_size) for windows in zip_longest(*(row.windows for row in rows))]
+        found += [_Dry(rows, vocab_size)] if [row for row in rows if row.repeated] else []
+    return [one for one in found if one is not None]
+
+
+def _bias(rows: Sequence[RowSampling]) -> Stage | None:
+    entries = [(index, *entry) for index, row in enumerate(rows) for entry in row.params.logit_bias]
+    if not entries:
+        return None
+    row_ids, token_ids, biases = zip(*entries, strict=True)
+    places, added = (mx.array(row_ids), mx.array(token_ids)), mx.array(biases, dtype=mx.float32)
+    return lambda logits: logits.at[places].add(added)
+
+
+def _allowed_tokens(rows: Sequence[RowSampling], vocab_size: int) -> Stage | None:
+    wanted = [row.params.allowed_token_ids for row in rows]
+    if not any(wanted):
+        return None
+    found = np.ones((len(wanted), vocab_size), np.bool_)
+    for row, token_ids in zip(found, wanted, strict=True):
+        if token_ids:
+            row[:] = False
+            row[list(token_ids)] = True
+    is_allowed = mx.array(found)
+    return lambda logits: _unless_empty(mx.where(is_allowed, logits, -math.inf), logits)
+
+
+def _early_ends(rows: Sequence[RowSampling]) -> Stage | None:
+    """The affected rows change with each draw."""
+
+    def early() -> tuple[int, ...]:
+        return tuple([index for index, row in enumerate(rows) if row.position < row.params.min_tokens])
+
+    if not early():
+        return None
+
+    @lru_cache(1)
+    def entries_of(early: tuple[int, ...], vocab_size: int) -> Any:
+        ends = [(row, token) for row in early for token in rows[row].params.end_token_ids if token < vocab_size]
+        return tuple(mx.array(part) for part in zip(*ends, strict=True))
+
+    def exclude(logits: mx.array) -> mx.array:
+        entries = entries_of(early(), logits.shape[-1])
+        return _unless_empty(logits.at[entries].add(-math.inf), logits) if entries else logits
+
+    return exclude
+
+
+def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
+    """`logits` for rows left without a token."""
+    return mx.where(ruled_out.max(axis=-1, keepdims=True) > -math.inf, ruled_out, logits)
+
+
+class Penalty:
+    """A stage that looks at the last tokens of rows; its arrays have one row per row of the step."""
+
+    def __init__(self, windows: Sequence[Any]) -> None:
+        """The `RecentTokens` of each row, or None; more arrays of a window may be as long as its tokens."""
+        self._windows = windows
+        self._lengths = [0 if window is None else window.recent.size for window in windows]
+        self._longest = max(1, *self._lengths)
+        self._recent = self._aligned("recent", NO_TOKEN)
+
+    def _aligned(self, name: str, filler: int) -> mx.array:
+        """Of all windows, `[num_rows, longest]`, with `filler` in front."""
+        held = [mx.array([], mx.int32) if window is None else getattr(window, name) for window in self._windows]
+        return mx.stack([mx.pad(one, (self._longest - one.size, 0), constant_values=filler) for one in held])
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Penalised logits."""
+        raise NotImplementedError
+
+    def count(self, tokens: mx.array) -> None:
+        """Counts the sampled tokens, `[num_rows]`."""
+        self._recent = mx.concatenate([self._recent[:, 1:], tokens[:, None].astype(mx.int32)], axis=1)
+
+    def give_back(self) -> None:
+        """Writes the newest state into the rows' windows."""
+        for index, (window, length) in enumerate(zip(self._windows, self._lengths, strict=True)):
+            if window is not None:
+                self._write(window, index, self._longest - length)
+
+    def _write(self, window: Any, index: int, first: int) -> None:
+        window.recent = self._recent[index, first:]
+
+
+class _Windowed(Penalty):
+    """One window of each row."""
+
+    def __init__(self, windows: Sequence[PenaltyWindow | None], vocab_size: int) -> None:
+        super().__init__(windows)
+        self._counts = mx.stack([mx.zeros(vocab_size) if one is None else one.counts for one in windows])
+        self._oldest = mx.array([min(self._longest - length, self._longest - 1) for length in self._lengths])[:, None]
+        self._forgets = mx.array([float(length > 0) for length in self._lengths])
+        penalties = [Penalties() if one is None else one.penalties for one in windows]
+        self._repetition, self._presence, self._frequency = map(column, zip(*penalties, strict=True))
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        is_held = self._counts > 0
+        divisors = mx.where(is_held, self._repetition, 1.0)
+        repeated = mx.where(logits > 0, logits / divisors, logits * divisors)
+        return repeated - self._presence * is_held - self._frequency * self._counts
+
+    def count(self, tokens: mx.array) -> None:
+        rows = mx.arange(tokens.size)
+        leaving = mx.take_along_axis(self._recent, self._oldest, axis=-1)[:, 0]
+        has_left = self._forgets * (leaving != NO_TOKEN)
+        counts = self._counts.at[rows, mx.maximum(leaving, 0)].add(-has_left)
+        self._counts = counts.at[rows, tokens].add(mx.array(1.0))
+        super().count(tokens)
+
+    def _write(self, window: PenaltyWindow, index: int, first: int) -> None:
+        super()._write(window, index, first)
+        window.counts = self._counts[index]
+
+
+class _Dry(Penalty):
+    """Don't repeat yourself, as in llama.cpp: penalises continuing a repetition, more for longer ones.
+
+    Windows move by one token a step, so lengths keep their places.
+    """
+
+    def __init__(self, rows: Sequence[RowSampling], vocab_size: int) -> None:
+        windows = [row.repeated for row in rows]
+        super().__init__(windows)
+        nothing_breaks, longest = mx.zeros(vocab_size, mx.bool_), self._longest
+        self._repeated = self._aligned("lengths", 0)
+        self._is_breaker = mx.stack([nothing_breaks if one is None else one.is_breaker for one in windows])
+        starts = mx.array([longest - length for length in self._lengths])[:, None]
+        self._num_before = mx.maximum(mx.arange(longest) - starts, 0)
+        """Tokens of the row's window before each token."""
+        params = [row.params if row.repeated is not None else SamplingParams() for row in rows]
+        self._multiplier = column([one.dry_multiplier for one in params])
+        self._base = column([one.dry_base for one in params])
+        self._allowed_length = mx.array([one.dry_allowed_length for one in params])[:, None]
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        lengths = mx.where(self._recent == NO_TOKEN, 0, mx.minimum(self._repeated, self._num_before))
+        rows = mx.arange(logits.shape[0])[:, None]
+        longest = mx.zeros(logits.shape, mx.int32).at[rows, mx.maximum(self._recent, 0)].maximum(lengths)
+        beyond = longest - self._allowed_length
+        penalties = self._multiplier * mx.minimum(self._base**beyond, MAX_PENALTY)
+        return logits - mx.where(beyond >= 0, penalties, 0.0)
+
+    def count(self, tokens: mx.array) -> None:
+        newest = tokens[:, None].astype(mx.int32)
+        goes_on = (self._recent == newest) & ~mx.take_along_axis(self._is_breaker, newest, axis=-1)
+        self._repeated = mx.where(goes_on, mx.minimum(self._repeated + 1, MAX_REPEATED), 0)
+        super().count(tokens)
+
+    def _write(self, window: RepeatedEnds, index: int, first: int) -> None:
+        super()._write(window, index, first)
+        window.lengths = self._repeated[index, first:]
+
+
+class _BadWords(Penalty):
+    """Excludes a forbidden sequence's last token."""
+
+    def __init__(self, rows: Sequence[RowSampling]) -> None:
+        super().__init__([row.output_end for row in rows])
+        found = [(index, ids) for index, row in enumerate(rows) for ids in row.params.bad_words]
+        before = [[NO_TOKEN] * (self._longest + 1 - len(ids)) + list(ids[:-1]) for _, ids in found]
+        self._before = mx.array(np.array(before, np.int32))
+        """Each sequence without its last token, right-aligned; `NO_TOKEN` is any token."""
+        self._row_ids = mx.array([index for index, _ in found])
+        self._last = mx.array([ids[-1] for _, ids in found])
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        is_met = ((self._before == NO_TOKEN) | (self._before == self._recent[self._row_ids])).all(axis=-1)
+        ruled_out = logits.at[self._row_ids, self._last].minimum(mx.where(is_met, -math.inf, math.inf))
+        return _unless_empty(ruled_out, logits)
+
+
+# ---------------------------------------------------------------------------------------------------- filters
+
 
 ALL_MASS = 2.0
 """Never reached: rounding must not drop a row's tail."""
-
-
-class BatchSampler:
-    """Samples a token per row. Worker thread only.
-
-    Parameters become arrays once, when the rows change.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._rows: list[RowSampling] = []
-        self._penalties: list[Stage] = []
-
-    def sample(
-        self, logits: mx.array, rows: Sequence[RowSampling], masks: Sequence[MaskWords | None] = ()
-    ) -> mx.array:
-        """Each row's token, uint32 `[num_rows]`, lazy, from logits `[num_rows, vocab_size]`.
-
-        `masks` holds the tokens that each row may sample, None for all; may be empty.
-        """
-        if len(rows) != len(self._rows) or any(a is not b for a, b in zip(rows, self._rows, strict=True)):
-            self.release()
-            self._begin(list(rows))
-        if any(mask is not None for mask in masks):
-            logits = mx.where(_allowed(masks, self._vocab_size), logits, -math.inf)
-        logits = logits.astype(mx.float32)
-        for penalise in self._penalties:
-            logits = penalise(logits)
-        tokens = mx.argmax(logits, axis=-1)
-        if self._is_greedy is not None:
-            tokens = mx.where(self._is_greedy, tokens, self._draw(logits))
-        for penalty in self._penalties:
-            if isinstance(penalty, Penalty):
-                penalty.count(tokens)
-        for row in self._rows:
-            row.position += 1
-        return tokens
-
-    def _begin(self, rows: list[RowSampling]) -> None:
-        params = [row.params for row in rows]
-        is_greedy = [p.is_greedy for p in params]
-        self._is_greedy = None if all(is_greedy) else mx.array(is_greedy)
-        self._temperature = column([1.0 if p.is_greedy else p.temperature for p in params])
-        self._filters = [] if all(is_greedy) else filters_of(rows, self._vocab_size)
-        self._rows, self._penalties = rows, penalties_of(rows, self._vocab_size)
-
-    def _draw(self, logits: mx.array) -> mx.array:
-        # The maximum becomes 0 before the division, so no temperature can overflow it.
-        scaled = (logits - logits.max(axis=-1, keepdims=True)) / self._temperature
-        for keep in self._filters:
-            scaled = keep(scaled)
-        keys = np.frombuffer(b"".join(row.key() for row in self._rows), np.uint32).reshape(-1, 2)
-        noise = mx.vmap(lambda key: mx.random.gumbel((self._vocab_size,), key=key))(mx.array(keys))
-        return mx.argmax(scaled + noise, axis=-1)
-
-    def release(self) -> None:
-        """Gives the penalties' state back to the rows."""
-        for penalty in self._penalties:
-            if isinstance(penalty, Penalty):
-                penalty.give_back()
-        self._rows, self._penalties = [], []
-
-
-def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
-    """Bool `[num_rows, vocab_size]`."""
-    allowed = np.zeros((len(masks), vocab_size), np.bool_)
-    for row, words in zip(allowed, masks, strict=True):
-        if words is None:
-            row[:] = True
-            continue
-        bits = np.unpackbits(words.view(np.uint8), count=min(words.size * 32, vocab_size), bitorder="little")
-        row[: bits.size] = bits
-    return mx.array(allowed)
 
 
 def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Stage]:
@@ -208,3 +518,79 @@ def _largest(values: mx.array, count: int) -> mx.array:
     if count < values.shape[-1]:
         negated = mx.partition(negated, count - 1, axis=-1)[:, :count]
     return -mx.sort(negated, axis=-1)
+
+
+# ---------------------------------------------------------------------------------------------------- a step
+
+
+class BatchSampler:
+    """Samples a token per row. Worker thread only.
+
+    Parameters become arrays once, when the rows change.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: list[RowSampling] = []
+        self._penalties: list[Stage] = []
+
+    def sample(
+        self, logits: mx.array, rows: Sequence[RowSampling], masks: Sequence[MaskWords | None] = ()
+    ) -> mx.array:
+        """Each row's token, uint32 `[num_rows]`, lazy, from logits `[num_rows, vocab_size]`.
+
+        `masks` holds the tokens that each row may sample, None for all; may be empty.
+        """
+        if len(rows) != len(self._rows) or any(a is not b for a, b in zip(rows, self._rows, strict=True)):
+            self.release()
+            self._begin(list(rows))
+        if any(mask is not None for mask in masks):
+            logits = mx.where(_allowed(masks, self._vocab_size), logits, -math.inf)
+        logits = logits.astype(mx.float32)
+        for penalise in self._penalties:
+            logits = penalise(logits)
+        tokens = mx.argmax(logits, axis=-1)
+        if self._is_greedy is not None:
+            tokens = mx.where(self._is_greedy, tokens, self._draw(logits))
+        for penalty in self._penalties:
+            if isinstance(penalty, Penalty):
+                penalty.count(tokens)
+        for row in self._rows:
+            row.position += 1
+        return tokens
+
+    def _begin(self, rows: list[RowSampling]) -> None:
+        params = [row.params for row in rows]
+        is_greedy = [p.is_greedy for p in params]
+        self._is_greedy = None if all(is_greedy) else mx.array(is_greedy)
+        self._temperature = column([1.0 if p.is_greedy else p.temperature for p in params])
+        self._filters = [] if all(is_greedy) else filters_of(rows, self._vocab_size)
+        self._rows, self._penalties = rows, penalties_of(rows, self._vocab_size)
+
+    def _draw(self, logits: mx.array) -> mx.array:
+        # The maximum becomes 0 before the division, so no temperature can overflow it.
+        scaled = (logits - logits.max(axis=-1, keepdims=True)) / self._temperature
+        for keep in self._filters:
+            scaled = keep(scaled)
+        keys = np.frombuffer(b"".join(row.key() for row in self._rows), np.uint32).reshape(-1, 2)
+        noise = mx.vmap(lambda key: mx.random.gumbel((self._vocab_size,), key=key))(mx.array(keys))
+        return mx.argmax(scaled + noise, axis=-1)
+
+    def release(self) -> None:
+        """Gives the penalties' state back to the rows."""
+        for penalty in self._penalties:
+            if isinstance(penalty, Penalty):
+                penalty.give_back()
+        self._rows, self._penalties = [], []
+
+
+def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
+    """Bool `[num_rows, vocab_size]`."""
+    allowed = np.zeros((len(masks), vocab_size), np.bool_)
+    for row, words in zip(allowed, masks, strict=True):
+        if words is None:
+            row[:] = True
+            continue
+        bits = np.unpackbits(words.view(np.uint8), count=min(words.size * 32, vocab_size), bitorder="little")
+        row[: bits.size] = bits
+    return mx.array(allowed)

@@ -37,8 +37,8 @@ from models.inference.drafters import Drafter, drafter_of
 from models.inference.embedding import Embedder
 from models.inference.feeds import MAX_FEED_TOKENS
 from models.inference.runner import DecodeRow, DecodeStep, Runner
+from models.inference.sampling import Draft, TokenIds
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import Draft, TokenIds
 from models.loader import LoadedModel, load
 from models.mlx_lm_import import make_prompt_cache
 from models.output.grammar import MaskWords

@@ -22,7 +22,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from models.errors import RowLost
-from models.inference.sampling_state import Draft
+from models.inference.sampling import Draft
 from models.output.grammar import MaskWords, allows
 from models.output.pieces import TokenLogprob
 from server.engine.request import Event, is_out_of_memory

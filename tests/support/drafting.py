@@ -12,8 +12,8 @@ import numpy as np
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
 from models.inference.runner import DecodeRow, Runner
+from models.inference.sampling import Draft
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import Draft
 from models.mlx_lm_import import ArraysCache
 from tests.support import tiny_models
 from tests.support.engine_driver import Harness

@@ -11,8 +11,8 @@ import numpy as np
 
 from cache.layers.layout import leaves_of, tail_of
 from cache.types import LayerCache, TokenArray
+from models.inference.sampling import Draft
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import Draft
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 from tests.support import fake_model

@@ -328,7 +328,7 @@ class Row:
     def draft(self, limit: int) -> list[int]:
         if limit == 0:
             return []
-        return cast(list[int], self.model.draft(self.caches, self.known, self.before, limit).tolist())
+        return cast(list[int], self.model.draft_alone(self.caches, self.known, self.before, limit).tolist())
 
     def step(self, limit: int) -> None:
         draft, known = self.draft(limit), self.known
@@ -471,7 +471,7 @@ def test_drafts_find_room_where_a_shared_buffer_is_full() -> None:
     while max(group.clock.offsets) < group.buffer.capacity:
         decoding.step([0] * 3)
     offsets = list(group.clock.offsets)
-    with batch.trial(batch.last_layers(1), [1] * 3) as (_, count):
+    with batch.trial(1, [1] * 3) as (_, _, count):
         for _ in range(3):
             assert max(group.clock.offsets) < group.buffer.capacity
             count()

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from models.errors import InvalidParameter
-from models.inference.sampling import BatchSampler
+from models.inference.sampling import BatchSampler, RowSampling
 from models.inference.sampling_params import ALL_TOKENS, SamplingParams, check
-from models.inference.sampling_state import RowSampling
 
 VOCAB = 24
 Floats = NDArray[np.float64]

@@ -6,9 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.inference.sampling import BatchSampler
+from models.inference.sampling import BatchSampler, Penalty, RowSampling, penalties_of
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import Penalty, RowSampling, penalties_of
 
 VOCAB = 6
 BANS: list[dict[str, Any]] = [

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from models.inference.sampling import filters_of
+from models.inference.sampling import RowSampling, filters_of
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import RowSampling
 
 VOCAB = 40
 Floats = NDArray[np.float64]

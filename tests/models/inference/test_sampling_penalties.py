@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from models.inference.sampling import BatchSampler
+from models.inference.sampling import MAX_PENALTY, BatchSampler, Penalty, RowSampling, penalties_of
 from models.inference.sampling_params import ALL_TOKENS, MAX_REPEATED, SamplingParams
-from models.inference.sampling_state import MAX_PENALTY, Penalty, RowSampling, penalties_of
 
 VOCAB = 6
 LONGEST = 200

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cache.layers import layout as layout_module
+from models.inference.sampling import Draft
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import Draft
 from models.output.grammar import OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
 from models.output.tool_calls import CallMarkers
