@@ -4,11 +4,13 @@ from cache.layers import set_wired_limit
 
 # isort: split
 from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantized_attention
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
     ChunkedKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )

@@ -29,7 +29,14 @@ from cache.layers.layout import HeadedKVCache, leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.groups import BatchRow, Folding, Group, GroupLayer, foldings_of
-from models.mlx_lm_import import ArraysCache, CacheList, KVCache, RotatingKVCache
+from models.mlx_lm_import import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    quantized_attention,
+)
 
 
 class NotRagged(Exception):
@@ -102,6 +109,14 @@ class Parts(mx.array):
         return Parts([part @ item for part, item in parts], self.cuts)
 
 
+class QuantizedRow(NamedTuple):
+    """A row's keys or values as in its `QuantizedKVCache`."""
+
+    arrays: tuple[mx.array, mx.array, mx.array]
+    group_size: int
+    bits: int
+
+
 class Padding(NamedTuple):
     """Rows padded to the longest feed, for models with recurrent layers, and all their tokens in a line."""
 
@@ -172,8 +187,8 @@ class RaggedLayer:
         head_keys = [None if head is None else head.keys for head in heads]
         head_values = [None if head is None else head.values for head in heads]
         return (
-            Parts(keys, self._cuts, head_keys, self._foldings, self._padding),
-            Parts(values, self._cuts, head_values, self._foldings, self._padding),
+            Parts(_rows(members, keys), self._cuts, head_keys, self._foldings, self._padding),
+            Parts(_rows(members, values), self._cuts, head_values, self._foldings, self._padding),
         )
 
     def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterable[tuple[LayerCache | GroupLayer, Any, Any]]:
@@ -220,6 +235,13 @@ class FlatLayer(RaggedLayer):
         for member, foldings, (keys, values) in zip(self.members, self._by_member, fetched, strict=True):
             for folding in foldings:
                 yield member, folding.part(keys), folding.part(values)
+
+
+def _rows(members: Sequence[Any], held: Sequence[Any]) -> list[Any]:
+    return [
+        QuantizedRow(one, member.group_size, member.bits) if isinstance(member, QuantizedKVCache) else one
+        for member, one in zip(members, held, strict=True)
+    ]
 
 
 @lru_cache(16)
@@ -331,7 +353,7 @@ def _join(members: Sequence[Group | BatchRow], leaf: int, column: Sequence[Layer
     """One layer of all rows; every row by itself where a group leaves the layer unused."""
     if isinstance(column[0], ArraysCache):
         return ArraysCache.merge(column)
-    if not all(isinstance(cache, KVCache | RotatingKVCache) for cache in column):
+    if not all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
         raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
     rest, held = iter(column), list[LayerCache | GroupLayer]()
     for member in members:
@@ -452,9 +474,15 @@ def _masks(mask: Any, foldings: Sequence[Folding | None]) -> list[Any]:
 
 def _attend_member(member: _Attending, scale: float, options: dict[str, Any]) -> mx.array:
     queries, keys, values, mask, folding = member
-    if folding is None:
-        return _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
-    return folding.flatten(_mlx_attention(folding.fold(queries), keys, values, scale=scale, mask=mask, **options))
+    queries = queries if folding is None else folding.fold(queries)
+    if not isinstance(keys, QuantizedRow):
+        found = _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
+    elif options.get("sinks") is not None:
+        raise ValueError("quantized keys and values cannot be combined with attention sinks")
+    else:
+        sizes = {"group_size": keys.group_size, "bits": keys.bits}
+        found = quantized_attention(queries, keys.arrays, values.arrays, scale, mask, **sizes)
+    return found if folding is None else folding.flatten(found)
 
 
 # ----------------------------------------------------------------------------------------------- attention with heads

@@ -225,6 +225,7 @@ NAMES = tuple(CONFIGS)
 _LATENT = {key: value for key, value in CONFIGS["deepseek_v32"].items() if not key.startswith("index_")}
 
 EXTRA_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama_wide_heads": {**_LLAMA, "head_dim": 32},  # wide enough to quantize keys and values
     "deepseek_v3": {**_LATENT, "model_type": "deepseek_v3"},
     "gemma4": {  # the last two layers use the keys and values of earlier ones
         **_DENSE,

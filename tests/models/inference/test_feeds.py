@@ -60,6 +60,7 @@ class Drafting:
         given: Sequence[int],
         params: SamplingParams,
         *,
+        bits: int | None = None,
         adapter: int = NO_ADAPTER,
     ) -> None:
         self.runner, self.given = runner, list(given)
@@ -70,6 +71,8 @@ class Drafting:
         caches = runner.make_caches()
         for start in range(0, len(given) - 1, 13):
             runner.prefill(caches, np.array(given[start : min(start + 13, len(given) - 1)], np.int32), adapter)
+        if bits is not None:
+            caches = [cache.to_quantized(group_size=32, bits=bits) for cache in caches]
         self.row = runner.make_row(caches, params, given[-1], prompt=given, adapter=adapter)
         self.evaluated += given[:-1]
 
@@ -223,6 +226,14 @@ def test_a_rejection_at_each_place_around_a_border_leaves_the_caches_of_plain_st
         assert other.output == row.output
         for found, expected in zip(state_of(row.row.caches), state_of(other.row.caches), strict=True):
             assert found.shape == expected.shape and mx.allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_quantized_keys_and_values_forget_their_last_tokens_too() -> None:
+    runner = runner_of("llama_wide_heads")
+    expected = Drafting(runner, prompt(40), GREEDY, bits=8).plain(NUM_TOKENS + 12)
+    row = Drafting(runner, prompt(40), GREEDY, bits=8)
+    decode([row], Oracle([expected.output], 0.7), NUM_TOKENS)
+    assert_as_plain(row, expected)
 
 
 def test_references_to_earlier_state_end_with_the_step() -> None:

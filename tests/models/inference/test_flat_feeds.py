@@ -48,21 +48,21 @@ IN_GROUPS = partial(grouping.plan, member_tokens=1e6)
 class FedRow(BatchRow):
     """A row that decodes greedily, beside the bare model that evaluates the same tokens one by one."""
 
-    def __init__(self, name: str, tokens: Sequence[int]) -> None:
+    def __init__(self, name: str, tokens: Sequence[int], bits: int | None = None) -> None:
         self.model: Any = tiny_models.build(name)
         self.tokens = list(tokens)
         """All that the caches hold, and those to be fed."""
         self.num_held = len(self.tokens) - 1
-        super().__init__(self._filled())
-        self.reference = self._filled()
+        super().__init__(self._filled(bits))
+        self.reference = self._filled(bits)
         self._logits: dict[int, mx.array] = {}
         self._truth = list(tokens)
 
-    def _filled(self) -> list[Any]:
+    def _filled(self, bits: int | None = None) -> list[Any]:
         caches = list(make_prompt_cache(self.model))
         for start in range(0, len(self.tokens) - 1, 13):
             mx.eval(self.model(mx.array([self.tokens[start:-1][:13]]), cache=caches))
-        return caches
+        return [cache.to_quantized(group_size=32, bits=bits) for cache in caches] if bits else caches
 
     @property
     def known(self) -> list[int]:
@@ -116,10 +116,10 @@ class Feeding:
         self.head = list(make_prompt_cache(self.model))
         self.num_joined = 0
 
-    def join(self, length: int, *, on_head: bool = False) -> FedRow:
+    def join(self, length: int, *, on_head: bool = False, bits: int | None = None) -> FedRow:
         self.num_joined += 1
         beginning = driver.prompt(HEAD_TOKENS) if on_head else []
-        row = FedRow(self.name, beginning + driver.prompt(length, self.num_joined))
+        row = FedRow(self.name, beginning + driver.prompt(length, self.num_joined), bits)
         if on_head:
             split_at_head(row.caches, self.head, HEAD_TOKENS)
         self.rows.append(row)
@@ -241,6 +241,15 @@ def test_a_row_on_its_head_feeds_alone(name: str) -> None:
     for width in (5, 1, 9):
         feeding.step(width)
     feeding.check()
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (8, None)], ids=str)
+def test_quantized_keys_and_values_too(bits: tuple[int | None, ...]) -> None:
+    feeding = Feeding("llama_wide_heads", IN_GROUPS)
+    for length, one in zip((40, 9), bits, strict=True):
+        feeding.join(length, bits=one)
+    for _ in range(6):
+        feeding.step()
 
 
 def test_latent_attention_refuses() -> None:

@@ -72,10 +72,12 @@ class Decoding:
         self._current: DecodeStep | None = None
         self._unread: DecodeStep | None = None
 
-    def join(self, length: int, *, params: SamplingParams = GREEDY) -> Sequence:
+    def join(self, length: int, *, params: SamplingParams = GREEDY, bits: int | None = None) -> Sequence:
         tokens, caches = prompt(length), self.runner.make_caches()
         for start in range(0, length - 1, 13):
             self.runner.prefill(caches, np.array(tokens[start : min(start + 13, length - 1)], np.int32))
+        if bits is not None:
+            caches = [cache.to_quantized(group_size=32, bits=bits) for cache in caches]
         sequence = Sequence(self.runner.make_row(caches, params, tokens[-1]), length)
         self.live.append(sequence)
         return sequence
@@ -200,6 +202,20 @@ def test_seeds_do_not_see_the_company(name: str) -> None:
     together = output([0, 1, 2])
     assert together == {**output([2]), **output([0]), **output([1])}
     assert len({tuple(tokens) for tokens in together.values()}) == 3
+
+
+@pytest.mark.parametrize("bits", [[4, 4], [8, 4], [None, 8]], ids=str)
+def test_quantized_keys_and_values_too_and_mixed(bits: list[int | None]) -> None:
+    lengths = [40, 9]
+
+    def output(members: list[int]) -> list[list[int]]:
+        decoding = Decoding(runner_of("llama_wide_heads"))
+        sequences = [decoding.join(lengths[i], bits=bits[i]) for i in members]
+        decoding.step(20)
+        decoding.read()
+        return [sequence.output for sequence in sequences]
+
+    assert output([0, 1]) == output([0]) + output([1])
 
 
 def test_a_growing_buffer_is_updated_in_place() -> None:
