@@ -200,7 +200,7 @@ class DecodeBatch:
         for group in self._groups:
             group.dissolve()
         self.has_changed |= bool(self._groups)
-        self.forget()
+        self._clear()
 
     def dissolve_groups(self) -> None:
         """Gives rows in groups their state back; the next step arranges them anew."""
@@ -213,6 +213,10 @@ class DecodeBatch:
         for row in self.rows:
             if row is not None and (is_merged or row.group is not None):
                 row.is_lost, row.group = True, None
+        self.has_changed = True
+        self._clear()
+
+    def _clear(self) -> None:
         self.rows, self._groups, self._joined, self._fed, self._rewinds = [], [], None, {}, {}
 
     # -- groups
@@ -300,14 +304,11 @@ def measure_member_tokens(caches: Sequence[LayerCache]) -> float:
 
     Times attention in layers like those of `caches`: rows by themselves, in a group, and longer ones.
     """
-    like, num_rows = _layer_of(caches), _NUM_ROWS
-    alone, grouped, longer = _best_seconds(
-        _timed_step(_rows_like(like, num_rows, _SHORT_TOKENS), None),
-        _timed_step(_rows_like(like, num_rows, _SHORT_TOKENS), _one_group),
-        _timed_step(_rows_like(like, num_rows, _LONG_TOKENS), None),
-    )
-    member = max(0.0, alone - grouped) / (num_rows - 1)
-    token = max(1e-12, longer - alone) / (num_rows * (_LONG_TOKENS - _SHORT_TOKENS))
+    short, long = _SHORT_TOKENS, _LONG_TOKENS
+    sides = (short, None, 0), (short, _one_group, 0), (long, None, 0)
+    alone, grouped, longer = _best_seconds(caches, _NUM_ROWS, sides)
+    member = max(0.0, alone - grouped) / (_NUM_ROWS - 1)
+    token = max(1e-12, longer - alone) / (_NUM_ROWS * (long - short))
     return float(min(member / token, MAX_MEMBER_TOKENS))
 
 
@@ -316,12 +317,9 @@ def measure_head_tokens(caches: Sequence[LayerCache]) -> float:
 
     Timed at two lengths; the gain counts as linear between and beyond.
     """
-    like, lengths = _layer_of(caches), (_SHORT_TOKENS, _LONG_TOKENS)
-    copied = [_rows_like(like, 2, num_tokens + _TAIL_TOKENS) for num_tokens in lengths]
-    headed = [_rows_like(like, 2, num_tokens + _TAIL_TOKENS, num_tokens) for num_tokens in lengths]
-    short_copied, long_copied, short_headed, long_headed = _best_seconds(
-        *[_timed_step(rows, _one_group) for rows in (*copied, *headed)]
-    )
+    lengths = _SHORT_TOKENS, _LONG_TOKENS
+    sides = [(num + _TAIL_TOKENS, _one_group, num * is_headed) for is_headed in (False, True) for num in lengths]
+    short_copied, long_copied, short_headed, long_headed = _best_seconds(caches, 2, sides)
     short_gain, long_gain = short_copied - short_headed, long_copied - long_headed
     per_token = (long_gain - short_gain) / (_LONG_TOKENS - _SHORT_TOKENS)
     if long_gain <= 0 or per_token <= 0:
@@ -329,24 +327,34 @@ def measure_head_tokens(caches: Sequence[LayerCache]) -> float:
     return max(0.0, _SHORT_TOKENS - short_gain / per_token)
 
 
-def _layer_of(caches: Sequence[LayerCache]) -> LayerCache:
-    return next(cache for cache in leaves_of(caches) if length_of([cache]) and cache.keys is not None)
+_Side: TypeAlias = tuple[int, Choose | None, int]
+"""Tokens of each row, the choice of groups, and tokens on one head."""
 
 
-def _best_seconds(*sides: Callable[[], float]) -> list[float]:
-    """The best of several, in turns: other work of the machine only adds."""
+def _best_seconds(caches: Sequence[LayerCache], num_rows: int, sides: Sequence[_Side]) -> list[float]:
+    """The best of several for each side, in turns: other work of the machine only adds."""
+    like = next(cache for cache in leaves_of(caches) if length_of([cache]) and cache.keys is not None)
+    steps = [_timed_step(like, num_rows, *side) for side in sides]
     timed, begun = list[list[float]](), time.perf_counter()
     while len(timed) < _MIN_TRIALS or (len(timed) < _MAX_TRIALS and time.perf_counter() - begun < _TRIAL_SECONDS):
-        timed.append([side() for side in sides])
+        timed.append([step() for step in steps])
     return [min(times) for times in zip(*timed, strict=True)]
 
 
-def _timed_step(rows: Sequence[BatchRow], choose: Choose | None) -> Callable[[], float]:
-    """What returns the seconds of attention of `rows` in a few layers, for one step after another."""
-    batch, like, num_rows = DecodeBatch(choose), tail_of(rows[0].caches[0]), len(rows)
-    num_heads, width = like.keys.shape[1], like.keys.shape[3]
+def _timed_step(
+    like: LayerCache, num_rows: int, num_tokens: int, choose: Choose | None, head_tokens: int
+) -> Callable[[], float]:
+    """What returns the seconds of attention of rows without content in a few layers, for one step after another.
+
+    The first `head_tokens` of the rows are on one head.
+    """
+    rows = [BatchRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for _ in range(num_rows)]
+    head = [KVCache() for _ in range(_NUM_LAYERS)]
+    for row in rows if head_tokens else ():
+        split_at_head(row.caches, head, head_tokens)
+    batch, (_, num_heads, _, width) = DecodeBatch(choose), like.keys.shape
     queries = mx.zeros((num_rows, _QUERIES_PER_KEY * num_heads, 1, width), like.keys.dtype)
-    added = [mx.zeros((num_rows, num_heads, 1, held.shape[3]), held.dtype) for held in (like.keys, like.values)]
+    added = [mx.zeros((num_rows, num_heads, 1, held.shape[3]), like.keys.dtype) for held in (like.keys, like.values)]
 
     def attend(layer: LayerCache) -> mx.array:
         keys, values = layer.update_and_fetch(*added)
@@ -362,15 +370,6 @@ def _timed_step(rows: Sequence[BatchRow], choose: Choose | None) -> Callable[[],
         return seconds
 
     return seconds
-
-
-def _rows_like(like: LayerCache, num_rows: int, num_tokens: int, head_tokens: int = 0) -> list[BatchRow]:
-    """Rows without content, the first `head_tokens` on one head."""
-    rows = [BatchRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for _ in range(num_rows)]
-    head = [KVCache() for _ in range(_NUM_LAYERS)]
-    for row in rows if head_tokens else ():
-        split_at_head(row.caches, head, head_tokens)
-    return rows
 
 
 def _made_up(like: LayerCache, num_tokens: int) -> LayerCache:

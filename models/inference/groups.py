@@ -113,10 +113,6 @@ class Folding(NamedTuple):
         """What a group's rows hold, for those of the folding."""
         return rows if self.rows is None else rows[self.rows]
 
-    def mask_of(self, mask: Any) -> Any:
-        """The part of the group's mask that is for `rows`."""
-        return mask if self.rows is None or mask is None else mask[self.rows, :, : self.length]
-
 
 def foldings_of(lengths: Sequence[int]) -> list[Folding]:
     """Of a member whose rows feed `lengths` tokens; several rows are a group."""
@@ -134,18 +130,15 @@ def foldings_of(lengths: Sequence[int]) -> list[Folding]:
 class Clock:
     """Lengths of a group's rows, and arrays made from them once a step for all layers."""
 
-    lengths: list[int] | None
-    """Tokens that each row feeds in this step; None for one of each."""
-    lasts: list[int]
-    """Offset of the last token that each row feeds."""
-
     def __init__(self) -> None:
         self.set([])
 
     def set(self, offsets: Sequence[int]) -> None:
         """After rows have come or gone."""
         self.offsets = self.lasts = list(offsets)
-        self.lengths = None
+        """Of each row before this step; of the last token that it feeds."""
+        self.lengths: list[int] | None = None
+        """Tokens that each row feeds in this step; None for one of each."""
         self._made: dict[Any, Any] = {}
 
     def feed(self, lengths: list[int]) -> None:

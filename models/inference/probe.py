@@ -189,14 +189,11 @@ _ONE_TOKEN: _Steps = [dict.fromkeys(rows, (1, 1)) for rows in ((0, 1, 2), (0, 1,
 """The last step lacks one row and has another order."""
 _FEEDS: _Steps = [{1: feed} for feed in ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))]
 _FLAT_FEEDS: _Steps = [
-    dict(enumerate(feeds))
-    for feeds in (
-        ((3, 2), (1, 1), (2, 1)),
-        ((1, 1), (5, 3), (4, 2)),
-        ((5, 1), (2, 1), (2, 2)),
-        ((1, 1), (3, 1), (1, 1)),
-        ((1, 1), (1, 1), (1, 1)),
-    )
+    {0: (3, 2), 1: (1, 1), 2: (2, 1)},
+    {0: (1, 1), 1: (5, 3), 2: (4, 2)},
+    {0: (5, 1), 1: (2, 1), 2: (2, 2)},
+    {0: (1, 1), 1: (3, 1), 2: (1, 1)},
+    {0: (1, 1), 1: (1, 1), 2: (1, 1)},
 ]
 
 
@@ -287,29 +284,23 @@ def _refusal(error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------ evaluation
 
 
+@dataclass(eq=False)
 class Probe:
     """Finds out how one model may be called, until `max_seconds` after it was made."""
 
-    def __init__(
-        self,
-        model: Any,
-        vocab_size: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        max_seconds: float = MAX_SECONDS,
-        seed: int = 0,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.seed = seed
-        self._model = model
-        self._clock = clock
-        self._max_seconds = max_seconds
-        self._started = clock()
-        self._token_seconds = 0.0
+    model: Any
+    vocab_size: int
+    clock: Callable[[], float] = time.monotonic
+    max_seconds: float = MAX_SECONDS
+    seed: int = 0
+    _token_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
 
     @property
     def left_seconds(self) -> float:
-        return self._max_seconds - self._seconds_after(0)
+        return self.max_seconds - self._seconds_after(0)
 
     def find_form(self, *, shares_heads: bool = True) -> FoundForm:
         """The best form proven to give rows of different lengths the same as alone."""
@@ -327,10 +318,8 @@ class Probe:
 
     def find_feed_fault(self) -> str | None:
         """Why no step may feed a row several tokens; None where proven the same as one by one."""
-        if (fixed := find_fixed(self.make_caches())) is not None:
-            fault: str | None = f"{fixed} cannot forget its last tokens"
-        else:
-            fault = self._find_feed_fault(_FEEDS, [_Rows.in_feeds])
+        fixed = find_fixed(self.make_caches())
+        fault = f"{fixed} cannot forget its last tokens" if fixed else self._find_feed_fault(_FEEDS, [_Rows.in_feeds])
         if fault is not None:
             logger.info("a step takes one token of a row, because %s", fault)
         return fault
@@ -346,40 +335,40 @@ class Probe:
 
     def make_caches(self) -> list[LayerCache]:
         """Empty, of one row."""
-        return list(make_prompt_cache(self._model))
+        return list(make_prompt_cache(self.model))
 
     @cached_property
     def _borders(self) -> list[int]:
         """Lengths where the model may change; times the second evaluation."""
         self([[0]], self.make_caches())
-        begun, caches = self._clock(), self.make_caches()
+        begun, caches = self.clock(), self.make_caches()
         windows = spy_on_masks(caches)
         logits, leaves = self([[0]], caches), leaves_of(caches)
-        self._token_seconds = self._clock() - begun
+        self._token_seconds = self.clock() - begun
         self._can_share = used_leaves(caches) is not None
         self._has_spans = any(type(cache) is KVCache and cache.keys is not None for cache in leaves)
         floating = (array for array in (logits, *arrays_in(caches)) if mx.issubdtype(array.dtype, mx.floating))
         self._eps = max(float(mx.finfo(array.dtype).eps) for array in floating)
         for cache in leaves:
             cache.__dict__.pop("make_mask", None)  # which refers to the cache: its arrays would not be freed at once
-        return sorted({*find_borders(self._model, caches, windows), _GROWTH_TOKENS})
+        return sorted({*find_borders(self.model, caches, windows), _GROWTH_TOKENS})
 
     def _affords(self, num_tokens: int) -> bool:
-        return self._seconds_after(num_tokens) <= self._max_seconds
+        return self._seconds_after(num_tokens) <= self.max_seconds
 
     def _seconds_after(self, num_tokens: int) -> float:
-        return self._clock() - self._started + num_tokens * self._token_seconds
+        return self.clock() - self._started + num_tokens * self._token_seconds
 
     def _require(self, num_tokens: int) -> None:
         if not self._affords(num_tokens):
             needed, pace = self._seconds_after(num_tokens), f"at {self._token_seconds:.2g} s per token"
-            raise NotProven(f"that takes {needed:.0f} s, {pace}, more than {self._max_seconds:.0f} s")
+            raise NotProven(f"that takes {needed:.0f} s, {pace}, more than {self.max_seconds:.0f} s")
 
     def __call__(self, tokens: list[list[int]] | mx.array, caches: Sequence[LayerCache]) -> mx.array:
         """Evaluated logits `[num_rows, num_tokens, vocab_size]`."""
         tokens = mx.array(tokens)
         self._require(tokens.size)
-        logits: mx.array = self._model(tokens, cache=caches)
+        logits: mx.array = self.model(tokens, cache=caches)
         mx.eval(logits)
         return logits
 

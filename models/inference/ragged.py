@@ -52,17 +52,6 @@ class Parts(mx.array):
     The array's shape fits no operation: an operation that is not overridden here fails.
     """
 
-    items: list[Any]
-    cuts: Sequence[int]
-    """The first row of each item but the first."""
-    heads: list[mx.array | None]
-    """What rows have before their item: the same array for neighbours on one head."""
-    foldings: Sequence[Folding] | None
-    """Of each item; None where all rows feed one token."""
-
-    padding: "Padding | None"
-    """Where the model sees padded rows."""
-
     def __init__(
         self,
         items: Sequence[Any],
@@ -74,8 +63,13 @@ class Parts(mx.array):
         super().__init__(_MISFIT, next((item.dtype for item in items if isinstance(item, mx.array)), mx.bool_))
         self.items = list(items)
         self.cuts = cuts
+        """The first row of each item but the first."""
         self.heads = list(heads) if heads is not None else [None] * len(self.items)
-        self.foldings, self.padding = foldings, padding
+        """What rows have before their item: the same array for neighbours on one head."""
+        self.foldings = foldings
+        """Of each item; None where all rows feed one token."""
+        self.padding = padding
+        """Where the model sees padded rows."""
 
     @property
     def has_heads(self) -> bool:
@@ -227,8 +221,10 @@ class FlatLayer(RaggedLayer):
         """Each folding's mask, broadcastable to `[num_rows, 1, length, num_places]`."""
         masks = list[Any]()
         for member, foldings in zip(self.members, self._by_member, strict=True):
-            mask = _mask_of(member, foldings[0].length, options)
-            masks += [folding.mask_of(mask) for folding in foldings]
+            mask: Any = _mask_of(member, foldings[0].length, options)
+            masks += [
+                mask if one.rows is None or mask is None else mask[one.rows, :, : one.length] for one in foldings
+            ]
         return Parts(masks, self._cuts)
 
     def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterator[tuple[LayerCache | GroupLayer, Any, Any]]:
@@ -293,17 +289,15 @@ class RaggedBatch:
     From `take_over` until `extract` rows have no recurrent state of their own.
     """
 
-    layers: list[LayerCache]
-    rows: list[BatchRow]
-    """In the order of the batch."""
     _before: Sequence[list[mx.array | None]] = ()
     """Recurrent state from `flat` until `settle`."""
 
     def __init__(self, members: Sequence[Group | BatchRow]) -> None:
         """Members on one head must be neighbours. Raises `NotRagged`."""
         self.rows = [row for member in members for row in member.rows]
-        columns = zip(*[leaves_of(row.caches) for row in self.rows], strict=True)
-        self._leaves = [_join(members, leaf, column) for leaf, column in enumerate(columns)]
+        """In the order of the batch."""
+        self._own = [leaves_of(row.caches) for row in self.rows]
+        self._leaves = [_join(members, leaf, column) for leaf, column in enumerate(zip(*self._own, strict=True))]
         self.layers = _arranged(self.rows[0].caches, iter(self._leaves))
         self._merged = [leaf for leaf in self._leaves if isinstance(leaf, ArraysCache)]
 
@@ -329,7 +323,7 @@ class RaggedBatch:
 
     def take_over(self) -> None:
         """Frees the rows' own recurrent state, merged now: its slices would hold an earlier batch's."""
-        for own in [leaf for row in self.rows if self._merged for leaf in leaves_of(row.caches)]:
+        for own in itertools.chain(*self._own) if self._merged else ():
             if isinstance(own, ArraysCache):
                 own.cache = [None] * len(own.cache)
 
@@ -344,7 +338,7 @@ class RaggedBatch:
 
     def extract(self, index: int) -> None:
         """Writes row `index`'s recurrent state into its own caches, as lazy slices."""
-        for merged, own in zip(self._leaves, leaves_of(self.rows[index].caches), strict=True):
+        for merged, own in zip(self._leaves, self._own[index], strict=True):
             if isinstance(own, ArraysCache):
                 own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
 
@@ -404,8 +398,6 @@ def _split(batch: mx.array, cuts: Sequence[int]) -> Sequence[mx.array]:
     return cast(Sequence[mx.array], mx.split(batch, list(cuts)) if cuts else [batch])  # the stub says array
 
 
-_ATTENTION = "scaled_dot_product_attention"
-
 _patch_lock = threading.Lock()
 _patch_depth = 0
 _mlx_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
@@ -428,7 +420,7 @@ def _count_patch(change: int) -> None:
     global _patch_depth
     with _patch_lock:
         _patch_depth += change
-        setattr(mx.fast, _ATTENTION, _attend if _patch_depth else _mlx_attention)
+        mx.fast.scaled_dot_product_attention = _attend if _patch_depth else _mlx_attention  # type: ignore[assignment]
 
 
 _Attending: TypeAlias = tuple[mx.array, Any, Any, Any, Folding | None]

@@ -77,10 +77,6 @@ class StepLogprobs:
         places = {row: place for place, row in enumerate(telling)}
         return cls(places, num_top, found, _likeliest(found, max(num_top)))
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [self.all, self.top_ids]
-
     def read(self, row: int, token: int) -> TokenLogprob | None:
         """Log-probability of `token`, sampled or not, in a row of the step."""
         place = self.places.get(row)
@@ -178,7 +174,6 @@ class Runner:
         self._sampler = BatchSampler(vocab_size)
         self._batches: dict[int, DecodeBatch] = {}
         """By adapter, where adapters do not mix."""
-        self._has_forgotten = False
         self._prefilled_tokens = 0
         self._num_steps = 0
         probe = Probe(model if drafter is None else drafter.probed, vocab_size, max_seconds=max_probe_seconds)
@@ -256,7 +251,7 @@ class Runner:
             logits = self._evaluate_prompt(caches, mx.array(tokens))
         told = StepLogprobs.of(logits, [SamplingParams(top_logprobs=num_top)] * len(tokens))
         assert told is not None, "there is a token at least"
-        mx.eval(told.arrays)
+        mx.eval(told.all, told.top_ids)
         self._finish_prefill(caches, len(tokens))
         found = (told.read(row, int(token)) for row, token in enumerate(following) if token >= 0)
         return [one for one in found if one is not None]
@@ -357,7 +352,7 @@ class Runner:
         with self._forgetting_on_error(step.rows):
             wanted = [step.logits if step.sampled is None else step.sampled]
             if step.logprobs is not None:
-                wanted += step.logprobs.arrays
+                wanted += [step.logprobs.all, step.logprobs.top_ids]
             wanted += step.entries
             step.entries = []
             mx.async_eval(wanted)  # type: ignore[no-untyped-call]
@@ -439,12 +434,7 @@ class Runner:
 
     def separate(self, caches: Sequence[LayerCache]) -> None:
         """See `SharedBuffers`; an error loses rows that share the buffers."""
-        for batch in self._batches.values():
-            try:
-                batch.remove(caches)
-            except BaseException:
-                batch.forget()
-                raise
+        self._change(lambda batch: batch.remove(caches), raises=True)
 
     def drop(self, caches: Sequence[LayerCache]) -> None:
         """See `SharedBuffers`; an error loses rows that share the buffers."""
@@ -454,14 +444,15 @@ class Runner:
         """See `SharedBuffers`."""
         self._change(DecodeBatch.dissolve_groups)
 
-    def _change(self, change: Callable[[DecodeBatch], None]) -> None:
+    def _change(self, change: Callable[[DecodeBatch], None], *, raises: bool = False) -> None:
         for batch in self._batches.values():
             try:
                 change(batch)
             except Exception as error:
-                logger.warning("rows that decode together are evaluated again: %s", error)
                 batch.forget()
-                self._has_forgotten = True
+                if raises:
+                    raise
+                logger.warning("rows that decode together are evaluated again: %s", error)
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
         """See `SharedBuffers`."""
@@ -473,8 +464,7 @@ class Runner:
 
     def take_change(self) -> bool:
         """Whether shared buffers have changed since this was asked last."""
-        changed = self._has_forgotten or any(batch.has_changed for batch in self._batches.values())
-        self._has_forgotten = False
+        changed = any(batch.has_changed for batch in self._batches.values())
         for batch in self._batches.values():
             batch.has_changed = False
         return changed
@@ -574,9 +564,8 @@ class Runner:
     def _forget(self, rows: Sequence[DecodeRow]) -> None:
         """Drops what rows share: it may be damaged."""
         for name in self._names(rows):
-            if (batch := self._batches.pop(name, None)) is not None:
-                batch.forget()
-                self._has_forgotten = True
+            if name in self._batches:
+                self._batches[name].forget()
 
 
 def _assert_have_state(rows: Sequence[DecodeRow]) -> None:

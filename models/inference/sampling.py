@@ -166,15 +166,10 @@ class RowSampling:
         self.position = len(emitted)
         self.windows = _penalty_windows(params, prompt, emitted, vocab_size)
         """In the order of applying."""
-        self.repeated: RepeatedEnds | None = None
-        self.output_end: RecentTokens | None = None
-        """For bad words of more than one token."""
-        if params.longest_bad_word > 1:
-            self.output_end = RecentTokens(
-                mx.array(_last_tokens((emitted,), params.longest_bad_word - 1, vocab_size))
-            )
-        if params.is_dry:
-            self.repeated = _repeated_ends(params, (prompt, emitted), vocab_size)
+        self.repeated = _repeated_ends(params, (prompt, emitted), vocab_size) if params.is_dry else None
+        length = params.longest_bad_word - 1
+        end = mx.array(_last_tokens((emitted,), length, vocab_size)) if length > 0 else None
+        self.output_end = None if end is None else RecentTokens(end)
 
     def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
         """The state after the output `emitted`."""

@@ -30,7 +30,7 @@ def _kind_of(model: Any) -> Hashable:
 
 def _once(find: Callable[..., Any]) -> Callable[..., Any]:
     def found(probe: Any, *words: Hashable, **options: Hashable) -> Any:
-        key = (find.__name__, _kind_of(probe._model), words, *options.items())
+        key = (find.__name__, _kind_of(probe.model), words, *options.items())
         if key not in _FOUND:
             _FOUND[key] = find(probe, *words, **options)
         return _FOUND[key]
