@@ -60,19 +60,14 @@ def read_embedding_format(folder: Path, empty_text: Sequence[int], special_ids: 
 
 def _named(path: Path) -> Pooling | None:
     try:
-        chosen = _chosen(json.loads(path.read_text(encoding="utf-8")))
-        return Pooling(" and ".join(chosen))
+        modes: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        chosen = [key.removeprefix(_MODE) for key, value in modes.items() if key.startswith(_MODE) and value is True]
+        plain = sorted(name.removesuffix("_tokens").removesuffix("_token") for name in chosen)
+        return Pooling(modes.get("pooling_mode") or " and ".join(plain))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError) as error:
         raise EmbeddingUnsupported(f"the pooling that {POOLING_FILE} asks for is not supported: {error}") from error
-
-
-def _chosen(modes: dict[str, Any]) -> list[str]:
-    if "pooling_mode" in modes:
-        return [str(modes["pooling_mode"])]
-    names = [key.removeprefix(_MODE) for key, value in modes.items() if key.startswith(_MODE) and value is True]
-    return sorted(name.removesuffix("_tokens").removesuffix("_token") for name in names)
 
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"

@@ -96,10 +96,9 @@ def read_header(file: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty without a readable one."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return require_json(path, "")
+    except ModelBroken:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def require_json(path: Path, name: str) -> dict[str, Any]:

@@ -45,37 +45,40 @@ class StateImage:
         """Raises Unstorable."""
         self.start = rows.start if rows is not None else 0
         packs = rows.packs if rows is not None else []
-        self._indices = [list(indices) for indices, _ in packs]
-        self._arrays: NamedArrays = []
-        self._tree = [_tree_of(cache, self._arrays) for cache in recurrent.held] if recurrent is not None else None
-        self._packs: NamedArrays = [(f"rows.{number}", array) for number, (_, array) in enumerate(packs)]
-        self._has_rows = rows is not None
-        # numpy has no bfloat16, so another thread reads the bits from a view made here.
-        self._carriers = {name: _carrier(array) for name, array in (*self._packs, *self._arrays)}
-        mx.eval(list(self._carriers.values()))
-        self.num_bytes = sum(array.nbytes for array in self._carriers.values())
+        arrays: NamedArrays = []
+        self._indices = [list(indices) for indices, _ in packs] if rows is not None else None
+        self._tree = [_tree_of(cache, arrays) for cache in recurrent.held] if recurrent is not None else None
+        self._rows = _carried([(f"rows.{number}", array) for number, (_, array) in enumerate(packs)])
+        self._arrays = _carried(arrays)
+        carriers = [carrier for *_, carrier in (*self._rows, *self._arrays)]
+        mx.eval(carriers)
+        self.num_bytes = sum(carrier.nbytes for carrier in carriers)
 
     def bytes_of(self, num_tokens: int) -> int:
         """About a file's size with `num_tokens` rows and all recurrent state."""
-        rows = sum(array.nbytes // array.shape[2] * num_tokens for _, array in self._packs)
-        return rows + sum(array.nbytes for _, array in self._arrays)
+        rows = sum(carrier.nbytes // carrier.shape[2] * num_tokens for *_, carrier in self._rows)
+        return rows + sum(carrier.nbytes for *_, carrier in self._arrays)
 
     def metadata(self) -> dict[str, str]:
         """Metadata that reading the tensors needs."""
-        return {"state": json.dumps({"rows": self._indices if self._has_rows else None, "points": self._tree})}
+        return {"state": json.dumps({"rows": self._indices, "points": self._tree})}
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
         """Rows `[start, stop)`, in token offsets, and all recurrent state."""
-        found = []
-        for name, array in self._packs:
-            rows = _bits(self._carriers[name]).transpose(2, 0, 1, 3)
-            found.append(
-                Tensor(name, _TYPE_NAMES[array.dtype], rows[start - self.start : stop - self.start], BLOCK_TOKENS)
-            )
-        for name, array in self._arrays:
-            whole = _bits(self._carriers[name]).reshape(1, -1)
-            found.append(Tensor(name, _TYPE_NAMES[array.dtype], whole, 1))
-        return found
+        rows = slice(start - self.start, stop - self.start)
+        return [
+            *(
+                Tensor(name, kind, _bits(one).transpose(2, 0, 1, 3)[rows], BLOCK_TOKENS)
+                for name, kind, one in self._rows
+            ),
+            *(Tensor(name, kind, _bits(one).reshape(1, -1), 1) for name, kind, one in self._arrays),
+        ]
+
+
+def _carried(arrays: NamedArrays) -> list[tuple[str, str, mx.array]]:
+    """Names, types, and what another thread can read: numpy has no bfloat16, so its bits are viewed here."""
+    views = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for _, array in arrays]
+    return [(name, _TYPE_NAMES[array.dtype], view) for (name, array), view in zip(arrays, views, strict=True)]
 
 
 LoadedState: TypeAlias = tuple[Segment | None, RecurrentState | None]
@@ -101,10 +104,6 @@ def read_state(file: TensorFile, first: int, start: int, stop: int) -> LoadedSta
 def _bits(array: mx.array) -> NumpyArray:
     buffer: Any = array
     return np.asarray(memoryview(buffer))
-
-
-def _carrier(array: mx.array) -> mx.array:
-    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
 def _array(file: TensorFile, name: str, start: int = 0, stop: int | None = None) -> mx.array:

@@ -33,16 +33,12 @@ _SUFFIX = ".safetensors"
 _TEMPORARY = ".tmp"
 _OURS = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(_SUFFIX)}({re.escape(_TEMPORARY)})?")
 
-_MACHINE_ERRORS = {
-    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_LOCKED),
-    *(sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_READONLY),
-}
-
 
 def _is_damage(error: Exception) -> bool:
     """Whether the index is damaged; otherwise the machine is the cause."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-    return isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError) and code & 0xFF not in _MACHINE_ERRORS
+    # SQLite's general error is a wrong table.
+    code = error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.OperationalError) else sqlite3.SQLITE_ERROR
+    return code == sqlite3.SQLITE_ERROR
 
 
 def _check_owner(files: FileSystem, folder: Path) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import heapq
 import itertools
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -339,37 +338,34 @@ class DiskTree:
 
         Keys are computed again: a changed row is left out, with all that depend on it.
         """
-        waiting: defaultdict[bytes, list[FileRow]] = defaultdict(list)
-        for row in rows:
-            waiting[row.parent_key].append(row)
-        namespaces = {row.file.namespace for row in rows}
+        wanted = {row.parent_key for row in rows}
         cuts = sorted({row.file.parent_offset for row in rows})
-        todo = [(trie, trie.root, hasher_of(trie.namespace)) for trie in map(self._trie, namespaces)]
-        while todo:
-            trie, node, hasher = todo.pop()
-            for row in waiting.pop(hasher.digest(), ()):
-                follows = row.file.namespace == trie.namespace and row.file.parent_offset == node.stop
-                points = _child_offsets(row, hasher, cuts, waiting) if follows else []
-                if points:
-                    self._add(trie, node, row.tokens, row.file)
-                    below = [(trie.extend(node, row.tokens[: stop - row.file.start]), at) for stop, at in points]
-                    todo.extend((trie, place, at) for place, at in below if place is not node)
+        ends: dict[bytes, tuple[DiskTrie, DiskNode, hashlib.blake2b]] = {}
+        for trie in map(self._trie, {row.file.namespace for row in rows}):
+            hasher = hasher_of(trie.namespace)
+            ends[hasher.digest()] = trie, trie.root, hasher
+        for row in sorted(rows, key=lambda row: row.file.parent_offset):
+            if row.parent_key not in ends:
+                continue
+            trie, node, hasher = ends[row.parent_key]
+            prefixes = _prefixes(row, hasher, cuts)
+            follows = row.file.namespace == trie.namespace and row.file.parent_offset == node.stop
+            if follows and prefixes[-1][1].digest() == row.key:
+                self._add(trie, node, row.tokens, row.file)
+                for length, hasher in prefixes:
+                    if (key := hasher.digest()) in wanted:
+                        ends.setdefault(key, (trie, trie.extend(node, row.tokens[:length]), hasher))
 
 
-def _child_offsets(
-    row: FileRow, hasher: "hashlib.blake2b", cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
-) -> list[tuple[int, "hashlib.blake2b"]]:
-    """Where other rows start on a row's tokens, and its end; nothing for a wrong key."""
-    start, stop = row.file.start, row.file.stop
-    if row.file.is_snapshot:
-        return [(start, hasher)] if hasher.digest() == row.key else []
-    found, done = list[tuple[int, "hashlib.blake2b"]](), start
+def _prefixes(row: FileRow, hasher: "hashlib.blake2b", cuts: Sequence[int]) -> "list[tuple[int, hashlib.blake2b]]":
+    """The lengths of a row's tokens up to each cut and its end, with the hasher there."""
+    start, stop = row.file.parent_offset, row.file.stop
+    found, done = list[tuple[int, "hashlib.blake2b"]](), 0
     for cut in [*cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]:
-        hasher = extended(hasher, row.tokens[done - start : cut - start])
-        done = cut
-        if cut == stop or hasher.digest() in waiting:
-            found.append((cut, hasher))
-    return found if hasher.digest() == row.key else []
+        hasher = extended(hasher, row.tokens[done : cut - start])
+        done = cut - start
+        found.append((done, hasher))
+    return found
 
 
 def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:

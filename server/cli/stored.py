@@ -151,21 +151,21 @@ def check_files(
     """Prints faults of a model's files; exit status 1 if any. Raises ModelError."""
     place = names.place_of(name)
     folder = names.files_of(place)
-    found = verify(folder)
-    damaged = [one.name for one in found.faults if (folder / one.name).exists()]
+    found, num_files, num_compared = verify(folder)
+    damaged = [one.name for one in found if (folder / one.name).exists()]
     removed = damaged if removes_damaged and place.kind == "repository" else []
     for file in removed:
         (folder / file).resolve().unlink()
-    faults = [{"file": one.name, "fault": one.fault} for one in found.faults]
-    counts = {"name": name, "files": found.num_files, "compared": found.num_compared}
-    rest = found.num_files - found.num_compared
+    faults = [{"file": one.name, "fault": one.fault} for one in found]
+    counts = {"name": name, "files": num_files, "compared": num_compared}
+    rest = num_files - num_compared
     unknown = f"; of {rest} no hash is known" if rest else ""
-    whole = f"{name} is whole: {found.num_compared} files have the hub's hash{unknown}."
-    text = "\n".join(f"{one.name}: {one.fault}" for one in found.faults) or whole
+    whole = f"{name} is whole: {num_compared} files have the hub's hash{unknown}."
+    text = "\n".join(f"{one.name}: {one.fault}" for one in found) or whole
     tell({**counts, "faults": faults, "removed": removed}, text, as_json)
-    if found.faults and not as_json:
+    if found and not as_json:
         typer.echo(f"mlx-serve: {_advice(name, place, are_removed=bool(removed))}", err=True)
-    raise typer.Exit(1 if found.faults else 0)
+    raise typer.Exit(1 if found else 0)
 
 
 def _advice(name: str, place: WeightsPlace, *, are_removed: bool) -> str:
