@@ -140,7 +140,8 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
     with _explained(repository):
         download = _plan(repository)
         _require_weights(download)
-        _require_memory(download, name, max_weights_bytes)
+        if max_weights_bytes is not None:
+            _require_memory(download, name, max_weights_bytes)
         _fetch_weights(download, name, tell)
         folder = snapshot_download(
             repository.repository,
@@ -236,33 +237,25 @@ def _require_weights(download: _Download) -> None:
         )
 
 
-def _require_memory(download: _Download, name: str, limit_bytes: int | None) -> None:
+def _require_memory(download: _Download, name: str, limit_bytes: int) -> None:
     weights_bytes = sum(file.num_bytes for file in download.files if file.name.endswith(".safetensors"))
-    if limit_bytes is None or weights_bytes <= limit_bytes:
-        return
-    needed, limit = size_text(weights_bytes), size_text(max(limit_bytes, 0))
-    raise PullFailed(
-        f"{download.repository} takes {needed} of memory, and this machine has {limit} for weights"
-        f"{_alternative(name, limit_bytes)}"
-    )
-
-
-def _alternative(name: str, limit_bytes: int) -> str:
-    smaller = suggest_smaller(name, limit_bytes)
-    return "" if smaller is None else f"; {smaller} would fit"
+    problem = "{} takes {} of memory, and this machine has {} for weights"
+    _require(problem, download, name, weights_bytes, limit_bytes)
 
 
 def _require_space(download: _Download, name: str) -> None:
     needed_bytes = download.num_bytes - sum(map(download.bytes_here, download.files))
-    place = cache_folder()
-    while not place.exists():
-        place = place.parent
-    free_bytes = shutil.disk_usage(place).free
-    if needed_bytes > free_bytes:
-        needed, free = size_text(needed_bytes), size_text(free_bytes)
-        raise PullFailed(
-            f"{download.repository} needs {needed} more, and {place} has {free} left{_alternative(name, free_bytes)}"
-        )
+    place = next(one for one in (cache_folder(), *cache_folder().parents) if one.exists())
+    problem = f"{{}} needs {{}} more, and {place} has {{}} left"
+    _require(problem, download, name, needed_bytes, shutil.disk_usage(place).free)
+
+
+def _require(problem: str, download: _Download, name: str, needed_bytes: int, limit_bytes: int) -> None:
+    if needed_bytes > limit_bytes:
+        smaller = suggest_smaller(name, limit_bytes)
+        hint = "" if smaller is None else f"; {smaller} would fit"
+        sizes = size_text(needed_bytes), size_text(max(limit_bytes, 0))
+        raise PullFailed(problem.format(download.repository, *sizes) + hint)
 
 
 def _fetch_weights(download: _Download, name: str, tell: TellPull) -> None:

@@ -39,7 +39,7 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
     digits = fingerprint[:FINGERPRINT_DIGITS]
     wanted = parent / f"{_file_name(model)}-{digits}"
     with contextlib.suppress(OSError):
-        found = next((path for path in _folders(parent) if path.name.endswith(digits)), wanted)
+        found = next((path for path, _, held in _folders(parent) if held == digits), wanted)
         return found.rename(wanted) if found.name == digits else found
     return wanted
 
@@ -48,14 +48,13 @@ def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
     """Folders of models with the same name but other files, by folder name."""
     name, digits = _file_name(model), fingerprint[:FINGERPRINT_DIGITS]
     with contextlib.suppress(OSError):
-        matches = [(path, _FOLDER.fullmatch(path.name)) for path in sorted(_folders(parent))]
-        return [path for path, match in matches if match and match["name"] == name and match["fingerprint"] != digits]
+        return [path for path, held_name, held in _folders(parent) if held_name == name and held != digits]
     return []
 
 
 def find_all(parent: Path) -> list[ModelFolder]:
     """The models' folders by name. Raises OSError."""
-    return [_describe(path) for path in sorted(_folders(parent))] if parent.exists() else []
+    return [_describe(path, name) for path, name, _ in _folders(parent)] if parent.exists() else []
 
 
 def remove(folder: ModelFolder) -> bool:
@@ -74,17 +73,19 @@ def remove(folder: ModelFolder) -> bool:
     return True
 
 
-def _folders(parent: Path) -> Iterator[Path]:
-    return (path for path in parent.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir())
+def _folders(parent: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yields folders by name, each with its model's name and fingerprint."""
+    for path in sorted(parent.iterdir()):
+        match = _FOLDER.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            yield path, match["name"] or "", match["fingerprint"]
 
 
-def _describe(path: Path) -> ModelFolder:
-    match = _FOLDER.fullmatch(path.name)
-    assert match is not None
+def _describe(path: Path, model: str) -> ModelFolder:
     written = [file for file in path.iterdir() if _OURS.fullmatch(file.name) and file.name not in (LOCK, "secret")]
     stats = [file.stat() for file in written if file.is_file()]
     num_bytes, last_used = sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=0.0)
-    return ModelFolder(path, match["name"] or "", num_bytes, last_used, is_in_use(path))
+    return ModelFolder(path, model, num_bytes, last_used, is_in_use(path))
 
 
 def is_in_use(path: Path) -> bool:
