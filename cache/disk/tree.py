@@ -231,13 +231,7 @@ class DiskTree:
 
     def files(self, namespace: str | None = None) -> list[StoredFile]:
         """All files, or one namespace's."""
-        return list(dict.fromkeys(file for node in self.nodes(namespace) for file in node.files))
-
-    def nodes(self, namespace: str | None = None) -> Iterator[DiskNode]:
-        """All nodes, or one namespace's, parents first."""
-        for name, trie in self._tries.items():
-            if namespace in (None, name):
-                yield from trie.nodes()
+        return [file for file in self._ends if namespace in (None, file.namespace)]
 
     def check(self) -> None:
         """Asserts the module's invariants."""
@@ -246,7 +240,7 @@ class DiskTree:
             held_bytes = sum(file.num_bytes for file in self.files(trie.namespace))
             assert held_bytes == trie.num_bytes, f"{held_bytes} bytes on disk, {trie.num_bytes} counted"
         assert self.num_bytes == sum(trie.num_bytes for trie in self._tries.values())
-        files = set(self.files())
+        files = {file for trie in self._tries.values() for node in trie.nodes() for file in node.files}
         assert files == set(self._ends) == self._order.files(), "a file is missing from tree, ends or LRU order"
         for file in files:
             assert any(file in node.files for node in self._nodes_of(file)), f"{file} is not on its nodes"

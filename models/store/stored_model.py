@@ -108,8 +108,6 @@ class StoredModel:
     modified: datetime
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     license: str = ""
-    adapters: tuple[str, ...] = ()
-    """Folders of LoRA adapters; none can be set yet."""
 
     @property
     def short_name(self) -> str:

@@ -89,31 +89,26 @@ LONGEST_SECONDS = 1e9
 """A longer time means for ever."""
 
 _UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
-_PART = r"(\d+(?:\.\d+)?)(ms|s|m|h|d)"
+_NUMBER, _UNIT = r"\d+(?:\.\d+)?", "ms|s|m|h|d"
 
 
 def parse_keep_alive(value: str | float) -> float:
     """Seconds from `30m`, `1h30m` or `90`; below 0, and `forever`, is forever. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
-        raise ValueError(_advice(value))
-    if isinstance(value, str):
-        value = _parse_text(value.strip().lower())
-    return FOREVER if value < 0 or value > LONGEST_SECONDS else float(value)
+    seconds = _seconds(value.strip().lower()) if isinstance(value, str) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds != seconds:
+        advice = "write it like 30m, 1h30m, 90 (seconds), or -1 for ever"
+        raise ValueError(f"{str(value)[:60]!r} is no duration; {advice}")
+    return FOREVER if seconds < 0 or seconds > LONGEST_SECONDS else float(seconds)
 
 
-def _parse_text(text: str) -> float:
+def _seconds(text: str) -> float | None:
     if text in ("forever", "none"):
         return -1.0
-    if re.fullmatch(r"-?\d+(?:\.\d+)?", text, re.ASCII):
-        return float(text)
-    sign, digits = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
-    if not re.fullmatch(rf"(?:{_PART})+", digits, re.ASCII):
-        raise ValueError(_advice(text))
-    return sign * sum(float(number) * _UNIT_SECONDS[unit] for number, unit in re.findall(_PART, digits, re.ASCII))
-
-
-def _advice(value: object) -> str:
-    return f"{str(value)[:60]!r} is no duration; write it like 30m, 1h30m, 90 (seconds), or -1 for ever"
+    if not re.fullmatch(rf"-?(?:{_NUMBER}|(?:{_NUMBER}(?:{_UNIT}))+)", text, re.ASCII):
+        return None
+    parts = re.findall(rf"({_NUMBER})({_UNIT})?", text, re.ASCII)
+    seconds = sum(float(number) * _UNIT_SECONDS[unit or "s"] for number, unit in parts)
+    return -seconds if text.startswith("-") else seconds
 
 
 # ---------------------------------------------------------------------------------------- what the pool reports

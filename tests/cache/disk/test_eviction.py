@@ -54,7 +54,7 @@ def _needs(tree: DiskTree) -> dict[StoredFile, StoredFile | None]:
     """Returns for each file the one that holds the tokens right before it, as far as there is one."""
     needs: dict[StoredFile, StoredFile | None] = {}
     last: dict[DiskNode | None, StoredFile | None] = {}
-    for node in tree.nodes():
+    for node in (node for trie in tree._tries.values() for node in trie.nodes()):
         span, snapshot = node.span, node.snapshot
         above = last.get(node.parent)
         for part in span.parts:
