@@ -232,7 +232,8 @@ def _find_download(repository: RepositoryName) -> WeightsPlace | None:
     home = cache_folder() / _home_name(name)
     ref = home / "refs" / repository.revision
     commit = ref.read_text().strip() if ref.is_file() else repository.revision
-    return WeightsPlace("repository", name, commit) if (home / "snapshots" / commit).is_dir() else None
+    is_here = "/" not in commit and (home / "snapshots" / commit).is_dir()
+    return WeightsPlace("repository", name, commit) if is_here else None
 
 
 def settle(name: str) -> str:
@@ -297,12 +298,12 @@ def folder_of(place: WeightsPlace) -> Path:
 def _has_small_files(place: WeightsPlace) -> bool:
     """Whether all files that the hub listed are there: tokenizers have many names."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import IncompleteSnapshotError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns: dict[str, Any] = {"allow_patterns": FILE_PATTERNS, "ignore_patterns": IGNORED_PATTERNS}
     try:
         snapshot_download(place.name, revision=place.commit, local_files_only=True, **patterns)
-    except IncompleteSnapshotError:
+    except LocalEntryNotFoundError:  # also where files are missing
         return False
     return True
 

@@ -135,8 +135,10 @@ def test_a_repository_in_other_letters_is_the_same_model(hub_cache: Path) -> Non
 
 def test_another_revision_than_the_cached_one_is_not_served_in_its_place(hub_cache: Path) -> None:
     write_download(hub_cache, "org/model")
-    with pytest.raises(ModelNotFound, match="org/model@v2 is not on this machine"):
-        resolve("org/model@v2")
+    write_model(hub_cache / "models--org--model" / "snapshots" / COMMIT / "inside")
+    for revision in ("v2", f"{COMMIT}/inside"):
+        with pytest.raises(ModelNotFound, match=f"org/model@{revision} is not on this machine"):
+            resolve(f"org/model@{revision}")
 
 
 def test_an_interrupted_download_is_not_taken_for_a_model(hub_cache: Path) -> None:
