@@ -40,7 +40,7 @@ from models.output.detokenizer import Detokenizer, markers
 from models.output.pieces import ReasoningFormat, find_reasoning_format
 from models.output.tool_calls import ToolFormat
 from models.output.tool_formats import HARMONY_REASONING, HarmonyFormat, ToolSyntax, find_tool_syntax, markers_of
-from models.precision import Precision, choose_precision, convert, measure, parameters_of
+from models.precision import Precision, choose_precision, convert, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -398,9 +398,7 @@ def _read_model(
         checksum(parameters_of(model)),
         f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
     ]
-    precision = Precision.STORED
-    if max_float32_bytes is not None:
-        precision = choose_precision(measure(model), max_float32_bytes)
+    precision = choose_precision(model, max_float32_bytes)
     convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
     if precision is not Precision.STORED:
         parts.append(precision)
@@ -423,8 +421,8 @@ def _load_mtp(path: Path, name: str, model: Module, max_float32_bytes: int | Non
     except ModelBroken as error:
         logger.warning("%s; it is left out", error)
         return None
-    if module is not None and max_float32_bytes is not None:
-        convert(module, choose_precision(measure(module), max_float32_bytes))
+    if module is not None:
+        convert(module, choose_precision(module, max_float32_bytes))
     mx.eval(module)
     return module
 

@@ -10,7 +10,6 @@ bits, two x86-64 cores, a fast BLAS:
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
@@ -35,32 +34,22 @@ class Precision(StrEnum):
     FLOAT32 = "float32"
 
 
-@dataclass(frozen=True)
-class WeightSizes:
-    """One model's bytes in each precision."""
-
-    stored: int
-    as_float32: int
-    is_quantized: bool
-
-
-def choose_precision(sizes: WeightSizes, limit_bytes: int) -> Precision:
-    """The fastest on a CPU, float32 only within `limit_bytes`."""
-    if sizes.stored == sizes.as_float32:
+def choose_precision(model: Module, limit_bytes: int | None) -> Precision:
+    """The fastest on a CPU, float32 only within `limit_bytes`; as stored without a limit, on a GPU."""
+    needed_bytes, stored_bytes = float32_bytes(model), sum(array.nbytes for _, array in parameters_of(model))
+    if limit_bytes is None or needed_bytes == stored_bytes:
         return Precision.STORED
-    if sizes.as_float32 <= limit_bytes:
+    if needed_bytes <= limit_bytes:
         return Precision.FLOAT32
-    return Precision.FLOAT32_SCALES if sizes.is_quantized else Precision.STORED
+    return Precision.FLOAT32_SCALES if any(_packed(model)) else Precision.STORED
 
 
-def measure(model: Module) -> WeightSizes:
-    """Bytes of the weights; evaluates nothing."""
-    arrays = [array for _, array in parameters_of(model)]
+def float32_bytes(model: Module) -> int:
+    """Bytes of the weights in float32; evaluates nothing."""
     packed = [module for _, module in _packed(model)]
-    stored = sum(array.nbytes for array in arrays)
-    all_float32 = sum(_float32_bytes(array) for array in arrays)
     packs = sum(_float32_bytes(module[name]) for module in packed for name in _PACK if module.get(name) is not None)
-    return WeightSizes(stored, all_float32 - packs + sum(4 * _num_weights(m) for m in packed), bool(packed))
+    plain = sum(_float32_bytes(array) for _, array in parameters_of(model)) - packs
+    return plain + sum(4 * _num_weights(module) for module in packed)
 
 
 def convert(model: Module, precision: Precision, tell: TellConverted = lambda done, total: None) -> None:

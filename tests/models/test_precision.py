@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from models.fast_blas import LIBRARIES, load_fast_blas
 from models.loader import load
-from models.precision import Precision, WeightSizes, choose_precision, convert, measure, seconds_per_token
+from models.precision import Precision, choose_precision, convert, float32_bytes, seconds_per_token
 from tests.support.tiny_models import write
 
 TOKENS = mx.array([[5, 9, 200, 31, 7, 7, 90]])
@@ -40,13 +40,12 @@ def test_float32_weights_take_what_was_foretold_and_say_the_same(
     architecture: str, bits: int, tmp_path: Path
 ) -> None:
     model = packed_model(tmp_path / "tiny", architecture, bits)
-    sizes = measure(model)
-    assert sizes.is_quantized and sizes.stored == held_bytes(model)
+    foretold = float32_bytes(model)
     convert(model, Precision.FLOAT32_SCALES)
     assert {array.dtype for array in arrays_of(model)} == {mx.float32, mx.uint32}
     expected = np.array(model(TOKENS))
     convert(model, Precision.FLOAT32)
-    assert held_bytes(model) == sizes.as_float32
+    assert held_bytes(model) == foretold
     assert {array.dtype for array in arrays_of(model)} == {mx.float32}
     np.testing.assert_allclose(np.array(model(TOKENS)), expected, rtol=1e-3, atol=1e-3)
 
@@ -54,23 +53,24 @@ def test_float32_weights_take_what_was_foretold_and_say_the_same(
 def test_plain_half_precision_becomes_float32(tmp_path: Path) -> None:
     model: Any = load(write("qwen3", tmp_path / "tiny"), "tiny").model
     model.update(tree_map(lambda array: array.astype(mx.float16), model.parameters()))
-    sizes = measure(model)
-    assert (sizes.as_float32, sizes.is_quantized) == (2 * sizes.stored, False)
+    foretold = float32_bytes(model)
+    assert foretold == 2 * held_bytes(model)
     convert(model, Precision.FLOAT32)
-    assert held_bytes(model) == sizes.as_float32
+    assert held_bytes(model) == foretold
 
 
-@pytest.mark.parametrize(
-    ("limit_bytes", "chosen"),
-    [(80, Precision.FLOAT32), (79, Precision.FLOAT32_SCALES), (0, Precision.FLOAT32_SCALES)],
-)
-def test_the_fastest_that_fits_is_chosen(limit_bytes: int, chosen: Precision) -> None:
-    assert choose_precision(WeightSizes(10, 80, True), limit_bytes) is chosen
+def test_the_fastest_that_fits_is_chosen(tmp_path: Path) -> None:
+    model = packed_model(tmp_path / "tiny")
+    fits = float32_bytes(model)
+    chosen = [choose_precision(model, limit_bytes) for limit_bytes in (fits, fits - 1, 0)]
+    assert chosen == [Precision.FLOAT32, Precision.FLOAT32_SCALES, Precision.FLOAT32_SCALES]
 
 
-def test_what_is_float32_already_or_could_only_grow_in_vain_stays() -> None:
-    assert choose_precision(WeightSizes(80, 80, False), 10**9) is Precision.STORED
-    assert choose_precision(WeightSizes(40, 80, False), 79) is Precision.STORED
+def test_what_is_float32_already_or_could_only_grow_in_vain_stays(tmp_path: Path) -> None:
+    model: Any = load(write("qwen3", tmp_path / "tiny"), "tiny").model
+    assert choose_precision(model, 10**9) is Precision.STORED
+    model.update(tree_map(lambda array: array.astype(mx.float16), model.parameters()))
+    assert choose_precision(model, float32_bytes(model) - 1) is Precision.STORED
 
 
 def test_loading_converts_within_the_limit_and_keeps_other_state_apart(tmp_path: Path) -> None:
