@@ -35,7 +35,6 @@ from server.diagnosis.account import (
 from server.diagnosis.causes import Cause, Reuse
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, plain_prompt, prompt_of
 from server.engine.commands import pin_turn
-from server.engine.messages import Generation
 from server.engine.request import (
     Delta,
     EngineError,
@@ -120,21 +119,20 @@ class Exchange(ABC):
         return []
 
 
-class Run:
+class Run(OpenRequest):
     """One engine request of an answer, followed to its last event, and compared with its conversation's last turn."""
 
-    def __init__(self, context: ApiContext, exchange: Exchange, generation: Generation, opened: OpenRequest) -> None:
-        self.exchange = exchange
-        self.open = opened
-        self.name: Name | None = None
-        """None before the request holds a slot, or without a name."""
-        self.previous_id: str | None = None
+    def __init__(self, answer: "Answer", exchange: Exchange, before: "Run | None" = None) -> None:
+        """Submits the request; `before` is the choice before. Raises QueueFull, EngineStopped."""
+        repeats = before is not None and exchange.prompt is before.exchange.prompt
+        super().__init__(exchange.request, exchange.model.id, answer.arrival, before is None, repeats)
+        self.exchange: Exchange = exchange
         self.token_ids: list[int] = []
         self.finished: Finished | None = None
         """None unless the run ended well."""
-        self._context = context
-        self._conversations = context.conversations if opened.is_first else Conversations()
-        self._generation = generation
+        self._context = answer.context
+        self._conversations = answer.context.conversations if self.is_first else Conversations()
+        self._generation = answer.engine.submit(exchange.request)
         self._texts: list[str] = []
         self._is_kept = False
 
@@ -145,7 +143,7 @@ class Run:
             if isinstance(event, Started):
                 event = await self._explained(event)
             if isinstance(event, Finished):
-                event = replace(event, started=self.open.started, token_ids=tuple(self.token_ids))
+                event = replace(event, started=self.started, token_ids=tuple(self.token_ids))
             self._observe(event)
             match event:
                 case Started():
@@ -169,25 +167,24 @@ class Run:
 
     def give_up(self) -> None:
         """Cancels a running request, and keeps the turn of a broken answer."""
-        if self.open.outcome is None:
+        if self.outcome is None:
             self._generation.cancel()
-        if self.open.started is not None and self.open.error is None:
+        if self.started is not None and self.error is None:
             self._keep_turn(None)
 
     def withdraw(self) -> None:
         """Cancels the request without a trace, since another choice was refused."""
-        self._context.activity.forget(self.open)
+        self._context.activity.forget(self)
         self._generation.cancel()
 
     async def _explained(self, started: Started) -> Started:
         """The event with reasons for misses; the engine's reason stays."""
-        request = self.exchange.request
+        request = self.request
         if request.is_prefix_only:
             self.name = Name(request.namespace, request.session_id) if request.session_id is not None else None
             return started
         rendered = Rendered(self.exchange.asked, request.tokens, request.outline)
         self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
-        self.open.session_id = self.name.id
         self.previous_id = previous.request_id if previous is not None else None
         if started.reuse.misses:
             return started
@@ -211,26 +208,28 @@ class Run:
         return with_missing_bytes(reuse, int(needed) - cache.budget_bytes)
 
     def _observe(self, event: Event) -> None:
-        had_text = self.open.first_text_at is not None
-        self.open.observe(event)
+        had_text = self.first_text_at is not None
+        self.observe(event)
         match event:
-            case Started() | Progress():
-                self._context.activity.note(self.open, event)
             case Delta(text, token_ids):
                 self._texts.append(text)
                 self.token_ids.extend(token_ids)
                 if not had_text:
-                    self._context.activity.note(self.open, event)
-            case Finished(FinishReason.STOP, stop_text=None):
-                self._remember_reply()
+                    self._context.activity.note(self, event)
+            case Started() | Progress():
+                self._context.activity.note(self, event)
+            case Finished(FinishReason.STOP, stop_text=None) if self.exchange.conversation is not None:
+                # Only of a whole reply: one that was cut off may end within a token.
+                renderer = self.exchange.model.renderer
+                renderer.remember_reply(self.exchange.prompt, "".join(self._texts), self.token_ids)
 
     def _keep_turn(self, finished: Finished | None) -> None:
         """Keeps the turn, once; None: the answer broke off."""
-        request = self.exchange.request
+        request = self.request
         if self._is_kept or self.name is None or request.is_prefix_only or not request.cache_prompt:
             return
         self._is_kept = True
-        num_evaluated = self.open.cached_tokens + self.open.evaluated_tokens
+        num_evaluated = self.cached_tokens + self.evaluated_tokens
         tokens = request.tokens[:num_evaluated]
         if num_evaluated == len(request.tokens):
             # The last token of a cut-off answer is not evaluated.
@@ -250,12 +249,6 @@ class Run:
         messages = self.exchange.reply_messages()
         return part_of(messages[0]) if messages else Part(PLAIN, "".join(self._texts))
 
-    def _remember_reply(self) -> None:
-        """Remembers a whole reply's tokens: a reply that was cut off may end within a token."""
-        if self.exchange.conversation is not None:
-            renderer = self.exchange.model.renderer
-            renderer.remember_reply(self.exchange.prompt, "".join(self._texts), self.token_ids)
-
 
 class Answer:
     """The runs of all choices, or of an only choice's parts."""
@@ -266,8 +259,8 @@ class Answer:
         self.runs: list[Run] = []
         self.is_refused = False
         """The client gets an error only. Set before `close`."""
-        self._engine = context.running_engine(exchange.model)
-        self._arrival = arrival
+        self.engine = context.running_engine(exchange.model)
+        self.arrival = arrival
         self._num_choices = len(exchange.choices)
         self._num_recorded = 0
         try:
@@ -279,28 +272,16 @@ class Answer:
             raise
 
     def _submit(self, exchange: Exchange) -> None:
-        is_further = 0 < len(self.runs) < self._num_choices
-        generation = self._engine.submit(exchange.request)
-        opened = OpenRequest(
-            exchange.request,
-            exchange.model.id,
-            self._arrival,
-            is_first=not is_further,
-            repeats_prompt=is_further and exchange.prompt is self.runs[-1].exchange.prompt,
-            session_id=exchange.request.session_id,
-        )
-        self.runs.append(Run(self.context, exchange, generation, opened))
-        self.context.activity.note(opened)
+        self.runs.append(Run(self, exchange, self.runs[-1] if 0 < len(self.runs) < self._num_choices else None))
+        self.context.activity.note(self.runs[-1])
 
     async def events(self) -> AsyncIterator[OutputEvent]:
         """Yields an only choice's events; raises its error."""
-        number = 0
-        while number < len(self.runs):
-            async for event in self.runs[number].events():
+        for run in self.runs:  # to which `go_on` adds
+            async for event in run.events():
                 if isinstance(event, Finished):
                     self._note_end()
                 yield event
-            number += 1
 
     async def read(self) -> tuple[list[OutputEvent], Finished]:
         """An only choice's events, the last apart; raises its error."""
@@ -320,7 +301,7 @@ class Answer:
         errors: dict[int, Exception] = {}
         async for index, either in _merged(self.runs):
             if isinstance(either, Failed):
-                logger.warning("%s: choice %d failed: %s", self.runs[0].open.request.request_id, index, either.error)
+                logger.warning("%s: choice %d failed: %s", self.runs[0].request.request_id, index, either.error)
                 errors[index] = either.error
             if isinstance(either, Failed | Finished):
                 self._note_end()
@@ -343,7 +324,7 @@ class Answer:
         well = [run.finished for run in self.runs if run.finished is not None]
         if self._num_choices == 1:
             return well[-1]
-        counts = counts_of([run.open for run in self.runs])
+        counts = counts_of(self.runs)
         spent = [end.timings for end in well]
         timings = replace(
             spent[0],
@@ -366,16 +347,16 @@ class Answer:
 
     @property
     def has_started(self) -> bool:
-        return any(run.open.started is not None for run in self.runs)
+        return any(run.started is not None for run in self.runs)
 
     @property
     def progress(self) -> str:
-        return self._lead.open.progress
+        return self._lead.progress
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompts and output so far; a shared prompt counts once."""
-        counts = counts_of([run.open for run in self.runs])
+        counts = counts_of(self.runs)
         return counts.prompt_tokens + sum(len(run.token_ids) for run in self.runs)
 
     @property
@@ -383,7 +364,7 @@ class Answer:
         return self.runs[0 if self._num_choices > 1 else -1]
 
     def _note_end(self) -> None:
-        latest = [run.open for run in self.runs[self._num_recorded :]]
+        latest = self.runs[self._num_recorded :]
         if all(one.outcome is not None for one in latest) and any(one.has_ended for one in latest):
             self._record()
 
@@ -396,31 +377,21 @@ class Answer:
             self._prepare_next_turn()
         finally:
             for run in self.runs:
-                self.context.activity.forget(run.open)
+                self.context.activity.forget(run)
 
     def _record(self) -> None:
-        runs = self.runs[self._num_recorded :]
+        runs = tuple(self.runs[self._num_recorded :])
         self._num_recorded = len(self.runs)
         if not runs:
             return
-        first, name = runs[0].open, runs[0].name
-        pace, saved_seconds, number = self.context.activity.pace, 0.0, None
+        first, pace, number = runs[0], self.context.activity.pace, None
         if first.timings is not None:
             pace.note(first.model_id, first.timings)
-        if first.started is not None:
-            cached = counts_of([run.open for run in runs]).cached_tokens
-            saved_seconds = pace.seconds(first.model_id, cached) or 0.0
-            if name is not None:
-                session = self.context.sessions.find(name.namespace, name.id)
-                number = 1 if session is None else session.num_turns + 1
-        record = RequestRecord(
-            tuple(run.open for run in runs),
-            name=name,
-            previous_id=runs[0].previous_id,
-            turn_number=number,
-            saved_seconds=saved_seconds,
-            is_refused=self.is_refused,
-        )
+        if first.name is not None:
+            session = self.context.sessions.find(first.name.namespace, first.name.id)
+            number = 1 if session is None else session.num_turns + 1
+        saved_seconds = pace.seconds(first.model_id, counts_of(runs).cached_tokens) or 0.0
+        record = RequestRecord(runs, number, saved_seconds, self.is_refused)
         for tell in self.context.subscribers:
             tell(record)
 
@@ -428,11 +399,11 @@ class Answer:
         """Evaluates the turn ahead; holds the state of an answer that calls tools until they have answered."""
         run, exchange = self._lead, self._lead.exchange
         request, reply_ids = exchange.request, tuple(run.token_ids)
-        if run.open.has_ended and exchange.conversation is not None and request.cache_prompt:
-            self.context.in_background(_evaluate_ahead(self._engine, exchange, exchange.conversation, reply_ids))
-        if run.open.outcome == FinishReason.STOP and exchange.parser.made_calls:
+        if run.has_ended and exchange.conversation is not None and request.cache_prompt:
+            self.context.in_background(_evaluate_ahead(self.engine, exchange, exchange.conversation, reply_ids))
+        if run.outcome == FinishReason.STOP and exchange.parser.made_calls:
             label = request.session_id or request.request_id
-            self._engine.execute_later(pin_turn, request.state_namespace, label, request.tokens, reply_ids)
+            self.engine.execute_later(pin_turn, request.state_namespace, label, request.tokens, reply_ids)
 
 
 async def _evaluate_ahead(

@@ -52,7 +52,7 @@ class Arrival:
 
 @dataclass(eq=False)
 class OpenRequest:
-    """One engine request so far; only `observe` changes it."""
+    """One engine request so far."""
 
     request: GenerationRequest
     model_id: str
@@ -60,7 +60,10 @@ class OpenRequest:
     is_first: bool = True
     repeats_prompt: bool = False
     """Whether the previous choice counts the same prompt."""
-    session_id: str | None = None
+    name: Name | None = None
+    """The conversation's; None before the request holds a slot, or without one."""
+    previous_id: str | None = None
+    """The request of the conversation's last turn."""
     received_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     started: Started | None = None
@@ -78,6 +81,10 @@ class OpenRequest:
     _log_due: float = 0.0
     """When a long prompt's next progress entry is, and the number of those before."""
     _num_logged: int = 0
+
+    @property
+    def session_id(self) -> str | None:
+        return self.request.session_id if self.name is None else self.name.id
 
     @property
     def cached_tokens(self) -> int:
@@ -152,7 +159,7 @@ class OpenRequest:
 
 def counts_of(choices: Sequence[OpenRequest]) -> TokenCounts:
     """The tokens so far."""
-    prompts = [one for one in choices if not one.repeats_prompt]
+    prompts = [one for one in choices if one is choices[0] or not one.repeats_prompt]
     return TokenCounts(
         prompt_tokens=sum(len(one.request.tokens) for one in prompts),
         cached_tokens=sum(one.cached_tokens for one in prompts),
@@ -166,9 +173,6 @@ class RequestRecord:
     """A request that has ended in any way. Immutable."""
 
     choices: tuple[OpenRequest, ...]
-    name: Name | None = None
-    """Set if a turn of one was evaluated."""
-    previous_id: str | None = None
     turn_number: int | None = None
     """From 1."""
     saved_seconds: float = 0.0
@@ -212,7 +216,7 @@ class RequestRecord:
         misses = [miss_body(miss) for miss in reuse.misses]
         return TurnRecord(
             id=first.request.request_id,
-            previous=self.previous_id,
+            previous=first.previous_id,
             model=first.model_id,
             ended=self.ended_at,
             finish=first.outcome or "cancelled",

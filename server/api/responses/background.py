@@ -153,7 +153,7 @@ class BackgroundRuns:
 
     def add(self, written: Written, answer: Answer) -> BackgroundRun:
         """A new run, to be made; raises ApiError (429), which refuses the answer."""
-        request = answer.runs[0].open.request
+        request = answer.runs[0].request
         running = [space for (space, _), run in self._runs.items() if not run.has_ended]
         if running.count(request.namespace) >= MAX_RUNNING or len(running) >= MAX_RUNS:
             answer.is_refused = True

@@ -38,7 +38,7 @@ ENDED = Finished(FinishReason.STOP, 50, Timings(30, 20, 400.0, 5, 800.0))
 
 def opened(events: Sequence[Event] = (), **changes: Any) -> OpenRequest:
     """A request that got its slot at 102 s, and its first text at 103 s."""
-    one = OpenRequest(REQUEST, "tiny", ARRIVAL, session_id="s", **changes)
+    one = OpenRequest(REQUEST, "tiny", ARRIVAL, **changes)
     for event in events:
         one.observe(event)
     if one.started is not None:
@@ -52,7 +52,7 @@ def recorded(*choices: OpenRequest, **fields: Any) -> RequestRecord:
     return RequestRecord(choices, ended=105.0, ended_at=2000.0, **fields)
 
 
-WELL = recorded(opened([STARTED, Progress(50, 50), TEXT, ENDED]), name=Name("ours", "s"), turn_number=2)
+WELL = recorded(opened([STARTED, Progress(50, 50), TEXT, ENDED], name=Name("ours", "s")), turn_number=2)
 FAILED = recorded(opened([STARTED, TEXT, Failed(OutOfMemory("no memory"))]))
 LEFT = recorded(opened([STARTED, Progress(44, 50)]))
 QUEUED = recorded(opened())
@@ -114,6 +114,7 @@ def test_an_event_tells_the_figures_of_its_own_choice() -> None:
         8,
     )
     assert (second["lost_tokens"], second["miss"]) == (0, None), "the first choice tells of the turn"
+    assert (second["prompt_tokens"], second["cached_tokens"]) == (50, 30), "each choice tells of its prompt"
     assert (record.counts.prompt_tokens, record.counts.cached_tokens, record.counts.completion_tokens) == (50, 30, 10)
 
 
