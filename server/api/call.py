@@ -23,11 +23,12 @@ from server.api.answer import Answer, Exchange
 from server.api.dialect import ApiContext, Dialect, ModelReady, context_of, dialect_of, namespace_of
 from server.api.embedding import EmbeddingWork
 from server.api.errors import ApiError, Code, explain, stopped
-from server.api.guard import key_name_of, known_key_of
+from server.api.guard import key_name_of
 from server.api.params import Incoming
 from server.api.record import Arrival
 from server.api.sessions import SessionIdError, ascii_text
 from server.api.wire import JsonBody, Payload, check_amount, check_messages, parse_object, read_body
+from server.app.keys import ApiKey
 from server.app.log_events import TextsEmbedded
 from server.pool.names import ModelNotLoaded, ModelSource
 from server.pool.pool import LOADED
@@ -174,7 +175,7 @@ class Call:
             await asyncio.gather(gone, task, return_exceptions=True)
 
     async def _respond(self) -> Response:
-        key = known_key_of(self._http.scope)
+        key: ApiKey | None = self._http.state.key
         if self.is_limited and key is not None:
             usage = self._context.rate_limits.admit(key, self._http.state.answer_headers)
             self._stack.callback(lambda: usage.end(self._charged.num_tokens if self._charged is not None else 0))
@@ -279,7 +280,7 @@ class Call:
         arrival = Arrival(
             endpoint=self._http.url.path,
             received=self._received,
-            key_name=key_name_of(self._http.scope),
+            key_name=key_name_of(self._http),
             trace_parent=self._http.headers.get("traceparent"),
         )
         answer = self._charged = Answer(self._context, arrival, exchange)
@@ -310,7 +311,7 @@ class Call:
             num_texts=len(work.texts),
             prompt_tokens=work.num_tokens,
             total_ms=round(1000 * (time.monotonic() - self._received), 1),
-            key=key_name_of(self._http.scope),
+            key=key_name_of(self._http),
         )
         logger.info(entry)
         return response

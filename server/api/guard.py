@@ -137,16 +137,9 @@ def key_of(request: Request) -> ApiKey | None:
     return context_of(request).keys.find(dialect_of(request).api_key(request.headers))
 
 
-def known_key_of(scope: Scope) -> ApiKey | None:
-    """The key found by `check_key`; None if none is required."""
-    key: ApiKey | None = scope["state"]["key"]
-    return key
-
-
-def key_name_of(scope: Scope) -> str | None:
-    """The name of the key found by `check_key`, if any."""
-    key = known_key_of(scope)
-    return None if key is None else key.name or None
+def key_name_of(request: Request) -> str | None:
+    """The name of the key that the request was let in with, if any."""
+    return request.state.key.name or None if request.state.key is not None else None
 
 
 def namespace_of_query(request: Request) -> str:
@@ -186,14 +179,9 @@ def is_from_this_machine(request: Request) -> bool:
     is_forwarded = any(name in request.headers for name in OF_OTHERS)
     is_own_page = origin is None or is_same_server(origin, host)
     is_near = request.client is not None and request.client.host in LOOPBACK
-    return is_near and _is_own_name(host) and is_own_page and not is_forwarded
-
-
-def _is_own_name(host: str) -> bool:
-    try:
-        return urlsplit(f"//{host}").hostname in OWN_NAMES
-    except ValueError:
-        return False
+    named = _HOST.fullmatch(host)
+    is_own_name = named is not None and named["name"].strip("[]").lower() in OWN_NAMES
+    return is_near and is_own_name and is_own_page and not is_forwarded
 
 
 def visible_namespace(request: Request) -> str:
@@ -220,18 +208,12 @@ def is_of_console(scope: Scope) -> bool:
     return path.startswith(CONSOLE) or (path == "/" and wants_page(scope))
 
 
-def check_key(request: Request) -> None:
-    """Raises ApiError without a key of the server; sets `scope["state"]["key"]`."""
-    request.state.key = key_of(request)
-    if request.state.key is None:
-        raise dialect_of(request).wrong_key()
-
-
 _OF_STRANGERS = frozenset({Code.INVALID_API_KEY, Code.HOST_NOT_ALLOWED, Code.ORIGIN_NOT_ALLOWED})
 
 
 class ErrorBoundary:
-    """Outermost layer. Below it, `scope["state"]` holds `request_id`, `dialect` and `answer_headers`, which may grow.
+    """Outermost layer. Below it, `scope["state"]` holds `request_id`, `dialect`, `key` (None if none is required) and
+    `answer_headers`, which may grow.
 
     All exceptions are caught only here; one after an answer's begin closes the connection.
     """
@@ -256,8 +238,7 @@ class ErrorBoundary:
             await self._app(scope, receive, tracked)
         except Exception as error:  # the border of the process: no exception may pass
             answer = explain(error, request_id)
-            _log_refusal(scope, request_id, answer)
-            _keep_refusal(scope, request_id, answer)
+            _note_refusal(Request(scope), answer)
             if tracked.has_started:
                 raise
             await dialect.error_response(answer)(scope, receive, tracked)
@@ -268,29 +249,24 @@ class ErrorBoundary:
         check_web_access(config, request.method, request.headers, takes_any_type=takes_any_type)
         is_open = request.scope["path"] in OPEN_PATHS or (config.console and is_of_console(request.scope))
         if config.needs_key and not is_open:
-            check_key(request)
+            request.state.key = key_of(request)
+            if request.state.key is None:
+                raise dialect_of(request).wrong_key()
 
 
-def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
-    level = logging.WARNING if error.status >= 500 else logging.INFO
+def _note_refusal(request: Request, error: ApiError) -> None:
+    """Logs a refusal; keeps it for its namespace if the request has a body, unless a stranger sent it."""
+    state, path, code = request.state, request.scope["path"], error.code.value
     # A template's message may quote the conversation, which only the client may see.
-    message = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message
-    reason = cut(message, MAX_REASON_LENGTH)
-    refused = RequestRefused(
-        request_id, scope["method"], scope["path"], error.status, error.code.value, reason, key_name_of(scope)
-    )
-    logger.log(level, refused)
-
-
-def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
-    if scope["method"] != "POST" or error.code in _OF_STRANGERS:
-        return
-    request = Request(scope)
-    namespace, session_id = getattr(request.state, "asked_as", None) or (namespace_of(request, None), None)
-    path, reason = cut(scope["path"], MAX_PATH_LENGTH), cut(error.message, MAX_REASON_LENGTH)
-    param = error.param and cut(error.param, MAX_PATH_LENGTH)
-    told = (path, error.status, error.code.value, param, reason)
-    context_of(request).refusals.record(Refusal(request_id, namespace, session_id, time.time(), *told))
+    loggable = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message
+    reason = cut(loggable, MAX_REASON_LENGTH)
+    told = (request.method, path, error.status, code, reason, key_name_of(request))
+    logger.log(logging.WARNING if error.status >= 500 else logging.INFO, RequestRefused(state.request_id, *told))
+    if request.method == "POST" and error.code not in _OF_STRANGERS:
+        namespace, session_id = getattr(state, "asked_as", None) or (namespace_of(request, None), None)
+        param, message = error.param and cut(error.param, MAX_PATH_LENGTH), cut(error.message, MAX_REASON_LENGTH)
+        kept = (time.time(), cut(path, MAX_PATH_LENGTH), error.status, code, param, message)
+        context_of(request).refusals.record(Refusal(state.request_id, namespace, session_id, *kept))
 
 
 class _TrackedSend:
