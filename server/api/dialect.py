@@ -254,10 +254,6 @@ class ApiContext:
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 
-    def find_model(self, name: str | None) -> ServedModel:
-        """The loaded model, without a name the default. Any thread; raises PoolError."""
-        return self.pool.find(name)
-
     def running_engine(self, model: ServedModel) -> EnginePort:
         """A model's engine; raises ApiError (503) if it accepts no requests."""
         engine = self.pool.engines.get(model.base_id)

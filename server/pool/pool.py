@@ -130,7 +130,7 @@ class ModelPool(Loader):
         return sources[0]
 
     def find(self, name: str | None) -> ServedModel:
-        """A loaded model. For any thread; raises as `source_of`, and ModelNotLoaded."""
+        """A loaded model, without a name the default. For any thread; raises as `source_of`, and ModelNotLoaded."""
         source, own = self.source_of(name), LOADED.get()
         member = self.find_loaded(source.id)
         if member is None and own is not None and own.source.id == source.id:

@@ -233,7 +233,7 @@ async def unpin_session(request: Request) -> Response:
 def _asked(request: Request) -> tuple[ServedModel, EnginePort, str]:
     """Model, engine, and the name of the namespace's states there."""
     context = context_of(request)
-    model = context.find_model(request.query_params.get("model"))
+    model = context.pool.find(request.query_params.get("model"))
     return model, context.pool.engines[model.base_id], model.state_namespace(visible_namespace(request))
 
 
@@ -303,7 +303,7 @@ def prime_cache(context: ApiContext, incoming: Incoming) -> Exchange:
     rules = IN_CHAT_PRIME if is_chat else IN_TEXT_PRIME
     kind: type[ChatBody | CompletionBody] = ChatBody if is_chat else CompletionBody
     body = parse_body(kind, dict(incoming.fields), rules)
-    model = context.find_model(body.model)
+    model = context.pool.find(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     if isinstance(body, ChatBody):
         prefix = read_conversation(body, incoming, model, context.config, namespace).stable_prefix()

@@ -569,11 +569,11 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
     An unknown name of Anthropic's, which clients send by default, means the model of requests without a name.
     """
     try:
-        return context.find_model(name)
+        return context.pool.find(name)
     except ModelUnknown:
         if name is None or not name.startswith(_OWN_NAMES):
             raise
-        return context.find_model(None)
+        return context.pool.find(None)
 
 
 def read_params(body: MessagesBody, model: ServedModel) -> GenerationParams:

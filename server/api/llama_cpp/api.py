@@ -33,12 +33,7 @@ from server.engine.commands import describe_slots
 from server.engine.request import Delta, Finished, FinishReason, Started
 from server.pool.served import ServedModel, TokenReader
 
-ERROR_TYPES: Final[Mapping[int, str]] = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    503: "unavailable_error",
-}
+ERRORS: Final[Mapping[int, str]] = {401: "authentication", 403: "permission", 404: "not_found", 503: "unavailable"}
 
 
 class LlamaCppError(TypedDict):
@@ -63,9 +58,8 @@ class LlamaCppDialect(Dialect):
 
     def error_body(self, error: ApiError) -> LlamaCppErrorBody:
         """An object whose `code` is the status."""
-        other = "server_error" if error.status >= 500 else "invalid_request_error"
-        kind = ERROR_TYPES.get(error.status, other)
-        return {"error": {"code": error.status, "message": error.message, "type": kind}}
+        kind = ERRORS.get(error.status, "server" if error.status >= 500 else "invalid_request")
+        return {"error": {"code": error.status, "message": error.message, "type": f"{kind}_error"}}
 
 
 NO_LIMIT: Final = -1
@@ -110,13 +104,6 @@ class GenerationSettings(TypedDict):
     params: DefaultParams
 
 
-class Modalities(TypedDict):
-    """What a prompt may hold beside text."""
-
-    vision: bool
-    audio: bool
-
-
 class PropsBody(TypedDict):
     """The server and its model."""
 
@@ -127,43 +114,41 @@ class PropsBody(TypedDict):
     chat_template: str
     bos_token: str
     eos_token: str
-    modalities: Modalities
+    modalities: dict[str, bool]
+    """What a prompt may hold beside text."""
     build_info: str
 
 
 async def slots(request: Request) -> Response:
     """Lists the slots; with `?fail_on_no_slot=1` answers 503 while none is free."""
-    context = context_of(request)
-    model = context.find_model(request.query_params.get("model"))
+    context, model = context_of(request), _model_asked(request)
     engine = context.running_engine(model)
     found: list[bool] = await engine.execute(describe_slots)
     if request.query_params.get("fail_on_no_slot") == "1" and all(found):
         raise retry_later(Code.NO_FREE_SLOT, "no slot is free", RETRY_SECONDS)
-    size, drafts = model.context_tokens, engine.stats().drafts is not None
-    return JsonBody(
-        [
-            SlotBody(id=index, n_ctx=size, speculative=drafts, is_processing=is_leased)
-            for index, is_leased in enumerate(found)
-        ]
-    )
+    told = {"n_ctx": model.context_tokens, "speculative": engine.stats().drafts is not None}
+    return JsonBody([{"id": index, **told, "is_processing": is_leased} for index, is_leased in enumerate(found)])
 
 
 async def props(request: Request) -> Response:
     """Describes the server."""
-    context = context_of(request)
-    model = context.find_model(request.query_params.get("model"))
-    body: PropsBody = {
-        "default_generation_settings": {"n_ctx": model.context_tokens, "params": params_body(model.sampling)},
-        "total_slots": context.config.slots,
-        "model_alias": model.id,
-        "model_path": model.id,
-        "chat_template": model.facts.chat_template,
-        "bos_token": model.facts.bos_token,
-        "eos_token": model.facts.eos_token,
-        "modalities": {"vision": False, "audio": False},
-        "build_info": PRODUCT,
-    }
+    model = _model_asked(request)
+    settings: GenerationSettings = {"n_ctx": model.context_tokens, "params": params_body(model.sampling)}
+    body = body_of(
+        PropsBody,
+        model.facts,
+        default_generation_settings=settings,
+        total_slots=context_of(request).config.slots,
+        model_alias=model.id,
+        model_path=model.id,
+        modalities={"vision": False, "audio": False},
+        build_info=PRODUCT,
+    )
     return JsonBody(body)
+
+
+def _model_asked(request: Request) -> ServedModel:
+    return context_of(request).pool.find(request.query_params.get("model"))
 
 
 def params_body(sampling: SamplingParams, n_predict: int = NO_LIMIT, stop: Sequence[str] = ()) -> DefaultParams:
@@ -199,7 +184,7 @@ def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
 def rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
     """Returns a conversation's prompt; raises ApiError."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
-    model = context.find_model(body.model)
+    model = context.pool.find(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     return read_conversation(body, incoming, model, context.config, namespace).render()
 
@@ -252,8 +237,8 @@ class ContentBody(TypedDict):
 @inspect
 def tokenize(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with the tokens of a text."""
-    body = parse_body(TokenizeBody, dict(incoming.fields), {})
-    model = context.find_model(body.model)
+    body = parse_body(TokenizeBody, incoming.fields)
+    model = context.pool.find(body.model)
     if "messages" in incoming.fields:
         found = rendered(context, incoming).tokens.tolist()
     else:
@@ -274,8 +259,8 @@ def tokenize(context: ApiContext, incoming: Incoming) -> Payload:
 @inspect
 def detokenize(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with the text of tokens."""
-    body = parse_body(DetokenizeBody, dict(incoming.fields), {})
-    model = context.find_model(body.model)
+    body = parse_body(DetokenizeBody, incoming.fields)
+    model = context.pool.find(body.model)
     check_token_ids(body.tokens or (), model.vocab_size, "tokens")
     text = model.token_texts.text(body.tokens or ())
     return ContentBody(content=text, prompt=text)
@@ -354,7 +339,7 @@ class LlamaCompletion(CostsAtEnd):
 def complete(context: ApiContext, incoming: Incoming) -> Exchange:
     """Continues one prompt."""
     body = parse_body(LlamaCompletionBody, dict(incoming.fields), IN_COMPLETION)
-    model = context.find_model(body.model)
+    model = context.pool.find(body.model)
     prompt = text_prompt(_joined(body.prompt, model), model)
     params = replace(read_params(body, model), prompt_param="prompt")
     request = build_request(incoming, model, prompt, params, namespace_of(incoming.http, body.cache_salt))

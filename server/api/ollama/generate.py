@@ -133,7 +133,7 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
     if not name:
         raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
     try:
-        return context.find_model(name)
+        return context.pool.find(name)
     except ModelUnknown as error:
         raise ApiError(Code.MODEL_NOT_FOUND, f"model {name[:200]!r} not found: {error.instead}", "model") from error
 

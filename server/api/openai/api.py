@@ -83,7 +83,7 @@ class EmbeddingList(TypedDict):
 def create_embeddings(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with vectors."""
     body = parse_body(EmbeddingsBody, incoming.fields, IN_EMBEDDINGS)
-    reader = TextReader(context.find_model(body.model))
+    reader = TextReader(context.pool.find(body.model))
     texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
     encode = _base64_json if body.encoding_format == "base64" else vector_json
 
@@ -148,7 +148,7 @@ class RankedList(TypedDict):
 def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with the documents in their order."""
     body = parse_body(RerankBody, incoming.fields, IN_RERANK)
-    model = context.find_model(body.model)
+    model = context.pool.find(body.model)
     how, documents = model.reranking, [(text, f"documents[{place}]") for place, text in enumerate(body.documents)]
     if how is None and body.instruction is not None:
         raise wrong("instruction", f"{model.id} compares vectors of texts and takes no instruction")

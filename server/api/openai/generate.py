@@ -399,7 +399,7 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExc
     """Answers the last message of a conversation."""
     body = parse_body(ChatBody, incoming.fields, IN_CHAT)
     refuse_lone_stream_options(body)
-    model = context.find_model(body.model)
+    model = context.pool.find(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, incoming, model, context.config, namespace)
     if isinstance(body.tool_choice, ForcedCalls):
@@ -593,7 +593,7 @@ def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange
     body = parse_body(CompletionBody, incoming.fields, IN_TEXT)
     refuse_lone_stream_options(body)
     num_scored = body.num_prompt_logprobs()
-    model = context.find_model(body.model)
+    model = context.pool.find(body.model)
     params = read_params(body, model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     count = num_choices(body, len(body.prompt), context.config)

@@ -269,7 +269,7 @@ def _found_tools(
 def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts the tokens of a prompt, those of the template included."""
     body = parse_known(InputBody, incoming.fields, IN_INPUT, KNOWN)
-    given = read_given(context, body, context.find_model(body.model), namespace_of(incoming.http, None), "count")
+    given = read_given(context, body, context.pool.find(body.model), namespace_of(incoming.http, None), "count")
     return {"object": "response.input_tokens", "input_tokens": len(given.conversation.render().tokens)}
 
 
@@ -279,7 +279,7 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     body = parse_known(ResponsesBody, incoming.fields, IN_RESPONSES, KNOWN)
     if body.background and not body.is_stored:
         raise wrong("background", "a response that is made in the background is stored; leave store out")
-    model = context.find_model(body.model)
+    model = context.pool.find(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     given = read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
     params = read_params(validated(GenerationBody, body.generation()), model)

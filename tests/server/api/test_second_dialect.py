@@ -143,7 +143,7 @@ def written(event: Piece | Finished) -> tuple[str, Any]:
 def opened(kind: type[Exchange], context: ApiContext, incoming: Incoming) -> Exchange:
     if "ask" not in incoming.fields:
         raise ApiError(Code.MISSING_PARAMETER, "ask: say something", "ask")
-    model = context.find_model(None)
+    model = context.pool.find(None)
     namespace = namespace_of(incoming.http, None)
     messages: list[Message] = [{"role": "user", "content": [{"text": incoming.fields["ask"]}]}]
     conversation = Conversation(model.renderer, messages, TOOLS, {}, namespace)

@@ -6,7 +6,7 @@ import pytest
 
 from server.api.errors import Code
 from server.api.llama_cpp.api import (
-    ERROR_TYPES,
+    ERRORS,
     IN_COMPLETION,
     ContentBody,
     DefaultParams,
@@ -16,7 +16,6 @@ from server.api.llama_cpp.api import (
     LlamaCompletion,
     LlamaCompletionBody,
     LlamaCppError,
-    Modalities,
     PropsBody,
     SlotBody,
     TemplateText,
@@ -53,8 +52,10 @@ def test_every_field_that_only_completion_refuses_is_named() -> None:
 
 def test_every_other_field_and_type_of_error_is_named() -> None:
     kinds = (TokensBody, TokenPiece, ContentBody, TemplateText, InputTokensBody, DefaultParams, GenerationSettings)
-    names = {name for kind in (*kinds, Modalities) for name in get_type_hints(kind)}
+    names = {"vision", "audio", *(name for kind in kinds for name in get_type_hints(kind))}
     assert all(f"`{name}`" in PAGE for name in names)
     assert all(f'"{name}"' in PAGE for name in get_type_hints(LlamaCppError))
-    types = {*ERROR_TYPES.values(), "server_error", "invalid_request_error"}
-    assert all(f"`{name}`" in PAGE for name in types) and ERROR_TYPES.keys() <= {code.status for code in Code}
+    kinds_of_errors = {*ERRORS.values(), "server", "invalid_request"}
+    assert all(f"`{name}_error`" in PAGE for name in kinds_of_errors) and ERRORS.keys() <= {
+        code.status for code in Code
+    }
