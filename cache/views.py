@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from cache.disk.connector import DiskConnector
 from cache.disk.index import DiskWrites
 from cache.disk.tree import DiskNode, DiskTree
-from cache.lease import Tier
 from cache.memory_tier import MemoryTier, Pins
 from cache.pager import Pager
 from cache.snapshots import RestorePointKind
@@ -58,7 +57,8 @@ class EdgeView:
 class NodeView(EdgeView):
     """One edge of the trie."""
 
-    tier: Tier
+    tier: str
+    """`live` or `memory`."""
     restore_point: RestorePointKind | None
     """Kind of the snapshot at `stop`; None unless it restores by itself."""
     is_explicit: bool
@@ -156,7 +156,7 @@ def _view(node: Node, disk_tokens: int) -> NodeView:
         parent=_number_of(node.parent),
         start=node.start,
         stop=node.stop,
-        tier=Tier.LIVE if node.home is not None else Tier.MEMORY,
+        tier="live" if node.home is not None else "memory",
         restore_point=node.kind if node.snapshot is not None else None,
         is_explicit=node.is_explicit,
         is_pinned=node.num_pins > 0,

@@ -66,7 +66,7 @@ def create_pool_app(
     if config.cors:
         layers.insert(0, cross_origin_layer(config.cors))
     app = Starlette(
-        routes=[*(PAGE_ROUTES if config.console else ()), *(route for _, route in routes_of(apis)), *ADMIN_ROUTES],
+        routes=[*(PAGE_ROUTES if config.console else ()), *routes_of(apis), *ADMIN_ROUTES],
         middleware=layers,
         exception_handlers={404: raise_http_error, 405: raise_http_error},
     )
@@ -83,8 +83,8 @@ def create_pool_app(
 
 def openapi_document(apis: Sequence[Dialect]) -> dict[str, Any]:
     """The document of `/openapi.json`."""
-    routes = [(dialect, route) for dialect in apis for route in dialect.routes]
-    return describe([*routes, *((apis[0], route) for route in ADMIN_ROUTES)], metadata.version("mlx-serve"))
+    routes = (route for one in apis for route in one.routes)
+    return describe([*routes, *ADMIN_ROUTES], metadata.version("mlx-serve"))
 
 
 def start_draining(app: Starlette) -> None:

@@ -28,7 +28,6 @@ from server.api.params import Incoming
 from server.api.record import Arrival
 from server.api.sessions import SessionIdError, ascii_text
 from server.api.wire import JsonBody, Payload, check_amount, check_messages, parse_object, read_body
-from server.app.keys import ApiKey
 from server.app.log_events import TextsEmbedded
 from server.pool.names import ModelNotLoaded, ModelSource
 from server.pool.pool import LOADED
@@ -175,7 +174,7 @@ class Call:
             await asyncio.gather(gone, task, return_exceptions=True)
 
     async def _respond(self) -> Response:
-        key: ApiKey | None = self._http.state.key
+        key = self._http.state.key
         if self.is_limited and key is not None:
             usage = self._context.rate_limits.admit(key, self._http.state.answer_headers)
             self._stack.callback(lambda: usage.end(self._charged.num_tokens if self._charged is not None else 0))

@@ -54,9 +54,8 @@ class ErrorBody(TypedDict):
 
 def error_object(error: ApiError) -> ErrorObject:
     """An error in OpenAI's form."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    if error.status == 429:
-        kind = "rate_limit_error"
+    of_status = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if error.status == 429 else of_status
     return {"message": error.message, "type": kind, "param": error.param, "code": error.code.value}
 
 
@@ -75,6 +74,8 @@ class Dialect:
 
     def __init__(self, routes: "Sequence[Endpoint]" = ()) -> None:
         self.routes = routes
+        for route in routes:
+            route.dialect = self
 
     def api_key(self, headers: Mapping[str, str]) -> str:
         """The request's bearer token, or an empty text."""
@@ -143,6 +144,7 @@ class Endpoint(Route):
     """A path with its function, and what it takes and gives. One with a body takes POST, another GET, unless said."""
 
     operation = Operation()
+    dialect = Dialect()
     header: str | None = None
     """Set where two dialects share a path: this one serves requests with its own header."""
 
@@ -169,17 +171,16 @@ def with_and_without_v1(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
     return (*below, *endpoints)
 
 
-def routes_of(dialects: Sequence[Dialect]) -> list[tuple[Dialect, Endpoint]]:
-    """All routes in matching order: header routes first."""
-    routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
-    return sorted(routes, key=lambda pair: pair[1].header is None)
+def routes_of(dialects: Sequence[Dialect]) -> list[Endpoint]:
+    """All routes in matching order: those for a header first."""
+    return sorted((route for one in dialects for route in one.routes), key=lambda route: route.header is None)
 
 
 def find_dialect(dialects: Sequence[Dialect], scope: Scope) -> Dialect:
     """A path's dialect; for an unknown path its owner, the header's, or the first."""
-    for dialect, route in routes_of(dialects):
+    for route in routes_of(dialects):
         if route.matches(scope)[0] is not Match.NONE:
-            return dialect
+            return route.dialect
     headers, path = Headers(scope=scope), f"{scope['path']}/"
     asked = (one for one in dialects if path.startswith(tuple(f"{own}/" for own in one.own_paths)))
     spoken = (one for one in dialects if one.own_header is not None and one.own_header in headers)

@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 if TYPE_CHECKING:
-    from server.api.dialect import Dialect, Endpoint
+    from server.api.dialect import Endpoint
 
 JsonSchema: TypeAlias = dict[str, Any]
 
@@ -31,9 +31,9 @@ class _Schemas(GenerateJsonSchema):
         return {**super().typed_dict_schema(schema), "additionalProperties": False}
 
 
-def describe(routes: "Sequence[tuple[Dialect, Endpoint]]", version: str) -> JsonSchema:
+def describe(routes: "Sequence[Endpoint]", version: str) -> JsonSchema:
     """The document. Two routes for one path and method give either answer."""
-    taken = ((dialect.error_type, route.operation) for dialect, route in routes)
+    taken = ((route.dialect.error_type, route.operation) for route in routes)
     used = ((one.body, one.answer, one.stream, error) for error, one in taken)
     kinds = dict.fromkeys(kind for group in used for kind in group if kind is not None)
     found, named = TypeAdapter.json_schemas(
@@ -43,10 +43,10 @@ def describe(routes: "Sequence[tuple[Dialect, Endpoint]]", version: str) -> Json
     )
     schemas = {kind: schema for (kind, _), schema in found.items()}
     paths: dict[str, JsonSchema] = {}
-    for dialect, route in routes:
+    for route in routes:
         path = paths.setdefault(re.sub(r":[a-z]+}", "}", route.path), {})
         for method in sorted(name.lower() for name in (route.methods or set()) - {"HEAD"}):
-            path[method] = _either(path.get(method), _described(dialect, route, method, schemas))
+            path[method] = _either(path.get(method), _described(route, method, schemas))
     return {
         "openapi": "3.1.0",
         "info": {"title": "mlx-serve", "version": version},
@@ -56,8 +56,8 @@ def describe(routes: "Sequence[tuple[Dialect, Endpoint]]", version: str) -> Json
     }
 
 
-def _described(dialect: "Dialect", route: "Endpoint", method: str, schemas: Mapping[Any, Any]) -> JsonSchema:
-    operation = route.operation
+def _described(route: "Endpoint", method: str, schemas: Mapping[Any, Any]) -> JsonSchema:
+    operation, dialect = route.operation, route.dialect
     content = {operation.answer_type: {"schema": schemas[operation.answer]}}
     if operation.stream is not None:
         content[dialect.stream_media_type] = {

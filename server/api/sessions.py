@@ -256,7 +256,14 @@ def resolve_session_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> s
     for param, value in _candidates(body, headers):
         if value is None or value == "":
             continue
-        return _checked(param, value)
+        if not isinstance(value, str):
+            raise SessionIdError(param, "must be a text")
+        if len(value) > MAX_SESSION_ID_CHARACTERS:
+            most = MAX_SESSION_ID_CHARACTERS
+            raise SessionIdError(param, f"has {len(value)} characters; at most {most} are allowed")
+        if not value.isprintable():
+            raise SessionIdError(param, "holds control characters")
+        return value
     return None
 
 
@@ -285,13 +292,3 @@ def _session_in_user_id(user_id: Any) -> Any:
         return suffix.group(1)
     fields = read_object(user_id, allow_nan=True) if user_id.startswith("{") else None
     return None if fields is None else fields.get("session_id")
-
-
-def _checked(param: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise SessionIdError(param, "must be a text")
-    if len(value) > MAX_SESSION_ID_CHARACTERS:
-        raise SessionIdError(param, f"has {len(value)} characters; at most {MAX_SESSION_ID_CHARACTERS} are allowed")
-    if not value.isprintable():
-        raise SessionIdError(param, "holds control characters")
-    return value

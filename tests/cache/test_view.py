@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.lease import Tier
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePointKind
@@ -53,7 +52,7 @@ def test_the_tree_can_be_put_together_from_the_list() -> None:
     assert head.first_tokens.tolist() == SYSTEM[:24]
     newest = next(node for node in nodes if node.first_tokens[0] == 300)
     older = [nodes.index(node) for node in nodes if node.first_tokens[0] in (100, 200)]
-    assert newest.tier is Tier.LIVE and nodes.index(newest) < min(older)
+    assert newest.tier == "live" and nodes.index(newest) < min(older)
 
 
 def test_only_so_many_are_listed_and_the_rest_is_counted() -> None:
