@@ -23,7 +23,6 @@ from server.pool.served import EnginePort
 CAPACITY = 1024
 KEEP_SECONDS = 60.0
 """How long events are kept after the last listener left."""
-BATCH = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,15 +143,13 @@ class Listener:
         self.wake.set()
 
     def take(self) -> list[LiveEvent]:
-        """The next events to read, oldest first, before them one that tells of lost ones."""
-        taken = [self._unread.popleft() for _ in range(min(BATCH, len(self._unread)))]
-        if self._num_lost != 0:
-            taken.insert(0, self._log.event(self._lost_id, "lost", None, count=self._num_lost))
-            self._num_lost = 0
-        if taken:
-            self.place_id = taken[-1].id
-        if not self._unread:
-            self.wake.clear()
+        """The unread events, oldest first, before them one that tells of lost ones."""
+        lost = [] if self._num_lost == 0 else [self._log.event(self._lost_id, "lost", None, count=self._num_lost)]
+        taken = [*lost, *self._unread]
+        self._unread.clear()
+        self._num_lost = 0
+        self.place_id = taken[-1].id if taken else self.place_id
+        self.wake.clear()
         return taken
 
 

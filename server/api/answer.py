@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 OutputEvent: TypeAlias = Started | Piece | Finished
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Question:
     """A prompt, the engine's request for it, and its conversation, if any."""
 
@@ -80,27 +80,23 @@ class Question:
         return self.model.output_parser(tools, self.prompt.text, self.prompt.begun, is_forced=is_forced)
 
 
-class Exchange(ABC):
+class Exchange(Question, ABC):
     """One checked request; writes its answer once."""
 
     keep_alive_seconds: float | None = None
     """How long the model stays loaded after its last request; None: as before."""
 
     def __init__(self, question: Question, *, is_streamed: bool = False) -> None:
-        self.model = question.model
-        self.request = question.request
-        self.prompt = question.prompt
-        self.conversation = question.conversation
+        super().__init__(question.model, question.request, question.prompt, question.conversation)
         self.is_streamed = is_streamed
-        self.asked = question.parts()
-        self.parser = question.output_parser()
+        self.asked, self.parser = self.parts(), self.output_parser()
 
     @property
     def choices(self) -> "Sequence[Exchange]":
         """The exchanges answered side by side, itself first; all of one model, equal prompts neighbours."""
         return (self,)
 
-    def begun(self, answer: "Answer", held: ExitStack) -> None:  # noqa: B027 - most answers end with their client
+    def begun(self, answer: "Answer", held: ExitStack) -> None:
         """Called once the engine has the request; may take over `held`. Raises ApiError (429)."""
 
     @abstractmethod
@@ -111,7 +107,7 @@ class Exchange(ABC):
     async def body(self, answer: "Answer") -> Payload:
         """The body of a whole answer."""
 
-    def take_tokens(self, delta: Delta) -> None:  # noqa: B027 - most dialects count at the end only
+    def take_tokens(self, delta: Delta) -> None:
         """Takes the next output tokens, before their pieces. The last tokens have no text."""
 
     def reply_messages(self) -> list[Message]:

@@ -41,9 +41,7 @@ def number_asked(request: Request, name: str, most: int) -> int | None:
     return int(given)
 
 
-_GZIP: Final = 16 + zlib.MAX_WBITS
-_WINDOWS: Final[Mapping[str, int]] = {"gzip": _GZIP, "x-gzip": _GZIP, "deflate": zlib.MAX_WBITS}
-"""zlib's parameter."""
+_ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
 MAX_MEMBERS: Final = 64
 """Parts of one gzip body; each costs a copy of all that follow it."""
 
@@ -68,9 +66,9 @@ def expand(raw: bytes, encoding: str, max_bytes: int) -> bytes | None:
 
 
 def _window(raw: bytes, encoding: str) -> int:
-    """Some clients send "deflate" without zlib's header."""
+    """zlib's parameter: that finds the head by itself; some clients send "deflate" without any."""
     has_head = len(raw) > 1 and raw[0] & 0xF == 8 and int.from_bytes(raw[:2], "big") % 31 == 0
-    return -zlib.MAX_WBITS if encoding == "deflate" and not has_head else _WINDOWS[encoding]
+    return -zlib.MAX_WBITS if encoding == "deflate" and not has_head else 32 + zlib.MAX_WBITS
 
 
 def _broken(encoding: str) -> ApiError:
@@ -91,12 +89,12 @@ _NO_BACKSLASH: Final = re.compile(rb"[^\\]")
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The decompressed body; raises ApiError: 413 above `max_bytes`, 415 for an unknown compression."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding not in (*_WINDOWS, "", "identity"):
+    if encoding not in (*_ENCODINGS, "", "identity"):
         message = f"Content-Encoding: {encoding[:40]!r} is not understood; send gzip, deflate or no encoding"
         known = {"Accept-Encoding": "gzip, deflate"}
         raise ApiError(Code.UNSUPPORTED_ENCODING, message, "Content-Encoding", headers=known)
     raw = await _read_as_sent(request, max_bytes)
-    if encoding not in _WINDOWS:
+    if encoding not in _ENCODINGS:
         return raw
     # Off the event loop: the work is bounded, but other requests should not wait for it.
     body = await asyncio.to_thread(expand, raw, encoding, max_bytes)
