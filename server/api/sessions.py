@@ -10,7 +10,7 @@ another's. Knows no clock, no engine and no HTTP.
 
 import contextlib
 import re
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -127,24 +127,40 @@ class Recent(Generic[Value]):
         self.forget(namespace, next((key for key, value in oldest if self.is_passing(value)), oldest[0][0]))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SessionRecord:
-    """One session's turns; only `SessionRecords` changes it."""
+    """A session's sums and last state."""
 
-    name: "Name"
-    created: float
+    id: str
+    object: str = "session"
+    named: bool
+    namespace: str
+    key: str | None = None
     model: str = ""
+    created: float
+    last_used: float = 0.0
     num_turns: int = 0
-    sums: Counter[str] = field(default_factory=Counter)
-    """Of `SUMMED`."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    evaluated_tokens: int = 0
+    completion_tokens: int = 0
+    lost_tokens: int = 0
+    lost_seconds: float = 0.0
+    kept: float | None = None
     last_miss: MissBody | None = None
-    turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=MAX_TURNS))
 
 
-SUMMED = ("prompt_tokens", "cached_tokens", "evaluated_tokens", "completion_tokens", "lost_tokens", "lost_seconds")
+@dataclass(kw_only=True)
+class SessionDetail(SessionRecord):
+    """A session with its last turns."""
+
+    turns: list[TurnRecord] = field(default_factory=list)
 
 
-class SessionRecords(Recent[SessionRecord]):
+_SUMMED = ("prompt_tokens", "cached_tokens", "evaluated_tokens", "completion_tokens", "lost_tokens", "lost_seconds")
+
+
+class SessionRecords(Recent[SessionDetail]):
     """The sessions of all namespaces. Event loop only."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
@@ -152,17 +168,19 @@ class SessionRecords(Recent[SessionRecord]):
 
     def record(self, name: "Name", turn: TurnRecord) -> None:
         """Counts and keeps a turn; drops the oldest beyond `MAX_TURNS`."""
-        session = self.find(name.namespace, name.id) or SessionRecord(name, created=turn.ended)
+        new = SessionDetail(id=name.id, named=name.is_named, namespace=name.namespace, created=turn.ended)
+        session = self.find(name.namespace, name.id) or new
         session.num_turns += 1
-        session.sums.update({summed: getattr(turn, summed) for summed in SUMMED})
+        for summed in _SUMMED:
+            setattr(session, summed, getattr(session, summed) + getattr(turn, summed))
+        session.model, session.last_used, session.kept = turn.model, turn.ended, turn.kept
         session.last_miss = turn.miss or session.last_miss
-        session.model = turn.model
-        session.turns.append(turn)
+        session.turns = [*session.turns, turn][-MAX_TURNS:]
         self.put(name.namespace, name.id, session)
 
-    def is_passing(self, value: SessionRecord) -> bool:
+    def is_passing(self, value: SessionDetail) -> bool:
         """An unnamed session of a single request."""
-        return not value.name.is_named and value.num_turns == 1
+        return not value.named and value.num_turns == 1
 
 
 MAX_REFUSALS = 32

@@ -4,6 +4,7 @@ A request sees its own namespace; the server's owner all, or `?namespace=`.
 """
 
 import contextlib
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,46 +13,18 @@ from typing_extensions import TypedDict
 from server.api.dialect import Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code
 from server.api.guard import listed_namespace, visible_namespace
-from server.api.sessions import MissBody, Refusal, SessionRecord, TurnRecord
-from server.api.wire import JsonBody, body_of
+from server.api.sessions import Refusal, SessionDetail, SessionRecord
+from server.api.wire import JsonBody
 from server.app.keys import KeyRing
 from server.engine.commands import forget_session
 from server.engine.request import EngineStopped
-
-
-class SessionBody(TypedDict):
-    """A session's sums and last state."""
-
-    id: str
-    object: str
-    named: bool
-    namespace: str
-    key: str | None
-    model: str
-    created: float
-    last_used: float
-    num_turns: int
-    prompt_tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    completion_tokens: int
-    lost_tokens: int
-    lost_seconds: float
-    kept: float | None
-    last_miss: MissBody | None
-
-
-class SessionDetail(SessionBody):
-    """A session with its last turns."""
-
-    turns: list[TurnRecord]
 
 
 class SessionList(TypedDict):
     """Sessions, the last used first, and refusals."""
 
     object: str
-    data: list[SessionBody]
+    data: list[SessionRecord]
     refused: list[Refusal]
 
 
@@ -67,8 +40,9 @@ async def list_sessions(request: Request) -> Response:
     """Lists the namespace's sessions, for the owner all."""
     context = context_of(request)
     namespace = listed_namespace(request)
-    data = [_session_body(session, context.keys) for session in context.sessions.of(namespace)]
-    return JsonBody(SessionList(object="list", data=data, refused=context.refusals.of(namespace)))
+    sessions = [_shown(session, context.keys) for session in context.sessions.of(namespace)]
+    data = [{name: value for name, value in shown.items() if name != "turns"} for shown in sessions]
+    return JsonBody({"object": "list", "data": data, "refused": context.refusals.of(namespace)})
 
 
 async def get_session(request: Request) -> Response:
@@ -78,7 +52,7 @@ async def get_session(request: Request) -> Response:
     session = context.sessions.find(visible_namespace(request), session_id)
     if session is None:
         raise _not_found(session_id)
-    return JsonBody(SessionDetail(**_session_body(session, context.keys), turns=list(session.turns)))
+    return JsonBody(_shown(session, context.keys))
 
 
 async def delete_session(request: Request) -> Response:
@@ -107,20 +81,8 @@ def _not_found(session_id: str) -> ApiError:
     return ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
 
 
-def _session_body(session: SessionRecord, keys: KeyRing) -> SessionBody:
-    last, namespace = session.turns[-1], session.name.namespace
-    return body_of(
-        SessionBody,
-        session,
-        id=session.name.id,
-        object="session",
-        named=session.name.is_named,
-        namespace=namespace,
-        key=keys.name_of(namespace),
-        last_used=last.ended,
-        kept=last.kept,
-        **session.sums,
-    )
+def _shown(session: SessionDetail, keys: KeyRing) -> dict[str, Any]:
+    return {**vars(session), "key": keys.name_of(session.namespace)}
 
 
 _QUERY = ("cache_salt", "namespace")

@@ -19,7 +19,7 @@ from server.api.admin.cache import (
     PinnedBody,
     PrimedBody,
 )
-from server.api.admin.sessions import DeletedBody, SessionDetail, SessionList
+from server.api.admin.sessions import DeletedBody, SessionList
 from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody
 from server.api.app import ADMIN_ROUTES, APIS
 from server.api.bodies import Rule, Rules
@@ -50,6 +50,7 @@ from server.api.sessions import (
     SESSION_METADATA,
     MissBody,
     Refusal,
+    SessionDetail,
     TurnRecord,
 )
 from server.diagnosis.causes import MissReason

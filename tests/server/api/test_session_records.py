@@ -38,16 +38,16 @@ def test_sums_count_every_turn_and_the_last_turns_are_kept() -> None:
         records.record(Name("", "s"), replace(TURN, ended=float(number), id=str(number)))
     session = records.find("", "s")
     assert session is not None
-    assert (session.num_turns, session.sums["prompt_tokens"]) == (MAX_TURNS + 3, 100 * (MAX_TURNS + 3))
-    assert (session.sums["cached_tokens"], session.sums["evaluated_tokens"]) == (
+    assert (session.num_turns, session.prompt_tokens) == (MAX_TURNS + 3, 100 * (MAX_TURNS + 3))
+    assert (session.cached_tokens, session.evaluated_tokens) == (
         20 * (MAX_TURNS + 3),
         80 * (MAX_TURNS + 3),
     )
-    assert (session.sums["lost_tokens"], session.sums["completion_tokens"]) == (
+    assert (session.lost_tokens, session.completion_tokens) == (
         60 * (MAX_TURNS + 3),
         5 * (MAX_TURNS + 3),
     )
-    assert session.sums["lost_seconds"] == pytest.approx(1.5 * (MAX_TURNS + 3))
+    assert session.lost_seconds == pytest.approx(1.5 * (MAX_TURNS + 3))
     assert session.created == 0.0
     assert [turn.id for turn in session.turns] == [str(number) for number in range(3, MAX_TURNS + 3)]
 
@@ -64,7 +64,7 @@ def test_the_last_used_session_comes_first() -> None:
     records = SessionRecords()
     for session_id in ("a", "b", "a"):
         records.record(Name("", session_id), TURN)
-    assert [session.name.id for session in records.of("")] == ["a", "b"]
+    assert [session.id for session in records.of("")] == ["a", "b"]
 
 
 def test_a_session_is_found_and_forgotten_in_its_namespace_only() -> None:
@@ -84,8 +84,8 @@ def test_a_flood_of_sessions_pushes_out_its_own() -> None:
         records.record(Name("ours", session_id), TURN)
     for number in range(20):
         records.record(Name("theirs", str(number)), TURN)
-    assert {session.name.id for session in records.of("ours")} == {"a", "b"}
-    assert [session.name.id for session in records.of("theirs")] == ["19", "18", "17"]
+    assert {session.id for session in records.of("ours")} == {"a", "b"}
+    assert [session.id for session in records.of("theirs")] == ["19", "18", "17"]
 
 
 def test_with_a_namespace_for_each_session_the_one_unused_for_longest_goes() -> None:
