@@ -201,15 +201,8 @@ class ThinkingWish:
 
     def template_arguments(self) -> Mapping[str, Any]:
         """The values to pass to chat templates."""
-        arguments: dict[str, Any] = {}
-        if self._enables is not None:
-            arguments["enable_thinking"] = self._enables
-        if self.effort is not None:
-            arguments["reasoning_effort"] = self.effort
-        return arguments
-
-    @property
-    def _enables(self) -> bool | None:
-        if self.is_enabled is not None:
-            return self.is_enabled
-        return False if self.effort == NO_EFFORT or self.max_tokens == 0 else None
+        enables = self.is_enabled
+        if enables is None and (self.effort == NO_EFFORT or self.max_tokens == 0):
+            enables = False
+        arguments = {"enable_thinking": enables, "reasoning_effort": self.effort}
+        return {name: value for name, value in arguments.items() if value is not None}

@@ -27,7 +27,7 @@ from server.api.answer import Question
 from server.api.bodies import BodyModel, Whole
 from server.api.conversation import Conversation
 from server.api.dialect import context_of, dialect_of
-from server.api.errors import Code, context_exceeded, wrong
+from server.api.errors import ApiError, Code, context_exceeded, wrong
 from server.engine.request import GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
 
@@ -206,9 +206,9 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
         reason = f"there is no tool {missing[0]!r}" if missing else "there are no tools to be called"
         raise wrong("tool_choice", reason)
     allowed = [tool["function"] for tool in tools if forced.names is None or tool["function"]["name"] in forced.names]
-    rules = _rules_of_calls(model, allowed, "tool_choice", "calls cannot be forced with")
-    bound = _lark("tool_choice", f"start: {'call' if forced.is_single else _CALLS}", *rules)
-    return replace(bound, forces_calls=True)
+    lead, *rules = _rules_of_calls(model, allowed, "tool_choice", "calls cannot be forced with")
+    start = f"start: {'call' if forced.is_single else _CALLS}"
+    return replace(_lark("tool_choice", start, f"call: {lead} body", *rules), forces_calls=True)
 
 
 def ask(incoming: Incoming, model: ServedModel, conversation: Conversation, params: GenerationParams) -> Question:
@@ -269,27 +269,27 @@ def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], want
         why = "beside tools only JSON can be asked for; else set tool_choice to none"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
     functions = [tool["function"] for tool in tools]
-    rules = _rules_of_calls(model, functions, wanted.param, "an answer cannot be bound beside tools with")
+    lead, *rules = _rules_of_calls(model, functions, wanted.param, "an answer cannot be bound beside tools with")
     is_lenient = wanted.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
     answer = f"answer: %json {_schema(json.loads(wanted.grammar.text), is_lenient=is_lenient)}"
-    return _lark(wanted.param, f"start: answer | {_CALLS}", answer, *rules)
+    return _lark(wanted.param, f"start: answer | {_CALLS}", answer, f"call: {lead} body", *rules)
 
 
 def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> AnswerGrammar | None:
     """The grammar of text and calls in which strict tools' calls follow their schemas, if possible."""
-    functions, syntax = [tool["function"] for tool in tools], _bindable_format(model)
-    if syntax is None or not any(map(_is_strict, functions)):
-        return None
-    try:
-        start, end = _spelled(model, syntax)
-    except InvalidGrammar:
+    functions = [tool["function"] for tool in tools]
+    if not any(map(_is_strict, functions)):
         return None
     free = {"parameters": _ANY_ARGUMENTS}
     bound = [function if _is_strict(function) else {**function, **free} for function in functions]
+    try:
+        lead, *rules = _rules_of_calls(model, bound, "tools", "calls cannot be bound with")
+    except ApiError:
+        return None
     # A marker that is a token ends the text; a marker of several tokens ends it once complete.
-    is_token = start.startswith("<[")
-    lead = [f"call: TEXT {start} body"] if is_token else ["call: lead body", f"lead[lazy]: TEXT {start}"]
-    return _lark("tools", "start: call* rest", "rest: TEXT", "TEXT: /(?s:.*)/", *lead, *_call_rules(end, bound))
+    is_token = lead.startswith("<[")
+    calls = [f"call: TEXT {lead} body"] if is_token else ["call: lead body", f"lead[lazy]: TEXT {lead}"]
+    return _lark("tools", "start: call* rest", "rest: TEXT", "TEXT: /(?s:.*)/", *calls, *rules)
 
 
 def _lark(param: str, *lines: str) -> AnswerGrammar:
@@ -299,49 +299,32 @@ def _lark(param: str, *lines: str) -> AnswerGrammar:
 def _rules_of_calls(
     model: ServedModel, functions: Sequence[Mapping[str, Any]], param: str, what: str
 ) -> Sequence[str]:
-    """The rule `call` and those that it names."""
-    syntax = _bindable_format(model)
-    if syntax is None:
+    """The marker before a call; the rule `body` of what follows it, and one per function. Raises ApiError (400)."""
+    syntax = model.tool_syntax
+    if model.grammars is None or not isinstance(syntax, ToolFormat) or not syntax.writes_json:
         why = f"{what} the model {model.id!r}, whose calls are not written as JSON between markers"
         raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
     try:
-        start, end = _spelled(model, syntax)
+        start, end = model.grammars.spell(syntax.start), model.grammars.spell(syntax.end)
     except InvalidGrammar as error:
         raise wrong("tool_choice", str(error), Code.UNSUPPORTED_PARAMETER) from error
-    return [f"call: {start} body", *_call_rules(end, functions)]
-
-
-def _bindable_format(model: ServedModel) -> ToolFormat | None:
-    syntax = model.tool_syntax
-    if isinstance(syntax, ToolFormat) and syntax.writes_json and model.grammars is not None:
-        return syntax
-    return None
-
-
-def _is_strict(function: Mapping[str, Any]) -> bool:
-    return function.get("strict") is True
-
-
-def _call_rules(end: str, functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rule `body`, between the markers, and one per function, which ends with the marker `end`."""
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         begun = f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         head = json.dumps(begun, ensure_ascii=False)
         arguments = _schema(_parameters(function), is_lenient=not _is_strict(function))
         rules.append(f"call_{number}: {head} %json {arguments} {_TAIL} {end}")
-    return rules
+    return [start, *rules]
+
+
+def _is_strict(function: Mapping[str, Any]) -> bool:
+    return function.get("strict") is True
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of a function's arguments; undescribed ones are none."""
     schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
     return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
-
-
-def _spelled(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
-    assert model.grammars is not None
-    return model.grammars.spell(syntax.start), model.grammars.spell(syntax.end)
 
 
 def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
