@@ -39,7 +39,6 @@ from server.engine.request import (
     Delta,
     EngineError,
     EngineStopped,
-    Event,
     Failed,
     Finished,
     FinishReason,
@@ -134,25 +133,30 @@ class Run(OpenRequest):
 
     async def events(self) -> AsyncIterator[OutputEvent]:
         """Yields start, output and end; raises the engine's error."""
-        parser = self.exchange.parser
+        exchange, parser = self.exchange, self.exchange.parser
         async for event in self._generation:
             if isinstance(event, Started):
                 event = await self._explained(event)
             if isinstance(event, Finished):
                 event = replace(event, started=self.started, token_ids=tuple(self.token_ids))
-            self._observe(event)
+            had_text = self.first_text_at is not None
+            self.observe(event)
+            if isinstance(event, Started | Progress) or (isinstance(event, Delta) and not had_text):
+                self._context.activity.note(self, event)
             match event:
                 case Started():
                     yield event
-                case Delta(text):
-                    self.exchange.take_tokens(event)
+                case Delta(text, token_ids):
+                    self._texts.append(text)
+                    self.token_ids.extend(token_ids)
+                    exchange.take_tokens(event)
                     for piece in parser.feed(text):
                         yield piece
                 case Finished(FinishReason.CANCELLED):
                     # The client is still connected, so the engine cancelled the request.
                     raise EngineStopped("the server stopped before the answer was complete")
                 case Finished(reason):
-                    self.exchange.take_tokens(event.rest)
+                    exchange.take_tokens(event.rest)
                     for piece in parser.finish(is_complete=reason is FinishReason.STOP):
                         yield piece
                     self._keep_turn(event)
@@ -203,47 +207,31 @@ class Run(OpenRequest):
         needed = self._conversations.num_tokens_since(self.name, rendered) * cache.bytes_per_token
         return with_missing_bytes(reuse, int(needed) - cache.budget_bytes)
 
-    def _observe(self, event: Event) -> None:
-        had_text = self.first_text_at is not None
-        self.observe(event)
-        match event:
-            case Delta(text, token_ids):
-                self._texts.append(text)
-                self.token_ids.extend(token_ids)
-                if not had_text:
-                    self._context.activity.note(self, event)
-            case Started() | Progress():
-                self._context.activity.note(self, event)
-            case Finished(FinishReason.STOP, stop_text=None) if self.exchange.conversation is not None:
-                # Only of a whole reply: one that was cut off may end within a token.
-                renderer = self.exchange.model.renderer
-                renderer.remember_reply(self.exchange.prompt, "".join(self._texts), self.token_ids)
-
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Keeps the turn, once; None: the answer broke off."""
-        request = self.request
+        """Keeps the turn and a whole reply's tokens, once; None: the answer broke off."""
+        request, exchange, reply = self.request, self.exchange, "".join(self._texts)
+        # An answer that was cut off may end within a token, and its last token is not evaluated.
+        is_whole = finished is not None and finished.reason is FinishReason.STOP and finished.stop_text is None
+        if is_whole and exchange.conversation is not None:
+            exchange.model.renderer.remember_reply(exchange.prompt, reply, self.token_ids)
         if self._is_kept or self.name is None or request.is_prefix_only or not request.cache_prompt:
             return
         self._is_kept = True
         num_evaluated = self.cached_tokens + self.evaluated_tokens
         tokens = request.tokens[:num_evaluated]
         if num_evaluated == len(request.tokens):
-            # The last token of a cut-off answer is not evaluated.
-            is_whole = finished is not None and finished.reason is FinishReason.STOP and finished.stop_text is None
             reply_ids = self.token_ids if is_whole else self.token_ids[:-1]
             tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])
+        messages = exchange.reply_messages() if finished is not None else []
+        said = part_of(messages[0]) if messages else Part(PLAIN, reply)
         turn = EvaluatedTurn(
-            self.exchange.asked,
-            None if finished is None else self._reply(),
+            exchange.asked,
+            said if finished is not None else None,
             tokens=tokens,
             num_prompt_tokens=len(request.tokens),
             request_id=request.request_id,
         )
         self._conversations.record(self.name, turn)
-
-    def _reply(self) -> Part:
-        messages = self.exchange.reply_messages()
-        return part_of(messages[0]) if messages else Part(PLAIN, "".join(self._texts))
 
 
 class Answer:

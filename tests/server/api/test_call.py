@@ -30,7 +30,7 @@ STAGES: list[tuple[type[Any], str]] = [
     (Call, "_begin"),
     (FakeEngine, "submit"),
     (Run, "_explained"),
-    (Run, "_observe"),
+    (Run, "observe"),
     (ChatExchange, "take"),
     (Run, "_keep_turn"),
     (Activity, "note"),

@@ -83,9 +83,9 @@ def test_a_fault_at_any_chunk_is_told_in_the_stream(path: str, outcome: Any, mon
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_fault_at_any_event_of_the_engine_is_told_in_the_stream(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for fails_at in range(1, MOST_EVENTS):
-        fault = Fault(Run._observe, fails_at, RuntimeError("secret"))
+        fault = Fault(Run.observe, fails_at, RuntimeError("secret"))
         with monkeypatch.context() as patch:
-            patch.setattr(Run, "_observe", fault.method())
+            patch.setattr(Run, "observe", fault.method())
             events = events_of(client_of(Script(TEXTS)).post(path, json={**BODIES[path], "stream": True}))
         if not fault.fired:
             assert events[-1] == "[DONE]"
