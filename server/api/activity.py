@@ -122,7 +122,7 @@ class Listener:
     def __init__(self, log: EventLog, namespace: str | None, place_id: str, *, is_known: bool) -> None:
         """Unless the place `is_known`, an unknown number of events was lost before it."""
         self.place_id = place_id
-        """Of the last event taken, or of the event before the first."""
+        """Of the event before the first."""
         self.wake = asyncio.Event()
         self._log = log
         self._namespace = namespace
@@ -148,7 +148,6 @@ class Listener:
         taken = [*lost, *self._unread]
         self._unread.clear()
         self._num_lost = 0
-        self.place_id = taken[-1].id if taken else self.place_id
         self.wake.clear()
         return taken
 

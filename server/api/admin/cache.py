@@ -259,13 +259,7 @@ def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceB
     namespace, digest = client_namespace(view.namespace)
     # An adapter that was changed or is no longer served has only its digest.
     adapter = names.get(digest, digest) if digest is not None else None
-    return body_of(
-        NamespaceBody,
-        view,
-        namespace=namespace,
-        adapter=adapter,
-        bytes=view.state,
-    )
+    return body_of(NamespaceBody, view, namespace=namespace, adapter=adapter, bytes=view.state)
 
 
 def _edges(kind: type[Edge], model: ServedModel, edges: Sequence[EdgeView]) -> list[Edge]:
@@ -300,19 +294,17 @@ def prime_cache(context: ApiContext, incoming: Incoming) -> Exchange:
     is_chat = "messages" in incoming.fields
     if is_chat == ("prompt" in incoming.fields):
         raise wrong("messages", "send either messages or a prompt to prime", Code.MISSING_PARAMETER)
-    rules = IN_CHAT_PRIME if is_chat else IN_TEXT_PRIME
     kind: type[ChatBody | CompletionBody] = ChatBody if is_chat else CompletionBody
-    body = parse_body(kind, dict(incoming.fields), rules)
+    body = parse_body(kind, incoming.fields, IN_CHAT_PRIME if is_chat else IN_TEXT_PRIME)
     model = context.pool.find(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     if isinstance(body, ChatBody):
         prefix = read_conversation(body, incoming, model, context.config, namespace).stable_prefix()
+    elif len(body.prompt) != 1:
+        raise wrong("prompt", "one prompt is primed at a time")
     else:
-        if len(body.prompt) != 1:
-            raise wrong("prompt", "one prompt is primed at a time")
         prefix = cut_at_last_point(text_prompt(body.prompt[0], model), (RestorePointKind.PROMPT_END,))
-    place = "messages" if is_chat else "prompt"
-    params = replace(read_params(body, model), max_tokens=0, prompt_param=place)
+    params = replace(read_params(body, model), max_tokens=0, prompt_param="messages" if is_chat else "prompt")
     return PrimeExchange(Question(model, build_request(incoming, model, prefix, params, namespace), prefix))
 
 

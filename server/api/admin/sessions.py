@@ -47,20 +47,13 @@ async def list_sessions(request: Request) -> Response:
 
 async def get_session(request: Request) -> Response:
     """Describes one session with its last turns; raises ApiError (404)."""
-    session_id = request.path_params["session_id"]
-    context = context_of(request)
-    session = context.sessions.find(visible_namespace(request), session_id)
-    if session is None:
-        raise _not_found(session_id)
-    return JsonBody(_shown(session, context.keys))
+    return JsonBody(_shown(_found(request), context_of(request).keys))
 
 
 async def delete_session(request: Request) -> Response:
     """Forgets one session; raises ApiError (404)."""
-    context, session_id = context_of(request), request.path_params["session_id"]
-    namespace = visible_namespace(request)
-    if context.sessions.find(namespace, session_id) is None:
-        raise _not_found(session_id)
+    context, session = context_of(request), _found(request)
+    namespace, session_id = session.namespace, session.id
     for model in context.pool.served:
         engine = context.pool.engines.get(model.base_id)
         if engine is None:
@@ -75,10 +68,14 @@ async def delete_session(request: Request) -> Response:
     return JsonBody(DeletedBody(id=session_id, object="session.deleted", deleted=True))
 
 
-def _not_found(session_id: str) -> ApiError:
-    unnamed = "the path names no session; GET /v1/sessions lists them"
-    message = f"there is no session {session_id[:256]!r}" if session_id else unnamed
-    return ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
+def _found(request: Request) -> SessionDetail:
+    session_id = request.path_params["session_id"]
+    session = context_of(request).sessions.find(visible_namespace(request), session_id)
+    if session is None:
+        unnamed = "the path names no session; GET /v1/sessions lists them"
+        message = f"there is no session {session_id[:256]!r}" if session_id else unnamed
+        raise ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
+    return session
 
 
 def _shown(session: SessionDetail, keys: KeyRing) -> dict[str, Any]:

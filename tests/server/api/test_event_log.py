@@ -88,7 +88,7 @@ def test_one_that_comes_back_goes_on_behind_its_last_event() -> None:
     log.publish("x", None, n=5)
     assert drain(log.listen(None, read[2].id)) == [3, 4, 5]
     assert drain(log.listen(None, read[4].id)) == [5]
-    assert drain(log.listen(None, first.place_id)) == [5]
+    assert drain(log.listen(None, first.place_id)) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("last_id", ["other-3", "e-99", "e--1", "e-x", "", "e-" + "9" * 40, "e-٣"])
