@@ -287,17 +287,7 @@ class Activity:
                 self._publish(one, "request.ended", ended_fields(record, one))
 
     def _publish(self, one: OpenRequest, name: str, fields: Mapping[str, Any]) -> None:
-        namespace = one.request.namespace
-        self.log.publish(
-            name,
-            namespace,
-            id=one.request.request_id,
-            model=one.model_id,
-            namespace=namespace,
-            key=one.arrival.key_name,
-            session_id=one.session_id,
-            **fields,
-        )
+        self.log.publish(name, one.request.namespace, **one.who, **fields)
 
     # ------------------------------------------------------------------------------------------- models and state
 

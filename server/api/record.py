@@ -83,6 +83,12 @@ class OpenRequest:
     _num_logged: int = 0
 
     @property
+    def who(self) -> dict[str, str | None]:
+        """Which request, and whose."""
+        told = {"id": self.request.request_id, "model": self.model_id, "namespace": self.request.namespace}
+        return {**told, "key": self.arrival.key_name, "session_id": self.session_id}
+
+    @property
     def session_id(self) -> str | None:
         return self.request.session_id if self.name is None else self.name.id
 

@@ -235,14 +235,11 @@ def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
     return body_of(
         OpenRequestBody,
         one,
-        id=one.request.request_id,
-        model=one.model_id,
         endpoint=one.arrival.endpoint,
-        namespace=one.request.namespace,
-        key=one.arrival.key_name,
         slot=None if one.started is None else one.started.slot,
         received=round(one.received_at, 3),
         seconds=round(now - one.arrival.received, 3),
+        **one.who,
         **vars(one.counts),
     )
 
