@@ -88,6 +88,13 @@ def test_a_flood_of_sessions_pushes_out_its_own() -> None:
     assert [session.id for session in records.of("theirs")] == ["19", "18", "17"]
 
 
+def test_an_unnamed_session_of_one_request_goes_before_older_ones() -> None:
+    records = SessionRecords(max_sessions=3)
+    for name in (Name("", "old"), Name("", "passing", is_named=False), Name("", "c"), Name("", "d")):
+        records.record(name, TURN)
+    assert [session.id for session in records.of("")] == ["d", "c", "old"]
+
+
 def test_with_a_namespace_for_each_session_the_one_unused_for_longest_goes() -> None:
     records = SessionRecords(max_sessions=2)
     for namespace in ("a", "b", "a", "c"):
