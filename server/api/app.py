@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.admin import cache, sessions, state
+from server.api.admin.console import PAGE_ROUTES
 from server.api.anthropic.api import ANTHROPIC
-from server.api.console import PAGE_ROUTES
 from server.api.dialect import ApiContext, Dialect, Endpoint, find_dialect, routes_of, with_and_without_v1
 from server.api.guard import ErrorBoundary, cross_origin_layer, raise_http_error
 from server.api.llama_cpp.api import LLAMA_CPP

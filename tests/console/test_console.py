@@ -13,8 +13,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from server.api.admin.console import SOURCE
 from server.api.app import create_app, create_pool_app
-from server.api.console import SOURCE
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.pool.pool import ModelPool

@@ -1,1 +1,1 @@
-"""Endpoints of our own: the cache, its sessions, health."""
+"""Endpoints of our own: the cache, its sessions, health, the console."""

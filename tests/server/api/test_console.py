@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from server.api.admin.console import POLICY, SOURCE
 from server.api.app import create_app
-from server.api.console import POLICY, SOURCE
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 

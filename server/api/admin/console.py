@@ -18,7 +18,7 @@ from server.api.dialect import context_of
 from server.api.errors import ApiError, Code
 from server.api.guard import CONSOLE, is_from_this_machine, wants_page
 
-SOURCE = Path(__file__).resolve().parents[1] / "console"
+SOURCE = Path(__file__).resolve().parents[2] / "console"
 _FILES = StaticFiles(directory=SOURCE)
 mimetypes.add_type("text/javascript", ".js")  # which Python tells only from 3.12 on
 
