@@ -19,13 +19,12 @@ from server.api.conversation import Conversation, ThinkingWish, check_continuabl
 from server.api.dialect import ApiContext
 from server.api.errors import ApiError, wrong
 from server.api.params import (
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
     AnswerGrammar,
     CacheSalt,
     ForcedCalls,
     GenerationParams,
     Share,
+    StopStrings,
     changed_sampling,
     json_grammar,
     shows_tools,
@@ -337,16 +336,13 @@ class PromptBody(MarkedBody):
                     yield from block.content or ()
 
 
-_StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-
-
 class MessagesBody(PromptBody):
     """Body of `POST /v1/messages`."""
 
     max_tokens: Annotated[Whole, Field(ge=0)]
     """0 only evaluates the prompt."""
     stream: bool | None = None
-    stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_sequences: StopStrings | None = None
     temperature: Share | None = None
     top_p: Share | None = None
     top_k: Annotated[Whole, Field(ge=0)] | None = None

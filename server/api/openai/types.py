@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
@@ -22,8 +22,6 @@ from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
 from server.api.params import (
     ANY_OBJECT,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
     AnswerGrammar,
     CacheSalt,
     ForcedCalls,
@@ -32,6 +30,7 @@ from server.api.params import (
     RepetitionPenalty,
     SampledBody,
     Share,
+    StopStrings,
     Window,
     changed_sampling,
     check_token_ids,
@@ -53,13 +52,6 @@ def breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int
         last = model.renderer.tokenize(text)[-1:]
         found.update(model.tokens_containing(text) or [token for token in last if token < model.vocab_size])
     return tuple(sorted(found))
-
-
-def bad_word_tokens(texts: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Each text's tokens at a line's start and after a blank."""
-    forms = {form: None for text in texts for form in (text.lstrip(), " " + text.lstrip()) if text.strip()}
-    found = dict.fromkeys(tuple(model.renderer.tokenize(form)) for form in forms)
-    return tuple(ids for ids in found if ids and max(ids) < model.vocab_size)
 
 
 def _schema(value: Any) -> Any:
@@ -192,7 +184,6 @@ def _priority(value: Any) -> Any:
     return None if value == 0 and not isinstance(value, bool) else value
 
 
-_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Breaker = Annotated[str, Field(max_length=MAX_BREAKER_CHARACTERS)]
 _BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -273,9 +264,7 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     """Texts excluded, as far as the answer spells them with the usual tokens."""
-    stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stop_strings)] | None = (
-        None
-    )
+    stop: Annotated[StopStrings, BeforeValidator(_stop_strings)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -314,12 +303,13 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
 
 
 def _as_parts(value: Any, info: ValidationInfo) -> Any:
-    """A text, or an assistant's refusal, as a part."""
+    """A text, or an assistant's refusal, as a part; null only from the assistant, and from a tool."""
+    role = info.data.get("role", "assistant")
+    if value is None and role not in ("assistant", "tool"):
+        raise PydanticCustomError("missing", "Field required in a message of this role")
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
-    if isinstance(value, list) and info.data.get("role") == "assistant":
-        return [_refusal_as_text(part) for part in value]
-    return value
+    return [_refusal_as_text(part) for part in value] if isinstance(value, list) and role == "assistant" else value
 
 
 def _refusal_as_text(part: Any) -> Any:
@@ -429,15 +419,14 @@ class ToolCallEntry(BodyModel):
     function: FunctionCall
 
 
-_TakesText = BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart])
+_TakesText = BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None)
 
 
 class ChatMessage(BodyModel):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], _TakesText] | None = Field(default=None, validate_default=True)
-    """Null only from the assistant, and from a tool without a result."""
+    content: Annotated[list[ContentPart] | None, _TakesText, Field(validate_default=True)] = None
     name: str | None = None
     tool_calls: list[ToolCallEntry] | None = None
     tool_call_id: str | None = None
@@ -451,15 +440,6 @@ class ChatMessage(BodyModel):
     """As in `ContentPart`."""
     audio: None = None
     function_call: None = None
-
-    @field_validator("content")
-    @classmethod
-    def _only_assistant_and_tool_may_be_silent(
-        cls, value: list[ContentPart] | None, info: ValidationInfo
-    ) -> list[ContentPart] | None:
-        if value is None and info.data.get("role", "assistant") not in ("assistant", "tool"):
-            raise PydanticCustomError("missing", "Field required in a message of this role")
-        return value
 
 
 class FunctionSpec(BodyModel):
@@ -656,7 +636,10 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
         check_token_ids(body.allowed_token_ids, model.vocab_size, "allowed_token_ids")
         given["allowed_token_ids"] = tuple(body.allowed_token_ids)
     if body.bad_words:
-        given["bad_words"] = bad_word_tokens(body.bad_words, model)
+        # Each text at a line's start and after a blank.
+        forms = [form for text in body.bad_words for form in (text.lstrip(), " " + text.lstrip()) if text.strip()]
+        found = dict.fromkeys(tuple(model.renderer.tokenize(form)) for form in forms)
+        given["bad_words"] = tuple(ids for ids in found if ids and max(ids) < model.vocab_size)
     if body.dry_multiplier:
         given["dry_breakers"] = breaker_tokens(body.dry_sequence_breakers, model)
     return changed_sampling(options_sampling(body.options, model), body, model.vocab_size, **given)

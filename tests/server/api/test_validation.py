@@ -586,7 +586,7 @@ def test_whatever_the_fields_hold_the_answer_is_200_400_or_404(path: str, fields
     num_before = len(FUZZED.requests)
     answer = post(FUZZ, path, **fields)
     assert answer.status_code in (200, 400, 404), answer.text
-    assert len(FUZZED.requests) - num_before == (answer.status_code == 200)
+    assert (len(FUZZED.requests) > num_before) == (answer.status_code == 200)
 
 
 @given(raw=st.binary(max_size=60) | st.text(alphabet='{}[]":,0eE+-.nulltrue\\ud8 ', max_size=60).map(str.encode))
