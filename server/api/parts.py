@@ -11,7 +11,7 @@ PartBody: TypeAlias = dict[str, Any]
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
-class AnswerPart(ABC):
+class ReplyPart(ABC):
     """A text, a thought or a call."""
 
     index = 0
@@ -44,12 +44,12 @@ class AnswerParts(ABC):
 
     def __init__(self) -> None:
         self.ended: list[PartBody] = []
-        self._open: AnswerPart | None = None
+        self._open: ReplyPart | None = None
         self._open_kind: type[Piece] | None = None
         self._num_begun = 0
 
     @abstractmethod
-    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> AnswerPart:
+    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> ReplyPart:
         """A new part that `piece` begins."""
 
     @abstractmethod
@@ -80,7 +80,7 @@ class AnswerParts(ABC):
                 failed, self._open = self._open.fail(), None
                 return [*failed, *self.add(pieces.Text(text))]
 
-    def begin(self, part: AnswerPart, kind: type[Piece] | None = None) -> list[PartEvent]:
+    def begin(self, part: ReplyPart, kind: type[Piece] | None = None) -> list[PartEvent]:
         """Ends the open part and begins another, of a text's or thought's kind of piece; returns the events."""
         ended = self.close()
         part.index = self._num_begun

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from models.output import pieces
 from models.texts import enclose, opened, read_object
-from server.api.parts import AnswerPart, AnswerParts, PartEvent, Status
+from server.api.parts import AnswerParts, PartEvent, ReplyPart, Status
 
 _DIGEST: Final = "mlx-serve-1:"
 
@@ -26,7 +26,7 @@ def reasoning_of(shown: str, signature: str) -> str:
     return shown or opened(signature) or ""
 
 
-class _Block(AnswerPart):
+class _Block(ReplyPart):
     def __init__(self, head: dict[str, Any], *, is_hidden: bool = False) -> None:
         """`head` is the block without what grows. `is_hidden`: only the signature holds the text."""
         self.head = head
@@ -76,7 +76,7 @@ class AnswerContent(AnswerParts):
         self._shows_thinking = shows_thinking
         self._searches = searches
 
-    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> AnswerPart:
+    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> ReplyPart:
         """A block."""
         match piece:
             case pieces.Text():

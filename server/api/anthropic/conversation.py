@@ -12,23 +12,13 @@ from pydantic_core.core_schema import ValidationInfo
 from models.inference.sampling_params import check
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool
+from server.api import params
 from server.api.anthropic.content import reasoning_of
 from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
 from server.api.bodies import BodyModel, Rules, Whole, refused
 from server.api.conversation import Conversation, ThinkingWish, check_continuable
 from server.api.dialect import ApiContext
 from server.api.errors import ApiError, wrong
-from server.api.params import (
-    AnswerGrammar,
-    CacheSalt,
-    ForcedCalls,
-    GenerationParams,
-    Share,
-    StopStrings,
-    changed_sampling,
-    json_grammar,
-    shows_tools,
-)
 from server.app.config import ServerConfig
 from server.pool.names import ModelUnknown
 from server.pool.served import ServedModel
@@ -342,14 +332,14 @@ class MessagesBody(PromptBody):
     max_tokens: Annotated[Whole, Field(ge=0)]
     """0 only evaluates the prompt."""
     stream: bool | None = None
-    stop_sequences: StopStrings | None = None
-    temperature: Share | None = None
-    top_p: Share | None = None
+    stop_sequences: params.StopStrings | None = None
+    temperature: params.Share | None = None
+    top_p: params.Share | None = None
     top_k: Annotated[Whole, Field(ge=0)] | None = None
     """0 keeps all tokens."""
     metadata: RequestMetadata | None = None
     session_id: str | None = None
-    cache_salt: CacheSalt | None = None
+    cache_salt: params.CacheSalt | None = None
     context_management: dict[str, Any] | None = None
     """Without effect, as the answer says."""
 
@@ -400,7 +390,7 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     # Forms of clients send an empty text for no system prompt.
     has_system = any(block.text for block in body.system or ())
     system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
-    shows = shows_tools(model, body.tools, forbids_calls=body.forbids_calls)
+    shows = params.shows_tools(model, body.tools, forbids_calls=body.forbids_calls)
     texts = [block.text for block in body.messages[0].content if isinstance(block, TextBlock)]
     first = hashlib.sha256(repr(texts).encode()).digest()
 
@@ -572,14 +562,16 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
         return context.pool.find(None)
 
 
-def read_params(body: MessagesBody, model: ServedModel) -> GenerationParams:
+def read_params(body: MessagesBody, model: ServedModel) -> params.GenerationParams:
     """A checked body's parameters; raises ApiError or InvalidParameter."""
-    sampling = changed_sampling(model.sampling, body, model.vocab_size)
+    sampling = params.changed_sampling(model.sampling, body, model.vocab_size)
     check(sampling, model.vocab_size)
     choice, forced = body.tool_choice or ToolChoiceOption(type="auto"), None
     if choice.type in ("any", "tool"):
-        forced = ForcedCalls((choice.name,) if choice.type == "tool" and choice.name else None, choice.is_single)
-    return GenerationParams(
+        forced = params.ForcedCalls(
+            (choice.name,) if choice.type == "tool" and choice.name else None, choice.is_single
+        )
+    return params.GenerationParams(
         sampling=sampling,
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
@@ -590,9 +582,9 @@ def read_params(body: MessagesBody, model: ServedModel) -> GenerationParams:
     )
 
 
-def _output_format(body: MessagesBody) -> AnswerGrammar | None:
+def _output_format(body: MessagesBody) -> params.AnswerGrammar | None:
     newer = body.output_config.format if body.output_config is not None else None
     wanted, param = newer or body.output_format, "output_format" if newer is None else "output_config.format"
     if newer is not None and body.output_format is not None:
         raise wrong("output_format", "it is another name of output_config.format, which is given too")
-    return None if wanted is None else AnswerGrammar(f"{param}.schema", json_grammar(wanted.schema_))
+    return None if wanted is None else params.AnswerGrammar(f"{param}.schema", params.json_grammar(wanted.schema_))

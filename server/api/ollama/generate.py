@@ -25,6 +25,7 @@ from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from models.texts import well_formed_json
+from server.api import params
 from server.api.answer import Answer, Exchange, OutputEvent, Question
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
 from server.api.call import compute, generate
@@ -33,19 +34,6 @@ from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operat
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
 from server.api.openai.types import FunctionSpec
-from server.api.params import (
-    ANY_OBJECT,
-    AnswerGrammar,
-    GenerationParams,
-    Incoming,
-    Options,
-    ask,
-    build_request,
-    check_token_ids,
-    json_grammar,
-    options_sampling,
-    shows_tools,
-)
 from server.api.record import CacheBody, cache_of
 from server.api.wire import Payload, json_text
 from server.engine.request import Finished
@@ -92,7 +80,7 @@ def _format(value: Any) -> Any:
     if value in (None, ""):
         return None
     if value == "json":
-        return dict(ANY_OBJECT)
+        return dict(params.ANY_OBJECT)
     if isinstance(value, dict):
         return value
     raise PydanticCustomError("format", 'Input should be "json" or a JSON schema, an object')
@@ -124,7 +112,7 @@ class OllamaBody(BodyModel):
     format: Annotated[dict[str, Any] | None, BeforeValidator(_format)] = None
     """"json" allows any object."""
     think: Annotated[bool | str | None, BeforeValidator(_think)] = None
-    options: Options | None = None
+    options: params.Options | None = None
     keep_alive: KeepAlive = None
 
 
@@ -153,13 +141,13 @@ def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any
     return ThinkingWish(None if body.think is None else bool(body.think), effort).template_arguments()
 
 
-def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
+def read_params(body: OllamaBody, model: ServedModel) -> params.GenerationParams:
     """A checked body's parameters; raises ApiError or InvalidParameter."""
-    options = body.options or Options()
-    sampling = options_sampling(options, model)
+    options = body.options or params.Options()
+    sampling = params.options_sampling(options, model)
     check(sampling, model.vocab_size)
-    grammar = None if body.format is None else AnswerGrammar("format", json_grammar(body.format))
-    return GenerationParams(sampling=sampling, max_tokens=options.limit, stop=options.stops, grammar=grammar)
+    grammar = None if body.format is None else params.AnswerGrammar("format", params.json_grammar(body.format))
+    return params.GenerationParams(sampling=sampling, max_tokens=options.limit, stop=options.stops, grammar=grammar)
 
 
 _REPLY: Final = "zq-the-reply-before-qz"
@@ -171,7 +159,7 @@ _SAMPLE: Final[Sequence[Message]] = (
 
 def follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -> RenderedPrompt:
     """The prompt of the messages `asked` behind the tokens `context`; raises ApiError (400)."""
-    check_token_ids(context, model.vocab_size, "context")
+    params.check_token_ids(context, model.vocab_size, "context")
     text = replace(asked, messages=[*_SAMPLE, *asked.messages]).render().text
     _, found, following = text.partition(_REPLY)
     if not found:
@@ -348,7 +336,7 @@ class OllamaGenerateAnswer(OllamaHead, OllamaEnd):
 
 
 @generate("ollama-")
-def generate_text(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
+def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelReady:
     """Answers one prompt."""
     began = time.monotonic()
     body = parse_body(OllamaGenerateBody, incoming.fields, IN_GENERATE)
@@ -358,8 +346,8 @@ def generate_text(context: ApiContext, incoming: Incoming) -> Exchange | ModelRe
     namespace = namespace_of(incoming.http, None)
     conversation = None if body.raw else _conversation(body, model, namespace)
     prompt = _prompt(body, model, conversation)
-    params = replace(read_params(body, model), prompt_param="prompt")
-    request = build_request(incoming, model, prompt, params, namespace)
+    wishes = replace(read_params(body, model), prompt_param="prompt")
+    request = params.build_request(incoming, model, prompt, wishes, namespace)
     # A prompt that continues tokens is no conversation, so its next prompt cannot be foreseen.
     known = None if body.context else conversation
     return OllamaGenerateExchange(body, Question(model, request, prompt, known), began)
@@ -452,7 +440,7 @@ class OllamaChatAnswer(OllamaHead, OllamaEnd):
 
 
 @generate("ollama-")
-def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
+def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelReady:
     """Answers the last message of a conversation."""
     began = time.monotonic()
     body = parse_body(OllamaChatBody, incoming.fields, IN_BOTH)
@@ -460,7 +448,7 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
         return answer_loading(context, body, {"message": _MESSAGE})
     model = find_model(context, body.model)
     namespace = namespace_of(incoming.http, None)
-    shows = shows_tools(model, body.tools, forbids_calls=False)
+    shows = params.shows_tools(model, body.tools, forbids_calls=False)
     for index, message in enumerate(body.messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     conversation = Conversation(
@@ -471,7 +459,7 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
         namespace=namespace,
         continues=_continues(body.messages, model),
     ).prepared_for(model, hygiene=context.config.prompt_hygiene)
-    return OllamaExchange(body, ask(incoming, model, conversation, read_params(body, model)), began)
+    return OllamaExchange(body, params.ask(incoming, model, conversation, read_params(body, model)), began)
 
 
 def _continues(messages: Sequence[OllamaMessage], model: ServedModel) -> bool:
@@ -526,7 +514,7 @@ class EmbedAnswer(TypedDict):
 
 
 @compute
-def embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
+def embed(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
     """Answers with the vectors of texts."""
     began = time.monotonic()
     body = parse_body(EmbedBody, incoming.fields)
@@ -543,7 +531,7 @@ def embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
 
 
 @compute
-def embed_prompt(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
+def embed_prompt(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
     """Answers with the vector of one text."""
     body = parse_body(EmbeddingPromptBody, incoming.fields)
     reader = TextReader(find_model(context, body.model), cuts=True)

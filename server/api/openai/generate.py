@@ -25,20 +25,8 @@ from server.api.call import generate
 from server.api.conversation import Conversation, check_continuable, check_template_arguments
 from server.api.dialect import ApiContext, Endpoint, ErrorObject, Operation, error_object, namespace_of
 from server.api.errors import explain, wrong
+from server.api.openai import types
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE, IN_TEXT
-from server.api.openai.types import (
-    BACKGROUND_TIER,
-    DEFAULT_TIER,
-    ChatBody,
-    ChatMessage,
-    GenerationBody,
-    StreamOptions,
-    as_limit,
-    read_params,
-    refuse_going_on,
-    refuse_lone_stream_options,
-    template_message,
-)
 from server.api.params import ForcedCalls, Incoming, ask, build_request, check_token_ids, shows_tools
 from server.api.record import Costs, CostsAtEnd, costs_of
 from server.api.wire import Payload, sse_event
@@ -149,7 +137,7 @@ class ChoiceExchange(Exchange):
     others: "Sequence[ChoiceExchange]" = ()
     """Set by who makes the first choice."""
 
-    def __init__(self, body: GenerationBody, question: Question, index: int = 0) -> None:
+    def __init__(self, body: types.GenerationBody, question: Question, index: int = 0) -> None:
         super().__init__(question, is_streamed=body.stream is True)
         self.index = index
         self._names_ids = body.return_tokens_as_token_ids is True
@@ -158,7 +146,7 @@ class ChoiceExchange(Exchange):
         self._num_tokens = self._num_cached = 0
         self._tells_ids = body.return_token_ids is True
         self._prompt_ids: PromptIds = {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
-        options = body.stream_options or StreamOptions()
+        options = body.stream_options or types.StreamOptions()
         self._wants_usage = options.include_usage is True
         self._wants_usage_always = options.continuous_usage_stats is True
         self._head: AnswerHead = {
@@ -170,7 +158,7 @@ class ChoiceExchange(Exchange):
         }
         if body.service_tier is not None:
             is_background = self.request.priority is Priority.BACKGROUND
-            self._head["service_tier"] = BACKGROUND_TIER if is_background else DEFAULT_TIER
+            self._head["service_tier"] = types.BACKGROUND_TIER if is_background else types.DEFAULT_TIER
 
     @abstractmethod
     def opening(self) -> Payload | None:
@@ -312,7 +300,7 @@ def usage_of(finished: Finished) -> Usage:
     return usage
 
 
-def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) -> int:
+def num_choices(body: types.GenerationBody, num_prompts: int, config: ServerConfig) -> int:
     """The number of answers to each prompt; raises ApiError for more than may run and wait."""
     count, limit = body.n or 1, config.slots + config.max_waiting
     if count * num_prompts > limit:
@@ -397,15 +385,17 @@ class ChatCompletion(AnswerHead, PromptIds, Costs):
 @generate("chatcmpl-")
 def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
     """Answers the last message of a conversation."""
-    body = parse_body(ChatBody, incoming.fields, IN_CHAT)
-    refuse_lone_stream_options(body)
+    body = parse_body(types.ChatBody, incoming.fields, IN_CHAT)
+    types.refuse_lone_stream_options(body)
     model = context.pool.find(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, incoming, model, context.config, namespace)
     if isinstance(body.tool_choice, ForcedCalls):
-        refuse_going_on(body, "an answer ends with the calls that are forced")
+        types.refuse_going_on(body, "an answer ends with the calls that are forced")
     thinking, prediction = body.thinking_wish().max_tokens, _predicted(body, model)
-    params = replace(read_params(body, model), max_thinking_tokens=thinking, prediction=prediction, **body.calls())
+    params = replace(
+        types.read_params(body, model), max_thinking_tokens=thinking, prediction=prediction, **body.calls()
+    )
     question = ask(incoming, model, conversation, params)
     first, *first.others = [
         ChatExchange(body, replace(question, request=request_of_choice(question.request, index, index)), index)
@@ -415,7 +405,7 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExc
 
 
 def read_conversation(
-    body: ChatBody, incoming: Incoming, model: ServedModel, config: ServerConfig, namespace: str
+    body: types.ChatBody, incoming: Incoming, model: ServedModel, config: ServerConfig, namespace: str
 ) -> Conversation:
     """The prompt's source; raises ApiError."""
     continues = body.continues()
@@ -433,14 +423,14 @@ def read_conversation(
         model.renderer,
         tools=list(incoming.fields["tools"]) if shows else [],
         forbids_calls=body.forbids_calls,
-        messages=list(map(template_message, body.messages)),
+        messages=list(map(types.template_message, body.messages)),
         template_arguments={**arguments, **body.thinking_wish().template_arguments()},
         namespace=namespace,
         continues=continues,
     ).prepared_for(model, hygiene=config.prompt_hygiene)
 
 
-def _predicted(body: ChatBody, model: ServedModel) -> TokenArray | None:
+def _predicted(body: types.ChatBody, model: ServedModel) -> TokenArray | None:
     """The prediction's tokens, if any. Raises ApiError beyond the context."""
     text = plain_text(body.prediction.model_dump()["content"]) if body.prediction is not None else ""
     if not text:
@@ -460,7 +450,7 @@ class ChatExchange(ChoiceExchange):
     chunk_kind = "chat.completion.chunk"
     nothing: ClassVar[Payload] = {"delta": {}}
 
-    def __init__(self, body: ChatBody, question: Question, index: int = 0) -> None:
+    def __init__(self, body: types.ChatBody, question: Question, index: int = 0) -> None:
         super().__init__(body, question, index)
         self._said = ""
         self._reasoning = ""
@@ -495,7 +485,7 @@ class ChatExchange(ChoiceExchange):
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
-        said = template_message(ChatMessage.model_validate(self._message))
+        said = types.template_message(types.ChatMessage.model_validate(self._message))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
     def _delta(self, piece: Piece) -> Payload | None:
@@ -548,13 +538,13 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(type(entry) is int for entry in value))
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(types.GenerationBody):
     """Body of `POST /v1/completions`."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts), Field()]
     """A text, token ids, or several of either."""
     echo: bool | None = None
-    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(types.as_limit)] = None
     """0 only with the prompt's log-probabilities."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -591,10 +581,10 @@ class TextCompletion(AnswerHead, CostsAtEnd):
 def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
     """Continues a text."""
     body = parse_body(CompletionBody, incoming.fields, IN_TEXT)
-    refuse_lone_stream_options(body)
+    types.refuse_lone_stream_options(body)
     num_scored = body.num_prompt_logprobs()
     model = context.pool.find(body.model)
-    params = read_params(body, model)
+    params = types.read_params(body, model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     count = num_choices(body, len(body.prompt), context.config)
     exchanges: list[ChoiceExchange] = []
@@ -692,6 +682,6 @@ class CompletionExchange(ChoiceExchange):
 
 
 ROUTES = (
-    Endpoint("/chat/completions", create_chat_completion, Operation(ChatBody, ChatCompletion, ChatChunk)),
+    Endpoint("/chat/completions", create_chat_completion, Operation(types.ChatBody, ChatCompletion, ChatChunk)),
     Endpoint("/completions", create_completion, Operation(CompletionBody, TextCompletion, TextCompletion)),
 )

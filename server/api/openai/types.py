@@ -17,27 +17,10 @@ from models.inference.sampling_params import MAX_REPEATED, MAX_TOP_LOGPROBS, Sam
 from models.output.grammar import Grammar, GrammarKind
 from models.prompt.shapes import Message
 from models.texts import read_object
+from server.api import params
 from server.api.bodies import BodyModel, Whole, as_whole
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
-from server.api.params import (
-    ANY_OBJECT,
-    AnswerGrammar,
-    CacheSalt,
-    ForcedCalls,
-    GenerationParams,
-    Options,
-    RepetitionPenalty,
-    SampledBody,
-    Share,
-    StopStrings,
-    Window,
-    changed_sampling,
-    check_token_ids,
-    choice_grammar,
-    json_grammar,
-    options_sampling,
-)
 from server.engine.request import Priority
 from server.pool.served import ServedModel
 
@@ -106,7 +89,9 @@ class BoundBody(BodyModel):
     structured_outputs: StructuredOutputs | None = None
     json_schema: Schema = None
     guided_json: Schema = None
-    format: Annotated[Schema, BeforeValidator(lambda value: dict(ANY_OBJECT) if value == "json" else value)] = None
+    format: Annotated[
+        Schema, BeforeValidator(lambda value: dict(params.ANY_OBJECT) if value == "json" else value)
+    ] = None
     """"json" for any object, or a schema."""
     guided_regex: GrammarText = None
     regex: GrammarText = None
@@ -115,38 +100,38 @@ class BoundBody(BodyModel):
     grammar: GrammarText = None
     ebnf: GrammarText = None
 
-    def answer_grammar(self) -> AnswerGrammar | None:
+    def answer_grammar(self) -> params.AnswerGrammar | None:
         """The answer's grammar; raises ApiError if several fields bind it."""
         structured = self.structured_outputs or StructuredOutputs()
         if structured.json_object:
-            structured = structured.model_copy(update={"json_": dict(ANY_OBJECT)})
+            structured = structured.model_copy(update={"json_": dict(params.ANY_OBJECT)})
         wanted = [
             *self._of_response_format(),
-            *(AnswerGrammar("structured_outputs", grammar) for _, grammar in _made(structured)),
-            *(AnswerGrammar(name, grammar) for name, grammar in _made(self)),
+            *(params.AnswerGrammar("structured_outputs", grammar) for _, grammar in _made(structured)),
+            *(params.AnswerGrammar(name, grammar) for name, grammar in _made(self)),
         ]
         if len(wanted) > 1:
             first, second = wanted[0].param, wanted[1].param
             raise wrong(second, f"an answer is bound by one field only, and {first} is given too")
         return wanted[0] if wanted else None
 
-    def _of_response_format(self) -> Iterator[AnswerGrammar]:
+    def _of_response_format(self) -> Iterator[params.AnswerGrammar]:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return
         if wanted.type == "json_object":
-            yield AnswerGrammar("response_format", json_grammar(wanted.schema_ or ANY_OBJECT))
+            yield params.AnswerGrammar("response_format", params.json_grammar(wanted.schema_ or params.ANY_OBJECT))
         elif wanted.json_schema is None:
             raise wrong("response_format.json_schema", "Field required with this type", Code.MISSING_PARAMETER)
         else:
-            schema = json_grammar(wanted.json_schema.schema_, is_strict=wanted.json_schema.strict is True)
-            yield AnswerGrammar("response_format.json_schema.schema", schema)
+            schema = params.json_grammar(wanted.json_schema.schema_, is_strict=wanted.json_schema.strict is True)
+            yield params.AnswerGrammar("response_format.json_schema.schema", schema)
 
 
 _MAKERS: Mapping[str, Callable[[Any], Grammar]] = {
-    **dict.fromkeys(("json_", "json_schema", "guided_json", "format"), json_grammar),
+    **dict.fromkeys(("json_", "json_schema", "guided_json", "format"), params.json_grammar),
     **dict.fromkeys(("guided_regex", "regex"), partial(Grammar, GrammarKind.REGEX)),
-    **dict.fromkeys(("choice", "guided_choice"), choice_grammar),
+    **dict.fromkeys(("choice", "guided_choice"), params.choice_grammar),
     **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), partial(Grammar, GrammarKind.GBNF_OR_LARK)),
 }
 
@@ -214,7 +199,7 @@ class SharedBody(BodyModel):
     """False: neither reuse nor keep this prompt's state."""
     speculate: bool | None = None
     """False: no drafts."""
-    cache_salt: CacheSalt | None = None
+    cache_salt: params.CacheSalt | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     priority: Annotated[Literal["interactive", "background"] | None, BeforeValidator(_priority)] = None
@@ -225,7 +210,7 @@ class SharedBody(BodyModel):
     store: bool | None = None
 
 
-class GenerationBody(BoundBody, SampledBody, SharedBody):
+class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     """Fields of a request for text."""
 
     stream_options: StreamOptions | None = None
@@ -243,28 +228,28 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
     typical_p: _Mass | None = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=100, allow_inf_nan=False)] | None = None
     """0 and below keep all tokens."""
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
+    xtc_probability: params.Share | None = None
+    xtc_threshold: params.Share | None = None
     seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
     """-1 means no seed."""
-    repetition_penalty: RepetitionPenalty | None = None
+    repetition_penalty: params.RepetitionPenalty | None = None
     """`repeat_penalty` is another name; the two must not differ."""
-    repetition_context_size: Window | None = None
-    presence_context_size: Window | None = None
-    frequency_context_size: Window | None = None
+    repetition_context_size: params.Window | None = None
+    presence_context_size: params.Window | None = None
+    frequency_context_size: params.Window | None = None
     """mlx-lm's windows; those of active penalties must not differ."""
     dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     """0 switches DRY off."""
     dry_base: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None
     dry_allowed_length: Annotated[Whole, Field(ge=1, le=MAX_REPEATED)] | None = None
-    dry_penalty_last_n: Window | None = None
+    dry_penalty_last_n: params.Window | None = None
     dry_sequence_breakers: Annotated[list[_Breaker], Field(max_length=MAX_BREAKERS)] | None = None
     logit_bias: dict[str, _Bias] | None = None
     """Keyed by token ids."""
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     """Texts excluded, as far as the answer spells them with the usual tokens."""
-    stop: Annotated[StopStrings, BeforeValidator(_stop_strings)] | None = None
+    stop: Annotated[params.StopStrings, BeforeValidator(_stop_strings)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -278,7 +263,7 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
     """Another name of `min_tokens`; the larger counts."""
     ignore_eos: bool | None = None
     metadata: dict[str, Any] | None = None
-    options: Options | None = None
+    options: params.Options | None = None
     """Ollama's fields; those of the body itself take precedence."""
 
     def num_top_logprobs(self) -> int | None:
@@ -344,7 +329,7 @@ class CallingBody(BodyModel):
     def calls(self) -> dict[str, Any]:
         """The parameters of calls."""
         is_single, forced = self.parallel_tool_calls is False, self.tool_choice
-        if isinstance(forced, ForcedCalls):
+        if isinstance(forced, params.ForcedCalls):
             return {"forced": replace(forced, is_single=forced.is_single or is_single), "is_single_call": is_single}
         return {"is_single_call": is_single}
 
@@ -370,13 +355,13 @@ def tool_choice_reader(kinds: Collection[str], *, is_nested: bool) -> BeforeVali
             return value
         kind = value.get("type") if isinstance(value, dict) else None
         if value == "required":
-            return ForcedCalls()
+            return params.ForcedCalls()
         if isinstance(kind, str) and kind in kinds:
-            return ForcedCalls((named(value),), is_single=True)
+            return params.ForcedCalls((named(value),), is_single=True)
         allowed = inner(value, "allowed_tools") if kind == "allowed_tools" else {}
         tools = allowed.get("tools")
         if allowed.get("mode") == "required" and tools and isinstance(tools, list):
-            return ForcedCalls(tuple(map(named, tools)))
+            return params.ForcedCalls(tuple(map(named, tools)))
         why = 'Input should be "auto", "required", "none", a tool, or allowed_tools with the mode "required"'
         raise PydanticCustomError("tool_choice", why)
 
@@ -585,16 +570,16 @@ _WINDOWS = {
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
-def read_params(body: GenerationBody, model: ServedModel) -> GenerationParams:
+def read_params(body: GenerationBody, model: ServedModel) -> params.GenerationParams:
     """A checked body's parameters; raises ApiError or InvalidParameter."""
     sampling = _with_one_window(_sampling(body, model), body)
     check(sampling, model.vocab_size)
-    check_token_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
+    params.check_token_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
     grammar = body.answer_grammar()
     if grammar is not None:
         refuse_going_on(body, f"an answer that {grammar.param} binds ends where nothing may follow")
     is_background = body.priority == "background" or (body.priority is None and body.service_tier == BACKGROUND_TIER)
-    return GenerationParams(
+    return params.GenerationParams(
         sampling=sampling,
         max_tokens=body.limit(),
         stop=tuple(body.stop or (body.options.stops if body.options is not None else ())),
@@ -633,7 +618,7 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
     if body.logit_bias:
         given["logit_bias"] = _biases(body.logit_bias, model.vocab_size)
     if body.allowed_token_ids:
-        check_token_ids(body.allowed_token_ids, model.vocab_size, "allowed_token_ids")
+        params.check_token_ids(body.allowed_token_ids, model.vocab_size, "allowed_token_ids")
         given["allowed_token_ids"] = tuple(body.allowed_token_ids)
     if body.bad_words:
         # Each text at a line's start and after a blank.
@@ -642,7 +627,7 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
         given["bad_words"] = tuple(ids for ids in found if ids and max(ids) < model.vocab_size)
     if body.dry_multiplier:
         given["dry_breakers"] = breaker_tokens(body.dry_sequence_breakers, model)
-    return changed_sampling(options_sampling(body.options, model), body, model.vocab_size, **given)
+    return params.changed_sampling(params.options_sampling(body.options, model), body, model.vocab_size, **given)
 
 
 def _with_one_window(sampling: SamplingParams, body: GenerationBody) -> SamplingParams:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from models.output import pieces
 from models.texts import enclose, opened, read_object
-from server.api.parts import AnswerPart, AnswerParts, PartBody, PartEvent, Status
+from server.api.parts import AnswerParts, PartBody, PartEvent, ReplyPart, Status
 
 SEARCH: Final = "tool_search"
 INPUT: Final = "input"
@@ -112,7 +112,7 @@ def reasoning_of(enclosed: str | None, content: str | None, summary: str) -> str
     return opened(enclosed or "") or content or summary
 
 
-class _Item(AnswerPart):
+class _Item(ReplyPart):
     kind: str
     prefix: str
 
@@ -284,7 +284,7 @@ class AnswerOutput(AnswerParts):
         self._reasoning = _Summary if is_summary else _Reasoning
         self._is_enclosed = is_enclosed
 
-    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> AnswerPart:
+    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> ReplyPart:
         """An item."""
         match piece:
             case pieces.Text():
