@@ -323,7 +323,8 @@ CreateStatus: TypeAlias = dict[Literal["status"], str]
 async def create_model(request: Request) -> Response:
     """Makes a model from another; raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CreateBody, _IN_CREATE, "names models")
-    await asyncio.to_thread(_create, context_of(request), body)
+    told, places = _asked(body), ("model", "from", "parameters")
+    await asyncio.to_thread(_create, context_of(request), body.named, told, places)
     if body.stream is False:
         return JsonBody({"status": STEPS[-1]})
     lines = b"".join(line({"status": step}) for step in STEPS)
@@ -333,7 +334,8 @@ async def create_model(request: Request) -> Response:
 async def copy_model(request: Request) -> Response:
     """Gives a model another name, whatever had it. Raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CopyBody, {}, "names models")
-    await asyncio.to_thread(_copy, context_of(request), body)
+    places = ("destination", "source", "destination")
+    await asyncio.to_thread(_create, context_of(request), body.destination, Modelfile(body.source), places)
     return JsonBody({})
 
 
@@ -344,17 +346,10 @@ async def delete_model(request: Request) -> Response:
     return JsonBody({})
 
 
-def _copy(context: ApiContext, body: CopyBody) -> None:
-    name = _free(context, body.destination, "destination")
-    source = _source(context, body.source, "source")
-    _done(lambda: library.create(name, _place(source), Modelfile(source.name)), "destination")
-
-
-def _create(context: ApiContext, body: CreateBody) -> None:
-    name = _free(context, body.named, "model")
-    told = _asked(body)
-    source = _source(context, told.base, "from")
-    _done(lambda: library.create(name, _place(source), replace(told, base=source.name)), "parameters")
+def _create(context: ApiContext, named: str, told: Modelfile, params: tuple[str, str, str]) -> None:
+    """`params` are the fields of the name, of the base and of all else."""
+    name, source = _free(context, named, params[0]), _source(context, told.base, params[1])
+    _done(lambda: library.create(name, _place(source), replace(told, base=source.name)), params[2])
 
 
 def _asked(body: CreateBody) -> Modelfile:

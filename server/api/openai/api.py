@@ -241,9 +241,9 @@ def _body(model: ListedModel) -> ModelBody:
 
 def _lm_studio_model(model: ListedModel) -> Payload:
     """One model in LM Studio's words."""
-    facts, publisher, name = model.facts, *model.id.rpartition("/")[::2]
-    bits = facts.weight_format.removesuffix("-bit")
-    config = {"context_length": model.context_tokens}
+    facts, served, (publisher, _, name) = model.facts, model.served, model.id.rpartition("/")
+    bits, config = facts.weight_format.removesuffix("-bit"), {"context_length": model.context_tokens}
+    can = {"vision": False, "trained_for_tool_use": served is not None and served.tool_calls == "parsed"}
     return {
         "type": "llm",
         "publisher": publisher,
@@ -253,13 +253,10 @@ def _lm_studio_model(model: ListedModel) -> Payload:
         "quantization": {"name": f"{bits}bit", "bits_per_weight": int(bits)} if bits.isdecimal() else None,
         "size_bytes": facts.stored_bytes,
         "params_string": f"{facts.num_parameters / 10**9:.2g}B" if facts.num_parameters else None,
-        "loaded_instances": [] if model.served is None else [{"id": model.id, "config": config}],
+        "loaded_instances": [] if served is None else [{"id": model.id, "config": config}],
         "max_context_length": model.context_tokens,
         "format": "mlx",
-        "capabilities": {
-            "vision": False,
-            "trained_for_tool_use": model.served is not None and model.served.tool_calls == "parsed",
-        },
+        "capabilities": can,
         "description": None,
     }
 

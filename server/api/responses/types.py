@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from server.api.bodies import BodyModel, Rules, Whole, refused, validated
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
-from server.api.openai.types import RANDOM_SEED, CallingBody, Schema, SharedBody, tool_choice_reader
+from server.api.openai.types import RANDOM_SEED, CallingBody, FunctionSpec, Schema, SharedBody, tool_choice_reader
 from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar
 from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 
@@ -154,13 +154,6 @@ class NamedTool(BodyModel):
     description: str | None = None
 
 
-class FunctionTool(NamedTool):
-    """A function of the client."""
-
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 class InputFormat(BodyModel):
     """A custom tool's input."""
 
@@ -238,7 +231,7 @@ def _read(tool: Mapping[str, Any], place: str, namespace: NamespaceTool | None) 
     own_name = namespace.name if namespace is not None else None
     match _type_of(tool):
         case "function":
-            shown = _dumped(validated(FunctionTool, tool, place))
+            shown = _dumped(validated(FunctionSpec, tool, place))
             called = ClientTool(shown["name"], own_name)
         case "custom":
             custom = validated(CustomTool, tool, place)
