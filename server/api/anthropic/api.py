@@ -16,31 +16,12 @@ from cache.snapshots import RestorePointKind
 from models.errors import ModelError
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
+from server.api.anthropic import conversation
 from server.api.anthropic.content import AnswerContent
-from server.api.anthropic.conversation import (
-    IN_MESSAGES,
-    IN_PROMPT,
-    AnswerBlock,
-    InputMessage,
-    MessagesBody,
-    PromptBody,
-    as_function,
-    find_model,
-    read_conversation,
-    read_params,
-    template_messages,
-)
 from server.api.anthropic.tool_search import SearchFailed, find_tools
 from server.api.bodies import parse_body
 from server.api.call import generate, inspect
-from server.api.dialect import (
-    ApiContext,
-    Dialect,
-    Endpoint,
-    Operation,
-    namespace_of,
-    with_and_without_v1,
-)
+from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, namespace_of, with_and_without_v1
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.openai.api import describe_models
 from server.api.params import Incoming, ask
@@ -181,24 +162,18 @@ TokenCount: TypeAlias = dict[Literal["input_tokens"], int]
 @inspect
 def count_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts a prompt's tokens; evaluates nothing."""
-    body = parse_body(PromptBody, incoming.fields, IN_PROMPT)
-    model = find_model(context, body.model)
-    conversation = read_conversation(body, model, context.config, namespace_of(incoming.http, None))
-    return {"input_tokens": len(conversation.render().tokens)}
+    body = parse_body(conversation.PromptBody, incoming.fields, conversation.IN_PROMPT)
+    model = conversation.find_model(context, body.model)
+    source = conversation.read_conversation(body, model, context.config, namespace_of(incoming.http, None))
+    return {"input_tokens": len(source.render().tokens)}
 
 
+_OWN_WORDS: Final = (MissReason.SYSTEM_CHANGED, MissReason.TOOLS_CHANGED, MissReason.MODEL_CHANGED)
 _OTHER_MESSAGES: Final = (
     *(MissReason.MESSAGES_CHANGED, MissReason.HISTORY_TRIMMED, MissReason.REPLY_CHANGED, MissReason.THOUGHTS_REMOVED),
     *(MissReason.BRANCHED, MissReason.NOTE_MOVED, MissReason.SIDE_REQUEST),
 )
-_MISS_TYPES: Final = {
-    **{
-        reason: reason.value
-        for reason in (MissReason.SYSTEM_CHANGED, MissReason.TOOLS_CHANGED, MissReason.MODEL_CHANGED)
-    },
-    **dict.fromkeys(_OTHER_MESSAGES, "messages_changed"),
-}
-"""Other reasons are `unavailable`."""
+"""Reasons that are `messages_changed`. Others are `unavailable`."""
 
 
 class MessagesUsage(TypedDict):
@@ -254,12 +229,13 @@ def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> Messages
 
 def diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
     """The reuse; for a finished request also times."""
-    miss, reason = started.reuse.miss, None
+    miss = started.reuse.miss
+    reason: CacheMissReason | None = None
     if miss is not None:
-        kind = _MISS_TYPES.get(miss.reason)
-        reason = CacheMissReason(type=kind or "unavailable")
-        if kind is not None:
-            reason["cache_missed_input_tokens"] = miss.lost_tokens
+        kind = "messages_changed" if miss.reason in _OTHER_MESSAGES else miss.reason.value
+        reason = {"type": "unavailable"}
+        if miss.reason in (*_OWN_WORDS, *_OTHER_MESSAGES):
+            reason = {"type": kind, "cache_missed_input_tokens": miss.lost_tokens}
     body: DiagnosticsBody = {"cache_miss_reason": reason, "cache": cache_of(started, session_id)}
     if finished is not None:
         body["timings"] = timings_of(finished.timings)
@@ -277,7 +253,7 @@ class MessageAnswer(TypedDict):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[AnswerBlock]
+    content: list[conversation.AnswerBlock]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessagesUsage
@@ -289,30 +265,34 @@ class MessageAnswer(TypedDict):
 @generate("msg_")
 def create_message(context: ApiContext, incoming: Incoming) -> Exchange:
     """Answers the last message of a conversation."""
-    body = parse_body(MessagesBody, incoming.fields, IN_MESSAGES)
-    return _open(context, incoming, body, find_model(context, body.model))
+    body = parse_body(conversation.MessagesBody, incoming.fields, conversation.IN_MESSAGES)
+    return _open(context, incoming, body, conversation.find_model(context, body.model))
 
 
-def _open(context: ApiContext, incoming: Incoming, body: MessagesBody, model: ServedModel) -> "MessageExchange":
-    namespace = namespace_of(incoming.http, body.cache_salt)
-    conversation = read_conversation(body, model, context.config, namespace)
-    question = ask(incoming, model, conversation, read_params(body, model))
+def _open(
+    context: ApiContext, incoming: Incoming, body: conversation.MessagesBody, model: ServedModel
+) -> "MessageExchange":
+    source = conversation.read_conversation(body, model, context.config, namespace_of(incoming.http, body.cache_salt))
+    question = ask(incoming, model, source, conversation.read_params(body, model))
+    if question.request.is_prefix_only:
+        # A prompt that is only evaluated has no answer for the next turn.
+        question = replace(question, conversation=None)
 
-    def open_part(longer: MessagesBody, number: int) -> MessageExchange:
+    def open_part(longer: conversation.MessagesBody, number: int) -> MessageExchange:
         # The model is held, but may take no other requests any more, so it is not looked up again.
         return _open(context, replace(incoming, request_id=f"{incoming.request_id}-{number}"), longer, model)
 
-    # A prompt that is only evaluated has no answer for the next turn.
-    return MessageExchange(
-        body, replace(question, conversation=None) if question.request.is_prefix_only else question, open_part
-    )
+    return MessageExchange(body, question, open_part)
 
 
 class MessageExchange(Exchange):
     """Writes one message. After tool searches another exchange goes on."""
 
     def __init__(
-        self, body: MessagesBody, question: Question, open_part: Callable[[MessagesBody, int], "MessageExchange"]
+        self,
+        body: conversation.MessagesBody,
+        question: Question,
+        open_part: Callable[[conversation.MessagesBody, int], "MessageExchange"],
     ) -> None:
         """`open_part` takes a longer body and the part's number."""
         super().__init__(question, is_streamed=body.stream is True)
@@ -339,8 +319,8 @@ class MessageExchange(Exchange):
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
-        reply = InputMessage.model_validate({"role": "assistant", "content": self._content.so_far})
-        said, *found = template_messages([reply])
+        reply = conversation.InputMessage.model_validate({"role": "assistant", "content": self._content.so_far})
+        said, *found = conversation.template_messages([reply])
         if found:
             # Only reading the next request tells how definitions are worded.
             return []
@@ -395,7 +375,7 @@ class MessageExchange(Exchange):
         return self._body.max_tokens - sum(part.timings.predicted_tokens for part in self._finished)
 
     def _run(self, search: PartBody) -> PartBody:
-        deferred = [as_function(tool) for tool in self._body.tools or () if tool.defer_loading]
+        deferred = [conversation.as_function(tool) for tool in self._body.tools or () if tool.defer_loading]
         content: dict[str, Any]
         try:
             names = find_tools(search["name"], search["input"], deferred)
@@ -405,11 +385,11 @@ class MessageExchange(Exchange):
             content = {"type": "tool_search_tool_result_error", "error_code": str(error)}
         return {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": content}
 
-    def _longer(self) -> MessagesBody:
+    def _longer(self) -> conversation.MessagesBody:
         messages, said = self._body.messages, self._content.so_far
         if self.conversation is not None and self.conversation.continues:
             messages, said = messages[:-1], [*messages[-1].model_dump()["content"], *said]
-        reply = InputMessage.model_validate({"role": "assistant", "content": said})
+        reply = conversation.InputMessage.model_validate({"role": "assistant", "content": said})
         longer: dict[str, Any] = {"messages": [*messages, reply], "max_tokens": self._num_left}
         choice = self._body.tool_choice
         if choice is not None and choice.type in ("any", "tool"):
@@ -445,8 +425,8 @@ class MessageExchange(Exchange):
 
 _MODELS = describe_models(_body, _page)
 _ROUTES = (
-    Endpoint("/messages", create_message, Operation(MessagesBody, MessageAnswer, dict[str, Any])),
-    Endpoint("/messages/count_tokens", count_tokens, Operation(PromptBody, TokenCount)),
+    Endpoint("/messages", create_message, Operation(conversation.MessagesBody, MessageAnswer, dict[str, Any])),
+    Endpoint("/messages/count_tokens", count_tokens, Operation(conversation.PromptBody, TokenCount)),
 )
 _SHARED_PATHS = (
     Endpoint("/v1/models", _MODELS, Operation(answer=ModelPage)).only_with(VERSION_HEADER),

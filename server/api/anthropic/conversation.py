@@ -56,12 +56,10 @@ def _as_blocks(value: Any) -> Any:
 
 
 _NOT_TEXT: Final = ("image", "document", "file", "audio", "video")
+_OF_SEARCHES: Final = ("server_tool_use", "tool_search_tool_result")
 _BLOCKS_OF: Final = {
     "user": ("text", "tool_result"),
-    "assistant": (
-        *("text", "tool_use", "thinking", "redacted_thinking"),
-        *("server_tool_use", "tool_search_tool_result"),
-    ),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking", *_OF_SEARCHES),
     "system": ("text", "tool_addition", "tool_removal"),
 }
 _READ: Final = {"tool_reference"}.union(*_BLOCKS_OF.values())
@@ -537,13 +535,9 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
 
 def as_function(tool: ToolDefinition) -> dict[str, Any]:
     """A tool for chat templates."""
-    named = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": {name: value for name, value in named.items() if value is not None}}
+    told = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+    known = {name: value for name, value in told.items() if value is not None}
+    return {"type": "function", "function": {"name": tool.name, **known}}
 
 
 _OWN_NAMES = "claude-"

@@ -51,10 +51,7 @@ class SearchFailed(Exception):
 
 
 def find_tools(
-    search: str,
-    arguments: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]],
-    now: Callable[[], float] = time.monotonic,
+    search: str, arguments: Mapping[str, Any], tools: _Functions, now: Callable[[], float] = time.monotonic
 ) -> list[str]:
     """The functions that `search` finds, best first; raises SearchFailed.
 

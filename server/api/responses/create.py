@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from typing_extensions import TypedDict
 
@@ -102,15 +102,16 @@ def usage_of(finished: Finished) -> ResponseUsage:
     }
 
 
+TokenCount: TypeAlias = dict[Literal["object", "input_tokens"], str | int]
+
+
 def _failure(error: ApiError) -> str:
     if error.status == 429:
         return "rate_limit_exceeded"
     return "context_length_exceeded" if error.code is Code.CONTEXT_EXCEEDED else "server_error"
 
 
-def begun_response(
-    body: ResponsesBody, fields: Mapping[str, Any], request: GenerationRequest, model: str
-) -> ResponseBody:
+def begun_response(body: ResponsesBody, fields: Payload, request: GenerationRequest, model: str) -> ResponseBody:
     """A response before its first token; `fields` are as sent."""
     return body_of(
         ResponseBody,
@@ -297,24 +298,16 @@ class ResponseExchange(Exchange):
     """Writes and stores one response."""
 
     def __init__(
-        self,
-        body: ResponsesBody,
-        fields: Mapping[str, Any],
-        question: Question,
-        given: ReadInput,
-        keeper: ApiContext | None,
+        self, body: ResponsesBody, fields: Payload, question: Question, given: ReadInput, keeper: ApiContext | None
     ) -> None:
         """`keeper` has the store; None: nothing is stored."""
         super().__init__(question, is_streamed=body.stream is True)
         self._given = given
         self._keeper = keeper
         self._conversation_id = body.conversation
-        self._output = AnswerOutput(
-            self.request.request_id.removeprefix(ID_PREFIX),
-            given.tools,
-            is_summary=body.wants_summary,
-            is_enclosed=body.encloses_reasoning,
-        )
+        is_summary, is_enclosed = body.wants_summary, body.encloses_reasoning
+        name = self.request.request_id.removeprefix(ID_PREFIX)
+        self._output = AnswerOutput(name, given.tools, is_summary=is_summary, is_enclosed=is_enclosed)
         self._response = begun_response(body, fields, self.request, self.model.id)
         self._run: BackgroundRun | None = None
         self._num_events = 0
@@ -430,6 +423,6 @@ ROUTES = (
     Endpoint(
         "/responses/input_tokens",
         count_input_tokens,
-        Operation(InputBody, dict[Literal["object", "input_tokens"], str | int]),
+        Operation(InputBody, TokenCount),
     ),
 )

@@ -127,11 +127,7 @@ _KINDS: Mapping[str, type[BodyModel]] = {
 }
 ITEM_TYPES: Final = tuple(_KINDS)
 SKIPPED_ITEM_TYPES: Final = (
-    "web_search_call",
-    "file_search_call",
-    "code_interpreter_call",
-    "image_generation_call",
-    "mcp_list_tools",
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools"),
     "compaction",
 )
 """Left out of the prompt: only other servers read these."""
