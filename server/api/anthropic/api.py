@@ -25,7 +25,6 @@ from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, namespa
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.openai.api import describe_models
 from server.api.params import Incoming, ask
-from server.api.parts import PartBody, PartEvent
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
 from server.api.wire import Payload, bearer_key, sse_comment, sse_event
@@ -326,7 +325,7 @@ class MessageExchange(Exchange):
             return []
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    async def _events(self, answer: Answer) -> AsyncIterator[PartEvent]:
+    async def _events(self, answer: Answer) -> AsyncIterator[Payload]:
         part, started = self, None
         async for event in answer.events():
             match event:
@@ -374,7 +373,7 @@ class MessageExchange(Exchange):
     def _num_left(self) -> int:
         return self._body.max_tokens - sum(part.timings.predicted_tokens for part in self._finished)
 
-    def _run(self, search: PartBody) -> PartBody:
+    def _run(self, search: dict[str, Any]) -> dict[str, Any]:
         deferred = [conversation.as_function(tool) for tool in self._body.tools or () if tool.defer_loading]
         content: dict[str, Any]
         try:

@@ -10,8 +10,8 @@ from collections.abc import Container, Sequence
 from typing import Any, Final
 
 from models.output import pieces
+from models.output.pieces import OutputPart, OutputParts, PartEvent, PartStatus
 from models.texts import enclose, opened, read_object
-from server.api.parts import AnswerParts, PartEvent, ReplyPart, Status
 
 _DIGEST: Final = "mlx-serve-1:"
 
@@ -26,13 +26,13 @@ def reasoning_of(shown: str, signature: str) -> str:
     return shown or opened(signature) or ""
 
 
-class _Block(ReplyPart):
+class _Block(OutputPart):
     def __init__(self, head: dict[str, Any], *, is_hidden: bool = False) -> None:
         """`head` is the block without what grows. `is_hidden`: only the signature holds the text."""
         self.head = head
         self.is_hidden = is_hidden
 
-    def body(self, status: Status = "in_progress") -> dict[str, Any]:
+    def body(self, status: PartStatus = "in_progress") -> dict[str, Any]:
         match self.head["type"]:
             case "text":
                 return {**self.head, "text": self.text}
@@ -51,7 +51,7 @@ class _Block(ReplyPart):
         kind, field = _DELTAS.get(self.head["type"], ("input_json_delta", "partial_json"))
         return [] if self.is_hidden else [self._event("delta", delta={"type": kind, field: text})]
 
-    def end(self, status: Status) -> list[PartEvent]:
+    def end(self, status: PartStatus) -> list[PartEvent]:
         if self.head["type"] != "thinking":
             return self.fail()
         signed = {"type": "signature_delta", "signature": self.body()["signature"]}
@@ -67,7 +67,7 @@ class _Block(ReplyPart):
 _DELTAS: Final = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
-class AnswerContent(AnswerParts):
+class AnswerContent(OutputParts):
     """The content of one answer."""
 
     def __init__(self, *, shows_thinking: bool = True, searches: Container[str] = ()) -> None:
@@ -76,7 +76,7 @@ class AnswerContent(AnswerParts):
         self._shows_thinking = shows_thinking
         self._searches = searches
 
-    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> ReplyPart:
+    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> OutputPart:
         """A block."""
         match piece:
             case pieces.Text():

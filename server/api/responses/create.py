@@ -26,7 +26,6 @@ from server.api.dialect import ApiContext, Endpoint, Operation, namespace_of
 from server.api.errors import ApiError, Code, explain, wrong
 from server.api.openai.types import GenerationBody, read_params
 from server.api.params import Incoming, ask, shows_tools
-from server.api.parts import PartBody, PartEvent
 from server.api.record import CostsAtEnd, costs_of
 from server.api.responses.background import BackgroundRun, BackgroundRuns
 from server.api.responses.items import Item, check_items, read_messages, search_outputs
@@ -66,7 +65,7 @@ class ResponseBody(CostsAtEnd):
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
-    output: Sequence[PartBody]
+    output: Sequence[Item]
     parallel_tool_calls: bool
     previous_response_id: str | None
     conversation: dict[Literal["id"], str] | None
@@ -352,11 +351,11 @@ class ResponseExchange(Exchange):
         """As `Written.broken_off`."""
         return self._numbered(await self._cut("cancelled" if error is None else "failed", error))
 
-    def _numbered(self, event: PartEvent) -> bytes:
+    def _numbered(self, event: Payload) -> bytes:
         self._num_events += 1
         return sse_event({"type": event["type"], "sequence_number": self._num_events - 1, **event}, event["type"])
 
-    async def _told(self, answer: Answer) -> AsyncIterator[PartEvent]:
+    async def _told(self, answer: Answer) -> AsyncIterator[Payload]:
         if self._run is not None:
             await self._keep()
         yield {"type": "response.created", "response": self._response}
@@ -367,7 +366,7 @@ class ResponseExchange(Exchange):
         except Exception as error:  # the status is sent, so the stream must report the error
             yield await self._cut("failed", explain(error, self.request.request_id))
 
-    async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> PartEvent:
+    async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> Payload:
         """The last event of a cut-off response."""
         self._output.close("incomplete")
         self._response = {**self._response, "status": status, "output": self._output.ended}
@@ -377,7 +376,7 @@ class ResponseExchange(Exchange):
             await self._keep()
         return {"type": f"response.{status}", "response": self._response}
 
-    async def _events(self, answer: Answer) -> AsyncIterator[PartEvent]:
+    async def _events(self, answer: Answer) -> AsyncIterator[Payload]:
         async for event in answer.events():
             match event:
                 case Started():

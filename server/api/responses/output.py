@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from models.output import pieces
+from models.output.pieces import OutputPart, OutputParts, PartBody, PartEvent, PartStatus
 from models.texts import enclose, opened, read_object
-from server.api.parts import AnswerParts, PartBody, PartEvent, ReplyPart, Status
 
 SEARCH: Final = "tool_search"
 INPUT: Final = "input"
@@ -112,7 +112,7 @@ def reasoning_of(enclosed: str | None, content: str | None, summary: str) -> str
     return opened(enclosed or "") or content or summary
 
 
-class _Item(ReplyPart):
+class _Item(OutputPart):
     kind: str
     prefix: str
 
@@ -124,14 +124,14 @@ class _Item(ReplyPart):
     def id(self) -> str:
         return f"{self.prefix}_{self._name}_{self.index}"
 
-    def body(self, status: Status) -> PartBody:
+    def body(self, status: PartStatus) -> PartBody:
         return {"id": self.id, "type": self.kind, "status": status}
 
     def begin(self) -> list[PartEvent]:
         added = {"type": "response.output_item.added", "output_index": self.index, "item": self.body("in_progress")}
         return [added, *self.opening()]
 
-    def end(self, status: Status) -> list[PartEvent]:
+    def end(self, status: PartStatus) -> list[PartEvent]:
         events = self.closing()
         done = {"type": "response.output_item.done", "output_index": self.index, "item": self.body(status)}
         return [*events, done]
@@ -166,7 +166,7 @@ class _TextItem(_Item):
         super().__init__(name)
         self._is_enclosed = is_enclosed
 
-    def body(self, status: Status) -> PartBody:
+    def body(self, status: PartStatus) -> PartBody:
         item = {**super().body(status), **self.fields}
         if self.text:
             item[self.place] = [self._part]
@@ -217,7 +217,7 @@ class _Call(_Item):
         self._call_id = call_id
         self._tool = tool
 
-    def body(self, status: Status) -> PartBody:
+    def body(self, status: PartStatus) -> PartBody:
         return {**super().body(status), "call_id": self._call_id, **self.called()}
 
     def called(self) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class _SearchCall(_Call):
 _CALLS: Final[Mapping[str, type[_Call]]] = {kind.kind: kind for kind in (_Call, _CustomCall, _SearchCall)}
 
 
-class AnswerOutput(AnswerParts):
+class AnswerOutput(OutputParts):
     """The output of one answer."""
 
     def __init__(self, name: str, tools: ToolSet, *, is_summary: bool = False, is_enclosed: bool = False) -> None:
@@ -284,7 +284,7 @@ class AnswerOutput(AnswerParts):
         self._reasoning = _Summary if is_summary else _Reasoning
         self._is_enclosed = is_enclosed
 
-    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> ReplyPart:
+    def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> OutputPart:
         """An item."""
         match piece:
             case pieces.Text():
