@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from server.app.config import ServerConfig
 from server.app.keys import KeyRing, RateLimits, namespace_of_key
 from server.diagnosis.account import Conversations
 from server.pool.pool import ModelPool
-from server.pool.served import EnginePort, ServedModel
+from server.pool.served import EnginePort, ListedModel, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -267,3 +267,18 @@ def context_of(request: Request) -> ApiContext:
     """What the endpoints of the app share."""
     context: ApiContext = request.app.state.api
     return context
+
+
+def describe_models(
+    body: Callable[[ListedModel], Any], page: Callable[[list[Any]], Payload]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Makes an endpoint for all models and for each: `body` writes one, and `page` all of these."""
+
+    async def describe(request: Request) -> Response:
+        """Describes a model, whose id may hold slashes, or all that requests may name."""
+        pool, model_id = context_of(request).pool, request.path_params.get("model_id")
+        if model_id:
+            return JsonBody(body(await asyncio.to_thread(pool.describe, model_id)))
+        return JsonBody(page(list(map(body, await asyncio.to_thread(pool.listed)))))
+
+    return describe

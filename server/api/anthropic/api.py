@@ -21,9 +21,16 @@ from server.api.anthropic.content import AnswerContent
 from server.api.anthropic.tool_search import SearchFailed, find_tools
 from server.api.bodies import parse_body
 from server.api.call import generate, inspect
-from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, namespace_of, with_and_without_v1
+from server.api.dialect import (
+    ApiContext,
+    Dialect,
+    Endpoint,
+    Operation,
+    describe_models,
+    namespace_of,
+    with_and_without_v1,
+)
 from server.api.errors import ApiError, Code, ContextExceeded
-from server.api.openai.api import describe_models
 from server.api.params import Incoming, ask
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text

@@ -30,12 +30,11 @@ from models.store.stored_model import ExampleMessage, WeightsPlace
 from server.api import PRODUCT
 from server.api.bodies import BodyModel, parse_body, refused
 from server.api.call import AnswerStream, inspect
-from server.api.dialect import ApiContext, Endpoint, Operation, context_of
+from server.api.dialect import ApiContext, Endpoint, Operation, context_of, describe_models
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import read_owners_body
 from server.api.ollama import generate
 from server.api.ollama.generate import OllamaDialect, find_model, line, thinks
-from server.api.openai.api import describe_models
 from server.api.openapi import explain_unknown_path
 from server.api.params import Incoming
 from server.api.wire import JsonBody, Payload

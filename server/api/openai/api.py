@@ -4,27 +4,24 @@
 compares their vectors by the cosine.
 """
 
-import asyncio
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import numpy as np
 from pydantic import BeforeValidator, Field
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from models.formats import Vector, judged_text
 from server.api import PRODUCT
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refused
-from server.api.call import Handler, compute
-from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, with_and_without_v1
+from server.api.call import compute
+from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, describe_models, with_and_without_v1
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import wrong
 from server.api.openai.generate import ROUTES
 from server.api.params import Incoming
-from server.api.wire import JsonBody, Payload, body_of, json_text
+from server.api.wire import Payload, body_of, json_text
 from server.pool.served import ListedModel
 
 _OF_VECTORS: Rules = refused("""
@@ -209,19 +206,6 @@ class ModelList(TypedDict):
 
     object: str
     data: list[ModelBody]
-
-
-def describe_models(body: Callable[[ListedModel], Any], page: Callable[[list[Any]], Payload]) -> Handler:
-    """Makes an endpoint for all models and for each: `body` writes one, and `page` all of these."""
-
-    async def describe(request: Request) -> Response:
-        """Describes a model, whose id may hold slashes, or all that requests may name."""
-        pool, model_id = context_of(request).pool, request.path_params.get("model_id")
-        if model_id:
-            return JsonBody(body(await asyncio.to_thread(pool.describe, model_id)))
-        return JsonBody(page(list(map(body, await asyncio.to_thread(pool.listed)))))
-
-    return describe
 
 
 def _body(model: ListedModel) -> ModelBody:
