@@ -14,12 +14,10 @@ from models.names import parse_repository
 from models.texts import grouped, size_text
 from server.app.config import DEFAULT_URL, KEY_VARIABLE, StartError
 from server.app.memory_budget import running, runtime_folder
-from server.cli.options import Json, Key, command_group, plain_table, tell
+from server.cli.options import Json, Key, plain_table, tell
 from server.cli.recipes import Served
 
 logger = logging.getLogger(__name__)
-
-app = command_group()
 
 TIMEOUT_SECONDS = 30.0
 FOR_EVER_DAYS = 3650
@@ -123,7 +121,6 @@ def _base_url(url: str) -> str:
 HEADINGS = ("NAME", "SIZE", "CONTEXT", "UNTIL", "SERVER")
 
 
-@app.command()
 def ps(api_key: Key = None, as_json: Json = False) -> None:
     """Prints what is loaded on this machine. Raises StartError at the end where a server refuses."""
     answers, refusals = dict[str, Any](), list[StartError]()
@@ -163,7 +160,6 @@ def _cells(loaded: Mapping[str, Any]) -> tuple[str, ...]:
     return loaded["name"], size, context, until, loaded["server"]
 
 
-@app.command()
 def stop(name: str, api_key: Key = None, as_json: Json = False) -> None:
     """Unloads an idle model from every server of this machine; raises StartError."""
     asked = {"model": name}

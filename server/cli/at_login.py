@@ -18,11 +18,7 @@ from models.errors import told_as
 from models.names import resolve
 from server.app.config import MAX_FILES, PREFIX, StartError
 from server.cli.config import config_file, load_config
-from server.cli.options import Json, command_group, tell
-
-app = command_group()
-_service = command_group(invoke_without_command=True)
-app.add_typer(_service, name="service")
+from server.cli.options import Json, tell
 
 Ended = subprocess.CompletedProcess[str]
 Command = Sequence[str]
@@ -291,13 +287,6 @@ def find_manager(environment: Mapping[str, str]) -> ServiceManager:
     return launchd(Path.home()) if platform.system() == "Darwin" else systemd(environment)
 
 
-@_service.callback()
-def _without_a_command(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-@_service.command()
 def install() -> None:
     """Writes the service and starts it; raises ConfigError, ModelError or StartError."""
     seen = passed_on(os.environ)
@@ -316,7 +305,6 @@ def install() -> None:
     typer.echo("`mlx-serve service status` says whether it runs, `mlx-serve service logs` what it said.")
 
 
-@_service.command("status")
 def show_state(as_json: Json = False) -> None:
     """Prints the state; exit status 1 if the server does not run. Raises StartError."""
     manager = find_manager(os.environ)
@@ -328,7 +316,6 @@ def show_state(as_json: Json = False) -> None:
     raise typer.Exit(0 if state.is_running else 1)
 
 
-@_service.command("logs")
 def show_log(
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
 ) -> None:
@@ -341,7 +328,6 @@ def show_log(
         raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
-@_service.command()
 def remove() -> None:
     """Ends the server and deletes its file; raises StartError."""
     manager = find_manager(os.environ)

@@ -24,19 +24,16 @@ from server.app.config import ConfigError, ServerConfig, StartError
 from server.app.memory_budget import Claim, read_machine, running, runtime_folder
 from server.cli.config import load_model_config
 from server.cli.keys import INTERRUPTED, handling, interruptible, leave, loading, scratch_folder
-from server.cli.options import USUAL_MODEL, Force, Json, command_group
+from server.cli.options import USUAL_MODEL, Force, Json
 
 if TYPE_CHECKING:
     from server.app.service import Service
     from server.measure import BenchRows
 
-app = command_group()
-
 LIMIT_SECONDS = 165.0
 """From the start of the command; one call of the model may exceed it."""
 
 
-@app.command()
 def bench(
     model: Annotated[str | None, typer.Argument(**USUAL_MODEL)] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown")] = False,

@@ -18,20 +18,9 @@ from server.app.config import ConfigError, StartError
 from server.app.log_events import printable
 from server.cli.ask import AskedServer, usual_url
 from server.cli.config import load_config
-from server.cli.options import Json, Key, Url, command_group, plain_table, print_json, tell
-
-app = command_group()
-_cache = command_group(invoke_without_command=True)
-app.add_typer(_cache, name="cache")
+from server.cli.options import Json, Key, Url, plain_table, print_json, tell
 
 
-@_cache.callback()
-def _without_a_command(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        show_tree()
-
-
-@_cache.command("list")
 def show_folders(cache_dir: str | None = None, as_json: Json = False) -> None:
     """Prints one line for each model's folder; raises ConfigError and StartError."""
     folder, found = _find(cache_dir)
@@ -41,7 +30,6 @@ def show_folders(cache_dir: str | None = None, as_json: Json = False) -> None:
     tell([_record(entry) for entry in found], text, as_json)
 
 
-@_cache.command("rm")
 def remove_folders(
     names: Annotated[list[str] | None, typer.Argument()] = None,
     everything: Annotated[bool, typer.Option("--all")] = False,
@@ -157,7 +145,6 @@ def _said(edge: _Edge, tier: str) -> Text:
     return Text.assemble((about, STYLES[tier]), f"  {words}", (f"  ({told})" if told else "", "dim"))
 
 
-@_cache.command("tree")
 def show_tree(
     url: Url = None,
     api_key: Key = None,

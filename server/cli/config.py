@@ -14,9 +14,7 @@ from models.names import used_last
 from server.app import config
 from server.app.config import SETTINGS, ConfigError, Layer, ServerConfig, Setting, ToldSetting
 from server.app.keys import read_private
-from server.cli.options import Json, command_group, model_names, plain_table, tell
-
-app = command_group()
+from server.cli.options import Json, model_names, plain_table, tell
 
 HIDDEN = "(not shown)"
 """Stands for a secret."""
@@ -94,7 +92,6 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
     return config.checked(_with_key(settings))
 
 
-@app.command("config")
 @with_settings
 def show_settings(
     *,

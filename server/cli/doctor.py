@@ -20,11 +20,9 @@ from models.texts import grouped, shared_length, size_text
 from server.app.config import ConfigError, StartError
 from server.app.log_events import percent_text, printable, seconds_text
 from server.cli.ask import AskedServer, usual_url
-from server.cli.options import Json, Key, Url, command_group, model_names, print_json
+from server.cli.options import Json, Key, Url, model_names, print_json
 from server.diagnosis.causes import Cause
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
-
-app = command_group()
 
 PROGRAM = "mlx-serve"
 NO_SESSIONS = """\
@@ -41,7 +39,6 @@ REFUSED = ("path", "session_id", "status", "code", "message", "count")
 """Fields of a refusal that the report has."""
 
 
-@app.command()
 def doctor(
     url: Url = None,
     file: str | None = None,

@@ -21,10 +21,8 @@ from server.cli.ask import AskedServer, find_served, known_urls
 from server.cli.at_login import own_program
 from server.cli.config import load_model_config
 from server.cli.keys import handling, leave
-from server.cli.options import USUAL_MODEL, Key, command_group
+from server.cli.options import USUAL_MODEL, Key
 from server.cli.recipes import RECIPES, Recipe, Served
-
-app = command_group()
 
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.2
@@ -68,7 +66,6 @@ def read_totals(served: Served) -> Mapping[str, float]:
     return totals
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
 def launch(
     client: Annotated[str, typer.Argument(autocompletion=lambda: list(RECIPES))],
     arguments: Annotated[list[str] | None, typer.Argument()] = None,

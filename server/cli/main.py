@@ -20,12 +20,16 @@ from typer.core import TyperGroup
 from cache.budget import FolderError
 from models.errors import ModelError
 from server.app.config import ConfigError, StartError
-from server.cli.options import COMPLETE_VARIABLE, command_group
+from server.cli.options import COMPLETE_VARIABLE
 
 COMMANDS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
 )
 """By its words; a command below another one has no group."""
+
+
+_PLAIN: Mapping[str, Any] = {"add_completion": False, "rich_markup_mode": None}
+"""Help is plain text."""
 
 
 class LazyCommands(TyperGroup):
@@ -45,17 +49,36 @@ class LazyCommands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """A command of `COMMANDS`, with its help, that of its own parameters, and its examples."""
-    group = typer.main.get_group(import_module(f"server.cli.{COMMANDS[name]['file']}").app)
-    command = group.commands[name]
-    for below in [command, *getattr(command, "commands", {}).values()]:
-        words = name if below is command else f"{name} {below.name}"
-        below.help, below.epilog = COMMANDS[words]["help"], _epilog(COMMANDS[words]["examples"])
-        below.short_help = _first_sentence(words)
-        parameters = {parameter.name: parameter for parameter in below.params}
+    """A command of `COMMANDS`; one with commands below it is a group of those."""
+    below = [words for words in COMMANDS if words.startswith(f"{name} ")]
+    found = typer.Typer(name=name, callback=_without_a_command, invoke_without_command=True, **_PLAIN, **_texts(name))
+    for words in below or [name]:
+        settings = COMMANDS[words].get("settings")
+        found.command(words.rpartition(" ")[2], context_settings=settings, **_texts(words))(_function(words))
+    group: Any = typer.main.get_group(found)
+    for words in below or [name]:
+        parameters = {one.name: one for one in group.commands[words.rpartition(" ")[2]].params}
         for own, (metavar, help_text) in COMMANDS[words].get("parameters", {}).items():
             parameters[own].metavar, parameters[own].help = metavar or None, help_text
-    return command
+    return group if below else group.commands[name]
+
+
+def _without_a_command(context: typer.Context) -> None:
+    name = context.info_name or ""
+    if context.invoked_subcommand is None and "function" in COMMANDS[name]:
+        _function(name)()
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _function(words: str) -> Any:
+    file, _, function = COMMANDS[words]["function"].partition(".")
+    return getattr(import_module(f"server.cli.{file}"), function)
+
+
+def _texts(words: str) -> dict[str, Any]:
+    told = COMMANDS[words]
+    return {"help": told["help"], "short_help": _first_sentence(words), "epilog": _epilog(told["examples"])}
 
 
 def _first_sentence(words: str) -> str:
@@ -67,8 +90,9 @@ def _epilog(examples: Sequence[str]) -> str:
     return "\n  ".join(["\b\nExample:" if len(examples) == 1 else "\b\nExamples:", *examples])
 
 
-app = command_group(
+app = typer.Typer(
     cls=LazyCommands,
+    **_PLAIN,
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -36,11 +36,6 @@ _build_runtime_param = _typer.build_runtime_param
 _typer.build_runtime_param = _AsGiven
 
 
-def command_group(**settings: Any) -> typer.Typer:
-    """An empty group, whose help is plain text."""
-    return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
-
-
 def model_names() -> list[str]:
     """The names of this machine's models, for a shell's completion."""
     from models.names import installed
@@ -96,10 +91,7 @@ def plain_table(rows: Sequence[tuple[str, ...]]) -> str:
 SHELLS = ("bash", "zsh", "fish")
 COMPLETE_VARIABLE = "_MLX_SERVE_COMPLETE"
 
-app = command_group()
 
-
-@app.command()
 def completion(
     shell: Annotated[str, typer.Argument(autocompletion=lambda: [*SHELLS])],
 ) -> None:

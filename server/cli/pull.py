@@ -32,9 +32,7 @@ from models.weights import find_weight_files, read_header, read_json, total_byte
 from server.app.config import ConfigError, StartError
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
 from server.cli.keys import INTERRUPTED, handling, leave, loading, scratch_folder
-from server.cli.options import Force, Json, command_group
-
-app = command_group()
+from server.cli.options import Force, Json
 
 LINE_SHARE = 0.1
 """Without a bar, progress is told for each such part, or after some seconds."""
@@ -42,7 +40,6 @@ LINE_SECONDS = 15.0
 JSON_SECONDS = 0.5
 
 
-@app.command("pull")
 def pull_for_person(
     name: str, as_json: Json = False, is_forced: Force = False, mtp: Annotated[str | None, typer.Option()] = None
 ) -> None:
@@ -78,7 +75,6 @@ def pull_for_person(
 BITS = (2, 3, 4, 5, 6, 8)
 
 
-@app.command("convert")
 def convert(name: str, own: Annotated[str | None, typer.Argument()] = None, quantize: str | None = None) -> None:
     """Makes MLX weights. Raises ConfigError, ModelError and StartError."""
     if quantize is not None and quantize not in map(str, BITS):

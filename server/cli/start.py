@@ -12,12 +12,9 @@ from models.names import resolve, settle
 from server.app.memory_budget import runtime_folder
 from server.cli.config import load_model_config, with_settings
 from server.cli.keys import keys_unseen, loading
-from server.cli.options import USUAL_MODEL, Key, command_group
-
-app = command_group()
+from server.cli.options import USUAL_MODEL, Key
 
 
-@app.command()
 @with_settings
 def serve(**given: Any) -> None:
     """Serves until asked to stop; raises ConfigError, StartError, ModelError and FolderError."""
@@ -37,7 +34,6 @@ def is_question(text: str) -> bool:
     return len(text.split()) > 1 and not os.path.isdir(os.path.expanduser(text))  # noqa: PTH111, PTH112
 
 
-@app.command()
 def run(
     model: Annotated[str | None, typer.Argument(**USUAL_MODEL)] = None,
     question: Annotated[list[str] | None, typer.Argument()] = None,

@@ -19,14 +19,11 @@ from models.store.modelfile import WITHOUT_EFFECT, Modelfile, modelfile_of, para
 from models.store.stored_model import StoredModel, WeightsPlace
 from models.texts import grouped, size_text
 from server.app.config import StartError
-from server.cli.options import AnyModel, Force, Json, OwnName, command_group, plain_table, tell
-
-app = command_group()
+from server.cli.options import AnyModel, Force, Json, OwnName, plain_table, tell
 
 LIST_HEADINGS = ("NAME", "SIZE", "WEIGHTS", "ARCHITECTURE", "MODIFIED")
 
 
-@app.command("list")
 def show_installed(as_json: Json = False) -> None:
     """Prints the models that `serve` and `run` find by name."""
     models = names.installed()
@@ -65,7 +62,6 @@ def age_text(seconds: float) -> str:
     return "just now"
 
 
-@app.command()
 def show(
     name: AnyModel,
     as_modelfile: Annotated[bool, typer.Option("--modelfile")] = False,
@@ -85,14 +81,12 @@ def show(
     tell(record, "\n".join(lines), as_json)
 
 
-@app.command("cp")
 def copy(source: AnyModel, name: OwnName, replaces: Force = False, as_json: Json = False) -> None:
     """Gives a model another name. Raises ModelError."""
     made = library.create(name, names.place_of(source), Modelfile(source), replaces=replaces)
     tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
 
 
-@app.command()
 def tag(
     name: OwnName,
     tag_name: str,
@@ -107,7 +101,6 @@ def tag(
     copy(stored.name, f"{family}:{tag_name.removeprefix(f'{family}:')}", replaces=replaces, as_json=as_json)
 
 
-@app.command()
 def create(
     name: OwnName,
     file: Annotated[str, typer.Option("-f", "--file")] = "Modelfile",
@@ -128,7 +121,6 @@ def create(
     tell(record, said, as_json)
 
 
-@app.command("rm")
 def remove(name: AnyModel, is_forced: Force = False, as_json: Json = False) -> None:
     """Removes a name, or the files of a repository, after a question. Raises ModelError and StartError."""
     if name in names.BUILT_IN:
@@ -142,7 +134,6 @@ def remove(name: AnyModel, is_forced: Force = False, as_json: Json = False) -> N
         _remove_weights(name, is_forced=is_forced, as_json=as_json)
 
 
-@app.command("verify")
 def check_files(
     name: AnyModel,
     removes_damaged: Annotated[bool, typer.Option("--remove-damaged")] = False,

@@ -20,9 +20,7 @@ from server.app.config import StartError
 from server.app.log_events import one_line, percent_text, printable, seconds_text
 from server.cli.ask import AskedServer, usual_url
 from server.cli.keys import handling, keys_unseen, leave
-from server.cli.options import Json, Key, Url, command_group, print_json
-
-app = command_group()
+from server.cli.options import Json, Key, Url, print_json
 
 BAR = 20
 HELP = (
@@ -172,7 +170,6 @@ def speeds_between(before: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[
     }
 
 
-@app.command()
 def top(
     url: Url = None,
     api_key: Key = None,
