@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 from xml.sax.saxutils import escape
@@ -23,19 +24,18 @@ from server.cli.options import Json, tell
 Ended = subprocess.CompletedProcess[str]
 Command = Sequence[str]
 
-LOG_LINES = 100
+COMMANDS: Mapping[str, Mapping[str, list[list[str]]]] = tomllib.loads(
+    Path(__file__).with_name("service.toml").read_text(encoding="utf-8")
+)
 NO_SESSION = "; this user has no session of systemd here: log in as that user, not by su or sudo"
 NO_SCREEN = "; launchd starts agents of users who are logged in at the screen: log in there, or run `mlx-serve serve`"
 HINTS = {"connect to bus": NO_SESSION, "failed: 125:": NO_SCREEN}
 """By what the system says."""
 NO_SERVICE = "there is no service; `mlx-serve service install` makes one"
 
-LABEL = "mlx-serve"
-UNIT = f"{LABEL}.service"
-AGENT = f"local.{LABEL}"
-"""To launchd, whose labels are names of hosts in reverse."""
-FORMER_AGENT = LABEL
-"""In 0.1.0."""
+UNIT = "mlx-serve.service"
+PLIST = "local.mlx-serve.plist"
+"""Labels of launchd are names of hosts in reverse."""
 MARK = "Written by `mlx-serve service install`."
 """No other file is overwritten or removed."""
 STOP_SECONDS = 30
@@ -85,29 +85,26 @@ def run_program(command: Command) -> Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceManager:
-    """A file that describes the server, and commands that act on it.
+    """A file that describes the server, and the commands of service.toml that act on it."""
 
-    A command that begins with "-" may fail. `stop` ends the server for now and later.
-    """
-
+    kind: str
+    """`systemd` or `launchd`."""
     file: Path
     describe: Callable[[ServiceSpec], str]
-    start: Sequence[Command]
-    stop: Command
-    forget: Sequence[Command]
-    """Run once the file is gone."""
+    read: Callable[[Ended], ServiceState]
+    """Makes a state of what `ask` printed."""
     leftover: Path
     """Removed with the file."""
     former: Path | None = None
     """An older version's file, which goes once there is a new one."""
-    ask: Command
-    read: Callable[[Ended], ServiceState]
-    """Makes a state of what `ask` printed."""
-    log: Command
-    follow: str
-    """The flag by which `log` goes on."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """What commands have in braces."""
     run: Callable[[Command], Ended] = run_program
     """Raises OSError where there is no such program."""
+
+    def commands(self, name: str) -> list[list[str]]:
+        """The commands of that name."""
+        return [[word.format_map(self.places) for word in words] for words in COMMANDS[self.kind][name]]
 
     def install(self, spec: ServiceSpec) -> None:
         """Writes the file and starts the server, or raises StartError and leaves nothing new."""
@@ -116,8 +113,7 @@ class ServiceManager:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(self.describe(spec), encoding="utf-8")
         try:
-            for command in self.start:
-                self._call(command)
+            self._call("start")
         except StartError:
             if before is None:
                 self.remove()
@@ -131,19 +127,21 @@ class ServiceManager:
         """Ends the server and deletes the file; False if there was none. Raises StartError."""
         if read_own(self.file) is None:
             return False
-        self._call(self.stop)
+        self._call("stop")
         with told_as(StartError, f"{self.file} cannot be deleted"):
             self.leftover.unlink(missing_ok=True)
             self.file.unlink(missing_ok=True)
-        for command in self.forget:
-            self._call(command)
+        self._call("forget")
         return True
 
     def state(self) -> ServiceState:
         """Raises StartError."""
-        return ServiceState(False) if read_own(self.file) is None else self.read(self._call(self.ask))
+        return ServiceState(False) if read_own(self.file) is None else self.read(self._call("ask")[0])
 
-    def _call(self, command: Command) -> Ended:
+    def _call(self, name: str) -> list[Ended]:
+        return list(map(self._call_one, self.commands(name)))
+
+    def _call_one(self, command: Command) -> Ended:
         program = command[0].removeprefix("-")
         words = [program, *command[1:]]
         with told_as(StartError, f"{program} cannot be run", subprocess.TimeoutExpired):
@@ -175,22 +173,10 @@ def _described(name: str, spec: ServiceSpec, **words: str) -> str:
 def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = run_program) -> ServiceManager:
     """Systemd's manager of one user, on Linux."""
     folder = Path(environment.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "systemd" / "user"
-    user = ("systemctl", "--user")
-    may_fail = ("-systemctl", "--user")
+    # Without a manager `systemctl disable` leaves this link.
+    link = folder / "default.target.wants" / UNIT
     return ServiceManager(
-        file=folder / UNIT,
-        describe=systemd_unit,
-        start=[(*user, "daemon-reload"), (*user, "enable", UNIT), (*user, "restart", UNIT)],
-        stop=(*may_fail, "disable", "--now", UNIT),
-        # Also forgets a failure of the unit.
-        forget=[(*may_fail, "daemon-reload"), (*may_fail, "reset-failed", UNIT)],
-        # Without a manager `disable` leaves this link.
-        leftover=folder / "default.target.wants" / UNIT,
-        ask=(*may_fail, "show", UNIT, "--property=ActiveState,SubState,MainPID,ExecMainStatus"),
-        read=_unit_state,
-        log=("journalctl", "--user", "--unit", UNIT, "--lines", str(LOG_LINES)),
-        follow="--follow",
-        run=run,
+        kind="systemd", file=folder / UNIT, describe=systemd_unit, read=_unit_state, leftover=link, run=run
     )
 
 
@@ -224,11 +210,8 @@ def launchd(
     pause: Callable[[float], object] = time.sleep,
 ) -> ServiceManager:
     """Launchd's manager of a user's agents, on macOS."""
-    folder, log = home / "Library" / "LaunchAgents", home / "Library" / "Logs" / f"{LABEL}.log"
-    file = folder / f"{AGENT}.plist"
-    domain = f"gui/{os.getuid()}"
-    agent = f"{domain}/{AGENT}"
-    unload = ("-launchctl", "bootout", agent)
+    folder, log = home / "Library" / "LaunchAgents", home / "Library" / "Logs" / "mlx-serve.log"
+    file = folder / PLIST
 
     def run_to_the_end(command: Command) -> Ended:
         """`bootout` returns before the agent has ended, and `bootstrap` fails until then."""
@@ -242,23 +225,13 @@ def launchd(
         return done
 
     return ServiceManager(
+        kind="launchd",
         file=file,
         describe=lambda spec: launchd_plist(spec, log),
-        start=[
-            ("-launchctl", "bootout", f"{domain}/{FORMER_AGENT}"),
-            unload,
-            ("launchctl", "enable", agent),
-            ("launchctl", "bootstrap", domain, str(file)),
-        ],
-        stop=unload,
-        forget=(),
-        leftover=log,
-        former=folder / f"{FORMER_AGENT}.plist",
-        # There is only launchctl's output for people.
-        ask=("-launchctl", "print", agent),
         read=_agent_state,
-        log=("tail", "-n", str(LOG_LINES), str(log)),
-        follow="-F",
+        leftover=log,
+        former=folder / "mlx-serve.plist",
+        places={"domain": f"gui/{os.getuid()}", "file": str(file), "log": str(log)},
         run=run_to_the_end,
     )
 
@@ -269,7 +242,7 @@ def launchd_plist(spec: ServiceSpec, log: Path) -> str:
     variables = "".join(
         f"<key>{name}</key><string>{escape(value)}</string>" for name, value in spec.environment.items()
     )
-    return _described(f"{AGENT}.plist", spec, command=command, variables=variables, log=escape(str(log)))
+    return _described(PLIST, spec, command=command, variables=variables, log=escape(str(log)))
 
 
 def _agent_state(done: Ended) -> ServiceState:
@@ -316,14 +289,12 @@ def show_state(as_json: Json = False) -> None:
     raise typer.Exit(0 if state.is_running else 1)
 
 
-def show_log(
-    follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
-) -> None:
+def show_log(follow: Annotated[bool, typer.Option("--follow", "-f")] = False) -> None:
     """Shows the log's end, or follows it. Raises StartError."""
     manager = find_manager(os.environ)
     if not manager.state().is_installed:
         raise StartError(NO_SERVICE)
-    command = [*manager.log, *([manager.follow] if follow else [])]
+    [command] = manager.commands("follow" if follow else "log")
     with told_as(StartError, f"{command[0]} cannot be run"):
         raise typer.Exit(subprocess.run(command, check=False).returncode)
 
