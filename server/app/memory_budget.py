@@ -180,9 +180,6 @@ def this_machine() -> Machine:
     return read_machine(mx.device_info())
 
 
-_SUFFIX = ".json"
-
-
 @dataclass(frozen=True)
 class Claim:
     """One server's memory and address, for other servers."""
@@ -247,7 +244,7 @@ def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
     _check_owner(folder)
     with _locked(folder / "lock"):
         others = _claims(folder)
-        path = folder / f"{claim.pid}{_SUFFIX}"
+        path = folder / f"{claim.pid}.json"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         return OwnClaim(path, descriptor, claim), others
@@ -264,7 +261,7 @@ def running(folder: Path) -> list[Claim]:
 
 
 def _claims(folder: Path) -> list[Claim]:
-    return [claim for path in sorted(folder.glob(f"*{_SUFFIX}")) if (claim := _read(path)) is not None]
+    return [claim for path in sorted(folder.glob("*.json")) if (claim := _read(path)) is not None]
 
 
 def _check_owner(folder: Path) -> None:

@@ -6,7 +6,7 @@ anew.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from server.diagnosis.causes import TOOLS, UNBLAMED, UNTOLD, Cause, Miss, MissReason, advice
@@ -232,18 +232,11 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
 def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:
     evaluated = int(turn["evaluated_tokens"])
     seconds_per_token = float(turn["prompt_ms"]) / 1000 / evaluated if evaluated else 0.0
-    misses = [
-        Miss(
-            MissReason(miss["reason"]),
-            miss["message_index"],
-            miss["role"],
-            before=miss["before"],
-            after=miss["after"],
-            cause=Cause(miss["cause"]),
-            lost_tokens=int(miss["lost_tokens"]),
-            missing_bytes=miss.get("missing_bytes"),
-        )
-        for miss in turn["misses"]
-    ]
+    misses = map(_miss, turn["misses"])
     losses = losses_of(number, misses, lambda lost: min(lost, evaluated), seconds_per_token)
     return LinkedTurn(str(turn.get("id")), turn.get("previous"), losses, turn["kept"])
+
+
+def _miss(told: Mapping[str, Any]) -> Miss:
+    known = {one.name: told[one.name] for one in fields(Miss) if one.name in told}
+    return Miss(**{**known, "reason": MissReason(told["reason"]), "cause": Cause(told["cause"])})

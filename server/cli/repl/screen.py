@@ -20,7 +20,7 @@ class Screen:
     ) -> None:
         self._write = write
         self._columns = columns
-        self._is_coloured = is_coloured
+        self._dim, self._reset = (_DIM, _RESET) if is_coloured else ("", "")
         self._wrap = WordWrap()
         self._is_reasoning = False
 
@@ -29,7 +29,7 @@ class Screen:
         if self._columns is not None:
             wrap, columns = WordWrap(), self._columns()
             text = wrap.feed(text, columns) + wrap.finish(columns)
-        self._write(f"{_DIM}{text}{_RESET}\n" if is_quiet and self._is_coloured else f"{text}\n")
+        self._write(f"{self._dim}{text}{self._reset}\n" if is_quiet else f"{text}\n")
 
     def complain(self, text: str) -> None:
         """Shows an error on standard error."""
@@ -52,15 +52,13 @@ class Screen:
     def end(self, mark: str = "") -> None:
         """Ends an answer's line, with `mark` behind the last word."""
         rest = self._wrap.finish(self._columns()) if self._columns is not None else ""
-        reset = _RESET if self._is_reasoning and self._is_coloured else ""
-        self._write(f"{rest}{mark}{reset}\n")
+        self._write(f"{rest}{mark}{self._reset if self._is_reasoning else ''}\n")
         self._wrap, self._is_reasoning = WordWrap(), False
 
     def _turn_to(self, is_reasoning: bool, columns: int) -> None:
         rest = self._wrap.finish(columns)
         gap = "" if self._wrap.is_at_start else "\n\n"
-        colour = (_DIM if is_reasoning else _RESET) if self._is_coloured else ""
-        self._write(f"{rest}{gap}{colour}")
+        self._write(f"{rest}{gap}{self._dim if is_reasoning else self._reset}")
         self._wrap, self._is_reasoning = WordWrap(), is_reasoning
 
 
