@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from scripts.clients.scripted_server import Reply, ScriptedEngine
-from server.cli.recipes import RECIPES, Served, environment_of
+from server.cli.ask import Served
+from server.cli.launch import RECIPES, environment_of
 
 TASK = "Change the greeting in greeting.py from hello to goodbye."
 BEFORE = 'print("hello")\n'

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -15,7 +16,6 @@ from models.texts import grouped, size_text
 from server.app.config import DEFAULT_URL, KEY_VARIABLE, StartError
 from server.app.memory_budget import running, runtime_folder
 from server.cli.options import Json, Key, plain_table, tell
-from server.cli.recipes import Served
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,18 @@ def stop(name: str, api_key: Key = None, as_json: Json = False) -> None:
 
 
 # ------------------------------------------------------------------------------------------ where a model is loaded
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model as a server names it."""
+
+    url: str
+    model: str
+    context_tokens: int = 0
+    """0 if unknown."""
+    key: str = ""
+    """Empty where the server needs none."""
 
 
 def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served | None:

@@ -29,12 +29,11 @@ from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
 from server.app.config import ServerConfig
 from server.app.log import configure_logging, num_columns
-from server.cli.ask import FIND_SECONDS, KeyNeeded, bearer, find_served, known_urls, models_at
+from server.cli.ask import FIND_SECONDS, KeyNeeded, Served, bearer, find_served, known_urls, models_at
 from server.cli.keys import INTERRUPTED, keys_unseen, loading
-from server.cli.recipes import Served
 from server.cli.repl import conversation
 from server.cli.repl.conversation import AnswerPart, ChatError, Dialogue
-from server.cli.repl.screen import Screen
+from server.cli.repl.terminal import Screen, line_reader
 from server.engine.request import Timings
 
 if TYPE_CHECKING:
@@ -94,8 +93,6 @@ def chat(models: "Models", opening: Opening, about: str = "") -> int:
         dialogue = Dialogue(opening.system)
         if opening.question or not sys.stdin.isatty():
             return _answer_once(Chat(models, screen, dialogue), opening.question)
-        from server.cli.repl.terminal import line_reader
-
         screen.note(f"{models.name}{about} · /help for help, Ctrl-D to leave")
         Chat(models, screen, dialogue, read_line=line_reader(opening.history)).run()
     except BrokenPipeError:

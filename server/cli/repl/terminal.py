@@ -1,11 +1,14 @@
-"""Reads lines at a terminal, with editing, history, and pasted lines as one message.
+"""What a chat shows at a terminal, wrapped at words while it streams in, and reads there.
 
-`readline` cannot do the last everywhere: the libedit of Python on macOS knows no bracketed paste.
+Lines are edited, kept as history, and pasted lines are one message: `readline` cannot do the last everywhere, since
+the libedit of Python on macOS knows no bracketed paste.
 """
 
 import contextlib
 import logging
 import os
+import sys
+import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,8 +16,147 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
+from rich.cells import cell_len
+
+from models.output.pieces import Reasoning, Text
 
 logger = logging.getLogger(__name__)
+
+_DIM = "\x1b[2m"
+_RESET = "\x1b[0m"
+
+
+class Screen:
+    """Wraps answers and dims reasoning; without `columns` plain answers only."""
+
+    def __init__(
+        self, write: Callable[[str], object], columns: Callable[[], int] | None = None, *, is_coloured: bool = False
+    ) -> None:
+        self._write = write
+        self._columns = columns
+        self._dim, self._reset = (_DIM, _RESET) if is_coloured else ("", "")
+        self._wrap = WordWrap()
+        self._is_reasoning = False
+
+    def note(self, text: str, *, is_quiet: bool = False) -> None:
+        """Shows the program's own lines."""
+        if self._columns is not None:
+            wrap, columns = WordWrap(), self._columns()
+            text = wrap.feed(text, columns) + wrap.finish(columns)
+        self._write(f"{self._dim}{text}{self._reset}\n" if is_quiet else f"{text}\n")
+
+    def complain(self, text: str) -> None:
+        """Shows an error on standard error."""
+        if self._columns is None:
+            sys.stderr.write(f"mlx-serve: {text}\n")
+        else:
+            self.note(f"mlx-serve: {text}")
+
+    def show(self, said: Text | Reasoning) -> None:
+        """Shows the next part of an answer."""
+        is_reasoning = isinstance(said, Reasoning)
+        if self._columns is None:
+            if not is_reasoning:
+                self._write(said.text)
+            return
+        if is_reasoning is not self._is_reasoning:
+            self._turn_to(is_reasoning, self._columns())
+        self._write(self._wrap.feed(said.text, self._columns()))
+
+    def end(self, mark: str = "") -> None:
+        """Ends an answer's line, with `mark` behind the last word."""
+        rest = self._wrap.finish(self._columns()) if self._columns is not None else ""
+        self._write(f"{rest}{mark}{self._reset if self._is_reasoning else ''}\n")
+        self._wrap, self._is_reasoning = WordWrap(), False
+
+    def _turn_to(self, is_reasoning: bool, columns: int) -> None:
+        rest = self._wrap.finish(columns)
+        gap = "" if self._wrap.is_at_start else "\n\n"
+        self._write(f"{rest}{gap}{self._dim if is_reasoning else self._reset}")
+        self._wrap, self._is_reasoning = WordWrap(), is_reasoning
+
+
+FENCE = "```"
+
+_JOINER = "\u200d"
+_CLOSING = frozenset("、。，．！？：；）」』】〉》〕〗…ー々っッゃゅょャュョ")
+"""Wide letters that begin no line."""
+_TAB = " " * 4
+
+
+class WordWrap:
+    """Breaks text at words while it streams in.
+
+    A word is shown once it is complete, so that it never has to move. Lines are broken at spaces, and beside wide
+    letters such as Chinese ones. A word wider than the terminal is left to the terminal. Text between lines of ``` is
+    unchanged, since people copy it.
+    """
+
+    def __init__(self) -> None:
+        self._column = 0
+        self._spaces = ""
+        self._word = ""
+        self._is_verbatim = False
+        self._is_fence = False
+
+    def feed(self, text: str, width: int) -> str:
+        """What can be shown now."""
+        # No model may move the cursor or change the title.
+        shown = (letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")
+        return "".join(self._take(letter, width) for letter in shown)
+
+    @property
+    def is_at_start(self) -> bool:
+        return self._column == 0 and not self._word and not self._spaces
+
+    def _take(self, letter: str, width: int) -> str:
+        if letter == "\n":
+            return self._end_line(width)
+        if letter in " \t":
+            shown = self.finish(width)
+            self._spaces += " " if letter == " " else _TAB
+            return shown
+        shown = self.finish(width) if self._may_break_before(letter) else ""
+        self._word += letter
+        if self._column == 0 and self._word == FENCE:
+            self._is_fence = True
+        return shown
+
+    def _may_break_before(self, letter: str) -> bool:
+        if not self._word or _is_joined(self._word[-1], letter) or letter in _CLOSING:
+            return False
+        base = next((one for one in reversed(self._word) if cell_len(one)), "")
+        return cell_len(letter) > 1 or cell_len(base) > 1
+
+    def finish(self, width: int) -> str:
+        """The text held back."""
+        spaces, word = self._spaces, self._word
+        if not word:
+            return ""
+        self._spaces = self._word = ""
+        needed = cell_len(spaces) + cell_len(word)
+        if self._column and self._column + needed > width and not self._is_verbatim:
+            self._column = cell_len(word) % width if cell_len(word) > width else cell_len(word)
+            return "\n" + word
+        column = self._column + needed
+        self._column = (column - 1) % width + 1 if column > width else column
+        return spaces + word
+
+    def _end_line(self, width: int) -> str:
+        shown = self.finish(width)
+        self._is_verbatim ^= self._is_fence
+        self._is_fence, self._spaces, self._column = False, "", 0
+        return shown + "\n"
+
+
+def _is_joined(before: str, letter: str) -> bool:
+    """Whether two letters are one sign: accents, emoji of several parts, skin tones, flags."""
+    if _JOINER in (before, letter) or cell_len(letter) == 0 or "\U0001f3fb" <= letter <= "\U0001f3ff":
+        return True
+    return all("\U0001f1e6" <= one <= "\U0001f1ff" for one in (before, letter))
+
+
+# ---------------------------------------------------------------------------------------------------- what is typed
 
 MAX_BYTES = 2**20
 """A longer history is cut to half."""

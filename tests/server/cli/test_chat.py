@@ -24,7 +24,7 @@ from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from server.cli.chat import Chat, Opening, chat
 from server.cli.repl.conversation import Dialogue, describe_timings
-from server.cli.repl.screen import Screen
+from server.cli.repl.terminal import Screen
 from server.engine.request import StepFailed, Timings
 from tests.support import forked
 from tests.support.fake_engine import FakeEngine, Script, fake_model

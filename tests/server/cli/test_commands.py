@@ -19,8 +19,8 @@ from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from server.api.app import create_app
 from server.app.config import ServerConfig
+from server.cli.ask import Served
 from server.cli.chat import Chat, JoinedModels, Models, Opening, chat, find_image, is_image
-from server.cli.recipes import Served
 from server.cli.repl import local, terminal
 from server.cli.repl.conversation import (
     ChatError,
@@ -28,8 +28,7 @@ from server.cli.repl.conversation import (
     parse_parameter,
 )
 from server.cli.repl.local import LocalModels
-from server.cli.repl.screen import Screen
-from server.cli.repl.terminal import history_file, open_history
+from server.cli.repl.terminal import Screen, history_file, open_history
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 from tests.support.local_models import local_models

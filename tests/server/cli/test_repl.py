@@ -14,10 +14,9 @@ from starlette.routing import Route
 from models.output.pieces import Reasoning, Text
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.cli.ask import KeyNeeded, find_served
+from server.cli.ask import KeyNeeded, Served, find_served
 from server.cli.chat import Chat, JoinedModels
-from server.cli.recipes import Served
-from server.cli.repl.screen import Screen, WordWrap
+from server.cli.repl.terminal import Screen, WordWrap
 from server.engine.request import StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
