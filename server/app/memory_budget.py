@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from models.texts import size_text
 from server.pool.memory import Pressure
 
 logger = logging.getLogger(__name__)
@@ -120,14 +119,6 @@ def choose_most_bytes(machine: Machine, weights_bytes: int, useful_bytes: int, o
     wanted_bytes = min(useful_bytes, largest_state_bytes(machine))
     wish = Claim(0, "", usable_bytes(machine), "", weights_bytes, wanted_bytes)
     return min(wanted_bytes, share_of(usable_bytes(machine), wish, others) - weights_bytes)
-
-
-def find_excess(plan: MemoryPlan) -> str | None:
-    """Why a machine cannot hold a plan; None if it can."""
-    if plan.weights_bytes + plan.budget_bytes <= plan.machine_bytes:
-        return None
-    wanted = f"{size_text(plan.budget_bytes)} of cache memory and {size_text(plan.weights_bytes)} of weights"
-    return f"{wanted} are more than the {size_text(plan.machine_bytes)} of this machine"
 
 
 def choose_pool_bytes(budget_bytes: int) -> int:

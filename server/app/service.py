@@ -256,10 +256,11 @@ def _plan(config: ServerConfig, machine: Machine, loaded: LoadedModel, others: S
     if config.cache_memory_bytes is None:
         most_bytes = memory_budget.choose_most_bytes(machine, weights_bytes, useful_bytes, others)
     plan = MemoryPlan(machine.memory_bytes, weights_bytes, budget_bytes, others_bytes, most_bytes)
-    excess = memory_budget.find_excess(plan)
-    if excess is not None:
+    if weights_bytes + budget_bytes > machine.memory_bytes:
         usual = pool_memory(replace(config, cache_memory_bytes=None), machine, ()).for_state([weights_bytes])
-        raise StartError(f"{excess}; {size_text(usual)} is what it takes by default")
+        wanted = f"{size_text(budget_bytes)} of cache memory and {size_text(weights_bytes)} of weights"
+        limit = f"the {size_text(machine.memory_bytes)} of this machine"
+        raise StartError(f"{wanted} are more than {limit}; {size_text(usual)} is what it takes by default")
     return plan
 
 

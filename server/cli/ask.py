@@ -33,11 +33,6 @@ def known_urls() -> list[str]:
     return list(dict.fromkeys([*own, DEFAULT_URL]))
 
 
-def usual_url() -> str:
-    """This user's first server, else the usual address."""
-    return known_urls()[0]
-
-
 def bearer(api_key: str | None) -> dict[str, str]:
     """A key's headers."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -57,9 +52,9 @@ class KeyNeeded(StartError):
 class AskedServer:
     """A server, asked by Python's own client, whose import is quick."""
 
-    def __init__(self, url: str, api_key: str | None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        """`url` may have `http://` and `/v1`, or not. Raises StartError."""
-        self.url = _base_url(url)
+    def __init__(self, url: str | None, api_key: str | None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        """`url` may have `http://` and `/v1`, or not; None is this user's first server. Raises StartError."""
+        self.url = _base_url(url or known_urls()[0])
         self._headers = bearer(api_key)
         self._timeout_seconds = timeout_seconds
 

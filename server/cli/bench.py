@@ -27,7 +27,6 @@ from server.cli.keys import INTERRUPTED, handling, interruptible, leave, loading
 from server.cli.options import USUAL_MODEL, Force, Json
 
 if TYPE_CHECKING:
-    from server.app.service import Service
     from server.measure import BenchRows
 
 LIMIT_SECONDS = 165.0
@@ -85,7 +84,9 @@ def _measure(config: ServerConfig, result: "BenchResult", until: float) -> None:
             service = open_service(config, running(runtime_folder(os.environ)))
             loaded = service.loaded
             runner = Runner(loaded.model, vocab_size=loaded.vocab_size, adapters=loaded.adapters)
-        result.facts |= _model_facts(service)
+        millions, size = service.model.facts.num_parameters / 1e6, size_text(service.memory.weights_bytes)
+        told = f"{millions:,.0f} million parameters, {size} ({loaded.precision.value})"
+        result.facts["model"] = f"{service.asked_for.id}, {told}"
         subject = Subject(loaded.model, runner, loaded.vocab_size, config.chunk_tokens)
         with _scratch_folder(config) as folder:
             context_tokens, budget_bytes = service.model.context_tokens, service.memory.budget_bytes
@@ -149,13 +150,6 @@ def kernels_text() -> str:
         return "of an MLX that was not installed from a wheel"
     rest = "with" if int(tag[1]) >= M5_MACOS else f"without what only MLX for macOS {M5_MACOS} has:"
     return f"of MLX for macOS {tag[1]}, {rest} those of the M5"
-
-
-def _model_facts(service: "Service") -> dict[str, str]:
-    facts = service.model.facts
-    size, precision = size_text(service.memory.weights_bytes), service.loaded.precision.value
-    told = f"{service.asked_for.id}, {facts.num_parameters / 1e6:,.0f} million parameters, {size} ({precision})"
-    return {"model": told}
 
 
 # ------------------------------------------------------------------------------------------------------ the result

@@ -16,7 +16,7 @@ from models.errors import told_as
 from models.texts import grouped, size_text
 from server.app.config import ConfigError, StartError
 from server.app.log_events import printable
-from server.cli.ask import AskedServer, usual_url
+from server.cli.ask import AskedServer
 from server.cli.config import load_config
 from server.cli.options import Json, Key, Url, plain_table, print_json, tell
 
@@ -157,7 +157,7 @@ def show_tree(
     """Prints a line for each edge. Raises StartError."""
     asked = {"model": model, "namespace": namespace, "limit": limit}
     query = {name: value for name, value in asked.items() if value is not None}
-    cache = AskedServer(url or usual_url(), api_key).get("/v1/cache", query)
+    cache = AskedServer(url, api_key).get("/v1/cache", query)
     if as_json:
         print_json(cache)
         return

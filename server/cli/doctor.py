@@ -19,7 +19,7 @@ from rich.text import Text
 from models.texts import grouped, shared_length, size_text
 from server.app.config import ConfigError, StartError
 from server.app.log_events import percent_text, printable, seconds_text
-from server.cli.ask import AskedServer, usual_url
+from server.cli.ask import AskedServer
 from server.cli.options import Json, Key, Url, model_names, print_json
 from server.diagnosis.causes import Cause
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
@@ -56,7 +56,7 @@ def doctor(
     if file is not None and url is not None:
         raise ConfigError("give the address of a server or --file, not both")
     checkups, refused, notes = (
-        _examine_server(AskedServer(url or usual_url(), api_key), api_key, cache_salt)
+        _examine_server(AskedServer(url, api_key), api_key, cache_salt)
         if file is None
         else _examine_file(Path(file), model)
     )

@@ -18,7 +18,7 @@ from rich.text import Text
 from models.texts import grouped, size_text
 from server.app.config import StartError
 from server.app.log_events import one_line, percent_text, printable, seconds_text
-from server.cli.ask import AskedServer, usual_url
+from server.cli.ask import AskedServer
 from server.cli.keys import handling, keys_unseen, leave
 from server.cli.options import Json, Key, Url, print_json
 
@@ -178,7 +178,7 @@ def top(
     as_json: Json = False,
 ) -> None:
     """Draws a server's figures. Raises StartError."""
-    server = AskedServer(url or usual_url(), api_key, TIMEOUT_SECONDS)
+    server = AskedServer(url, api_key, TIMEOUT_SECONDS)
     stats = server.get("/v1/stats")
     console = Console(highlight=False)
     if as_json:

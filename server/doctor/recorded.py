@@ -107,9 +107,11 @@ def _parse_line(line: str, place: str) -> Recorded:
         raise StartError(f"{place} holds no list of messages, as the body of a chat completion does")
     if "system" in body or "anthropic_version" in body:
         raise StartError(f"{place} is a body of the Messages API; only those of chat completions are read")
+    with told_as(StartError, place, SessionIdError):
+        session_id = resolve_session_id(outer, {}) or resolve_session_id(body, _headers(outer))
     return Recorded(
         prompt=_prompt(outer, body, place),
-        session_id=_session_id(outer, body, place),
+        session_id=session_id,
         time=_time(outer, body),
         body=body,
         reply=_reply(outer),
@@ -151,11 +153,6 @@ def _reply(outer: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _headers(outer: Mapping[str, Any]) -> dict[str, str]:
     given = outer.get("headers")
     return {str(name): str(value) for name, value in given.items()} if isinstance(given, dict) else {}
-
-
-def _session_id(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> str | None:
-    with told_as(StartError, place, SessionIdError):
-        return resolve_session_id(outer, {}) or resolve_session_id(body, _headers(outer))
 
 
 def _time(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str | float | None:

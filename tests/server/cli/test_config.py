@@ -139,7 +139,7 @@ def test_the_doctor_asks_the_server_that_runs(monkeypatch: pytest.MonkeyPatch) -
     usual, own = "http://127.0.0.1:8080", "http://127.0.0.1:9000"
     for known, url in (([usual], usual), ([own, usual], own)):
         monkeypatch.setattr(ask, "known_urls", lambda known=known: known)
-        assert ask.usual_url() == url
+        assert ask.AskedServer(None, None).url == url
 
 
 def test_the_cache_is_listed_where_the_file_puts_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
