@@ -1,13 +1,12 @@
 """The sandbox of chat templates: transformers' own, which keeps them from Python, and bounds on it.
 
 Two things of Jinja's immutable sandbox change for all templates of a process. A template may gather what it shows in
-a list, since transformers copies all that it can reach. Each turn of a loop, call and filter costs one of
+a list, since transformers copies all that it can reach. Each turn of a loop, call, filter and test costs one of
 `MAX_STEPS`; what would be too long is refused before it is made. A value that an operation goes through at once is
 weighed first: the operation cannot be stopped, and holds Python's lock. All raise jinja2's SecurityError.
 """
 
 import math
-import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import jinja2
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -28,236 +26,6 @@ from transformers.utils import chat_template_utils
 
 from models.prompt.tokenize import stop_if_abandoned
 
-MAX_CHARACTERS: Final = 1 << 26
-"""Length of one text; a prompt is shorter, since request bodies are."""
-MAX_ITEMS: Final = 1_000_000
-MAX_WORKED_ITEMS: Final = 250_000
-MAX_WORKED_CHARACTERS: Final = 1 << 22
-"""Length of all texts in a function that does more than search or copy."""
-MAX_INTEGER_BITS: Final = 4096
-MAX_WIDTH: Final = 100_000
-"""Length of a padded text."""
-
-_FORMAT_FIELD = re.compile(r":[^{}:]*[{}]")
-_PERCENT_FIELD = re.compile(r"%[-+ #\d.]*\*?|\)[-+ #\d.]*")
-_MAX_FIELDS: Final = 100_000
-_SHORT_CHARACTERS: Final = 1300
-"""Length of the longest printed number."""
-_CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
-    *(list, tuple),
-    *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
-)
-_SLOW_KEY_ITEMS: Final = 100
-"""A template can find many tuples or large numbers with one hash."""
-_KEY_BITS: Final = 60
-_TAKES_LONG_TEXTS = frozenset(
-    {
-        *("count", "endswith", "find", "index", "join", "lstrip", "partition", "removeprefix", "removesuffix"),
-        *("replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "string", "strip"),
-        "trim",
-    }
-)
-"""Methods of texts, and filters, that cost no more than a copy."""
-_LOOKS_AT = {
-    **dict.fromkeys(("clear", "copy", "items", "keys", "popitem", "reverse", "values", "append", "insert"), 0),
-    **dict.fromkeys(("get", "pop", "setdefault"), 1),
-}
-"""Methods that look at no member, and how many arguments they look at."""
-SHALLOW_FILTERS = frozenset(
-    {
-        *("attr", "batch", "items", "list", "map", "random"),
-        *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
-    }
-)
-_ITEMS_COPIED_AT_ONCE: Final = 8
-_MAX_STRFTIME_CHARACTERS: Final = 1 << 14
-_TAKES_WIDTHS = frozenset(
-    {"batch", "center", "indent", "ljust", "rjust", "round", "slice", "tojson", "truncate", "zfill"}
-)
-
-
-class Weight(NamedTuple):
-    """What Python traverses in a value; repeated parts count again."""
-
-    num_items: int = 0
-    num_characters: int = 0
-    depth: int = 0
-
-
-def weigh(*values: Any) -> Weight:
-    """The total weight of values."""
-    level, depth, num_items, num_characters = list[Any](values), 0, 0, 0
-    while level:
-        inner = list[Any]()
-        for part in level:
-            kind = type(part)
-            if kind is str:
-                num_characters += len(part)
-            elif kind is dict:
-                num_items += len(part)
-                inner += part
-                inner += part.values()
-            elif isinstance(part, _CONTAINERS):
-                num_items += len(part) + (_SLOW_KEY_ITEMS if isinstance(part, tuple) else 0)
-                if num_items <= MAX_WORKED_ITEMS:
-                    inner += part
-            elif isinstance(part, int):
-                bound(part.bit_length(), MAX_INTEGER_BITS)
-                num_items += _SLOW_KEY_ITEMS if part.bit_length() > _KEY_BITS else 0
-            elif isinstance(part, range):
-                num_items += len(part)
-            elif isinstance(part, Namespace):
-                num_items += 1
-                inner.append(part._Namespace__attrs)
-        bound(num_items, MAX_WORKED_ITEMS)
-        level, depth = inner, depth + 1
-    bound(num_characters, MAX_CHARACTERS)
-    return Weight(num_items, num_characters, depth)
-
-
-def weigh_key(container: Any, *key: Any) -> Weight:
-    """The weight of finding a key: for some types, all keys may share a hash."""
-    weight = weigh(*key)
-    is_slow = isinstance(container, dict) and weight.num_items > 0
-    return weight._replace(num_items=weight.num_items + len(container)) if is_slow else weight
-
-
-def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
-    """`parts` as one text; `spend` receives each one's cost."""
-    gathered, num_characters = list[str](), 0
-    for part in parts:
-        spend(1)
-        num_characters += len(part)
-        bound(num_characters, MAX_CHARACTERS)
-        gathered.append(part)
-    return "".join(gathered)
-
-
-def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Refuses `left operator right` if too long; a product of numbers is bounded by what made them."""
-    if operator == "%" and isinstance(left, str):
-        check_percent(left, right)
-    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-        bound(left.bit_length() * max(right, 0), MAX_INTEGER_BITS)
-    elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        bound(len(left) + len(right), MAX_ITEMS)
-    elif operator == "*":
-        for many, count in ((left, right), (right, left)):
-            if isinstance(count, int) and isinstance(many, str | list | tuple):
-                bound(len(many) * count, MAX_CHARACTERS if isinstance(many, str) else MAX_ITEMS)
-
-
-def check_contains(container: Any, item: Any) -> Weight:
-    """The weight of finding `item`."""
-    if isinstance(container, str):
-        return Weight(0, len(container))
-    weight = weigh_key(container, item)
-    if not isinstance(container, list | tuple):
-        return weight if isinstance(container, dict) else weigh(item, container)
-    bound(len(container) * (weight.num_items + weight.num_characters // 256), MAX_ITEMS)
-    return Weight(len(container) * (1 + weight.num_items), len(container) * weight.num_characters)
-
-
-def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weight:
-    """A call's weight; refuses a too long text."""
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if isinstance(owner, dict | list) and name in _LOOKS_AT:
-        return weigh_key(owner, *args[: _LOOKS_AT[name]])
-    values = [*args, *named]
-    weight = weigh(owner, *values)
-    if not isinstance(owner, str):
-        is_short = name == "strftime_now"
-        bound(weight.num_characters, _MAX_STRFTIME_CHARACTERS if is_short else MAX_WORKED_CHARACTERS)
-    elif name == "join" and args:
-        _check_result(name, args[0], [owner], weight)
-    else:
-        _check_result(name, owner, values, weight)
-    return weight
-
-
-def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """A filter's weight on `args[0]`; refuses like `check_call`."""
-    if not args:
-        return Weight()
-    # `old` before `new`, however they are named.
-    value, rest = args[0], [*args[1:], *(kwargs[key] for key in sorted(kwargs, key="old".__ne__))]
-    if name in SHALLOW_FILTERS:
-        num_items = len(value) if isinstance(value, Sized) else 0
-        bound(num_items if name == "list" else 0, MAX_ITEMS)
-        _check_result(name, "", rest, Weight())
-        return Weight(num_items if isinstance(value, list | tuple | range) else 0)
-    weight = weigh(*args, *kwargs.values())
-    _check_result(name, value, rest, weight)
-    if name == "format":
-        check_percent(str(value), *rest)
-    return weight
-
-
-def _check_result(name: str, value: Any, rest: Sequence[Any], weight: Weight) -> None:
-    """Refuses a too long result of a filter or text method."""
-    if name not in _TAKES_LONG_TEXTS:
-        bound(weight.num_characters, MAX_WORKED_CHARACTERS)
-    widest = max((number for number in rest if isinstance(number, int)), default=0)
-    if name in _TAKES_WIDTHS:
-        bound(widest, MAX_WIDTH)
-    text = str(value) if name == "replace" else value if isinstance(value, str) else ""
-    match name, rest:
-        case "replace", [old, new, *_]:
-            bound(len(text) + text.count(str(old)) * len(str(new)), MAX_CHARACTERS)
-        case "split" | "rsplit", _:
-            separator = next((one for one in rest if isinstance(one, str) and one), None)
-            bound(text.count(separator) if separator else len(text) // 2, MAX_ITEMS)
-        case "join", [separator, *_] if isinstance(value, Sized):
-            bound(weight.num_characters + len(value) * len(str(separator)), MAX_CHARACTERS)
-        case "indent", _:
-            bound((str(value).count("\n") + 1) * (max(widest, 4) + weigh(*rest).num_characters), MAX_CHARACTERS)
-        case "tojson", _:
-            bound(weight.num_items * weight.depth * (widest + weigh(*rest).num_characters), MAX_CHARACTERS)
-        case "sum", _ if any(isinstance(start, list | tuple) for start in rest):
-            bound(len(value) * weight.num_items // _ITEMS_COPIED_AT_ONCE, MAX_ITEMS)
-
-
-def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """A test's weight; refuses like `check_call`."""
-    if name == "in" and len(args) == 2:
-        return check_contains(args[1], args[0])
-    if args and isinstance(args[0], str) and name in ("divisibleby", "even", "odd"):
-        check_percent(*args)
-    return weigh(*args, *kwargs.values())
-
-
-def check_format(text: str, *values: Any) -> None:
-    """Refuses a text for `str.format` with a long result or a width from a value."""
-    _check_fields(text, "{", _FORMAT_FIELD, values)
-
-
-def check_percent(text: str, *values: Any) -> None:
-    """Like `check_format`, for `%`."""
-    _check_fields(text, "%", _PERCENT_FIELD, values)
-
-
-def _check_fields(text: str, opener: str, field: re.Pattern[str], values: Sequence[Any]) -> None:
-    """Each field could hold all of `values`."""
-    num_fields = text.count(opener)
-    bound(num_fields, _MAX_FIELDS)
-    fields = field.findall(text)
-    bound(sum(one[-1] in "{*" for one in fields), 0)
-    widths = re.findall(r"\d+", " ".join(fields))
-    width = max((int(digits) if len(digits) < 7 else MAX_CHARACTERS for digits in widths), default=0)
-    bound(width, MAX_WIDTH)
-    weight = weigh(*values)
-    longest = _SHORT_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters
-    bound(num_fields * (width + longest), MAX_CHARACTERS)
-
-
-def bound(count: int, most: int) -> None:
-    """Raises SecurityError above `most`."""
-    if count > most:
-        raise SecurityError("the model's chat template makes a text, a list or a number that is too long")
-
-
-MAX_OWN_ITEMS: Final = 100_000
-"""Length of a range that the sandbox makes."""
 MAX_STEPS: Final = 3_000_000
 """Steps of one rendering: about ten seconds, six times what 4 000 messages take."""
 MAX_SAMPLE_STEPS: Final = 20_000
@@ -267,16 +35,63 @@ _ITEMS_PER_STEP: Final = 8
 
 MAX_TEMPLATE_CHARACTERS: Final = 1 << 18
 """A hundred times a usual template; Python compiles without interruption."""
-_FEW: Final = 256
+MAX_CHARACTERS: Final = 1 << 26
+"""Length of one text; a prompt is shorter, since request bodies are."""
+MAX_ITEMS: Final = 1_000_000
+MAX_OWN_ITEMS: Final = 100_000
+"""Length of a list to which a template adds."""
+MAX_WORKED_ITEMS: Final = 250_000
+MAX_WORKED_CHARACTERS: Final = 1 << 22
+"""Length of all texts in a function that does more than search or copy."""
+MAX_INTEGER_BITS: Final = 4096
+MAX_WIDTH: Final = 100_000
+"""Length of a padded text."""
+_MAX_STRFTIME_CHARACTERS: Final = 1 << 14
+_MAX_FIELDS: Final = 100_000
+_NUMBER_CHARACTERS: Final = 1300
+"""Length of the longest printed number."""
 _LIGHT_CHARACTERS: Final = 4096
-_LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
-_COMPARISONS: Final = {"gteq": "ge", "lteq": "le"}
+_SLOW_KEY_ITEMS: Final = 100
+"""A template can find many tuples or large numbers with one hash."""
+_KEY_BITS: Final = 60
+_ITEMS_COPIED_AT_ONCE: Final = 8
+
+_FORMAT_FIELD = re.compile(r":[^{}:]*[{}]")
+_PERCENT_FIELD = re.compile(r"%[-+ #\d.]*\*?|\)[-+ #\d.]*")
+_CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
+    *(list, tuple),
+    *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
+)
 _PLAIN: Final = frozenset({str, int, list, dict})
-_NEEDLESS_METHODS: Final = frozenset({"encode", "expandtabs", "to_bytes", "translate"})
-"""Methods that make bytes, or texts far longer."""
+_LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
 _DICT_METHODS: Final = frozenset(dir(dict))
 _LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
 _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
+_TEST_OF_OPERATOR: Final = {"gteq": "ge", "lteq": "le", "notin": "in"}
+_TAKES_LONG_TEXTS: Final = frozenset(
+    {
+        *("count", "endswith", "find", "index", "join", "lstrip", "partition", "removeprefix", "removesuffix"),
+        *("replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "string", "strip"),
+        *("trim", "eq", "ne", "lt", "le", "gt", "ge", "==", "!=", "<", "<=", ">", ">=", "equalto"),
+    }
+)
+"""Methods of texts, filters and tests that cost no more than a copy."""
+_TAKES_WIDTHS: Final = frozenset(
+    {"batch", "center", "indent", "ljust", "rjust", "round", "slice", "tojson", "truncate", "zfill"}
+)
+_LOOKS_AT: Final = {
+    **dict.fromkeys(("clear", "copy", "items", "keys", "popitem", "reverse", "values", "append", "insert"), 0),
+    **dict.fromkeys(("get", "pop", "setdefault"), 1),
+}
+"""Methods of lists and dicts that look at no member, and how many arguments they look at."""
+_SHALLOW_FILTERS: Final = frozenset(
+    {
+        *("attr", "batch", "items", "list", "map", "random"),
+        *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
+    }
+)
+_FORMATS: Final = frozenset({"format", "divisibleby", "even", "odd"})
+"""A short text makes a long one."""
 _LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
 _LIGHT_TESTS: Final = frozenset(
@@ -285,11 +100,15 @@ _LIGHT_TESTS: Final = frozenset(
         *("number", "sameas", "sequence", "string", "true", "undefined"),
     }
 )
-
+_NEEDLESS_METHODS: Final = frozenset({"encode", "expandtabs", "to_bytes", "translate"})
+"""Methods that make bytes, or texts far longer."""
 _CHANGES: Final[Mapping[type, frozenset[str]]] = {
     list: frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}),
     dict: frozenset({"clear", "pop", "popitem", "setdefault", "update"}),
 }
+
+
+# ------------------------------------------------------------------------------------------------------------ steps
 
 
 class _Steps:
@@ -330,13 +149,60 @@ def _spend_on(result: Any) -> Any:
     elif isinstance(result, (list, tuple, dict)):  # this is the quickest way to ask
         count += len(result)
     elif type(result) is int:
-        bound(result.bit_length(), MAX_INTEGER_BITS)
+        _bound(result.bit_length(), MAX_INTEGER_BITS)
     _spend(count)
     return result
 
 
-def _spend_for(weight: Weight) -> None:
-    _spend(weight.num_items // _ITEMS_PER_STEP + weight.num_characters // _CHARACTERS_PER_STEP)
+def _bound(count: int, most: int) -> None:
+    if count > most:
+        raise SecurityError("the model's chat template makes a text, a list or a number that is too long")
+
+
+# ---------------------------------------------------------------------------------------------------------- weights
+
+
+class Weight(NamedTuple):
+    """What Python traverses in a value; repeated parts count again."""
+
+    num_items: int = 0
+    num_characters: int = 0
+    depth: int = 0
+
+    def spend(self) -> None:
+        """Spends the steps of going through it."""
+        _spend(self.num_items // _ITEMS_PER_STEP + self.num_characters // _CHARACTERS_PER_STEP)
+
+
+def weigh(*values: Any) -> Weight:
+    """The total weight of values."""
+    level, depth, num_items, num_characters = list[Any](values), 0, 0, 0
+    while level:
+        inner = list[Any]()
+        for part in level:
+            kind = type(part)
+            if kind is str:
+                num_characters += len(part)
+            elif kind is dict:
+                num_items += len(part)
+                inner += part
+                inner += part.values()
+            elif isinstance(part, _CONTAINERS):
+                num_items += len(part) + (_SLOW_KEY_ITEMS if isinstance(part, tuple) else 0)
+                if num_items <= MAX_WORKED_ITEMS:
+                    inner += part
+            elif isinstance(part, int):
+                _bound(part.bit_length(), MAX_INTEGER_BITS)
+                num_items += _SLOW_KEY_ITEMS if part.bit_length() > _KEY_BITS else 0
+            elif isinstance(part, range):
+                num_items += len(part)
+            elif isinstance(part, Namespace):
+                num_items += 1
+                inner.append(part._Namespace__attrs)
+        _bound(num_items, MAX_WORKED_ITEMS)
+        level, depth = inner, depth + 1
+    _bound(num_characters, MAX_CHARACTERS)
+    return Weight(num_items, num_characters, depth)
 
 
 def _are_light(values: Iterable[Any]) -> bool:
@@ -352,7 +218,7 @@ def _are_light(values: Iterable[Any]) -> bool:
 
 def _weighed(value: Any) -> Any:
     if not _are_light((value,)):
-        _spend_for(weigh(value))
+        weigh(value).spend()
     return value
 
 
@@ -362,80 +228,115 @@ def _drawn(values: Iterable[Any]) -> list[Any]:
 
 def _drawing(items: Iterator[Any]) -> Iterator[Any]:
     for count, item in enumerate(items):
-        bound(count, MAX_ITEMS)
+        _bound(count, MAX_ITEMS)
         _spend()
         yield item
 
 
-def _take_step() -> bool:
-    _spend()
-    return True
+def _weigh_key(container: Any, *key: Any) -> Weight:
+    """The weight of finding a key: for some types, all keys may share a hash."""
+    weight = weigh(*key)
+    is_slow = isinstance(container, dict) and weight.num_items > 0
+    return weight._replace(num_items=weight.num_items + len(container)) if is_slow else weight
 
 
-class _BoundedCode(CodeGenerator):
-    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """A comparison with the template's own text or number is cheap."""
-        (first, *more), left = node.ops, node.expr
-        if more:
-            pairs = nodes.Compare(left, [first]), nodes.Compare(first.expr, more)
-            self.visit(nodes.And(*pairs).set_lineno(node.lineno), frame)
-        elif first.op not in ("in", "notin") and isinstance(left, nodes.Const) | isinstance(first.expr, nodes.Const):
-            super().visit_Compare(node, frame)
-        else:
-            if first.op in ("in", "notin"):
-                self.write("(not " if first.op == "notin" else "(")
-                self._ask("contains(", first.expr, frame, left)
-                self.write(")")
-            else:
-                self._ask(f"compare({first.op!r}, ", left, frame, first.expr)
+def _weigh_search(item: Any, container: Any) -> Weight:
+    if isinstance(container, str):
+        return Weight(0, len(container))
+    weight = _weigh_key(container, item)
+    if not isinstance(container, list | tuple):
+        return weight if isinstance(container, dict) else weigh(item, container)
+    _bound(len(container) * (weight.num_items + weight.num_characters // 256), MAX_ITEMS)
+    return Weight(len(container) * (1 + weight.num_items), len(container) * weight.num_characters)
 
-    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
-        if isinstance(node.node, nodes.EnvironmentAttribute):
-            self.write(f"environment.{node.node.name}()")
-        else:
-            super().visit_Call(node, frame, forward_caller=forward_caller)
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        self._ask("concat_texts(", node.nodes[0], frame, *node.nodes[1:])
+def _check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weight:
+    """A call's weight; refuses a too long text."""
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, dict | list) and name in _LOOKS_AT:
+        return _weigh_key(owner, *args[: _LOOKS_AT[name]])
+    if name == "join" and args:
+        owner, args = args[0], (owner, *args[1:])
+    return _check(name, owner, [*args, *named])
 
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        sliced = isinstance(node.arg, nodes.Slice)
-        self.write("environment.sliced(" if sliced else "")
-        super().visit_Getitem(node, frame)
-        self.write(")" if sliced else "")
 
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
-        self.write("{")
-        for item in node.items:
-            self._ask("weighed(", item.key, frame)
-            self.write(": ")
-            self.visit(item.value, frame)
-            self.write(", ")
-        self.write("}")
+def _check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
+    """Like `_check_call`, for filters and tests."""
+    if not args or (name == "in" and len(args) == 2):
+        return _weigh_search(*args) if args else Weight()
+    # `old` before `new`, however they are named.
+    value, rest = args[0], [*args[1:], *(kwargs[key] for key in sorted(kwargs, key="old".__ne__))]
+    if name in _SHALLOW_FILTERS:
+        num_items = len(value) if isinstance(value, Sized) else 0
+        _bound(num_items if name == "list" else 0, MAX_ITEMS)
+        _check(name, "", rest)
+        return Weight(num_items if isinstance(value, list | tuple | range) else 0)
+    if name in _FORMATS and (name == "format" or isinstance(value, str)):
+        _check_fields(str(value), "%", _PERCENT_FIELD, rest)
+    return _check(name, value, rest)
 
-    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier, frame: Frame) -> None:  # noqa: N802
-        """`autoescape` makes texts longer than their parts."""
-        self.fail("a chat template has no use for autoescape", node.lineno)
 
-    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
-        self.write("environment.shown(")
+def _check(name: str, value: Any, rest: Sequence[Any]) -> Weight:
+    """The weight of a function, method, filter or test; refuses a too long result."""
+    weight = weigh(value, *rest)
+    if name not in _TAKES_LONG_TEXTS:
+        _bound(weight.num_characters, _MAX_STRFTIME_CHARACTERS if name == "strftime_now" else MAX_WORKED_CHARACTERS)
+    widest = max((number for number in rest if isinstance(number, int)), default=0)
+    if name in _TAKES_WIDTHS:
+        _bound(widest, MAX_WIDTH)
+    match name, rest:
+        case "replace", [old, new, *_]:
+            text = str(value)
+            _bound(len(text) + text.count(str(old)) * len(str(new)), MAX_CHARACTERS)
+        case "split" | "rsplit", _ if isinstance(value, str):
+            separator = next((one for one in rest if isinstance(one, str) and one), None)
+            _bound(value.count(separator) if separator else len(value) // 2, MAX_ITEMS)
+        case "join", [separator, *_] if isinstance(value, Sized):
+            _bound(weight.num_characters + len(value) * len(str(separator)), MAX_CHARACTERS)
+        case "indent", _:
+            _bound((str(value).count("\n") + 1) * (max(widest, 4) + weigh(*rest).num_characters), MAX_CHARACTERS)
+        case "tojson", _:
+            _bound(weight.num_items * weight.depth * (widest + weigh(*rest).num_characters), MAX_CHARACTERS)
+        case "sum", _ if any(isinstance(start, list | tuple) for start in rest):
+            _bound(len(value) * weight.num_items // _ITEMS_COPIED_AT_ONCE, MAX_ITEMS)
+    return weight
 
-    def _ask(self, call: str, first: nodes.Expr, frame: Frame, *more: nodes.Expr) -> None:
-        self.write(f"environment.{call}")
-        self.visit(first, frame)
-        for node in more:
-            self.write(", ")
-            self.visit(node, frame)
-        self.write(")")
+
+def _check_fields(text: str, opener: str, field: re.Pattern[str], values: Sequence[Any]) -> None:
+    """Refuses a format with a long result or a width from a value; each field could hold all of `values`."""
+    num_fields = text.count(opener)
+    _bound(num_fields, _MAX_FIELDS)
+    fields = field.findall(text)
+    _bound(sum(one[-1] in "{*" for one in fields), 0)
+    widths = re.findall(r"\d+", " ".join(fields))
+    width = max((int(digits) if len(digits) < 7 else MAX_CHARACTERS for digits in widths), default=0)
+    _bound(width, MAX_WIDTH)
+    weight = weigh(*values)
+    longest = _NUMBER_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters
+    _bound(num_fields * (width + longest), MAX_CHARACTERS)
+
+
+def _check_operator(operator: str, left: Any, right: Any) -> None:
+    """Refuses `left operator right` if too long; a product of numbers is bounded by what made them."""
+    if operator == "%" and isinstance(left, str):
+        _check_fields(left, "%", _PERCENT_FIELD, [right])
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        _bound(left.bit_length() * max(right, 0), MAX_INTEGER_BITS)
+    elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        _bound(len(left) + len(right), MAX_ITEMS)
+    elif operator == "*":
+        for many, count in ((left, right), (right, left)):
+            if isinstance(count, int) and isinstance(many, str | list | tuple):
+                _bound(len(many) * count, MAX_CHARACTERS if isinstance(many, str) else MAX_ITEMS)
+
+
+# ------------------------------------------------------------------------------------------------------ environment
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """transformers' environment, with bounds."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
-    code_generator_class = _BoundedCode
-    weighed = staticmethod(_weighed)
-    take_step = staticmethod(_take_step)
     optimized = False
     """Off, since constants would be computed in compiling, at any cost."""
 
@@ -447,6 +348,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if kind is LoopContext and attribute in _LOOP_FACTS:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """A member."""
+        if type(argument) is not str and not _are_light((argument,)):
+            _weigh_key(obj, argument).spend()
+        return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """The sandbox's rule, and methods that change the template's own lists."""
@@ -460,72 +367,37 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Calls what a template calls."""
-        if isinstance(__obj, (Macro, LoopContext)):
-            return _spend_on(super().call(__context, __obj, *args, **kwargs))
-        owner = getattr(__obj, "__self__", None)
-        named = [value for name, value in kwargs.items() if name not in _JINJAS_OWN] if kwargs else []
-        if type(owner) is not str or named or not _are_light((owner, *args)):
-            args = tuple(_drawn(args))
-            _spend_for(check_call(__obj, args, named))
-        if type(owner) in _CHANGES and not __self.is_safe_attribute(owner, __obj.__name__, __obj):
-            raise SecurityError("the model's chat template gathers a list that is unsafe to add to: it is too long")
+        if not isinstance(__obj, (Macro, LoopContext)):
+            owner = getattr(__obj, "__self__", None)
+            named = [value for name, value in kwargs.items() if name not in _JINJAS_OWN] if kwargs else []
+            if type(owner) is not str or named or not _are_light((owner, *args)):
+                args = tuple(_drawn(args))
+                _check_call(__obj, args, named).spend()
+            if type(owner) in _CHANGES and not __self.is_safe_attribute(owner, __obj.__name__, __obj):
+                raise SecurityError(
+                    "the model's chat template gathers a list that is unsafe to add to: it is too long"
+                )
         return _spend_on(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator's result."""
         if operator == "+" and type(left) is type(right) is str:
-            bound(len(left) + len(right), MAX_CHARACTERS)
+            _bound(len(left) + len(right), MAX_CHARACTERS)
             return _spend_on(left + right)
         if operator not in ("+", "*"):
             _weighed(right)
-        check_operator(operator, left, right)
+        _check_operator(operator, left, right)
         return _spend_on(super().call_binop(context, operator, left, right))
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """A member."""
-        if type(argument) is not str and not _are_light((argument,)):
-            _spend_for(weigh_key(obj, argument))
-        return super().getitem(obj, argument)
-
-    @staticmethod
-    def contains(container: Any, item: Any) -> bool:
-        """Whether a container holds an item."""
-        is_quick = type(container) is dict or len(container) < _FEW if type(container) in _PLAIN else False
-        if not is_quick or not _are_light((item,)):
-            (container,) = _drawn([container])
-            _spend_for(check_contains(container, item))
-        return item in container
-
-    @staticmethod
-    def compare(name: str, left: Any, right: Any) -> Any:
-        """A comparison's result."""
-        # Both sides are traversed together, so the smaller one bounds the work.
-        if not _are_light((right,)):
-            _weighed(left)
-        return getattr(operator, _COMPARISONS.get(name, name))(left, right)
-
-    @staticmethod
-    def sliced(part: Any) -> Any:
-        """Counts a value's part and returns it."""
-        if isinstance(part, (str, list, tuple)):
-            _spend(1 + len(part) // (_CHARACTERS_PER_STEP if isinstance(part, str) else _ITEMS_PER_STEP))
-        return part
-
-    @staticmethod
-    def shown(value: Any) -> str:
-        """A value as text."""
-        return value if type(value) is str else str(_weighed(value))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """A bounded `str.format`; None for anything else."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
-        text = value.__self__
 
         @wraps(formatted)
         def checked(*args: Any, **kwargs: Any) -> str:
-            check_format(text, *args, *kwargs.values())
+            _check_fields(value.__self__, "{", _FORMAT_FIELD, [*args, *kwargs.values()])
             return str(_spend_on(formatted(*args, **kwargs)))
 
         return checked
@@ -533,48 +405,107 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Text of an output, a macro or a block."""
-        return str(_spend_on(joined(parts, _spend)))
+        gathered, num_characters = list[str](), 0
+        for part in parts:
+            _spend()
+            num_characters += len(part)
+            _bound(num_characters, MAX_CHARACTERS)
+            gathered.append(part)
+        return str(_spend_on("".join(gathered)))
 
-    @classmethod
-    def concat_texts(cls, *parts: Any) -> str:
-        """Values joined by `~`."""
-        return str(_spend_on(joined(map(cls.shown, parts), _spend)))
-
-    def _generate(
-        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
-    ) -> str:
-        return super()._generate(_Counted().visit(source), name, filename, defer_init)
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(_Bounded().visit(source), *args, **kwargs)
 
 
-class _Counted(NodeTransformer):
-    """Each turn of a loop takes a step, whether its condition holds or not."""
+class _Bounded(NodeTransformer):
+    """Puts filters and tests of our own in the place of what Jinja compiles to Python that cannot be intercepted."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
+        """Each turn of a loop takes a step, whether its condition holds or not."""
         self.generic_visit(node)
         if node.test is not None:
-            node.test = nodes.And(_call("take_step", []), node.test).set_lineno(node.lineno)
-        node.body = [nodes.ExprStmt(_call("take_step", [])).set_lineno(node.lineno), *node.body]
+            node.test = nodes.And(_filtered("step", nodes.Const(True)), node.test).set_lineno(node.lineno)
+        node.body = [nodes.ExprStmt(_filtered("step", nodes.Const(True))).set_lineno(node.lineno), *node.body]
         return node
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        """A comparison with the template's own text or number is cheap."""
+        (first, *more), left = node.ops, node.expr
+        if more:
+            chain = nodes.And(nodes.Compare(left, [first]), nodes.Compare(first.expr, more))
+            return self.generic_visit(chain.set_lineno(node.lineno))
+        self.generic_visit(node)
+        is_own = any(isinstance(one, nodes.Const) for one in (node.expr, first.expr))
+        if is_own and first.op not in ("in", "notin"):
+            return node
+        test = nodes.Test(node.expr, _TEST_OF_OPERATOR.get(first.op, first.op), [first.expr], [], None, None)
+        return nodes.Not(test) if first.op == "notin" else test
 
-def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
-    return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered("~", *node.nodes)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered("slice of", node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:  # noqa: N802
+        self.generic_visit(node)
+        return nodes.Pair(_filtered("weighed", node.key), node.value)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Output:  # noqa: N802
+        self.generic_visit(node)
+        node.nodes = [one if isinstance(one, nodes.TemplateData) else _filtered("shown", one) for one in node.nodes]
+        return node
+
+    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:  # noqa: N802
+        """`autoescape` makes texts longer than their parts."""
+        raise SecurityError("a chat template has no use for autoescape")
 
 
-def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., Weight]) -> Callable[..., Any]:
+def _filtered(name: str, value: nodes.Expr, *more: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, list(more), [], None, None)
+
+
+def _step(value: Any) -> Any:
+    _spend()
+    return value
+
+
+def _slice_of(part: Any) -> Any:
+    if isinstance(part, (str, list, tuple)):
+        _spend(1 + len(part) // (_CHARACTERS_PER_STEP if isinstance(part, str) else _ITEMS_PER_STEP))
+    return part
+
+
+def _shown(value: Any) -> str:
+    return value if type(value) is str else str(_weighed(value))
+
+
+def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
-    formats = name in ("format", "divisibleby", "even", "odd")  # a short text makes a long one
-    is_shallow = name in SHALLOW_FILTERS
 
     @wraps(apply)  # keeps what Jinja notes on a filter
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or formats or not _are_light(args[num_own:]):
-            if not is_shallow:
+        if kwargs or name in _FORMATS or not _are_light(args[num_own:]):
+            if name not in _SHALLOW_FILTERS:
                 args = (*args[:num_own], *_drawn(args[num_own:]))
-            _spend_for(check(name, args[num_own:], kwargs))
+            _check_filter(name, args[num_own:], kwargs).spend()
         return _spend_on(apply(*args, **kwargs))
 
     return checked
+
+
+_OWN_FILTERS: Final[dict[str, Callable[..., Any]]] = {
+    # A text marked as escaped escapes what it is joined with, which makes it longer than its parts.
+    **dict.fromkeys(("e", "escape", "forceescape"), _bounded("e", lambda value: str(escape(str(value))))),
+    "safe": _bounded("safe", str),
+    "step": _step,
+    "slice of": _slice_of,
+    "shown": _shown,
+    "weighed": _weighed,
+    "~": lambda *parts: BoundedEnvironment.concat(map(_shown, parts)),
+}
 
 
 @lru_cache
@@ -585,17 +516,14 @@ def _compile(template: str) -> jinja2.Template:
     # The environment is transformers', with its own filters and names; only the way it applies them is replaced.
     environment.__class__ = BoundedEnvironment
     environment.optimized = False
-    filters = {name: apply for name, apply in environment.filters.items() if name not in _NEEDLESS_FILTERS}
-    # A text marked as escaped escapes what it is joined with, which makes it longer than its parts.
-    filters |= dict.fromkeys(("e", "escape", "forceescape"), lambda value: str(escape(str(value)))) | {"safe": str}
+    filters = environment.filters.items()
     environment.filters = {
-        name: apply if name in _LIGHT_FILTERS else _bounded(name, apply, check_filter)
-        for name, apply in filters.items()
-    }
-    environment.tests = {
-        name: apply if name in _LIGHT_TESTS else _bounded(name, apply, check_test)
-        for name, apply in environment.tests.items()
-    }
+        name: apply if name in _LIGHT_FILTERS else _bounded(name, apply)
+        for name, apply in filters
+        if name not in _NEEDLESS_FILTERS
+    } | _OWN_FILTERS
+    tests = environment.tests.items()
+    environment.tests = {name: apply if name in _LIGHT_TESTS else _bounded(name, apply) for name, apply in tests}
     del environment.globals["lipsum"]
     compiled: jinja2.Template = environment.from_string(template)
     return compiled
