@@ -17,6 +17,7 @@ import numpy as np
 import uvicorn
 from numpy.typing import NDArray
 
+from models.inference.grammar import GrammarCompiler
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
 from scripts.clients.scripted_model import TOOL_RESULT
 from server.api.app import create_app
@@ -26,7 +27,6 @@ from server.app.service import open_service
 from server.engine.engine import Engine
 from server.engine.messages import Generation
 from server.engine.request import Delta, Event, Finished, GenerationRequest, Started
-from server.pool.served import AnswerBinder
 
 START_SECONDS = 30.0
 
@@ -76,7 +76,7 @@ class ScriptedEngine:
     number of tool results in its prompt; all others, such as an agent's request for a title, get `aside`.
     """
 
-    def __init__(self, engine: Engine, binder: AnswerBinder, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, engine: Engine, binder: GrammarCompiler, decode: Callable[[Sequence[int]], str]) -> None:
         self._engine = engine
         self._binder = binder
         self._decode = decode

@@ -14,11 +14,11 @@ import numpy as np
 from cache.snapshots import RestorePointKind
 from cache.types import common_prefix_length
 from models.output.tool_formats import HarmonyFormat
-from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, RenderedPrompt, plain_text
+from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, ChatRenderer, RenderedPrompt, plain_text
 from models.prompt.shapes import Message, with_constant_headers
 from server.api.errors import ApiError, Code, wrong
 from server.engine.request import GenerationRequest, Priority
-from server.pool.served import PromptRenderer, ServedModel
+from server.pool.served import ServedModel
 
 MIN_TOKENS_AHEAD = 16
 """Fewer tokens are left to the next turn itself."""
@@ -82,7 +82,7 @@ def next_turn_request(
 class Conversation:
     """All that a prompt is rendered from. Used on a planning thread."""
 
-    renderer: PromptRenderer
+    renderer: ChatRenderer
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     """At the head of the prompt, in the client's order and wording."""

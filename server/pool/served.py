@@ -3,10 +3,10 @@
 Knows no HTTP, no client and not which models are loaded.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -14,16 +14,17 @@ from cache.budget import Tell
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.formats import EmbeddingFormat, Judgement, Reading, Vector
 from models.inference.sampling_params import SamplingParams
-from models.output.detokenizer import token_search
-from models.output.grammar import CompiledGrammar, Grammar
+from models.output.detokenizer import Detokenizer, token_search
 from models.output.pieces import OutputParser, PlainParser, ReasoningFormat, ReasoningParser, Thinking
 from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax, tool_parser
-from models.prompt.chat_template import RenderedPrompt
-from models.prompt.shapes import Message, ToolOrders
-from models.prompt.tool_definitions import Tool
+from models.prompt.chat_template import ChatRenderer
+from models.prompt.shapes import ToolOrders
 from models.store.stored_model import ModelDefaults
 from server.engine.messages import Generation
 from server.engine.request import EngineStats, GenerationRequest, TokenArray
+
+if TYPE_CHECKING:
+    from models.inference.grammar import GrammarCompiler
 
 
 @dataclass(frozen=True)
@@ -66,58 +67,6 @@ MAX_PREVIEWS = 16_384
 """Remembered previews."""
 
 
-class PromptRenderer(Protocol):
-    """What endpoints use of `models.prompt.chat_template.ChatRenderer`. For any thread."""
-
-    @property
-    def reads_tools(self) -> bool: ...
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        namespace: str = "",
-        *,
-        continues: bool = False,
-    ) -> RenderedPrompt:
-        """As `ChatRenderer.render`."""
-
-    def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """As `ChatRenderer.tool_definitions`."""
-
-    def encode(self, text: str) -> RenderedPrompt:
-        """As `ChatRenderer.encode`."""
-
-    def tokenize(
-        self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
-    ) -> list[int]:
-        """As `ChatRenderer.tokenize`."""
-
-    def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """As `ChatRenderer.remember_reply`."""
-
-
-class TokenReader(Protocol):
-    """Tokens to text. For any thread."""
-
-    def piece(self, token_id: int) -> bytes:
-        """The bytes of one token."""
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """The tokens' text."""
-
-
-class AnswerBinder(Protocol):
-    """What endpoints use of `models.inference.grammar.GrammarCompiler`. For any thread; may take a while."""
-
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """As `GrammarCompiler.compile`."""
-
-    def spell(self, marker: str) -> str:
-        """As `GrammarCompiler.spell`."""
-
-
 class EnginePort(Protocol):
     """What endpoints use of `Engine`; event loop only."""
 
@@ -150,8 +99,8 @@ class ServedModel:
     """One loaded model as clients see it."""
 
     id: str
-    renderer: PromptRenderer
-    token_texts: TokenReader
+    renderer: ChatRenderer
+    token_texts: Detokenizer
     context_tokens: int
     """The most tokens of prompt and answer together, by model and configuration."""
     vocab_size: int
@@ -163,7 +112,7 @@ class ServedModel:
     """None: the model has none, or reasoning stays text."""
     opens_reasoning: bool = False
     """The template opens reasoning on request, so a prompt without one asks for none."""
-    grammars: AnswerBinder | None = None
+    grammars: "GrammarCompiler | None" = None
     """None if answers cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
     reranking: Judgement | None = None

@@ -31,7 +31,7 @@ from server.api.record import CostsAtEnd, costs_of
 from server.api.wire import JsonBody, Payload, body_of, sse_event
 from server.engine.commands import describe_slots
 from server.engine.request import Delta, Finished, FinishReason, Started
-from server.pool.served import ServedModel, TokenReader
+from server.pool.served import ServedModel
 
 ERRORS: Final[Mapping[int, str]] = {401: "authentication", 403: "permission", 404: "not_found", 503: "unavailable"}
 
@@ -252,7 +252,7 @@ def tokenize(context: ApiContext, incoming: Incoming) -> Payload:
     if body.prompt is not None or "messages" in incoming.fields:
         answer |= {"count": len(found), "max_model_len": model.context_tokens}
     if body.with_pieces:
-        answer["tokens"] = [_piece(token, model.token_texts) for token in found]
+        answer["tokens"] = [_piece(token, model.token_texts.piece(token)) for token in found]
     return answer
 
 
@@ -266,8 +266,7 @@ def detokenize(context: ApiContext, incoming: Incoming) -> Payload:
     return ContentBody(content=text, prompt=text)
 
 
-def _piece(token: int, texts: TokenReader) -> TokenPiece:
-    piece = texts.piece(token)
+def _piece(token: int, piece: bytes) -> TokenPiece:
     try:
         return {"id": token, "piece": piece.decode()}
     except UnicodeDecodeError:

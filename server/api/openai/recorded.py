@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.errors import ModelError
+from models.prompt.chat_template import ChatRenderer
 from models.prompt.shapes import ToolOrders, with_constant_headers
 from server.api.bodies import parse_body, validated
 from server.api.conversation import Conversation
@@ -13,7 +14,6 @@ from server.api.openai.types import ChatBody, ChatMessage, template_message
 from server.diagnosis.account import Rendered
 from server.diagnosis.prompt import part_of, prompt_of
 from server.doctor.recorded import Read, Reader, Recorded
-from server.pool.served import PromptRenderer
 
 PATH = "/v1/chat/completions"
 
@@ -27,7 +27,7 @@ class ModelReader(Reader):
     characters_per_token = 1
     """A number of an array is a token."""
 
-    def __init__(self, renderer: PromptRenderer, *, hygiene: bool = True) -> None:
+    def __init__(self, renderer: ChatRenderer, *, hygiene: bool = True) -> None:
         """`hygiene`: the server runs without `--no-prompt-hygiene`."""
         super().__init__()
         self._renderer = renderer

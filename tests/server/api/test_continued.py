@@ -138,7 +138,7 @@ def test_a_beginning_that_no_allowed_answer_has_is_refused(live: Live) -> None:
 
 
 def test_the_next_turn_holds_one_message_made_of_both() -> None:
-    renderer = FakeRenderer()
+    renderer: Any = FakeRenderer()
     thought = {"role": "assistant", "content": [{"text": "It"}, {"text": "was "}], "reasoning_content": "Hm."}
     conversation = Conversation(renderer, [USER, thought], [], {}, "", continues=True)
     whole = conversation.whole({"role": "assistant", "content": [{"text": "me."}]})
