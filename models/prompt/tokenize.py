@@ -11,12 +11,12 @@ import hashlib
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import cycle, groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,7 +150,7 @@ SLICE_CHARACTERS = 16_384
 """The library holds Python's lock while it returns results."""
 OVERLAP_CHARACTERS = 256
 MAX_REMEMBERED_BYTES = 64 << 20
-PART_BYTES = 420
+PART_BYTES = 490
 """Bytes of a remembered part, besides its numbers."""
 
 _KEY_BYTES = 16
@@ -166,6 +166,8 @@ _SAMPLES = (
     "\n\n  ",
     "e\u0301 é 日本語",
 )
+
+Value = TypeVar("Value")
 
 _Digest: TypeAlias = "hashlib.blake2b"
 _Rows: TypeAlias = NDArray[np.int32]
@@ -204,6 +206,33 @@ class Tokenized:
     tail: Tail
 
 
+class LatelyUsed(Generic[Value]):
+    """Values of a total size; the least recently used are forgotten. Any thread."""
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self._kept: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.size = 0
+
+    def recall(self, key: Hashable) -> Value | None:
+        """The value kept last."""
+        with self._lock:
+            if key not in self._kept:
+                return None
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
+
+    def keep(self, key: Hashable, value: Value, size: int) -> Value:
+        """Returns the value."""
+        with self._lock:
+            self.size += size - (self._kept.pop(key)[1] if key in self._kept else 0)
+            self._kept[key] = value, size
+            while self.size > self._max_size:
+                self.size -= self._kept.popitem(last=False)[1][1]
+        return value
+
+
 class PromptParts:
     """Tokenization part by part, with a memory."""
 
@@ -216,9 +245,7 @@ class PromptParts:
         """
         self._backend = backend
         self._borders = Borders(added if at_borders else {}, template)
-        self._memory: OrderedDict[bytes, PromptPart] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
+        self._memory = LatelyUsed[PromptPart](MAX_REMEMBERED_BYTES)
 
     def fits(self) -> bool:
         """Whether the tokenizer cuts as assumed, tried with each border."""
@@ -266,7 +293,8 @@ class PromptParts:
             if cut.token_id is None:
                 # Where a generated token ends in the text is unknown, so every token gets the end of the part.
                 ends = np.full(len(run), cut.stop - cut.start, np.int32)
-                self._keep(_place_key(digest, tail.start + cut.start), PromptPart(np.array(run, np.int32), ends))
+                part = PromptPart(np.array(run, np.int32), ends)
+                self._memory.keep(_place_key(digest, tail.start + cut.start), part, part.num_bytes)
 
     def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: "_Count") -> PromptPart:
         digest.update(_bytes(text))
@@ -274,29 +302,14 @@ class PromptParts:
             count.add(1)
             return PromptPart(np.array([cut.token_id], np.int32), np.array([len(text)], np.int32))
         key = _place_key(digest, cut.start) if namespace is not None and self._borders.ids else None
-        known = self._recall(key) if key is not None else None
+        known = self._memory.recall(key) if key is not None else None
         if known is not None:
             count.add(len(known.ids))
             return known
         part = self._encode(text, cut.start == 0, count)
         if key is not None:
-            self._keep(key, part)
+            self._memory.keep(key, part, part.num_bytes)
         return part
-
-    def _recall(self, key: bytes) -> PromptPart | None:
-        with self._lock:
-            known = self._memory.get(key)
-            if known is not None:
-                self._memory.move_to_end(key)
-            return known
-
-    def _keep(self, key: bytes, part: PromptPart) -> None:
-        with self._lock:
-            replaced = self._memory.pop(key, None)
-            self._num_bytes += part.num_bytes - (replaced.num_bytes if replaced else 0)
-            self._memory[key] = part
-            while self._num_bytes > MAX_REMEMBERED_BYTES and self._memory:
-                self._num_bytes -= self._memory.popitem(last=False)[1].num_bytes
 
     def _encode(self, text: str, is_first: bool, count: "_Count") -> PromptPart:
         slices = list[_Rows]()

@@ -5,12 +5,11 @@ where the tool is loaded: nothing before changes.
 """
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from models.prompt.shapes import SAMPLE_TOOL
+from models.prompt.tokenize import LatelyUsed
 
 Tool: TypeAlias = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -27,9 +26,7 @@ class ToolDefinitions:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, str] = OrderedDict()
-        self._num_kept = 0
+        self._kept = LatelyUsed[str](MAX_KEPT_CHARACTERS)
 
     def block(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
         """The named tools' definitions as one block, kept for the conversation at `place`.
@@ -37,14 +34,13 @@ class ToolDefinitions:
         A name without a tool is declared unavailable, in a block not kept: the tool may come back.
         """
         key = (place, tuple(names))
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+        kept = self._kept.recall(key)
+        if kept is not None:
+            return kept
         found = [tools[name] for name in names if name in tools]
         lines = ["<functions>", *map(self._definition, found), "</functions>"] if found else []
         text = "\n".join([*lines, *(f"{name} is no longer available." for name in names if name not in tools)])
-        return self._keep(key, text) if len(found) == len(names) else text
+        return self._kept.keep(key, text, len(text)) if len(found) == len(names) else text
 
     def _definition(self, tool: Tool) -> str:
         alone, both = self._render([SAMPLE_TOOL]), self._render([SAMPLE_TOOL, tool])
@@ -54,17 +50,6 @@ class ToolDefinitions:
             return written
         # The template writes tools in another way than one after another, or not at all.
         return f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
-
-    def _keep(self, key: Hashable, text: str) -> str:
-        """Returns the kept text: the first thread's."""
-        with self._lock:
-            if key in self._kept:
-                return self._kept[key]
-            self._num_kept += len(text)
-            self._kept[key] = text
-            while self._num_kept > MAX_KEPT_CHARACTERS:
-                self._num_kept -= len(self._kept.popitem(last=False)[1])
-        return text
 
 
 def _inserted(shorter: str, longer: str) -> str:

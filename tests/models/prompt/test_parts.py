@@ -471,8 +471,8 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(200):
         text = f"<|im_start|>{number} some words<|im_end|>"
         assert tokenizer.tokenize(text).ids.tolist() == whole(text)
-    assert 0 < tokenizer._num_bytes <= 4000
-    assert tokenizer._num_bytes == sum(piece.num_bytes for piece in tokenizer._memory.values())
+    assert 0 < tokenizer._memory.size <= 4000
+    assert tokenizer._memory.size == sum(piece.num_bytes for piece, _ in tokenizer._memory._kept.values())
 
 
 @pytest.mark.parametrize("num_words", [1, 1000])
@@ -485,7 +485,7 @@ def test_what_the_memory_counts_is_what_it_takes(num_words: int) -> None:
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert 0.9 * taken <= tokenizer._num_bytes <= 1.3 * taken
+    assert 0.9 * taken <= tokenizer._memory.size <= 1.3 * taken
 
 
 def test_a_tokenizer_that_gives_up_is_not_used_and_ends_no_thread() -> None:
