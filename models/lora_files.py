@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
-from mlx.utils import tree_map, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_adapters
 
@@ -188,9 +188,7 @@ def _around(layer: Module | None, folder: AdapterFolder, path: str, factors: Map
 def _settled(layer: Module, *, as_float32: bool) -> Module:
     """Makes a layer usable by any thread, without dropout."""
     layer.eval()
-    own: dict[str, Any] = own_arrays(layer)
-    if as_float32:
-        own = tree_map(lambda array: array.astype(mx.float32), own)
+    own = {name: array.astype(mx.float32) if as_float32 else array for name, array in own_arrays(layer).items()}
     mx.eval(own)
     layer.update(own)
     return layer

@@ -9,7 +9,7 @@ conversions drop them but keep the configuration. Only the module's tensors are 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -31,6 +31,7 @@ _MAX_RAW_NORM: Final = 0.8
 
 _MAX_REASON: Final = 120
 _PARTS: Final = ("embedding_norm", "hidden_norm", "projection", "norm", "output")
+"""Of the module, in the order of `_Layout.parts`, beside the decoder layer."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,10 @@ class _Layout:
 
     prefix: str
     """`{n}` stands for the number of the model's layers."""
-    embedding_norm: str
-    hidden_norm: str
-    projection: str
-    norm: str
-    """Empty where it is the model's."""
+    parts: str
+    """Names of `_PARTS`. Without a norm it is the model's; with an output matrix of the module's own, states are
+    taken from before the model's last norm.
+    """
     layer: str = ""
     """Before the names of the decoder layer."""
     hidden_first: bool = False
@@ -54,47 +54,37 @@ class _Layout:
     """How names of the model's own tensors begin."""
     stores_difference: bool = False
     """Original checkpoints hold norms as their difference from one."""
-    output: str = ""
-    """The module's own output matrix, if any; states are then taken from before the model's last norm."""
     layer_arguments: tuple[bool, ...] = ()
     """In place of the layer's number."""
 
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """By part."""
+        return dict(zip(_PARTS, self.parts.split(), strict=False))
+
     def own_name(self, name: str) -> str:
         """A tensor's name in `MtpModule`."""
-        for part in _PARTS:
-            if name.startswith(f"{(theirs := getattr(self, part))}."):
+        for part, theirs in self.names.items():
+            if name.startswith(f"{theirs}."):
                 return part + name.removeprefix(theirs)
         return "layer." + name.removeprefix(self.layer).replace("pre_mlp_layernorm", "post_attention_layernorm")
 
 
-_QWEN = _Layout(
-    "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0.", stores_difference=True
-)
-_GLM = _Layout(
-    "model.layers.{n}.",
-    *("enorm", "hnorm", "eh_proj", "shared_head.norm"),
-    copies=("embed_tokens.", "shared_head.head."),
-)
+_QWEN3 = _Layout("mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm", layer="layers.0.")
+_QWEN = replace(_QWEN3, stores_difference=True)
+_NAMES = "enorm hnorm eh_proj "
+_GLM = _Layout("model.layers.{n}.", _NAMES + "shared_head.norm", copies=("embed_tokens.", "shared_head.head."))
 _LATENT = replace(_GLM, array_mask=True)
 _MIMO = _Layout(
-    "model.mtp_layers.0.",
-    *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
-    hidden_first=True,
+    "model.mtp_layers.0.", "token_layernorm hidden_layernorm input_proj final_layernorm", hidden_first=True
 )
-_MIMO_V2 = _Layout(
-    "model.mtp.layers.0.",
-    *("enorm", "hnorm", "eh_proj", "final_layernorm"),
-    layer_arguments=(False, True),  # no experts, but a window
-)
-_STEP = _Layout(
-    "model.layers.{n}.",
-    *("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
-    stores_difference=True,
-    output="transformer.shared_head.output",
-)
-_ERNIE = _Layout("model.mtp_", "emb_norm.0", "hidden_norm.0", "linear_proj.0", norm="", layer="block.0.")
+# No experts, but a window.
+_MIMO_V2 = _Layout("model.mtp.layers.0.", _NAMES + "final_layernorm", layer_arguments=(False, True))
+_STEP_HEAD = "transformer.shared_head.norm transformer.shared_head.output"
+_STEP = _Layout("model.layers.{n}.", _NAMES + _STEP_HEAD, stores_difference=True)
+_ERNIE = _Layout("model.mtp_", "emb_norm.0 hidden_norm.0 linear_proj.0", layer="block.0.")
 _LAYOUTS: Final = {
-    "qwen3": replace(_QWEN, stores_difference=False),
+    "qwen3": _QWEN3,
     "qwen3_next": _QWEN,
     "qwen3_5": _QWEN,
     "deepseek_v3": _LATENT,
@@ -122,9 +112,9 @@ class MtpModule(Module):
         self.projection = Linear(2 * width, width, bias=False)
         self.layer = _make_layer(text, layout)
         self.norm = RMSNorm(width, eps)
-        if layout.output:
+        if "output" in layout.names:
             self.output = Linear(width, text.args.vocab_size, bias=False)
-        self._layout, self._last_norm = layout, text.model.norm
+        self._layout, self._last_norm, self._has_output = layout, text.model.norm, "output" in layout.names
         self.slides = any(getattr(self.layer, name, False) for name in ("is_sliding", "is_sliding_window"))
 
     def __call__(self, embedded: mx.array, hidden: mx.array, cache: LayerCache | None = None) -> mx.array:
@@ -133,17 +123,17 @@ class MtpModule(Module):
         mask = create_attention_mask(embedded, first, return_array=self._layout.array_mask)
         parts = [self.embedding_norm(embedded), self.hidden_norm(self._taken(hidden))]
         joined = self.projection(mx.concatenate(parts[::-1] if self._layout.hidden_first else parts, axis=-1))
-        norm = self._last_norm if self._layout.output else self.norm
+        norm = self._last_norm if self._has_output else self.norm
         return cast(mx.array, norm(self.layer(joined, mask, cache)))
 
     def score(self, states: mx.array, output: Callable[[mx.array], mx.array]) -> mx.array:
         """Logits of the module's states; `output` is the model's matrix."""
-        return self.output(self.norm(self._taken(states))) if self._layout.output else output(states)
+        return self.output(self.norm(self._taken(states))) if self._has_output else output(states)
 
     def _taken(self, states: mx.array) -> mx.array:
         # Norms ignore a state's length, which alone the last norm has lost.
         weight = self._last_norm.weight
-        return states / mx.where(weight == 0, 1, weight) if self._layout.output else states
+        return states / mx.where(weight == 0, 1, weight) if self._has_output else states
 
 
 def language_model(model: Module) -> Any:
@@ -181,7 +171,7 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
         if layout.stores_difference:
             found = _with_whole_norms(found, layout)
         found = {layout.own_name(tensor): array for tensor, array in _sanitized(found, layout, model).items()}
-        if not layout.norm:
+        if "norm" not in layout.names:
             found["norm.weight"] = text.model.norm.weight
         module = MtpModule(text)
         quantize(module, class_predicate=partial(_packing, found))
@@ -202,10 +192,11 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
 def tensors_of(module: MtpModule) -> dict[str, mx.array]:
     """The module's tensors, named as in a checkpoint, for a file beside the model's."""
     layout, found = module._layout, dict[str, mx.array]()
+    before = {part: f"{theirs}." for part, theirs in layout.names.items()} | {"layer": layout.layer}
     for path, array in cast(Any, tree_flatten(module.parameters())):  # type: ignore[no-untyped-call]
         part, _, rest = path.partition(".")
-        found[(layout.layer if part == "layer" else f"{getattr(layout, part)}.") + rest] = array
-    found.pop(".weight", None)  # a norm that is the model's
+        if part in before:  # a norm may be the model's
+            found[before[part] + rest] = array
     return found
 
 

@@ -20,19 +20,11 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from cache.layers.layout import head_length, leaves_of, split_at_head, tail_of
+from cache.layers.layout import leaves_of, split_at_head, tail_of
 from cache.types import LayerCache
 from models.inference.feeds import Rewind, forget_last, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Row, Wanted, capacity_for
-from models.inference.groups import (
-    BatchRow,
-    Group,
-    bytes_per_token,
-    is_fresh,
-    length_of,
-    reserved_tokens_of,
-    used_leaves,
-)
+from models.inference.groups import BatchRow, Group
 from models.inference.ragged import RaggedBatch, ragged_attention
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 
@@ -93,7 +85,7 @@ class DecodeBatch:
         # Members on one head are neighbours: attention then reads the head once.
         self._joined = RaggedBatch(sorted(members, key=lambda member: id(member.head)))
         self.rows = list(self._joined.rows)
-        self._has_fresh = self.choose is not None and any(is_fresh(row.caches) for row in rows)
+        self._has_fresh = self.choose is not None and any(row.is_fresh for row in rows)
         self._joined.take_over()
 
     def _feed(self, joined: RaggedBatch, lengths: Mapping[BatchRow, int]) -> list[LayerCache]:
@@ -124,7 +116,7 @@ class DecodeBatch:
         for group in self._groups if fed else ():
             group.clock.rewind([surplus[row] for row in group.rows])
         alone = [(row, number) for row, number in surplus.items() if number and row.group is None]
-        for cache, number in [(cache, number) for row, number in alone for cache in leaves_of(row.caches)]:
+        for cache, number in [(cache, number) for row, number in alone for cache in row.leaves]:
             if not isinstance(cache, ArraysCache):
                 forget_last(tail_of(cache), number)
 
@@ -224,12 +216,12 @@ class DecodeBatch:
     def _regroup(self, rows: Sequence[BatchRow], spare_bytes: float) -> None:
         """Rows share a buffer only with others on the same head, or without one."""
         sizes = [group.num_bytes // group.num_places for group in self._groups]
-        sizes += [bytes_per_token(row.caches) for row in rows]
+        sizes += [row.bytes_per_token for row in rows]
         spare_tokens, found = spare_bytes / max(1, *sizes), list[Group]()
         for head in {id(row.head): row.head for row in rows}.values():
             groups = [group for group in self._groups if group.head is head]
             made = self._regrouped([row for row in rows if row.head is head], groups, spare_tokens)
-            reserved = sum(reserved_tokens_of(row.caches) for group in made for row in group.rows)
+            reserved = sum(row.reserved_tokens for group in made for row in group.rows)
             spare_tokens -= sum(group.num_places for group in made) - reserved
             found += made
         self._groups = found
@@ -253,7 +245,7 @@ class DecodeBatch:
 
     def _slack_tokens(self, rows: Sequence[BatchRow], groups: Sequence[Group]) -> int:
         """Tokens that the slack of all rings may take, as if every layer were a ring."""
-        if not any(isinstance(cache, RotatingKVCache) for cache in leaves_of(rows[0].caches)):
+        if not any(isinstance(cache, RotatingKVCache) for cache in rows[0].leaves):
             return 0
         # New groups have room for fewer than twice their rows.
         return (self.max_feed_tokens - 1) * (2 * len(rows) + sum(group.buffer.room for group in groups))
@@ -287,8 +279,7 @@ class DecodeBatch:
 def _describe(row: BatchRow, groups: Sequence[Group]) -> Row:
     if row.group is not None:
         return row.group.describe(row, groups.index(row.group))
-    num_tokens = length_of(row.caches) - head_length(leaves_of(row.caches))
-    return Row(num_tokens, reserved_tokens_of(row.caches), can_share=used_leaves(row.caches) is not None)
+    return Row(row.own_length, row.reserved_tokens, can_share=row.used_leaves() is not None)
 
 
 _NUM_ROWS, _NUM_LAYERS = 4, 2
@@ -333,7 +324,7 @@ _Side: TypeAlias = tuple[int, Choose | None, int]
 
 def _best_seconds(caches: Sequence[LayerCache], num_rows: int, sides: Sequence[_Side]) -> list[float]:
     """The best of several for each side, in turns: other work of the machine only adds."""
-    like = next(cache for cache in leaves_of(caches) if length_of([cache]) and cache.keys is not None)
+    like = next(cache for cache in leaves_of(caches) if BatchRow([cache]).length and cache.keys is not None)
     steps = [_timed_step(like, num_rows, *side) for side in sides]
     timed, begun = list[list[float]](), time.perf_counter()
     while len(timed) < _MIN_TRIALS or (len(timed) < _MAX_TRIALS and time.perf_counter() - begun < _TRIAL_SECONDS):

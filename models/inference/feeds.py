@@ -83,9 +83,8 @@ def _ranges(lengths: Iterable[int]) -> list[range]:
 
 def find_fixed(caches: Sequence[LayerCache]) -> str | None:
     """The class of a layer cache that cannot forget its last tokens, if there is one."""
-    kinds = (KVCache, ChunkedKVCache, ArraysCache)
-    fixed = [one for one in leaves_of(caches) if type(one) not in kinds]
-    return next((type(one).__name__ for one in fixed if type(one) is not RotatingKVCache or one.keep), None)
+    kinds = (KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache)
+    return next((type(cache).__name__ for cache in leaves_of(caches) if type(cache) not in kinds), None)
 
 
 class Rewind:

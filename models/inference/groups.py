@@ -25,6 +25,9 @@ from cache.types import LayerCache
 from models.inference.grouping import Buffer, Row, capacity_for
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 
+_KINDS = {KVCache, HeadedKVCache, RotatingKVCache}
+"""Classes of layer caches whose rows may be in a group."""
+
 
 @dataclass(eq=False)
 class BatchRow:
@@ -46,44 +49,47 @@ class BatchRow:
     def rows(self) -> "list[BatchRow]":
         return [self]
 
+    @property
+    def leaves(self) -> list[LayerCache]:
+        return leaves_of(self.caches)
 
-def length_of(caches: Sequence[LayerCache]) -> int:
-    """Tokens in a row's caches; 0 if none of them can be in a group."""
-    return max((int(cache.offset) for cache in leaves_of(caches) if _can_share(cache)), default=0)
+    @property
+    def length(self) -> int:
+        """Tokens in the caches; 0 if none of them can be in a group."""
+        return max([int(leaf.offset) for leaf in self.leaves if type(leaf) in _KINDS], default=0)
 
+    @property
+    def own_length(self) -> int:
+        """As `length`, without those of the head."""
+        return self.length - head_length(self.leaves)
 
-def reserved_tokens_of(caches: Sequence[LayerCache]) -> int:
-    """Tokens that fit a row's own span buffers, at least those that it has; without those of its head."""
-    leaves = leaves_of(caches)
-    spans = [tail_of(leaf) for leaf in leaves if type(leaf) in (KVCache, HeadedKVCache)]
-    reserved = [int(span.step if span.keys is None else span.keys.shape[2]) for span in spans]
-    return max([length_of(caches) - head_length(leaves), *reserved])
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens that fit the row's own span buffers, at least those that it has; without those of its head."""
+        spans = [tail_of(leaf) for leaf in self.leaves if type(leaf) in (KVCache, HeadedKVCache)]
+        reserved = [int(span.step if span.keys is None else span.keys.shape[2]) for span in spans]
+        return max([self.own_length, *reserved])
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it may be in a group once it has a token."""
+        return self.length == 0 and any(type(leaf) in _KINDS for leaf in self.leaves)
 
-def is_fresh(caches: Sequence[LayerCache]) -> bool:
-    """Whether a row may be in a group once it has a token."""
-    return length_of(caches) == 0 and any(map(_can_share, leaves_of(caches)))
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values; an upper bound beyond a window."""
+        tails = [tail_of(leaf) for leaf in self.leaves if type(leaf) in _KINDS]
+        held = [array for tail in tails if tail.keys is not None for array in (tail.keys, tail.values)]
+        return sum(array.nbytes // array.shape[2] for array in held)
 
+    def used_leaves(self) -> tuple[int, ...] | None:
+        """The leaves whose rows can be in a group; None if the row must stay alone.
 
-def bytes_per_token(caches: Sequence[LayerCache]) -> int:
-    """Of keys and values; an upper bound beyond a window."""
-    rows = [tail_of(cache) for cache in leaves_of(caches) if _can_share(cache)]
-    held = [array for cache in rows if cache.keys is not None for array in (cache.keys, cache.values)]
-    return sum(array.nbytes // array.shape[2] for array in held)
-
-
-def used_leaves(caches: Sequence[LayerCache]) -> tuple[int, ...] | None:
-    """The leaves whose rows can be in a group; None if the row must stay alone.
-
-    A model may leave caches empty whose layers share the keys of others.
-    """
-    rows = [(index, cache) for index, cache in enumerate(leaves_of(caches)) if not isinstance(cache, ArraysCache)]
-    used = tuple(index for index, cache in rows if tail_of(cache).keys is not None)
-    return used if used and all(_can_share(cache) for _, cache in rows) else None
-
-
-def _can_share(cache: LayerCache) -> bool:
-    return type(cache) in (KVCache, HeadedKVCache) or (type(cache) is RotatingKVCache and cache.keep == 0)
+        A model may leave caches empty whose layers share the keys of others.
+        """
+        spans = [(index, leaf) for index, leaf in enumerate(self.leaves) if not isinstance(leaf, ArraysCache)]
+        used = tuple([index for index, leaf in spans if tail_of(leaf).keys is not None])
+        return used if used and {type(leaf) for _, leaf in spans} <= _KINDS else None
 
 
 class Folding(NamedTuple):
@@ -359,7 +365,7 @@ class Group:
 
     def __init__(self, like: BatchRow, buffer: Buffer, slack: int = 0) -> None:
         """Empty. Rows may feed `slack + 1` tokens in a step."""
-        used, leaves = used_leaves(like.caches), leaves_of(like.caches)
+        used, leaves = like.used_leaves(), like.leaves
         assert used is not None, "a row that must stay alone was put into a group"
         self.head, self._start = like.head, head_length(leaves)
         self.buffer = buffer
@@ -379,20 +385,20 @@ class Group:
 
     def own_bytes_of(self, row: BatchRow) -> int:
         """Bytes that a row's own buffers would have."""
-        index, leaves = self.rows.index(row), leaves_of(row.caches)
+        index, leaves = self.rows.index(row), row.leaves
         return sum(layer.own_bytes(index, leaves[leaf]) for leaf, layer in self.layers.items())
 
     def describe(self, row: BatchRow, group: int | None = None) -> Row:
         """A row as `grouping.py` knows it."""
         last = self.clock.lasts[self.rows.index(row)]
-        return Row(last - self._start, reserved_tokens_of(row.caches), group)
+        return Row(last - self._start, row.reserved_tokens, group)
 
     def join(self, rows: Sequence[BatchRow]) -> None:
         """Moves rows into the group, one layer after another: the extra memory is one layer's."""
-        offsets = [length_of(row.caches) for row in rows]
+        offsets = [row.length for row in rows]
         for leaf, layer in self.layers.items():
             for index, row in enumerate(rows, start=len(self.rows)):
-                layer.take(leaves_of(row.caches)[leaf], index)
+                layer.take(row.leaves[leaf], index)
         self.rows += rows
         self.clock.set([*self.clock.offsets, *offsets])
         for row in rows:
@@ -403,7 +409,7 @@ class Group:
         index, last = self.rows.index(row), len(self.rows) - 1
         for leaf, layer in self.layers.items():
             if keeps_state:
-                layer.give(leaves_of(row.caches)[leaf], index)
+                layer.give(row.leaves[leaf], index)
             if index != last:
                 layer.move(last, index)
         offsets = self.clock.offsets
@@ -417,7 +423,7 @@ class Group:
         for leaf in list(self.layers):
             layer = self.layers.pop(leaf)
             for index, row in enumerate(self.rows):
-                layer.give(leaves_of(row.caches)[leaf], index)
+                layer.give(row.leaves[leaf], index)
             del layer.keys, layer.values  # the latest step refers to the layer
         for row in self.rows:
             row.group = None
@@ -430,7 +436,7 @@ class Group:
             return False
         for index, row in enumerate(self.rows):
             for leaf, layer in self.layers.items():
-                layer.extend_own(index, leaves_of(row.caches)[leaf])
+                layer.extend_own(index, row.leaves[leaf])
         self.buffer = Buffer(self.buffer.room, capacity_for([self.describe(row) for row in self.rows]))
         for layer in self.layers.values():
             layer.grow(self.buffer.capacity)

@@ -28,15 +28,15 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
-from cache.layers.layout import leaves_of, split_at_head, tail_of
+from cache.layers.layout import leaves_of, row_leaf, split_at_head, tail_of
 from cache.layers.state import arrays_in
 from cache.types import LayerCache
 from models.inference.batch import DecodeBatch
 from models.inference.feeds import Rewind, copied_state, find_fixed
 from models.inference.grouping import Buffer, Row, Wanted, capacity_for
-from models.inference.groups import BatchRow, bytes_per_token, used_leaves
+from models.inference.groups import BatchRow
 from models.inference.ragged import NotRagged, RaggedBatch, inputs_of, ragged_attention
-from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 logger = logging.getLogger(__name__)
 
@@ -58,21 +58,24 @@ def fill(
         rng = np.random.default_rng([seed, index])
         if isinstance(source, ArraysCache):
             cache.cache = [None if state is None else _varied(state, rng) for state in source.cache]
-        elif not isinstance(source, KVCache | RotatingKVCache | ChunkedKVCache):
+        elif (leaf := row_leaf(source)) is None:
             raise NotRagged(f"rows of {type(source).__name__} cannot be made up")
         elif source.keys is not None:  # some models leave caches unused, whose layers share others' keys
-            _fill_rows(cache, source, num_tokens, gains, rng)
+            num_rows = min(num_tokens, leaf.window or num_tokens)
+            leaf.load(cache, _drawn_rows(leaf.arrays(source), num_rows, gains, rng), num_rows, num_tokens)
+            if isinstance(cache, RotatingKVCache) and num_tokens > num_rows:
+                # As one that went round, its oldest row in the middle.
+                cache._idx = num_tokens % num_rows or num_rows
+                cache.keys, cache.values = (mx.roll(rows, cache._idx, 2) for rows in (cache.keys, cache.values))
 
 
 def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
     """Keys and values of the last `count` tokens, `[1, num_heads, count, head_dim]`; empty if unused."""
     cache = tail_of(cache)
-    if cache.keys is None:
+    leaf = row_leaf(cache)
+    if cache.keys is None or leaf is None:
         return []
-    if isinstance(cache, RotatingKVCache):
-        return [cache._temporal_order(rows)[..., -count:, :] for rows in (cache.keys, cache.values)]
-    stop = cache.offset - getattr(cache, "start_position", 0)
-    return [rows[..., stop - count : stop, :] for rows in (cache.keys, cache.values)]
+    return [rows[..., rows.shape[2] - count :, :] for rows in leaf.arrays(cache)]
 
 
 def _gains(num_tokens: int, borders: Sequence[int]) -> NDArray[np.float64]:
@@ -87,26 +90,15 @@ def _varied(state: mx.array, rng: np.random.Generator) -> mx.array:
     return state * mx.array(rng.uniform(0.5, 1.5, state.shape)).astype(state.dtype)
 
 
-def _fill_rows(
-    cache: LayerCache, source: LayerCache, num_tokens: int, gains: NDArray[np.float64], rng: np.random.Generator
-) -> None:
-    is_ring, is_chunk = isinstance(source, RotatingKVCache), isinstance(source, ChunkedKVCache)
-    num_rows = min(num_tokens, *_bounds(source)) if is_ring or is_chunk else num_tokens
-    keys, values = last_rows(source, source.offset)
+def _drawn_rows(
+    found: Sequence[mx.array], num_rows: int, gains: NDArray[np.float64], rng: np.random.Generator
+) -> list[mx.array]:
+    keys, values = found
     # Keys around those of real tokens: attention keeps its sharpness.
     one, other, third = (_drawn(keys, num_rows, rng) for _ in range(3))
     # Values of either sign: many nearly cancel, and one large value shows.
     signs = mx.array((gains[-num_rows:] * rng.choice([-1.0, 1.0], num_rows))[:, None]).astype(values.dtype)
-    arrays = [one + (other - third) * mx.array(0.3, keys.dtype), _drawn(values, num_rows, rng) * signs]
-    cache.offset = num_tokens
-    if is_chunk:
-        cache.start_position = num_tokens - num_rows
-    if is_ring:
-        cache._idx = num_rows
-        if num_tokens > num_rows and source.keep == 0:  # as one that went round, its oldest row in the middle
-            cache._idx = num_tokens % num_rows or num_rows
-            arrays = [mx.roll(array, cache._idx, 2) for array in arrays]
-    cache.keys, cache.values = arrays
+    return [one + (other - third) * mx.array(0.3, keys.dtype), _drawn(values, num_rows, rng) * signs]
 
 
 def _drawn(rows: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
@@ -122,7 +114,7 @@ _BLOCKS = re.compile(r"^(.*)topk_blocks$")
 
 def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[int]) -> list[int]:
     """Ascending lengths in tokens where attention may change; `asked_windows` is of `spy_on_masks`."""
-    kept = {int(size) for cache in leaves_of(caches) for size in _bounds(cache)}
+    kept = {leaf.window for leaf in map(row_leaf, leaves_of(caches)) if leaf is not None}
     named = {size for size in _named_sizes(model, set()) if size <= MAX_NAMED_TOKENS}
     return sorted(size for size in kept | asked_windows | named if size > 1)
 
@@ -140,12 +132,6 @@ def _make_mask(windows: set[int], make_mask: Any, *args: Any, **options: Any) ->
     asked = (*args[1:2], options.get("window_size"))
     windows.update(size for size in asked if isinstance(size, int) and not isinstance(size, bool))
     return make_mask(*args, **options)
-
-
-def _bounds(cache: LayerCache) -> Iterator[int]:
-    for name in ("max_size", "chunk_size"):
-        if isinstance(size := getattr(cache, name, None), int):
-            yield size
 
 
 def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
@@ -345,7 +331,7 @@ class Probe:
         windows = spy_on_masks(caches)
         logits, leaves = self([[0]], caches), leaves_of(caches)
         self._token_seconds = self.clock() - begun
-        self._can_share = used_leaves(caches) is not None
+        self._can_share = BatchRow(caches).used_leaves() is not None
         self._has_spans = any(type(cache) is KVCache and cache.keys is not None for cache in leaves)
         floating = (array for array in (logits, *arrays_in(caches)) if mx.issubdtype(array.dtype, mx.floating))
         self._eps = max(float(mx.finfo(array.dtype).eps) for array in floating)
@@ -456,7 +442,7 @@ class _Rows:
         prompt = evaluate.draw_tokens(rng, _SHORT_TOKENS)
         for part in (prompt[:4], prompt[4:]):
             evaluate([part], self._short)
-        needed = sum(self._lengths) * bytes_per_token(self._short)
+        needed = sum(self._lengths) * BatchRow(self._short).bytes_per_token
         if needed > MAX_STATE_BYTES:
             raise NotProven(f"rows of {border} tokens, where attention changes, are {needed >> 20} MiB")
 

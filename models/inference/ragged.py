@@ -296,7 +296,7 @@ class RaggedBatch:
         """Members on one head must be neighbours. Raises `NotRagged`."""
         self.rows = [row for member in members for row in member.rows]
         """In the order of the batch."""
-        self._own = [leaves_of(row.caches) for row in self.rows]
+        self._own = [row.leaves for row in self.rows]
         self._leaves = [_join(members, leaf, column) for leaf, column in enumerate(zip(*self._own, strict=True))]
         self.layers = _arranged(self.rows[0].caches, iter(self._leaves))
         self._merged = [leaf for leaf in self._leaves if isinstance(leaf, ArraysCache)]
@@ -388,10 +388,9 @@ def inputs_of(
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
     """Evaluates recurrent state and copies slices, which would keep a batch in memory."""
-    layers = [leaf for leaf in leaves_of(caches) if isinstance(leaf, ArraysCache)]
-    mx.eval([layer.cache for layer in layers])
-    for layer in layers:
-        layer.cache = [state if state is None else owned(state) for state in layer.cache]
+    for layer in leaves_of(caches):
+        if isinstance(layer, ArraysCache):
+            layer.cache = [state if state is None else owned(state) for state in layer.cache]
 
 
 def _split(batch: mx.array, cuts: Sequence[int]) -> Sequence[mx.array]:

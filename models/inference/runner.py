@@ -477,19 +477,20 @@ class Runner:
     def _evaluate(self, step: DecodeStep, tokens: mx.array, spare_bytes: float) -> mx.array:
         """Logits `[num_samples, vocab_size]`."""
         rows, feeds = step.rows, step.feeds
-        batches = {name: [row for row in rows if self.mixes or row.adapter == name] for name in self._names(rows)}
         in_line = [(place,) for place in range(len(rows))] if feeds is None else feeds.places
         places: dict[DecodeRow, Sequence[int]] = dict(zip(rows, in_line, strict=True))
         logits, order = list[mx.array](), list[int]()
-        for name, members in batches.items():
-            for caches, called in self._calls(name, members, places, spare_bytes):
+        for name in self._names(rows):
+            batch = self._batch(name)
+            members = [row for row in rows if self.mixes or row.adapter == name]
+            for caches, called in self._calls(batch, members, places, spare_bytes):
                 lengths = [len(places[row]) for row in called]
                 found = [place for row in called for place in places[row]]
                 if feeds is not None and caches is called[0].caches and feeds.drafts[rows.index(called[0])].tokens:
-                    self._batches[name].hold(called[0], len(found))
+                    batch.hold(called[0], len(found))
                 logits.append(self._logits(step, _at(tokens, found), caches, called, lengths))
                 order += found
-            self._batches[name].advance()
+            batch.advance()
         all_logits, at = logits[0] if len(logits) == 1 else mx.concatenate(logits), np.argsort(order)
         return _at(all_logits, (at if feeds is None else at[feeds.sampled_places]).tolist())
 
@@ -498,10 +499,9 @@ class Runner:
         return [NO_ADAPTER] if self.mixes else list(dict.fromkeys([row.adapter for row in rows]))
 
     def _calls(
-        self, name: int, rows: Sequence[DecodeRow], places: Mapping[DecodeRow, Sequence[int]], spare_bytes: float
+        self, batch: DecodeBatch, rows: Sequence[DecodeRow], places: Mapping[Any, Sequence[int]], spare_bytes: float
     ) -> list[tuple[list[LayerCache], Sequence[DecodeRow]]]:
         """Layer caches and rows of each model call."""
-        batch = self._batch(name)
         with_several = [row for row in rows if places[row][1:]]
         apart = [] if self.feeds_together else with_several
         joining = [row for row in rows if row not in apart] if apart else rows

@@ -88,13 +88,11 @@ def _penalty_windows(
     if not params.is_penalised:
         return []
     penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    if params.repeat_last_n is not None:
-        return [_penalty_window(penalties, params.repeat_last_n, (prompt, emitted), vocab_size)]
-    repetition, others = Penalties(params.repetition_penalty), penalties._replace(repetition=1.0)
-    wanted = [
-        (one, held) for one, held in ((repetition, (prompt, emitted)), (others, (emitted,))) if one != Penalties()
-    ]
-    return [_penalty_window(one, ALL_TOKENS, held, vocab_size) for one, held in wanted]
+    length, wanted = params.repeat_last_n, [(penalties, (prompt, emitted))]
+    if length is None:
+        others = penalties._replace(repetition=1.0), ((), emitted)
+        length, wanted = ALL_TOKENS, [(Penalties(penalties.repetition), (prompt, emitted)), others]
+    return [_penalty_window(one, length, held, vocab_size) for one, held in wanted if one != Penalties()]
 
 
 def _penalty_window(penalties: Penalties, length: int, held: Sequence[TokenIds], vocab_size: int) -> PenaltyWindow:
