@@ -23,7 +23,7 @@ import numpy as np
 from cache.layers.layout import leaves_of, tail_of
 from cache.types import LayerCache
 from models.inference.sampling import Draft
-from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 MAX_FEED_TOKENS = 33
 """A known token and the longest draft."""
@@ -83,7 +83,7 @@ def _ranges(lengths: Iterable[int]) -> list[range]:
 
 def find_fixed(caches: Sequence[LayerCache]) -> str | None:
     """The class of a layer cache that cannot forget its last tokens, if there is one."""
-    kinds = (KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache)
+    kinds = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, ArraysCache)
     return next((type(cache).__name__ for cache in leaves_of(caches) if type(cache) not in kinds), None)
 
 

@@ -103,14 +103,6 @@ class Parts(mx.array):
         return Parts([part @ item for part, item in parts], self.cuts)
 
 
-class QuantizedRow(NamedTuple):
-    """A row's keys or values as in its `QuantizedKVCache`."""
-
-    arrays: tuple[mx.array, mx.array, mx.array]
-    group_size: int
-    bits: int
-
-
 class Padding(NamedTuple):
     """Rows padded to the longest feed, for models with recurrent layers, and all their tokens in a line."""
 
@@ -181,8 +173,8 @@ class RaggedLayer:
         head_keys = [None if head is None else head.keys for head in heads]
         head_values = [None if head is None else head.values for head in heads]
         return (
-            Parts(_rows(members, keys), self._cuts, head_keys, self._foldings, self._padding),
-            Parts(_rows(members, values), self._cuts, head_values, self._foldings, self._padding),
+            Parts(keys, self._cuts, head_keys, self._foldings, self._padding),
+            Parts(values, self._cuts, head_values, self._foldings, self._padding),
         )
 
     def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterable[tuple[LayerCache | GroupLayer, Any, Any]]:
@@ -231,13 +223,6 @@ class FlatLayer(RaggedLayer):
         for member, foldings, (keys, values) in zip(self.members, self._by_member, fetched, strict=True):
             for folding in foldings:
                 yield member, folding.part(keys), folding.part(values)
-
-
-def _rows(members: Sequence[Any], held: Sequence[Any]) -> list[Any]:
-    return [
-        QuantizedRow(one, member.group_size, member.bits) if isinstance(member, QuantizedKVCache) else one
-        for member, one in zip(members, held, strict=True)
-    ]
 
 
 @lru_cache(16)
@@ -466,13 +451,15 @@ def _masks(mask: Any, foldings: Sequence[Folding | None]) -> list[Any]:
 def _attend_member(member: _Attending, scale: float, options: dict[str, Any]) -> mx.array:
     queries, keys, values, mask, folding = member
     queries = queries if folding is None else folding.fold(queries)
-    if not isinstance(keys, QuantizedRow):
+    if isinstance(keys, mx.array):
         found = _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
     elif options.get("sinks") is not None:
         raise ValueError("quantized keys and values cannot be combined with attention sinks")
     else:
-        sizes = {"group_size": keys.group_size, "bits": keys.bits}
-        found = quantized_attention(queries, keys.arrays, values.arrays, scale, mask, **sizes)
+        # Of a `QuantizedKVCache`: packed numbers, scales and biases.
+        width, (packed, scales, _) = queries.shape[-1], keys
+        sizes = {"group_size": width // scales.shape[-1], "bits": 32 * packed.shape[-1] // width}
+        found = quantized_attention(queries, keys, values, scale, mask, **sizes)
     return found if folding is None else folding.flatten(found)
 
 
