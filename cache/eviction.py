@@ -201,7 +201,8 @@ class _Heap:
     entries: list[tuple[tuple[bool, float], int, int, Candidate]] = field(default_factory=list)
 
     def rank(self, now: int) -> tuple[bool, float]:
-        return self.entries[0][-1].rank(now)
+        (is_explicit, value), last_used, _, _ = self.entries[0]
+        return is_explicit, value / max(1, now - last_used)
 
     def take(self, later: "_Heap") -> None:
         self.stop = later.stop
@@ -267,17 +268,13 @@ class FairQueue:
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
         """Removes outdated candidates among the next `num_candidates` or a few more; repeated calls reach all."""
-        has_restarted = False
-        while num_candidates > 0:
-            num_seen = next(self._sweeping, None)
-            if num_seen is not None:
+        queues = list(self._queues.values())
+        for sweeping in (self._sweeping, itertools.chain.from_iterable(one.sweep(is_current) for one in queues)):
+            self._sweeping = sweeping
+            while num_candidates > 0 and (num_seen := next(sweeping, None)) is not None:
                 num_candidates -= num_seen
-            elif has_restarted:
+            if num_candidates <= 0:
                 break
-            else:
-                queues = list(self._queues.values())
-                self._sweeping = itertools.chain.from_iterable(queue.sweep(is_current) for queue in queues)
-                has_restarted = True
         self._rank_all()
 
 
@@ -482,7 +479,9 @@ class EvictionOrder:
         return Candidate(key, self._tail_bytes(node), node.stop - base, last_used, chance, is_session_end=is_end)
 
     def _chance_within(self, node: Node) -> Chance:
-        if node.kind is RestorePointKind.SYSTEM_END or _is_shared(node):
+        owners = (leaf.session_id or leaf for leaf in _leaves(node))  # a leaf without a session counts as one
+        first = next(owners)
+        if node.kind is RestorePointKind.SYSTEM_END or any(owner != first for owner in owners):
             return Chance.SHARED
         return _chance_before_end(node) if node.last_used else Chance.SUPERSEDED
 
@@ -535,13 +534,6 @@ def _newer(node: Node) -> Node | None:
     while node.snapshot is None and len(node.children) == 1:
         (node,) = node.children.values()
     return node
-
-
-def _is_shared(node: Node) -> bool:
-    """Several sessions end below; a leaf without one counts."""
-    owners = (leaf.session_id or leaf for leaf in _leaves(node))
-    first = next(owners)
-    return any(owner != first for owner in owners)
 
 
 def _leaves(node: Node) -> Iterator[Node]:

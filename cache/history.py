@@ -9,13 +9,12 @@ ring of places, so that the oldest text of all makes way for a new one. Invarian
   look.
 """
 
-import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -54,25 +53,6 @@ class _Chains:
         """For each place the one before it in its chain."""
         self.newest = array("i", bytes(4 << _FIRST_BITS))
         self.shift = _HASH_BITS - _FIRST_BITS
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(sys.getsizeof, (self.tokens, self.before, self.newest)))
-
-    def link(self, salt: int) -> int:
-        """Adds the tokens behind those in chains to them; returns the hash of the last three."""
-        tokens, hashed = self.tokens, 0
-        for place in range(len(self.before), len(tokens)):
-            if place < SHORTEST_MATCH:
-                self.before.append(_NOWHERE)
-                continue
-            mixed = (tokens[place - 2] * _MULTIPLIER ^ tokens[place - 1]) * _MULTIPLIER ^ tokens[place]
-            hashed = (mixed + salt) * _MULTIPLIER & _HASH_MASK
-            self.before.append(self.newest[hashed >> self.shift])
-            self.newest[hashed >> self.shift] = place
-            if place > _CHAIN_LENGTH * len(self.newest):
-                self._split_chains()
-        return hashed
 
     def grow(self, num_places: int) -> None:
         """Has `num_places` at least."""
@@ -131,20 +111,19 @@ class _Chains:
 
 
 def _hashes(tokens: TokenArray, salt: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    """Of each three tokens in a row; as `_Chains.link` has it."""
+    """Of each three tokens in a row; as `LiveText.link` has it."""
     words, multiplier = tokens.astype(np.uint32), np.uint32(_MULTIPLIER)
     mixed = (words[:-2] * multiplier ^ words[1:-1]) * multiplier ^ words[2:]
     return (mixed + np.uint32(salt)) * multiplier
 
 
-class LiveText:
+class LiveText(_Chains):
     """An output that grows. Found only from itself until it ends."""
 
     def __init__(self, history: "History", namespace: str, session_id: str | None) -> None:
+        super().__init__()
         self.namespace = namespace
         self.session_id = session_id
-        self.chains = _Chains()
-        self.tokens = self.chains.tokens
         self.stop = 1
         """The place behind the last token; the first token's is 1."""
         self.hashed = 0
@@ -160,7 +139,18 @@ class LiveText:
 
     def link(self) -> None:
         """Before a search: adds the tokens pushed since the last one to the chains."""
-        self.hashed = self.chains.link(self._salt)
+        tokens, salt, hashed = self.tokens, self._salt, 0
+        for place in range(len(self.before), len(tokens)):
+            if place < SHORTEST_MATCH:
+                self.before.append(_NOWHERE)
+                continue
+            mixed = (tokens[place - 2] * _MULTIPLIER ^ tokens[place - 1]) * _MULTIPLIER ^ tokens[place]
+            hashed = (mixed + salt) * _MULTIPLIER & _HASH_MASK
+            self.before.append(self.newest[hashed >> self.shift])
+            self.newest[hashed >> self.shift] = place
+            if place > _CHAIN_LENGTH * len(self.newest):
+                self._split_chains()
+        self.hashed = hashed
 
     def end(self, keeps: bool) -> None:
         """With `keeps` the output joins the history, unless its namespace or session was forgotten meanwhile."""
@@ -203,7 +193,7 @@ class History:
 
     def __init__(self, max_bytes: int = 32 << 20, stored: StoredTexts | None = None) -> None:
         self._max_places = max_bytes // PLACE_BYTES
-        self._chains = _Chains()
+        self.chains = _Chains()
         self._texts: list[FinishedText] = []
         """In the order of their places."""
         self._end = 1
@@ -211,11 +201,6 @@ class History:
         self._growing = WeakSet[LiveText]()
         self._stored = stored
         self._unread = set() if stored is None else set(stored.namespaces())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory, without outputs that still grow."""
-        return self._chains.num_bytes + _TEXT_BYTES * len(self._texts)
 
     @property
     def namespaces(self) -> set[str]:
@@ -229,7 +214,7 @@ class History:
         if len(tokens) <= SHORTEST_MATCH:
             return
         text = self._allocate(len(tokens), namespace, session_id)
-        self._chains.write(text.start + 1, tokens, _salt(namespace))
+        self.chains.write(text.start + 1, tokens, _salt(namespace))
 
     def begin(self, namespace: str, session_id: str | None = None) -> LiveText:
         """An output that grows."""
@@ -238,70 +223,34 @@ class History:
         self._growing.add(own)
         return own
 
-    def follow(self, own: LiveText) -> "HistoryFollower":
-        """Looks in `own` and in the texts of its namespace."""
-        return HistoryFollower(self, own)
-
-    def forget(self, namespace: str, session_id: str | None = None) -> None:
-        """Drops a namespace's texts, or those that may be of one session; growing ones will not join."""
+    def forget(self, namespace: str | None = None, session_id: str | None = None) -> None:
+        """Drops all texts, a namespace's, or those that may be of one session; growing ones will not join."""
 
         def is_meant(text: FinishedText | LiveText) -> bool:
-            return text.namespace == namespace and (session_id is None or text.session_id in (session_id, None))
+            is_of_session = session_id is None or text.session_id in (session_id, None)
+            return namespace in (None, text.namespace) and is_of_session
 
-        self._forget_growing(is_meant)
-        self._unread.discard(namespace)
-        kept = []
-        for text in self._texts:
-            if is_meant(text):
-                self._drop(text)
-            else:
-                kept.append(text)
-        self._texts = kept
-        if not kept:
-            self._give_back()
-
-    def forget_all(self) -> None:
-        """Drops all texts, and gives the memory back."""
-        self._forget_growing(lambda _: True)
-        self._unread.clear()
-        for text in self._texts:
-            text.stop = 0
-        self._texts = []
-        self._give_back()
+        for own in filter(is_meant, self._growing):
+            own.is_forgotten = True
+        self._unread = {name for name in self._unread if namespace not in (None, name)}
+        for text in filter(is_meant, self._texts):
+            self._drop(text)
+        self._texts = [text for text in self._texts if text.stop]
+        if not self._texts:
+            self.chains, self._end = _Chains(), 1
 
     def find(self, own: LiveText, longest: int) -> tuple[FinishedText, int, int] | None:
         """As `_Chains.find`, with the text in which the place is."""
-        chains, namespace = self._chains, own.namespace
+        chains, namespace = self.chains, own.namespace
         newest = chains.newest[own.hashed >> chains.shift]
         found = chains.find(newest, own, longest, lambda place: self._text_at(place).namespace == namespace)
         return None if found is None else (self._text_at(found[0]), *found)
-
-    @property
-    def tokens(self) -> "array[int]":
-        """By place."""
-        return self._chains.tokens
-
-    def check(self) -> None:
-        """Asserts the invariants."""
-        is_text = np.zeros(len(self.tokens), bool)
-        limits = [*(text.start for text in self._texts), len(self.tokens)]
-        for text, limit in zip(self._texts, limits[1:], strict=True):
-            assert 1 <= text.start < text.stop < limit
-            is_text[text.start + 1 : text.stop] = True
-        assert np.array_equal(is_text, np.array(self.tokens) != SEPARATOR)
 
     def _read_stored(self, namespace: str) -> None:
         if self._stored is not None and namespace in self._unread:
             self._unread.discard(namespace)
             for tokens in self._stored.texts(namespace, MAX_STORED_TOKENS):
                 self.add(namespace, tokens)
-
-    def _forget_growing(self, is_meant: Callable[[LiveText], bool]) -> None:
-        for own in filter(is_meant, self._growing):
-            own.is_forgotten = True
-
-    def _give_back(self) -> None:
-        self._chains, self._end = _Chains(), 1
 
     def _text_at(self, place: int) -> FinishedText:
         """The text to which a place with a token belongs."""
@@ -314,7 +263,7 @@ class History:
             self._end = 1
         start, self._end = self._end, self._end + num_places
         index = self._make_way(start, self._end)
-        self._chains.grow(self._end)
+        self.chains.grow(self._end)
         text = FinishedText(start, start + 1 + num_tokens, namespace, session_id)
         self._texts.insert(index, text)
         return text
@@ -328,30 +277,12 @@ class History:
         return first
 
     def _drop(self, text: FinishedText) -> None:
-        self._chains.fill(text.start, np.full(text.stop - text.start, SEPARATOR, np.int32))
+        self.chains.fill(text.start, np.full(text.stop - text.start, SEPARATOR, np.int32))
         text.stop = 0
 
 
-class Follower(Protocol):
-    """Follows a text with a row's output."""
-
-    @property
-    def match_length(self) -> int:
-        """Tokens on which row and text agree; 0 if the row follows nothing."""
-
-    @property
-    def expected(self) -> int | None:
-        """The text's next token."""
-
-    def push(self, token: int) -> None:
-        """Takes the row's next token."""
-
-    def next_tokens(self, limit: int) -> list[int]:
-        """Up to `limit` tokens of the text from here on."""
-
-
 class HistoryFollower:
-    """Where the continuation of an output stood before, if anywhere."""
+    """Where the continuation of an output stood before, if anywhere: in the output, or in texts of its namespace."""
 
     def __init__(self, history: History, own: LiveText) -> None:
         self._history = history
@@ -362,6 +293,7 @@ class HistoryFollower:
         """The place in `_text` of the next token."""
         self._length = 0
         self.expected: int | None = None
+        """The text's next token."""
 
     @property
     def match_length(self) -> int:
@@ -393,14 +325,14 @@ class HistoryFollower:
         if own.stop <= SHORTEST_MATCH:
             return
         shortest = SHORTEST_MATCH - 1
-        inside = own.chains.find(own.chains.before[-1], own, shortest, lambda _: True)
+        inside = own.find(own.before[-1], own, shortest, lambda _: True)
         if inside is not None:
             place, self._length = inside
             self._text, self._tokens, self._next = own, own.tokens, place + 1
         found = self._history.find(own, max(self._length, shortest))
         if found is not None:
             self._text, place, self._length = found
-            self._tokens, self._next = self._history.tokens, place + 1
+            self._tokens, self._next = self._history.chains.tokens, place + 1
 
 
 def _salt(namespace: str) -> int:
@@ -431,7 +363,7 @@ class PredictionFollower:
 
     @property
     def expected(self) -> int | None:
-        """As `Follower.expected`."""
+        """The text's next token."""
         return self._tokens[self._at] if self.match_length and self._at < len(self._tokens) else None
 
     @property
@@ -443,7 +375,7 @@ class PredictionFollower:
         return self._is_said.count(0)
 
     def push(self, token: int) -> None:
-        """As `Follower.push`."""
+        """Takes the row's next token."""
         self._last = (*self._last[1 - SHORTEST_MATCH :], token)
         self._num_apart += 1
         if token == self.expected:
@@ -454,7 +386,7 @@ class PredictionFollower:
             self._find()
 
     def next_tokens(self, limit: int) -> list[int]:
-        """As `Follower.next_tokens`."""
+        """Up to `limit` tokens of the text from here on."""
         return self._tokens[self._at : self._at + limit].tolist() if self.match_length else []
 
     def _find(self) -> None:
@@ -489,7 +421,7 @@ class ForcedText:
 
     @property
     def expected(self) -> int | None:
-        """As `Follower.expected`."""
+        """The text's next token."""
         return self._tokens[0] if self._tokens else None
 
     def push(self, token: int) -> None:
@@ -498,8 +430,11 @@ class ForcedText:
         self._tokens = self._tokens or [*self._forced()]
 
     def next_tokens(self, limit: int) -> list[int]:
-        """As `Follower.next_tokens`."""
+        """Up to `limit` tokens of the text from here on."""
         return self._tokens[:limit]
+
+
+Follower: TypeAlias = HistoryFollower | PredictionFollower | ForcedText
 
 
 def _codes(tokens: TokenArray) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

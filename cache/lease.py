@@ -12,7 +12,7 @@ import numpy as np
 from cache import snapshots
 from cache.layers import layout
 from cache.reclaim import Reclaimer
-from cache.slots import Slot
+from cache.slots import CacheRequest, Slot
 from cache.snapshots import RestorePoint, RestorePointKind, chunk_end, is_restorable
 from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache, TokenArray
@@ -37,7 +37,7 @@ class Lease:
         self,
         reclaimer: Reclaimer,
         slot: Slot,
-        num_prompt_tokens: int,
+        request: CacheRequest,
         match_tokens: int,
         points: Iterable[RestorePoint],
         tier: Tier | None,
@@ -46,7 +46,7 @@ class Lease:
         self._pager = reclaimer.pager
         self._memory = reclaimer.memory
         self._slot = slot
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens = len(request.tokens)
         self.match_tokens = match_tokens
         self.hit_tokens = slot.offset
         """Restored tokens, at most `match_tokens`."""
@@ -118,15 +118,15 @@ class Lease:
         """Ends the sequence, which stays live and recorded."""
         self._end()
         slot = self._slot
-        self._memory.clock.end()
+        self._memory.clock.now += 1
         self._release()
         self._cut_edges()
         self._mark_superseded()
         self._reclaimer.pins.follow(slot.namespace, slot.session_id, slot.tip)
         if not slot.is_background:
             # The conversation that was just answered will probably continue next: it is evicted last.
-            self._reclaimer.free_excess(protected=(slot.tip,))
-        self._reclaimer.free_excess(is_background=slot.is_background)
+            self._reclaimer.free(protected=(slot.tip,))
+        self._reclaimer.free(is_background=slot.is_background)
         self._memory.refresh_if_many_changed()
 
     def suspend(self) -> None:
@@ -201,9 +201,8 @@ class Lease:
         if self._pager.layout.needs_snapshots and not is_restorable(self._pager.layout, node):
             node.kind, before = kind, node.snapshot
             trie.snap(node, self._pager.snapshot(self._slot))
-            marked, excess = self._mark_superseded(), self._pager.ledger.excess_bytes()
-            is_background = self._slot.is_background
-            if self._reclaimer.free(excess, protected=[node], is_background=is_background, or_nothing=True) > 0:
+            marked, is_background = self._mark_superseded(), self._slot.is_background
+            if self._reclaimer.free(protected=[node], is_background=is_background, or_nothing=True) > 0:
                 trie.snap(node, before)
                 for older, last_used in marked:
                     older.last_used = last_used
@@ -213,8 +212,8 @@ class Lease:
         """Joins edges where nothing needs the border. Copies no state."""
         trie, length = self._trie, self._piece_tokens()
         for node in nodes:
-            while node.home is not None and node.start % length and trie.can_absorb_parent(node):
-                trie.absorb_parent(node)
+            while node.start % length and trie.try_absorb_parent(node):
+                pass
 
     def _cut_edges(self) -> None:
         """Has live edges end at multiples of a piece's length: eviction takes little more than needed.

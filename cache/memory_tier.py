@@ -44,8 +44,8 @@ class MemoryTier:
         self.evictions = Counter[str]()
         self.find_awaited: Callable[[], Set[Node]] = frozenset
         """Nodes that waiting requests will restore: they are evicted last."""
-        self._tries: dict[str, PrefixTrie] = {}
-        """In order of last use."""
+        self.tries: dict[str, PrefixTrie] = {}
+        """By namespace, in order of last use."""
         self._empty_leaves: dict[Node, PrefixTrie] = {}
         self.order = EvictionOrder(layout, self._find_over_share)
         """Must be told how nodes are used."""
@@ -55,48 +55,40 @@ class MemoryTier:
 
         Beyond `MAX_NAMESPACES`, the least recently used lose all unpinned state.
         """
-        found = self._tries.pop(namespace, None)
+        found = self.tries.pop(namespace, None)
         if found is None:
             self._forget_idle(set(in_use))
             changed, snapped = (partial(tell, namespace) for tell in (self.order.changed, self.order.snapped))
             found = PrefixTrie(self.ledger.store, namespace, changed, snapped)
-        self._tries[namespace] = found
+        self.tries[namespace] = found
         return found
 
     def _forget_idle(self, in_use: set[str]) -> None:
-        is_full = len(self._tries) >= MAX_NAMESPACES
+        is_full = len(self.tries) >= MAX_NAMESPACES
         limit = MAX_NAMESPACES - MAX_NAMESPACES // FORGOTTEN_PART
-        idle = [(name, trie) for name, trie in self._tries.items() if name not in in_use]
+        idle = [(name, trie) for name, trie in self.tries.items() if name not in in_use]
         for name, trie in sorted(idle, key=lambda pair: pair[1].num_nodes > 0):
-            while is_full and len(self._tries) >= limit and (leaves := list(filter(_is_idle_leaf, trie.nodes()))):
+            while is_full and len(self.tries) >= limit and (leaves := _evictable_leaves(trie)):
                 for leaf in leaves:
                     self._evict(trie, leaf, (), EvictionReason.NAMESPACES)
             if not trie.num_nodes:
-                del self._tries[name], self.evictions[name]
-
-    @property
-    def namespaces(self) -> list[str]:
-        return list(self._tries)
+                del self.tries[name], self.evictions[name]
 
     def find_trie(self, namespace: str) -> PrefixTrie:
         """A namespace's trie, or an empty one not stored."""
-        return self._tries.get(namespace) or PrefixTrie()
+        return self.tries.get(namespace) or PrefixTrie()
 
     def _find_over_share(self) -> set[str]:
-        held_bytes = {name: trie.held.num_bytes for name, trie in self._tries.items()}
+        held_bytes = {name: trie.held.num_bytes for name, trie in self.tries.items()}
         return over_share(held_bytes, self.ledger.budget_bytes)
 
     def nodes(self) -> Iterator[tuple[PrefixTrie, Node]]:
         """Every node with its trie, parents first."""
-        return ((trie, node) for trie in self._tries.values() for node in trie.nodes())
-
-    @property
-    def num_nodes(self) -> int:
-        return sum(trie.num_nodes for trie in self._tries.values())
+        return ((trie, node) for trie in self.tries.values() for node in trie.nodes())
 
     def clear(self, namespace: str | None) -> None:
         """Drops one namespace's state, or all, that lives in no slot."""
-        for trie in [trie for name, trie in self._tries.items() if namespace in (None, name)]:
+        for trie in [trie for name, trie in self.tries.items() if namespace in (None, name)]:
             while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
                 for node in leaves:
                     trie.remove(node)
@@ -105,10 +97,8 @@ class MemoryTier:
 
     def drop_below(self, trie: PrefixTrie, top: Node) -> None:
         """Drops a node and all below it."""
-        above, nodes = top.parent, [top]
-        for node in nodes:
-            nodes.extend(node.children.values())
-        for node in reversed(nodes):
+        above = top.parent
+        for node in reversed([top, *top.below()]):
             trie.remove(node)
         self._drop_empty(trie, above, ())
 
@@ -145,7 +135,7 @@ class MemoryTier:
                     is_guarded = spares_sessions and (victim.is_session_end or victim.is_explicit)
                     namespace, node = victim.key
                     if not is_guarded and node not in spared and node not in kept and _is_evictable(node):
-                        self._evict(self._tries[namespace], node, kept, _reason_of(victim))
+                        self._evict(self.tries[namespace], node, kept, _reason_of(victim))
             finally:
                 for victim in popped:
                     self.order.put_back(victim)
@@ -213,10 +203,10 @@ class MemoryTier:
 
     def check(self) -> None:
         """Asserts the invariants."""
-        for trie in self._tries.values():
+        for trie in self.tries.values():
             trie.check()
         self.order.check((trie.namespace, node) for trie, node in self.nodes())
-        stored = sum(trie.held.num_bytes for trie in self._tries.values())
+        stored = sum(trie.held.num_bytes for trie in self.tries.values())
         assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
 
 
@@ -232,12 +222,12 @@ def _is_evictable(node: Node) -> bool:
     return node.snapshot is not None if node.children else _is_free_leaf(node)
 
 
+def _evictable_leaves(trie: PrefixTrie) -> list[Node]:
+    return [node for node in trie.nodes() if not node.children and _is_evictable(node)]
+
+
 def _is_free_leaf(node: Node) -> bool:
     return node.parent is not None and not node.children and node.num_slots == 0 and node.home is None
-
-
-def _is_idle_leaf(node: Node) -> bool:
-    return _is_free_leaf(node) and not node.num_pins
 
 
 @dataclass(frozen=True)
@@ -269,7 +259,7 @@ class Pins:
         """
         match = self._memory.find_trie(name.namespace).match(tokens)
         if match.length:
-            self._hold(name, match.path, until)
+            self._hold(name, match.node.path(), until)
         return match.length
 
     def follow(self, namespace: str, session_id: str | None, tip: Node) -> None:

@@ -84,8 +84,7 @@ class Pager:
             self._record(Happening.PAGED_IN, slot, len(tokens) - keep)
 
     def _live_rows(self, node: Node) -> Segment:
-        self._separate(node.home)
-        return self.layout.live_rows(node.home.caches, node.start, node.stop)
+        return self.layout.live_rows(self._separated(node.home), node.start, node.stop)
 
     def _restore_snapshots(self, slot: Slot, path: list[Node], offset: int) -> None:
         if self.layout.window:
@@ -134,7 +133,7 @@ class Pager:
 
         Frees only spare capacity, and copies in other slots.
         """
-        idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
+        idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased]
         for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
             if self.ledger.charged_bytes > target_bytes:
                 self.page_out(slot, 0)
@@ -205,8 +204,7 @@ class Pager:
         """
         shared = head or self._new_head(slot.namespace)
         try:
-            self._separate(slot)
-            if not self.layout.has_rows(slot.caches):
+            if not self.layout.has_rows(self._separated(slot)):
                 self.give_up(slot, slot.tip.path())
                 return head
             self.layout.split_at_head(slot.caches, shared.caches, tip.stop)
@@ -268,10 +266,11 @@ class Pager:
         recurrent = self.layout.take_recurrent(slot.caches) if self.layout.has_recurrent else None
         return Snapshot(offset, window, recurrent)
 
-    def measure(self, slot: Slot) -> None:
-        """Charges a slot with the bytes held now."""
-        self.ledger.set_live(slot.index, self.live_bytes(slot))
-        self._measure_padding()
+    def measure(self, *slots: Slot) -> None:
+        """Charges slots with the bytes held now, and what shared buffers hold beyond."""
+        for slot in slots:
+            self.ledger.set_live(slot.index, self.live_bytes(slot))
+        self.ledger.set_live(PADDING, self.shared.padding_bytes if self.shared is not None else 0)
 
     def live_bytes(self, slot: Slot) -> int:
         """Bytes of a slot's own buffers, or of its part of shared ones."""
@@ -280,13 +279,7 @@ class Pager:
 
     def measure_running(self) -> None:
         """Charges running sequences anew, once they share buffers or no longer do."""
-        for slot in self.slots:
-            if slot.is_leased:
-                self.ledger.set_live(slot.index, self.live_bytes(slot))
-        self._measure_padding()
-
-    def _measure_padding(self) -> None:
-        self.ledger.set_live(PADDING, self.shared.padding_bytes if self.shared is not None else 0)
+        self.measure(*(slot for slot in self.slots if slot.is_leased))
 
     def take_back_padding(self) -> None:
         """Frees what shared buffers hold beyond what was reserved."""
@@ -294,14 +287,14 @@ class Pager:
             self.shared.separate_all()
             self.measure_running()
 
-    def _separate(self, slot: Slot) -> None:
+    def _separated(self, slot: Slot) -> list[LayerCache]:
         if self.shared is not None:
             self.shared.separate(slot.caches)
+        return slot.caches
 
     def copy_live(self, node: Node) -> Segment:
         """Copies the rows of a live node."""
-        self._separate(node.home)
-        (segment,) = self.layout.cut_spans(node.home.caches, [(node.start, node.stop)])
+        (segment,) = self.layout.cut_spans(self._separated(node.home), [(node.start, node.stop)])
         return segment
 
     def check(self) -> None:
@@ -313,13 +306,12 @@ class Pager:
             assert node.home is None or node.start >= node.home.origin, f"{node} is live in its home's head"
 
     def _check_slot(self, slot: Slot) -> None:
-        path = slot.tip.path()
-        tokens = np.concatenate([node.tokens for node in path]) if path else np.empty(0, np.int32)
+        tokens = np.concatenate([np.empty(0, np.int32), *(node.tokens for node in slot.tip.path())])
         assert np.array_equal(tokens, slot.log.view(0, len(tokens))), f"slot {slot.index} left its path"
         assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
         assert slot.is_cut == (slot in self.heads), f"slot {slot.index} was cut and not restored"
-        assert slot.tip.num_slots >= 1 or slot.tip.parent is None
-        assert slot.tip.parent is not None or slot.tip is self.trie(slot.namespace).root
+        root = self.trie(slot.namespace).root
+        assert slot.tip is root or (slot.tip.parent is not None and slot.tip.num_slots >= 1)
         self._check_head(slot)
 
     def _check_head(self, slot: Slot) -> None:

@@ -21,10 +21,9 @@ from cache.memory_tier import MemoryTier, Pins, path_nodes
 from cache.pager import Pager
 from cache.reclaim import Reclaimer, is_in_place
 from cache.slots import CacheRequest, Lookup, LookupResult, Slot, choose_slot, look_up
-from cache.snapshots import RestorePoint, RestorePointKind, deepest_up_to
+from cache.snapshots import RestorePoint, RestorePointKind, deepest
 from cache.trie import Node, NodeMatch, Place, PrefixTrie, Snapshot
 from cache.types import LayerCache
-from cache.views import CacheReports
 
 MAX_READS = 8
 """After so many unreadable files a prompt is evaluated without the disk."""
@@ -80,11 +79,14 @@ class PrefixCache:
         shared = left.shared[slot.index]
         self._restore(request, slot, left, capacity)
         self.reclaimer.gather(is_short=False, also=slot)
-        self._lease_slot(request, slot)
+        slot.lease_to(request, self.memory.clock.now)
+        self.memory.order.changed(request.namespace, slot.tip)
         self.reclaimer.reserve(slot, capacity, needed=len(request.tokens))
         is_live = max(shared, slot.origin) >= slot.offset
         tier = Tier.DISK if is_promoted else Tier.LIVE if is_live else Tier.MEMORY
-        return self._make_lease(request, slot, found.match.length, tier if slot.offset else None)
+        points = self._plan(request, slot.offset, found.match.length) if request.reuse else ()
+        kind = Lease if request.reuse else PrivateLease
+        return kind(self.reclaimer, slot, request, found.match.length, points, tier if slot.offset else None)
 
     def peek(self, lookup: Lookup) -> int:
         """How many tokens of a prompt are restorable now. Changes nothing."""
@@ -237,7 +239,7 @@ class PrefixCache:
             elif head is not None and slot.head is None:
                 self.pager.share_head(slot, head.tip, head)
             self.reclaimer.free_for(slot, arriving, offset, capacity)  # a request that was admitted waits no more
-            left = deepest_up_to(self.layout, landing)
+            left = deepest(self.layout, landing.path(), landing.stop)
             if left == offset:
                 self.pager.page_in(slot, trie, landing, request.tokens[:offset], capacity)
         except Exception:
@@ -246,18 +248,6 @@ class PrefixCache:
             raise
         if left < offset:
             self._page_in(slot, request, arriving, left, shared, capacity)
-
-    def _lease_slot(self, request: CacheRequest, slot: Slot) -> None:
-        slot.last_used = self.memory.clock.now
-        slot.lease_to(request.session_id, is_volatile=request.is_volatile)
-        self.memory.order.changed(request.namespace, slot.tip)
-        ends = [p.offset for p in request.restore_points if p.kind is RestorePointKind.PROMPT_END]
-        slot.turn_start = min(ends, default=len(request.tokens) - 1)
-
-    def _make_lease(self, request: CacheRequest, slot: Slot, match_tokens: int, tier: Tier | None) -> Lease:
-        points = self._plan(request, slot.offset, match_tokens) if request.reuse else ()
-        kind = Lease if request.reuse else PrivateLease
-        return kind(self.reclaimer, slot, len(request.tokens), match_tokens, points, tier)
 
     def _plan(self, request: CacheRequest, offset: int, match_tokens: int) -> Iterable[RestorePoint]:
         wanted, num_tokens = request.restore_points, len(request.tokens)
@@ -283,10 +273,7 @@ class PrefixCache:
         self.memory.clear(namespace)
         if self.memory.disk is not None:
             self.memory.disk.tier.clear(namespace)
-        if namespace is None:
-            self.history.forget_all()
-        else:
-            self.history.forget(namespace)
+        self.history.forget(namespace)
 
     def try_resize(self, budget_bytes: int) -> int:
         """Changes the budget, paging out and evicting what no request holds.
@@ -295,7 +282,7 @@ class PrefixCache:
         """
         before, self.ledger.budget_bytes = self.ledger.budget_bytes, budget_bytes
         try:
-            self.reclaimer.free_excess()
+            self.reclaimer.free()
         except Exception:
             self.ledger.budget_bytes = before
             raise
@@ -307,7 +294,7 @@ class PrefixCache:
     def limit_idle(self, max_bytes: int) -> bool:
         """Evicts what no request holds down to `max_bytes`, with 0 history too; returns whether there was more."""
         if not max_bytes:
-            self.history.forget_all()
+            self.history.forget()
         running = {one for slot in self.slots if slot.is_leased for one in (slot, slot.head) if one is not None}
         running_bytes = sum(self.ledger.slot_bytes(slot.index) for slot in running)
         running_bytes += self.ledger.slot_bytes(ASIDE) + self.ledger.slot_bytes(PADDING)
@@ -337,8 +324,7 @@ class PrefixCache:
             yield from disk.save_path(trie.namespace, path, self.pager.copy_live, used_at)
         finally:
             for node in tips:
-                is_over = self.ledger.excess_bytes() > 0
-                if is_over and node.parent is not None and node.snapshot is not None:
+                if self.ledger.excess_bytes() > 0 and node.parent is not None and node.snapshot is not None:
                     trie.snap(node, None)
 
     def end(self, timeout_seconds: float) -> None:
@@ -353,9 +339,7 @@ class PrefixCache:
         Until `resume` only `try_resize` and reports may be called, on any one thread.
         """
         assert not any(slot.is_leased for slot in self.slots), "a request still runs"
-        for slot in self.slots:
-            self.pager.page_out(slot, 0)
-        self.pager.page_out_heads()
+        self.pager.page_out_idle(-1, None)
         self.pager.take_back_padding()
         self.pager.make_caches = _no_caches
         self.pager.shared = None
@@ -368,15 +352,11 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------------------- state
 
-    @property
-    def reports(self) -> CacheReports:
-        return CacheReports(self.memory, self.pager, self.memory.disk, self.pins)
-
     def stats(self) -> CacheStats:
         """Current counts and bytes."""
         tier = self.memory.disk.tier if self.memory.disk is not None else None
         return CacheStats(
-            num_nodes=self.memory.num_nodes,
+            num_nodes=sum(trie.num_nodes for trie in self.memory.tries.values()),
             stored_bytes=self.ledger.stored_bytes,
             live_bytes=self.ledger.live_bytes,
             budget_bytes=self.ledger.budget_bytes,

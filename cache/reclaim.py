@@ -16,7 +16,8 @@ from cache.budget import ASIDE, PADDING
 from cache.layers import layout
 from cache.memory_tier import Pins, path_nodes
 from cache.pager import Pager
-from cache.slots import LookupResult, Slot, node_at, nodes_to_restore
+from cache.slots import LookupResult, Slot
+from cache.snapshots import rows_before
 from cache.trie import Node
 
 MIN_HEAD_TOKENS = 256
@@ -40,18 +41,20 @@ class Reclaimer:
 
     def free(
         self,
-        excess_bytes: int,
+        excess_bytes: int | None = None,
         *,
         protected: Sequence[Node] = (),
         busy: Slot | None = None,
         is_background: bool = False,
         or_nothing: bool = False,
     ) -> int:
-        """Frees `excess_bytes` without evicting `protected`; returns the bytes not freed. An error loses a sequence.
+        """Frees `excess_bytes`, by default what is charged beyond the budget; returns the bytes not freed.
 
-        `busy`, the slot in need, is not paged out. `is_background` evicts session ends last. With `or_nothing`,
-        nothing is evicted where all that may be would not do: who waits takes nothing from others.
+        An error loses a sequence. `protected` is not evicted; `busy`, the slot in need, is not paged out.
+        `is_background` evicts session ends last. With `or_nothing`, nothing is evicted where all that may be would
+        not do: who waits takes nothing from others.
         """
+        excess_bytes = self.ledger.excess_bytes() if excess_bytes is None else excess_bytes
         if excess_bytes <= 0:
             return 0
         target = self.ledger.charged_bytes - excess_bytes
@@ -71,10 +74,6 @@ class Reclaimer:
         kept += sum(node.snapshot.num_bytes for node in set(protected) if node.snapshot is not None)
         return self.ledger.stored_bytes - kept
 
-    def free_excess(self, *, protected: Sequence[Node] = (), is_background: bool = False) -> None:
-        """Frees what is charged beyond the budget."""
-        self.free(self.ledger.excess_bytes(), protected=protected, is_background=is_background)
-
     def free_for(
         self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int, *, or_nothing: bool = False
     ) -> int:
@@ -92,21 +91,15 @@ class Reclaimer:
         if excess > 0:
             self.pager.page_out_idle(self.ledger.charged_bytes - excess, slot, path)
             excess = self._excess_for(slot, path, offset, num_tokens)
-        is_whole = continues and not slot.is_cut
-        needed = node_at(path, offset) if is_whole else nodes_to_restore(self.layout, path, offset)
+        needed = [node for node in path if node.start < offset][-1:]
+        if slot.is_cut or not continues:
+            needed += [node for node, _ in rows_before(self.layout, path, offset)]
         head, is_background = self.head_of(slot, path, offset), slot.is_background
         protected = needed if head is None else [*needed, head.tip]
         return self.free(excess, protected=protected, busy=slot, is_background=is_background, or_nothing=or_nothing)
 
     def _excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
         """Bytes to free; padding alone is given back first."""
-        excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
-        if excess > 0:
-            self.pager.take_back_padding()
-            excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
-        return excess
-
-    def _growth(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
         moving = 0.0
         for node in path:
             start, stop, span = node.start, node.stop, node.span
@@ -114,7 +107,10 @@ class Reclaimer:
                 moving += span.num_bytes if stop <= offset else span.num_bytes * (offset - start) / (stop - start)
         head = self.head_of(slot, path, offset)
         own_bytes = self.layout.bytes_for(num_tokens, head.offset if head is not None else 0)
-        return int(own_bytes - moving) - self.ledger.slot_bytes(slot.index)
+        growth = int(own_bytes - moving) - self.ledger.slot_bytes(slot.index)
+        if self.ledger.excess_bytes(growth) > 0:
+            self.pager.take_back_padding()
+        return self.ledger.excess_bytes(growth)
 
     def relieve(self) -> None:
         """Evicts half of the stored state: the device has less memory than the budget.
@@ -161,9 +157,8 @@ class Reclaimer:
     def try_set_aside(self, num_tokens: int) -> bool:
         """Sets memory aside for a sequence without a slot, evicting session ends last; False if requests hold it."""
         num_bytes = self.layout.bytes_for(num_tokens)
-        if num_bytes > self.ledger.budget_bytes:
-            return False
-        if self.free(self.ledger.excess_bytes(num_bytes), is_background=True, or_nothing=True) > 0:
+        excess = self.ledger.excess_bytes(num_bytes)
+        if num_bytes > self.ledger.budget_bytes or self.free(excess, is_background=True, or_nothing=True) > 0:
             return False
         self.ledger.reserve(ASIDE, num_bytes)
         return True

@@ -8,7 +8,7 @@ only the trie node where their sequence ends. The clock counts requests, not sec
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cache.snapshots import RestorePoint, RestorePointKind, deepest, rows_before
+from cache.snapshots import RestorePoint, RestorePointKind, deepest
 from cache.trie import Node, NodeMatch, Place, PrefixTrie
 from cache.types import LayerCache, LayerKinds, TokenArray, TokenLog
 
@@ -59,14 +59,17 @@ class Slot:
         """Lost while memory was freed for another: the request must be evaluated again."""
         return self.is_leased and not self.caches
 
-    def lease_to(self, session_id: str | None, *, is_volatile: bool) -> None:
+    def lease_to(self, request: "CacheRequest", now: int) -> None:
         """Begins a request that continues the slot's sequence."""
-        tip = self.tip
+        tip, session_id = self.tip, request.session_id
         # A beginning that several conversations share ends no turn.
         ends_turn = tip.parent is not None and (not tip.children or tip.kind in _TURNS)
         self.leaves_background = self.is_background and (tip.session_id != session_id or tip.is_background)
         self.is_on_probation = session_id is None and not ends_turn
-        self.is_leased, self.session_id, self.is_volatile, self.landing = True, session_id, is_volatile, self.offset
+        self.is_leased, self.session_id, self.is_volatile = True, session_id, request.is_volatile
+        ends = (point.offset for point in request.restore_points if point.kind is RestorePointKind.PROMPT_END)
+        self.landing, self.turn_start = self.offset, min(ends, default=len(request.tokens) - 1)
+        self.last_used = now
         tip.session_id, tip.is_on_probation = session_id or tip.session_id, False
 
 
@@ -80,7 +83,7 @@ MAX_SESSIONS = 10_000
 
 
 class RequestClock:
-    """Counts requests as they begin and end."""
+    """Counts requests as they begin, and as they end: then the caller adds 1."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -92,16 +95,11 @@ class RequestClock:
         if session_id is None or is_background:
             return
         name = namespace, session_id
-        if name not in self._sessions:
-            self.now += NEW_SESSION_COUNT
+        self.now += NEW_SESSION_COUNT if name not in self._sessions else 0
         self._sessions.pop(name, None)
         self._sessions[name] = None
         if len(self._sessions) > MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
-
-    def end(self) -> None:
-        """Counts a request's end."""
-        self.now += 1
 
 
 class Lookup:
@@ -171,25 +169,12 @@ class LookupResult:
 
 def look_up(match: NodeMatch, slots: Sequence[Slot], layout: LayerKinds) -> LookupResult:
     """How much of a match is restorable."""
-    path, length = match.path, match.length
+    path, length = match.node.path(), match.length
     nodes, stored = set(path), deepest(layout, path, length)
     # Sequences with a common prefix share the nodes of a trie, so no tokens are compared here.
     shared = [min(slot.tip.meeting(nodes).stop, length) for slot in slots]
     live = (_continued(slot, num) for slot, num in zip(slots, shared, strict=True) if not slot.is_leased)
     return LookupResult(match, path, stored, shared, max(stored, *live, 0))
-
-
-def nodes_to_restore(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
-    """Nodes of a path that must stay for restoring at `offset`.
-
-    The node at `offset` protects the spans above; the others hold window rows.
-    """
-    return [*node_at(path, offset), *(node for node, _ in rows_before(layout, path, offset))]
-
-
-def node_at(path: Sequence[Node], offset: int) -> list[Node]:
-    """The node on whose edge `offset` lies, in a list; none for 0."""
-    return [node for node in path if node.start < offset][-1:]
 
 
 def _continued(slot: Slot, shared: int) -> int:

@@ -30,14 +30,9 @@ def deepest(layout: LayerKinds, path: Sequence[Node], length: int) -> int:
     return 0
 
 
-def deepest_up_to(layout: LayerKinds, node: Node) -> int:
-    """The deepest restorable offset up to a node's end; 0 if evicted."""
-    return deepest(layout, node.path(), node.stop)
-
-
 def is_restorable(layout: LayerKinds, node: Node) -> bool:
     """Whether a node's end is restorable."""
-    return deepest_up_to(layout, node) == node.stop
+    return deepest(layout, node.path(), node.stop) == node.stop
 
 
 def has_whole_snapshot(layout: LayerKinds, node: Node) -> bool:

@@ -54,6 +54,14 @@ class TokenNode:
         nodes.reverse()
         return nodes
 
+    def below(self) -> Iterator[Self]:
+        """The nodes below, parents first."""
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
     def meeting(self, others: Collection[Self]) -> Self:
         """The nearest of `others` from this node up; else the root."""
         node = self
@@ -63,13 +71,6 @@ class TokenNode:
 
     def divide_state(self, upper: Self, offset: int) -> None:
         """Moves the state up to `offset` to `upper`, a new node; atomic."""
-
-    def may_join(self, parent: Self) -> bool:
-        """Whether only the structure needs the border to `parent`."""
-        return True
-
-    def join_state(self, parent: Self) -> None:
-        """Takes over the state of `parent`, whose edge precedes."""
 
     def drop_state(self) -> None:
         """Releases all state: the node has left the trie."""
@@ -91,10 +92,6 @@ class Place(Generic[TrieNodeCo]):
 
     node: TrieNodeCo
     length: int
-
-    @property
-    def path(self) -> list[TrieNodeCo]:
-        return self.node.path()
 
     @property
     def is_gone(self) -> bool:
@@ -191,27 +188,6 @@ class TokenTrie(Generic[TrieNode]):
         self._changed(node)
         return upper
 
-    def can_absorb_parent(self, node: TrieNode) -> bool:
-        """Whether nothing needs the border to the parent."""
-        parent = node.parent
-        return (
-            parent is not None and parent.parent is not None and len(parent.children) == 1 and node.may_join(parent)
-        )
-
-    def absorb_parent(self, node: TrieNode) -> None:
-        """Joins `node` with its parent, which leaves the trie. Requires `can_absorb_parent`."""
-        parent = node.parent
-        if parent is None or parent.parent is None or not self.can_absorb_parent(node):
-            raise ValueError(f"{node} cannot absorb its parent")
-        node.join_state(parent)
-        node.set_tokens(parent.data + node.data)
-        node.start, node.parent = parent.start, parent.parent
-        node.parent.children[int(node.tokens[0])] = node
-        parent.parent = None
-        self.num_nodes -= 1
-        self._changed(parent)
-        self._changed(node)
-
     def remove(self, leaf: TrieNode) -> None:
         """Removes a leaf and its state."""
         if leaf.children or leaf.parent is None:
@@ -227,11 +203,7 @@ class TokenTrie(Generic[TrieNode]):
 
     def nodes(self) -> Iterator[TrieNode]:
         """All nodes but the root, parents first."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        return self.root.below()
 
     def check(self) -> None:
         """Asserts the module's invariants."""
@@ -343,21 +315,6 @@ class Node(TokenNode):
         upper.last_used_behind, upper.num_uses = self.last_used_behind, self.num_uses
         (upper.span, self.span), (upper.snapshot, self.snapshot) = spans, snapshots
 
-    def may_join(self, parent: "Node") -> bool:
-        """Whether the border is needless and both spans are stored or in one slot."""
-        needs_border = parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None
-        return (
-            not needs_border
-            and parent.home is self.home
-            and parent.is_volatile is self.is_volatile
-            and (parent.span is None) == (self.span is None)
-        )
-
-    def join_state(self, parent: "Node") -> None:
-        """Joins stored spans."""
-        if self.span is not None and parent.span is not None:
-            self.span = parent.span.join(self.span)
-
     def drop_state(self) -> None:
         """Drops span and snapshot."""
         self.span = self.snapshot = self.home = None
@@ -404,11 +361,23 @@ class PrefixTrie(TokenTrie[Node]):
         self._count([before], [upper.holding, node.holding])
         return upper
 
-    def absorb_parent(self, node: Node) -> None:
-        """As `TokenTrie.absorb_parent`."""
-        before = [one.holding for one in (node, node.parent) if one is not None]
-        super().absorb_parent(node)
-        self._count(before, [node.holding])
+    def try_absorb_parent(self, node: Node) -> bool:
+        """Joins `node` with its parent, which leaves the trie, if nothing needs the border between two live edges."""
+        parent = node.parent
+        if parent is None or parent.parent is None or len(parent.children) > 1 or node.home is None:
+            return False
+        if parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None:
+            return False
+        if parent.home is not node.home or parent.is_volatile is not node.is_volatile:
+            return False
+        node.set_tokens(parent.data + node.data)
+        node.start, node.parent = parent.start, parent.parent
+        node.parent.children[int(node.tokens[0])] = node
+        parent.parent = None
+        self.num_nodes -= 1
+        self._changed(parent)
+        self._changed(node)
+        return True
 
     def remove(self, leaf: Node) -> None:
         """Removes a leaf and its state; no slot may end there."""

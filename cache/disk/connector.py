@@ -66,7 +66,7 @@ class DiskConnector:
         """What disk adds to `match`, of which memory restores `restorable` tokens; None if too little."""
         self.tier.notice_written()
         tree = self.tier.tree
-        place = self._place(namespace, [node for node in match.path if node.stop <= match.length])
+        place = self._place(namespace, [node for node in match.node.path() if node.stop <= match.length])
         place = tree.follow(namespace, place, tokens[place.length :])
         if place.length - restorable < MIN_RESTORE_TOKENS:
             return None

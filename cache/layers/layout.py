@@ -12,7 +12,6 @@ arrays begin at `head_length`. Windows and recurrent state are never shared.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -26,8 +25,6 @@ from cache.layers.state import (
     Segment,
     arrays_in,
     assert_rows,
-    cut_packs,
-    groups,
     owned,
     packed,
     rows_up_to,
@@ -51,7 +48,7 @@ class RowLeaf:
 
     def arrays(self, cache: LayerCache) -> list[mx.array]:
         """Components in temporal order, each [1, num_heads, length, width]; views."""
-        return [cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]]
+        return list(cache.keys_and_values())
 
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
         """Makes `arrays`, whose first `num_rows` rows end at `offset`, the state. Consumes them."""
@@ -134,9 +131,6 @@ class _ChunkedLeaf(RowLeaf):
     def length(self, cache: LayerCache) -> int:
         return int(cache.offset - cache.start_position) if cache.keys is not None else 0
 
-    def arrays(self, cache: LayerCache) -> list[mx.array]:
-        return list(cache.keys_and_values())
-
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
         super().load(cache, arrays, num_rows, offset)
         cache.start_position = offset - num_rows
@@ -172,21 +166,8 @@ GROWTH_TOKENS = 256
 """A full span buffer grows by so many tokens: copying all rows costs 1/128 of reading them for each token."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A row layer's index among leaves, its components' in their kind."""
-
-    index: int
-    leaf: RowLeaf
-    components: range
-
-
-def _places(rows: Iterable[tuple[int, RowLeaf]]) -> list[_Place]:
-    found, first = list[_Place](), 0
-    for index, leaf in rows:
-        found.append(_Place(index, leaf, range(first, first + leaf.num_components)))
-        first += leaf.num_components
-    return found
+_Rows: TypeAlias = tuple[RowLeaf, LayerCache, range]
+"""A row layer's adapter and live cache, and the numbers of its components among those of its kind."""
 
 
 class Layout:
@@ -196,8 +177,9 @@ class Layout:
     """Of span rows; 0 until `calibrate`."""
     _window_bytes_per_row = 0.0
     _recurrent_bytes = 0
-    _spans: Sequence[_Place] = ()
-    _windows: Sequence[_Place] = ()
+    _spans: Sequence[tuple[int, RowLeaf]] = ()
+    """With each layer's index among leaves."""
+    _windows: Sequence[tuple[int, RowLeaf]] = ()
 
     def __init__(self, caches: Sequence[LayerCache], chunk_tokens: int = CHUNK_TOKENS) -> None:
         self._chunk_tokens = chunk_tokens
@@ -208,9 +190,9 @@ class Layout:
         # Rows are kept for one common window; with several windows, the layers are taken whole instead.
         self.window = windows.pop() if len(windows) == 1 else 0
         """See `cache.types.LayerKinds`."""
-        self._spans = _places((index, leaf) for index, leaf in rows if not leaf.window)
-        self._windows = _places((index, leaf) for index, leaf in rows if leaf.window and self.window)
-        known = {place.index for place in (*self._spans, *self._windows)}
+        self._spans = [(index, leaf) for index, leaf in rows if not leaf.window]
+        self._windows = [(index, leaf) for index, leaf in rows if leaf.window and self.window]
+        known = dict([*self._spans, *self._windows])
         self._recurrent = [index for index in range(len(leaves)) if index not in known]
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
@@ -218,12 +200,13 @@ class Layout:
 
         Some models make caches for layers that share another's keys.
         """
-        used = [
-            _places((place.index, place.leaf) for place, live in _pairs(places, caches) if place.leaf.length(live))
-            for places in (self._spans, self._windows)
-        ]
-        self._spans, self._windows = used
-        self.bytes_per_token, self._window_bytes_per_row = (_bytes_per_row(_pairs(one, caches)) for one in used)
+        leaves = leaves_of(caches)
+        self._spans, self._windows = (
+            [(index, leaf) for index, leaf in layers if leaf.length(leaves[index])]
+            for layers in (self._spans, self._windows)
+        )
+        self.bytes_per_token = _bytes_per_row(_rows(self._spans, caches))
+        self._window_bytes_per_row = _bytes_per_row(_rows(self._windows, caches))
         self._recurrent_bytes = sum(array.nbytes for array in arrays_in(self._recurrent_leaves(caches)))
 
     @property
@@ -237,20 +220,20 @@ class Layout:
     @property
     def can_share_heads(self) -> bool:
         """Whether all spans are of the class that can be cut into a head and tails."""
-        return bool(self._spans) and all(type(place.leaf) is RowLeaf for place in self._spans)
+        return bool(self._spans) and all(type(leaf) is RowLeaf for _, leaf in self._spans)
 
     def origin(self, caches: Sequence[LayerCache]) -> int:
         """Where a sequence's own span rows begin: after its head, if it has one."""
         return head_length(leaves_of(caches))
 
-    def _own_spans(self, caches: Sequence[LayerCache]) -> "list[_Pair]":
-        return [(place, tail_of(live)) for place, live in _pairs(self._spans, caches)]
+    def _own_spans(self, caches: Sequence[LayerCache]) -> list[_Rows]:
+        return [(leaf, tail_of(live), components) for leaf, live, components in _rows(self._spans, caches)]
 
     # -- sizes
 
     def live_bytes(self, caches: Sequence[LayerCache]) -> int:
         """Live caches' bytes in the allocator, with unused capacity."""
-        arrays = [array for cache in leaves_of(caches) for array in arrays_in(cache)]
+        arrays = arrays_in(list(caches))
         mx.eval(arrays)
         return int(mx.get_array_buffer_size(*arrays)) if arrays else 0
 
@@ -260,7 +243,7 @@ class Layout:
         0 until `calibrate`. A window layer counts right after a prefill chunk. Recurrent state counts twice: while
         rows decode together, the runner holds a merged copy.
         """
-        window_rows = (place.leaf.max_rows(num_tokens, self._chunk_tokens) for place in self._windows)
+        window_rows = (leaf.max_rows(num_tokens, self._chunk_tokens) for _, leaf in self._windows)
         in_windows = max(window_rows, default=0) * self._window_bytes_per_row
         return int((num_tokens - head_tokens) * self.bytes_per_token + in_windows) + 2 * self._recurrent_bytes
 
@@ -274,8 +257,8 @@ class Layout:
 
     def capacity(self, caches: Sequence[LayerCache]) -> int | None:
         """How many tokens fit head and span buffers, if any exist."""
-        pairs, origin = self._own_spans(caches), self.origin(caches)
-        capacities = [place.leaf.capacity(live) for place, live in pairs if place.leaf.can_overallocate]
+        spans, origin = self._own_spans(caches), self.origin(caches)
+        capacities = [leaf.capacity(live) for leaf, live, _ in spans if leaf.can_overallocate]
         return min((origin + num for num in capacities if num is not None), default=None)
 
     def resize(self, caches: Sequence[LayerCache], capacity_tokens: int) -> None:
@@ -285,30 +268,30 @@ class Layout:
         size. An error damages the caches. A head counts towards `capacity_tokens`.
         """
         capacity_tokens -= self.origin(caches)
-        for place, live in self._own_spans(caches):
-            capacity = place.leaf.capacity(live) if place.leaf.can_overallocate else capacity_tokens
+        for leaf, live, _ in self._own_spans(caches):
+            capacity = leaf.capacity(live) if leaf.can_overallocate else capacity_tokens
             if capacity is None:
                 live.step = capacity_tokens
             elif not capacity_tokens <= capacity <= capacity_tokens + GROWTH_TOKENS:
-                _resize(place.leaf, live, capacity_tokens)
+                _resize(leaf, live, capacity_tokens)
         self.bound_growth(caches)
 
     def bound_growth(self, caches: Sequence[LayerCache]) -> None:
         """Existing span buffers grow by a step from now on, however large."""
-        for place, live in self._own_spans(caches):
-            if place.leaf.can_overallocate and place.leaf.capacity(live) is not None:
+        for leaf, live, _ in self._own_spans(caches):
+            if leaf.can_overallocate and leaf.capacity(live) is not None:
                 live.step = GROWTH_TOKENS
 
     # -- spans, of a sequence with a head from there on
 
     def has_rows(self, caches: Sequence[LayerCache]) -> bool:
         """Whether every span layer has its arrays; an error in shared buffers may take them."""
-        return all(place.leaf.length(live) for place, live in self._own_spans(caches))
+        return all(leaf.length(live) for leaf, live, _ in self._own_spans(caches))
 
     def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> Segment:
         """Span rows `[start, stop)` as views, to be copied before the caches change."""
         first, last = _own_range(self.origin(caches), start, stop)
-        arrays = [array for place, live in self._own_spans(caches) for array in place.leaf.arrays(live)]
+        arrays = [array for leaf, live, _ in self._own_spans(caches) for array in leaf.arrays(live)]
         rows = [array[..., first:last, :] for array in arrays]
         mx.eval(rows)
         return Segment(start, stop, [((index,), array) for index, array in enumerate(rows)])
@@ -323,13 +306,13 @@ class Layout:
         packs: list[list[Pack]] = [[] for _ in ranges]
         own_ranges = [_own_range(self.origin(caches), *tokens) for tokens in ranges]
         for batch in _batches(self._own_spans(caches)):
-            arrays = [array for place, live in batch for array in place.leaf.arrays(live)]
-            indices = [index for place, _ in batch for index in place.components]
+            arrays = [array for leaf, live, _ in batch for array in leaf.arrays(live)]
+            indices = [index for _, _, components in batch for index in components]
             for held, (start, stop) in zip(packs, own_ranges, strict=True):
-                held.extend(cut_packs(indices, arrays, start, stop))
+                held.extend(packed(indices, (array[..., start:stop, :] for array in arrays)))
             del arrays
             if consume:
-                for _, live in batch:
+                for _, live, _ in batch:
                     live.keys = live.values = None
         return [Segment(start, stop, held) for held, (start, stop) in zip(packs, ranges, strict=True)]
 
@@ -348,26 +331,26 @@ class Layout:
         """
         origin = self.origin(caches)
         _, num_kept = _own_range(origin, origin, keep)
-        for place, live in self._own_spans(caches):
-            held = [array[..., :num_kept, :] for array in place.leaf.arrays(live)] if num_kept else []
-            num_spare = capacity_tokens - offset if place.leaf.can_overallocate else 0
+        for leaf, live, components in self._own_spans(caches):
+            held = [array[..., :num_kept, :] for array in leaf.arrays(live)] if num_kept else []
+            num_spare = capacity_tokens - offset if leaf.can_overallocate else 0
             arrays = []
-            for number, component in enumerate(place.components):
+            for number, component in enumerate(components):
                 parts = [*held[number : number + 1], *(source.component(component) for source in sources)]
                 arrays.append(_with_spare_rows(parts, num_spare))
                 assert_rows(arrays[-1], origin, offset + max(0, num_spare))
             mx.eval(arrays)
-            place.leaf.load(live, arrays, offset - origin, offset - origin)
+            leaf.load(live, arrays, offset - origin, offset - origin)
             for source in sources:
-                for component in place.components:
+                for component in components:
                     source.forget(component)
 
     def truncate_spans(self, caches: Sequence[LayerCache], offset: int) -> None:
         """Forgets span rows from `offset` on."""
         origin = self.origin(caches)
         _, num_kept = _own_range(origin, origin, offset)
-        for place, live in self._own_spans(caches):
-            place.leaf.truncate(live, num_kept)
+        for leaf, live, _ in self._own_spans(caches):
+            leaf.truncate(live, num_kept)
 
     def split_at_head(self, caches: list[LayerCache], head: Sequence[LayerCache], num_tokens: int) -> None:
         """See `split_at_head`."""
@@ -381,27 +364,27 @@ class Layout:
 
     def window_start(self, caches: Sequence[LayerCache], offset: int) -> int:
         """The first token whose rows all window layers still hold at `offset`."""
-        return offset - min((place.leaf.length(live) for place, live in _pairs(self._windows, caches)), default=0)
+        return offset - min((leaf.length(live) for leaf, live, _ in _rows(self._windows, caches)), default=0)
 
     def cut_window(self, caches: Sequence[LayerCache], start: int, offset: int) -> Segment:
         """Copies window rows `[start, offset)` of caches at `offset`."""
         rows = list[mx.array]()
-        for place, live in _pairs(self._windows, caches):
-            skipped = place.leaf.length(live) - (offset - start)
-            rows.extend(array[..., skipped : skipped + offset - start, :] for array in place.leaf.arrays(live))
-        return Segment(start, offset, [packed(*group) for group in groups(range(len(rows)), rows)])
+        for leaf, live, _ in _rows(self._windows, caches):
+            skipped = leaf.length(live) - (offset - start)
+            rows.extend(array[..., skipped : skipped + offset - start, :] for array in leaf.arrays(live))
+        return Segment(start, offset, packed(range(len(rows)), rows))
 
     def load_windows(self, caches: Sequence[LayerCache], rows: Sequence[Segment], offset: int) -> None:
         """Restores window caches at `offset` from adjoining segments; raises AssertionError without all rows."""
         num_rows = min(offset, self.window)
         end = rows_up_to(offset, num_rows, rows)
-        for place, live in _pairs(self._windows, caches):
+        for leaf, live, components in _rows(self._windows, caches):
             arrays = []
-            for component in place.components:
+            for component in components:
                 parts = [segment.component(component) for segment in rows]
                 joined = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
                 arrays.append(owned(joined[..., end - num_rows : end, :]))
-            place.leaf.load(live, arrays, num_rows, offset)
+            leaf.load(live, arrays, num_rows, offset)
 
     def take_recurrent(self, caches: Sequence[LayerCache]) -> RecurrentState:
         """The current state of the recurrent layers."""
@@ -416,12 +399,12 @@ class Layout:
         return [leaves[index] for index in self._recurrent]
 
 
-_Pair: TypeAlias = tuple[_Place, LayerCache]
-
-
-def _pairs(places: Iterable[_Place], caches: Sequence[LayerCache]) -> list[_Pair]:
-    leaves = leaves_of(caches)
-    return [(place, leaves[place.index]) for place in places]
+def _rows(layers: Iterable[tuple[int, RowLeaf]], caches: Sequence[LayerCache]) -> list[_Rows]:
+    leaves, first, found = leaves_of(caches), 0, list[_Rows]()
+    for index, leaf in layers:
+        found.append((leaf, leaves[index], range(first, first + leaf.num_components)))
+        first += leaf.num_components
+    return found
 
 
 def _own_range(origin: int, start: int, stop: int) -> tuple[int, int]:
@@ -431,22 +414,22 @@ def _own_range(origin: int, start: int, stop: int) -> tuple[int, int]:
     return start - origin, stop - origin
 
 
-def _batches(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    batch, num_bytes = list[_Pair](), 0
-    for place, live in pairs:
-        size = sum(array.nbytes for array in place.leaf.arrays(live))
+def _batches(spans: Iterable[_Rows]) -> Iterator[list[_Rows]]:
+    batch, num_bytes = list[_Rows](), 0
+    for span in spans:
+        leaf, live, _ = span
+        size = sum(array.nbytes for array in leaf.arrays(live))
         if batch and num_bytes + size > segments.PACK_BYTES:
             yield batch
             batch, num_bytes = [], 0
-        batch.append((place, live))
+        batch.append(span)
         num_bytes += size
     if batch:
         yield batch
 
 
-def _bytes_per_row(pairs: Iterable[_Pair]) -> float:
-    lengths = [(place.leaf.length(live), place, live) for place, live in pairs]
-    return sum(sum(array.nbytes for array in place.leaf.arrays(live)) / num for num, place, live in lengths if num)
+def _bytes_per_row(rows: Iterable[_Rows]) -> float:
+    return sum(sum(array.nbytes for array in leaf.arrays(live)) / leaf.length(live) for leaf, live, _ in rows)
 
 
 def _resize(leaf: RowLeaf, live: LayerCache, capacity_tokens: int) -> None:

@@ -7,7 +7,7 @@ may bound live buffers. A slice keeps a whole buffer alive, uncounted, so a slic
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,15 +22,10 @@ _SMALLEST_BYTES = 8
 def owned(array: mx.array) -> mx.array:
     """`array`, or an evaluated copy if it is a view."""
     mx.eval(array)
-    if is_view(array):
+    if int(mx.get_array_buffer_size(array)) > _allocated_bytes(array.nbytes):
         array = mx.array(array)
         mx.eval(array)
     return array
-
-
-def is_view(array: mx.array) -> bool:
-    """Whether an evaluated array's buffer is larger than it needs."""
-    return int(mx.get_array_buffer_size(array)) > _allocated_bytes(array.nbytes)
 
 
 def _allocated_bytes(num_bytes: int) -> int:
@@ -104,10 +99,12 @@ class Segment:
     def split(self, offset: int) -> "tuple[Segment, Segment]":
         """`[start, offset)` and `[offset, stop)`, each owning its bytes."""
         cut = offset - self.start
-        return (
-            Segment(self.start, offset, [_sliced(pack, 0, cut) for pack in self.packs]),
-            Segment(offset, self.stop, [_sliced(pack, cut, self.stop - self.start) for pack in self.packs]),
+        halves = (self.start, offset, slice(cut)), (offset, self.stop, slice(cut, None))
+        before, after = (
+            Segment(start, stop, [(pack.indices, owned(pack.rows[:, :, part])) for pack in self.packs])
+            for start, stop, part in halves
         )
+        return before, after
 
     def join(self, *later: "Segment") -> "Segment":
         """Joins `later`, each of which must start where the one before stops. Copies all rows once."""
@@ -118,7 +115,7 @@ class Segment:
                 raise ValueError(f"segments {meeting} do not meet")
         indices = sorted(self._where)
         rows = (mx.concatenate([part.component(i) for part in parts], axis=2) for i in indices)
-        return Segment(self.start, parts[-1].stop, [packed(*group) for group in groups(indices, rows)])
+        return Segment(self.start, parts[-1].stop, packed(indices, rows))
 
     def tail(self, start: int) -> "Segment":
         """The rows from `start` on."""
@@ -134,38 +131,26 @@ def assert_rows(rows: mx.array, start: int, stop: int) -> None:
         raise AssertionError(f"{rows.shape[-2]} rows for the tokens [{start}, {stop})")
 
 
-def _sliced(pack: Pack, start: int, stop: int) -> Pack:
-    return Pack(pack.indices, owned(pack.rows[:, :, start:stop]))
-
-
-def groups(indices: Sequence[int], rows: Iterable[mx.array]) -> Iterable[tuple[list[int], list[mx.array]]]:
-    """Runs of equally shaped components whose rows fit one pack."""
-    group: list[int] = []
-    held: list[mx.array] = []
+def packed(indices: Iterable[int], rows: Iterable[mx.array]) -> Iterator[Pack]:
+    """Components' rows in arrays that own their bytes: runs of equal shapes share one, up to `PACK_BYTES`."""
+    group, held = list[int](), list[mx.array]()
     for index, array in zip(indices, rows, strict=True):
         fits = held and held[0].shape == array.shape and held[0].dtype == array.dtype
         if held and not (fits and (len(held) + 1) * array.nbytes <= PACK_BYTES):
-            yield group, held
+            yield _joined(group, held)
             group, held = [], []
         group.append(index)
         held.append(array)
     if held:
-        yield group, held
+        yield _joined(group, held)
 
 
-def cut_packs(indices: Sequence[int], arrays: Sequence[mx.array], start: int, stop: int) -> list[Pack]:
-    """Owned packs of rows `[start, stop)` of some components."""
-    rows = [array[..., start:stop, :] for array in arrays]
-    return [packed(*group) for group in groups(indices, rows)]
-
-
-def packed(indices: Sequence[int], rows: Sequence[mx.array]) -> Pack:
-    """Equally shaped components' rows in one array that owns its bytes."""
+def _joined(indices: Sequence[int], rows: Sequence[mx.array]) -> Pack:
     if len(rows) == 1:
         return Pack(tuple(indices), owned(rows[0]))
-    packed = mx.concatenate(list(rows), axis=0)
-    mx.eval(packed)
-    return Pack(tuple(indices), packed)
+    joined = mx.concatenate(list(rows), axis=0)
+    mx.eval(joined)
+    return Pack(tuple(indices), joined)
 
 
 def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:

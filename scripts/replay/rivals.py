@@ -67,7 +67,7 @@ class TreeRival:
         started = time.thread_time()
         self._clock += 1
         match = self._trie.match(request.prompt[:-1])
-        usable = [node for node in match.path if node.snapshot is not None and node.stop <= match.length]
+        usable = [node for node in match.node.path() if node.snapshot is not None and node.stop <= match.length]
         restorable = match.length if not self._sizes.snapshot_bytes else usable[-1].stop if usable else 0
         sample = _sample(request, match.length, restorable, started)
         if self._keeps_last_only:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cache.memory_tier import PinName
 from cache.types import TokenArray
-from cache.views import CacheView, EdgeDetail, NamespaceView
+from cache.views import CacheView, EdgeDetail, NamespaceView, view, view_edge, view_namespaces
 from server.engine.worker import Worker
 
 
@@ -48,17 +48,17 @@ PIN_SECONDS = 120.0
 
 def describe_cache(worker: Worker, namespace: str, max_nodes: int) -> CacheView:
     """What the cache holds for a namespace."""
-    return worker.prefix_cache.reports.view(namespace, max_nodes)
+    return view(worker.prefix_cache, namespace, max_nodes)
 
 
 def describe_edge(worker: Worker, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
     """One edge of a namespace in memory; None if the edge is gone."""
-    return worker.prefix_cache.reports.edge(namespace, number, max_tokens)
+    return view_edge(worker.prefix_cache, namespace, number, max_tokens)
 
 
 def list_namespaces(worker: Worker) -> list[NamespaceView]:
     """Each namespace's sums, the most bytes first."""
-    return worker.prefix_cache.reports.namespaces()
+    return view_namespaces(worker.prefix_cache)
 
 
 def clear_cache(worker: Worker, namespace: str) -> tuple[int, int, int]:
@@ -67,9 +67,9 @@ def clear_cache(worker: Worker, namespace: str) -> tuple[int, int, int]:
     An idle engine also gives memory back.
     """
     worker.close_answered(namespace)
-    before = worker.prefix_cache.reports.view(namespace, max_nodes=0)
+    before = view(worker.prefix_cache, namespace, max_nodes=0)
     worker.prefix_cache.clear(namespace)
-    after = worker.prefix_cache.reports.view(namespace, max_nodes=0)
+    after = view(worker.prefix_cache, namespace, max_nodes=0)
     if not worker.has_work:
         give_back()
     memory_bytes = before.state.in_memory - after.state.in_memory

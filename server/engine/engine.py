@@ -80,7 +80,7 @@ class KeptState:
     def forget_session(self, namespace: str, session_id: str) -> None:
         """As `forget_session`, with whatever adapter the client's namespace was used."""
         cache = self.prefix_cache
-        for name in {*cache.memory.namespaces, *cache.history.namespaces}:
+        for name in {*cache.memory.tries, *cache.history.namespaces}:
             if client_namespace(name)[0] == namespace:
                 self.sessions.forget(name, session_id)
 

@@ -18,7 +18,15 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from cache.history import SHORTEST_MATCH, Follower, ForcedText, History, LiveText, PredictionFollower
+from cache.history import (
+    SHORTEST_MATCH,
+    Follower,
+    ForcedText,
+    History,
+    HistoryFollower,
+    LiveText,
+    PredictionFollower,
+)
 from server.engine.request import DraftSource, DraftStats, GenerationRequest
 
 MIN_GAIN = 0.03
@@ -500,7 +508,8 @@ class Speculation:
             for token in text.tolist():
                 own.push(token)
         texts: list[FollowedText | ExpectedText] = []
-        texts.append(FollowedText(DraftSource.HISTORY, history.follow(own), self._odds[DraftSource.HISTORY]))
+        follower = HistoryFollower(history, own)
+        texts.append(FollowedText(DraftSource.HISTORY, follower, self._odds[DraftSource.HISTORY]))
         prediction = None
         if request.prediction is not None:
             prediction = PredictionFollower(request.prediction)

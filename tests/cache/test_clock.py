@@ -3,7 +3,9 @@
 import pytest
 
 from cache import slots
+from cache.prefix_cache import PrefixCache
 from cache.slots import NEW_SESSION_COUNT, RequestClock
+from tests.support import cache_driver, fake_model
 
 
 def passed(requests: RequestClock, session_id: str | None, namespace: str = "", **fields: bool) -> int:
@@ -14,10 +16,10 @@ def passed(requests: RequestClock, session_id: str | None, namespace: str = "", 
 
 
 def test_a_request_counts_as_it_begins_and_as_it_ends() -> None:
-    requests = RequestClock()
-    assert passed(requests, None) == 1
-    requests.end()
-    assert requests.now == 2
+    cache = PrefixCache(lambda: fake_model.make_caches("T"), num_slots=1, budget_bytes=1 << 30)
+    assert passed(cache.memory.clock, None) == 1
+    cache_driver.run(cache, [1, 2, 3])
+    assert cache.memory.clock.now == 3
 
 
 def test_a_conversation_counts_more_as_it_begins_once_and_in_each_namespace() -> None:

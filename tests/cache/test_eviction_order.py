@@ -309,7 +309,7 @@ def test_a_leaf_whose_bytes_lie_above_it_is_looked_at_when_they_no_longer_go_wit
     prefix_cache = PrefixCache(lambda: fake_model.make_caches("WR"), num_slots=1, budget_bytes=1 << 40)
     cache_driver.run(prefix_cache, range(100))
     trie = prefix_cache.memory.find_trie("")
-    head, leaf = trie.match(np.arange(100, dtype=np.int32)).path
+    head, leaf = trie.match(np.arange(100, dtype=np.int32)).node.path()
     snapshot = head.snapshot
     assert isinstance(snapshot, Snapshot)
     trie.snap(leaf, Snapshot(100, None, RecurrentState([])))  # of layers whose state is no array
@@ -330,7 +330,7 @@ def test_a_leaf_is_looked_at_when_rows_above_it_begin_to_go_with_it() -> None:
     cache_driver.run(prefix_cache, range(100))
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     trie = prefix_cache.memory.find_trie("")
-    head, leaf = trie.match(np.arange(100, dtype=np.int32)).path
+    head, leaf = trie.match(np.arange(100, dtype=np.int32)).node.path()
     assert isinstance(head.snapshot, Snapshot) and head.snapshot.window is not None
     rows = Snapshot(head.snapshot.offset, head.snapshot.window, None)
     trie.snap(head, None)
@@ -349,7 +349,7 @@ def test_window_rows_alone_are_looked_at_when_a_restore_point_appears_before_the
     prefix_cache = PrefixCache(lambda: fake_model.make_caches("WR"), num_slots=1, budget_bytes=1 << 40)
     cache_driver.run(prefix_cache, range(100))
     trie = prefix_cache.memory.find_trie("")
-    rows, _ = trie.match(np.arange(100, dtype=np.int32)).path
+    rows, _ = trie.match(np.arange(100, dtype=np.int32)).node.path()
     head, snapshot = trie.split(rows, 50), rows.snapshot
     assert isinstance(snapshot, Snapshot)
     trie.snap(rows, Snapshot(snapshot.offset, snapshot.window, None))
@@ -383,7 +383,7 @@ def test_an_end_that_a_session_came_back_to_because_its_last_had_gone_is_worth_l
         cache_driver.run(prefix_cache, story(number), session_id="a")
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     trie = prefix_cache.memory.find_trie("")
-    first, last = (trie.match(np.array(story(number), np.int32)).path[-1] for number in (1, 2))
+    first, last = (trie.match(np.array(story(number), np.int32)).node.path()[-1] for number in (1, 2))
     prefix_cache.memory.drop_below(trie, last)
     prefix_cache.memory.order.changed("", first)
     assert chances(prefix_cache)[100] is Chance.CURRENT
@@ -435,7 +435,7 @@ def test_an_edge_that_holds_nothing_goes_with_the_last_leaf_below_it() -> None:
         cache_driver.run(prefix_cache, [*range(50), *rest], session_id=session_id)
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     trie = prefix_cache.memory.find_trie("")
-    head = trie.match(np.arange(50, dtype=np.int32)).path[-1]
+    head = trie.match(np.arange(50, dtype=np.int32)).node.path()[-1]
     trie.snap(head, None)
     assert (head.stop, len(head.children), head.num_bytes) == (50, 2, 0)
     prefix_cache.memory.evict(0, ())

@@ -15,6 +15,7 @@ from cache.history import (
     CHAIN_DEPTH,
     LONGEST_COMPARED,
     PLACE_BYTES,
+    SEPARATOR,
     SHORTEST_MATCH,
     History,
     HistoryFollower,
@@ -28,6 +29,17 @@ TOKENS = st.lists(st.integers(0, 1), min_size=4, max_size=25)
 
 def array_of(tokens: list[int]) -> TokenArray:
     return np.array(tokens, np.int32)
+
+
+def assert_tidy(known: History) -> None:
+    """Places of texts hold tokens, all others a separator."""
+    tokens = np.array(known.chains.tokens)
+    is_text = np.zeros(len(tokens), bool)
+    limits = [*(text.start for text in known._texts), len(tokens)]
+    for text, limit in zip(known._texts, limits[1:], strict=True):
+        assert 1 <= text.start < text.stop < limit
+        is_text[text.start + 1 : text.stop] = True
+    assert np.array_equal(is_text, tokens != SEPARATOR)
 
 
 @dataclass
@@ -91,7 +103,7 @@ class Compared:
     def begin(self, namespace: str, session_id: str | None) -> None:
         own = self.history.begin(namespace, session_id)
         naive = NaiveOutput(NaiveText(namespace, session_id))
-        self.outputs.append((own, self.history.follow(own), naive))
+        self.outputs.append((own, HistoryFollower(self.history, own), naive))
 
     def push(self, which: int, tokens: list[int]) -> None:
         if self.outputs:
@@ -121,7 +133,7 @@ class Compared:
             naive.is_forgotten |= is_meant(naive.text)
 
     def check(self) -> None:
-        self.history.check()
+        assert_tidy(self.history)
         for _, follower, naive in self.outputs:
             expected = naive.next_tokens(7)
             assert follower.next_tokens(7) == expected
@@ -161,7 +173,7 @@ def test_a_full_history_says_only_what_followed_in_a_text_of_the_namespace(
     max_bytes = 600 * PLACE_BYTES
     known = History(max_bytes)
     own = known.begin("ours")
-    follower = known.follow(own)
+    follower = HistoryFollower(known, own)
     added: list[list[int]] = []
     for number, token in enumerate(output):
         namespace, tokens = texts[number % len(texts)]
@@ -170,7 +182,7 @@ def test_a_full_history_says_only_what_followed_in_a_text_of_the_namespace(
             added.append(tokens)
         own.push(token)
         follower.push(token)
-        known.check()
+        assert_tidy(known)
         length, expected = follower.match_length, follower.next_tokens(5)
         assert bool(length) == bool(expected) and length <= number + 1
         so_far = output[: number + 1]
@@ -185,7 +197,7 @@ def contains(tokens: list[int], part: list[int]) -> bool:
 
 def following(known: History, tokens: list[int], namespace: str = "") -> HistoryFollower:
     own = known.begin(namespace)
-    follower = known.follow(own)
+    follower = HistoryFollower(known, own)
     for token in tokens:
         own.push(token)
         follower.push(token)
@@ -199,7 +211,7 @@ def test_the_oldest_texts_of_all_namespaces_make_way(seed: int) -> None:
     for number, size in enumerate(np.random.default_rng(seed).integers(5, 800, 80).tolist()):
         added.append(np.arange(1000 * number, 1000 * number + size, dtype=np.int32))
         known.add("ab"[number % 2], added[-1])
-        known.check()
+        assert_tidy(known)
         found = [
             bool(following(known, text[:4].tolist(), "ab"[at % 2]).next_tokens(1)) for at, text in enumerate(added)
         ]
@@ -219,7 +231,7 @@ def test_a_text_that_makes_way_is_no_longer_followed_even_where_another_begins_a
     known = History(400 * PLACE_BYTES)
     known.add("ours", np.arange(90, dtype=np.int32))
     own = known.begin("ours")
-    follower = known.follow(own)
+    follower = HistoryFollower(known, own)
     for token in range(5):
         own.push(token)
         follower.push(token)
@@ -255,12 +267,12 @@ def test_memory_grows_with_the_texts_up_to_the_limit() -> None:
             size = 500 if number < 1000 else 4
             known.add(f"{number % 10}", np.arange(number, number + size, dtype=np.int32))
             if number == 20:
-                assert known.num_bytes < max_bytes / 8
-            assert known.num_bytes <= max_bytes
-        assert known.num_bytes / 2 < tracemalloc.get_traced_memory()[0] < max_bytes * 1.05
+                assert tracemalloc.get_traced_memory()[0] < max_bytes / 4
+            assert tracemalloc.get_traced_memory()[0] < max_bytes * 1.05
+        assert max_bytes / 3 < tracemalloc.get_traced_memory()[0]
         for number in range(10):
             known.forget(f"{number}")
-        assert known.num_bytes < 10_000
+        assert tracemalloc.get_traced_memory()[0] < 20_000
     finally:
         tracemalloc.stop()
 
@@ -303,7 +315,7 @@ def test_what_is_stored_may_be_of_any_session_that_is_forgotten(is_read: bool, s
     assert following(known, [1, 2, 3], "ours").next_tokens(9) == []
     assert following(known, [1, 2, 3], "theirs").next_tokens(9) == [6, 7]
     for one in (known, History(stored=Stored())):
-        one.forget_all()
+        one.forget()
         assert following(one, [1, 2, 3], "theirs").next_tokens(9) == []
 
 
@@ -334,12 +346,12 @@ def test_all_texts_are_forgotten_also_those_that_are_followed_and_those_to_come(
     known = History()
     known.add("", array_of([1, 2, 3, 4, 5, 6]))
     own = known.begin("")
-    follower = known.follow(own)
+    follower = HistoryFollower(known, own)
     for token in (1, 2, 3):
         own.push(token)
         follower.push(token)
     assert follower.next_tokens(9) == [4, 5, 6]
-    known.forget_all()
+    known.forget()
     assert (follower.match_length, follower.next_tokens(9)) == (0, [])
     own.push(4)
     follower.push(4)

@@ -1,7 +1,5 @@
 """A lookup is matched again after whatever happened to the trie, and finds what a new one would."""
 
-from typing import Any, cast
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,15 +7,13 @@ from hypothesis import strategies as st
 from cache.slots import Lookup
 from cache.trie import PrefixTrie
 from cache.types import TokenArray
-from scripts.bench.trie import Rows
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(lambda tokens: np.array(tokens, np.int32))
 
 
 def add(trie: PrefixTrie, tokens: TokenArray) -> None:
     for node in trie.extend(trie.root, tokens).path():
-        if node.span is None:
-            trie.store(node, cast(Any, Rows(node.start, node.stop)))
+        trie.make_live(node, "slot")
 
 
 def remove_one(trie: PrefixTrie, which: int) -> None:
@@ -28,8 +24,8 @@ def remove_one(trie: PrefixTrie, which: int) -> None:
 
 def join_all(trie: PrefixTrie) -> None:
     for node in list(trie.nodes()):
-        while node.parent is not None and trie.can_absorb_parent(node):
-            trie.absorb_parent(node)
+        while node.parent is not None and trie.try_absorb_parent(node):
+            pass
 
 
 @given(prompt=TEXTS, steps=st.lists(st.one_of(TEXTS, st.integers(0, 5), st.none()), max_size=20))

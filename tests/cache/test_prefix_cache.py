@@ -106,7 +106,7 @@ def test_namespaces_that_hold_nothing_are_forgotten() -> None:
     prefix_cache.clear()
     prefix_cache.check()
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="new").left == 3
-    assert len(prefix_cache.memory.namespaces) <= 2
+    assert len(prefix_cache.memory.tries) <= 2
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="salt 3").left == 3
 
 
@@ -257,8 +257,7 @@ ALLOCATIONS = [
     (layout_module, "owned"),
     (layout_module, "packed"),
     (state, "owned"),
-    (state, "packed"),
-    (state, "_sliced"),
+    (state, "_joined"),
     (state, "_copied"),
 ]
 """Every place where rows or states are copied, by who calls it."""
@@ -377,7 +376,7 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     cache_driver.run(prefix_cache, prompt, explicit=(10, 20))
     cache_driver.run(prefix_cache, [500, 501])
     trie = prefix_cache.pager.trie("")
-    first, second = trie.match(np.array(prompt, np.int32)).path[:2]
+    first, second = trie.match(np.array(prompt, np.int32)).node.path()[:2]
     assert (first.stop, second.stop) == (10, 20)
     prefix_cache.memory._evict(trie, first, (), EvictionReason.MEMORY)
     prefix_cache.check()
@@ -396,13 +395,13 @@ def test_a_path_does_not_keep_an_edge_for_every_turn_that_is_no_restore_point_an
     for turn in range(6):
         prompt += [100 * turn + 1, 100 * turn + 2, 100 * turn + 3]
         cache_driver.run(prefix_cache, prompt)
-    for node in trie.match(np.array(prompt, np.int32)).path[1:-1]:
+    for node in trie.match(np.array(prompt, np.int32)).node.path()[1:-1]:
         trie.snap(node, None)
     cache_driver.run(prefix_cache, [9000, 9001])
-    assert len(trie.match(np.array(prompt, np.int32)).path) > 4, "paged out, each edge is stored on its own"
+    assert len(trie.match(np.array(prompt, np.int32)).node.path()) > 4, "paged out, each edge is stored on its own"
     prompt += [901, 902]
     assert cache_driver.run(prefix_cache, prompt, inspect=holds(prompt)).left <= 3
-    ends = [node.stop for node in trie.match(np.array(prompt, np.int32)).path]
+    ends = [node.stop for node in trie.match(np.array(prompt, np.int32)).node.path()]
     assert len(ends) <= 4
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     prefix_cache.check()

@@ -143,7 +143,8 @@ def test_6_an_explicit_restore_point_is_not_merged(make_world: Any) -> None:
     world.prefix_cache.pager.page_out_idle(0, None)
     point = node_at(world, 3)
     assert point is not None
-    oldest = [node for node in world.prefix_cache.pager.trie("").match(np.array(world.spell(PROMPT), np.int32)).path
+    tokens, trie = np.array(world.spell(PROMPT), np.int32), world.prefix_cache.pager.trie("")
+    oldest = [node for node in trie.match(tokens).node.path()
               if node.start >= point.stop]  # fmt: skip
     excess = sum(node.num_bytes for node in oldest)
     world.prefix_cache.reclaimer.free(excess, protected=())

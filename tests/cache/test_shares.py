@@ -166,7 +166,7 @@ def test_namespaces_are_bounded_in_number_and_the_idle_ones_go(monkeypatch: pyte
                 len(prompt) if number else 0
             )
             cache_driver.run(cache, prompt, namespace="regular")
-        assert len(cache.memory.namespaces) <= 8 + 1
+        assert len(cache.memory.tries) <= 8 + 1
     assert len(cache.memory.evictions) <= 8 + 1
     assert cache.peek(Lookup(np.array([*prompt, 9], np.int32), namespace="busy")) == len(prompt)
     assert cache.peek(Lookup(np.array([*prompt, 9], np.int32), namespace="pinned")) == len(prompt)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache import views
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePointKind
@@ -28,7 +29,7 @@ def test_the_bytes_by_kind_are_the_ledgers_in_all(layout: str) -> None:
     prefix_cache = make(layout)
     for end in (100, 200, 300):
         cache_driver.run(prefix_cache, [*SYSTEM, end, end + 1], explicit=[len(SYSTEM)])
-    view = prefix_cache.reports.view("", 100)
+    view = views.view(prefix_cache, "", 100)
     ledger = prefix_cache.ledger
     assert view.state.span + view.state.window + view.state.point == ledger.stored_bytes
     assert view.state.live == ledger.live_bytes > 0
@@ -41,7 +42,7 @@ def test_the_tree_can_be_put_together_from_the_list() -> None:
     prefix_cache = make("R")
     for end in (100, 200, 300):
         cache_driver.run(prefix_cache, [*SYSTEM, end, end + 1], explicit=[len(SYSTEM)])
-    nodes = prefix_cache.reports.view("", 100).nodes
+    nodes = views.view(prefix_cache, "", 100).nodes
     listed: dict[int, NodeView] = {}
     for node in nodes:
         assert node.id not in listed
@@ -59,7 +60,7 @@ def test_only_so_many_are_listed_and_the_rest_is_counted() -> None:
     prefix_cache = make("T")
     for start in range(1000, 1200, 10):
         cache_driver.run(prefix_cache, range(start, start + 5))
-    view = prefix_cache.reports.view("", 7)
+    view = views.view(prefix_cache, "", 7)
     assert len(view.nodes) == 7 and view.num_nodes == 20 and view.num_tokens == 100
     assert view.nodes[0].first_tokens[0] == 1190, "what was used last comes first"
 
@@ -69,7 +70,7 @@ def test_a_listing_looks_at_no_more_nodes_than_it_shows(monkeypatch: pytest.Monk
     for start in range(1000, 1200, 10):
         cache_driver.run(prefix_cache, range(start, start + 5))
     monkeypatch.setattr(PrefixTrie, "nodes", lambda trie: pytest.fail("the whole trie was walked"))
-    assert len(prefix_cache.reports.view("", 7).nodes) == 7
+    assert len(views.view(prefix_cache, "", 7).nodes) == 7
     assert prefix_cache.stats().num_nodes == 20
 
 
@@ -79,11 +80,11 @@ def test_what_is_on_disk_is_listed_apart(layout: str, tmp_path: Path) -> None:
     prefix_cache = PrefixCache(lambda: fake_model.make_caches(layout), num_slots=1, budget_bytes=1 << 30, disk=tier)
     for end in (100, 200):
         cache_driver.run(prefix_cache, [*SYSTEM, end, end + 1], explicit=[len(SYSTEM)])
-    assert prefix_cache.reports.view("", 100).disk_nodes == []
+    assert views.view(prefix_cache, "", 100).disk_nodes == []
     for _ in prefix_cache.save():
         pass
     assert tier.flush(10)
-    view = prefix_cache.reports.view("", 100)
+    view = views.view(prefix_cache, "", 100)
     head, *tails = view.disk_nodes
     assert (head.start, head.stop, head.parent) == (0, len(SYSTEM), None)
     assert head.first_tokens.tolist() == SYSTEM[:24]
@@ -92,9 +93,9 @@ def test_what_is_on_disk_is_listed_apart(layout: str, tmp_path: Path) -> None:
     assert all(stops[tail.parent] == tail.start for tail in tails if tail.parent is not None)
     assert head.has_snapshot == (layout != "T")
     assert sum(node.num_bytes for node in view.disk_nodes) == pytest.approx(view.state.disk, abs=len(view.disk_nodes))
-    bounded = prefix_cache.reports.view("", 1)
+    bounded = views.view(prefix_cache, "", 1)
     assert len(bounded.disk_nodes) == 1 and bounded.num_disk_nodes == len(view.disk_nodes) >= 3
-    assert prefix_cache.reports.view("other", 100).disk_nodes == []
+    assert views.view(prefix_cache, "other", 100).disk_nodes == []
     tier.close()
 
 
@@ -103,9 +104,9 @@ def test_another_namespace_shows_nothing_of_it() -> None:
     for number in range(20):
         cache_driver.run(prefix_cache, range(1000 * number + 1, 1000 * number + 101), namespace="theirs")
     prefix_cache.pins.pin(PinName("theirs", "s"), np.arange(19_001, 19_101, dtype=np.int32))
-    view = prefix_cache.reports.view("ours", 100)
+    view = views.view(prefix_cache, "ours", 100)
     assert not view.nodes and not view.pinned and view.num_evictions == 0
     assert view.state.in_memory == view.state.disk == 0
-    theirs = prefix_cache.reports.view("theirs", 100)
+    theirs = views.view(prefix_cache, "theirs", 100)
     assert theirs.pinned == ("s",) and theirs.num_evictions == prefix_cache.memory.num_evictions > 0
     assert "ours" not in [trie.namespace for trie, _ in prefix_cache.memory.nodes()], "looking made a namespace"

@@ -148,7 +148,7 @@ def hollowed(prefix_cache: PrefixCache, prompt: list[int]) -> Node:
     for node in above:
         trie.snap(node, None)
     assert not any(node.num_bytes for node in above)
-    return trie.match(np.array(prompt, np.int32)).path[-1]
+    return trie.match(np.array(prompt, np.int32)).node.path()[-1]
 
 
 def test_recurrent_layers_alone_are_restored_from_disk_while_memory_is_short(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from cache.history import HistoryFollower
 from cache.slots import Lookup
 from server.engine.commands import (
     PIN_SECONDS,
@@ -220,7 +221,7 @@ def test_idle_state_goes_as_far_as_asked_and_running_requests_keep_theirs() -> N
 def quoted(harness: Harness, namespace: str) -> list[int]:
     """What the history expects behind the first tokens of the story."""
     own = harness.prefix_cache.history.begin(namespace)
-    follower = harness.prefix_cache.history.follow(own)
+    follower = HistoryFollower(harness.prefix_cache.history, own)
     for token in STORY[:4]:
         own.push(token)
         follower.push(token)

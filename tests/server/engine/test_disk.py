@@ -10,6 +10,7 @@ import pytest
 
 from cache.disk import connector
 from cache.disk.tier import DiskTier
+from cache.history import HistoryFollower
 from cache.lease import Tier
 from cache.views import CacheView
 from server.engine import engine as engine_module
@@ -74,7 +75,7 @@ def test_what_is_on_disk_is_quoted_after_a_restart(tmp_path: Path) -> None:
     again = open_tier(tmp_path)
     history = Harness(num_slots=1, disk=again).prefix_cache.history
     own = history.begin("")
-    follower = history.follow(own)
+    follower = HistoryFollower(history, own)
     for token in PROMPT[:3]:
         own.push(token)
         follower.push(token)

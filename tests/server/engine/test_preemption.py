@@ -109,7 +109,7 @@ def test_the_oldest_is_never_preempted_and_all_end_in_order() -> None:
 
 
 def test_whoever_waits_goes_on_before_a_newcomer_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness, begun = Tight(200, num_slots=4), list[str]()
+    harness, begun = Tight(200, num_slots=4), list[str | None]()
     begin = harness.prefix_cache.begin
 
     def note(request: CacheRequest) -> Lease | None:
@@ -197,7 +197,7 @@ def test_a_private_request_that_waited_is_evaluated_again_from_its_beginning() -
     assert harness.worker.stats().num_preempted > 0
     for seed, sink in enumerate(sinks):
         assert sink.tokens == reference(prompt_of(seed, 20), 150, ignore_eos=True)
-    assert harness.prefix_cache.memory.num_nodes == 0
+    assert harness.prefix_cache.stats().num_nodes == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from cache.history import HistoryFollower
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from server.engine.engine import KeptState
@@ -91,7 +92,7 @@ def test_state_that_is_pinned_and_cannot_be_cut_down_goes_as_a_whole() -> None:
 def drafted(state: KeptState, namespace: str) -> list[int]:
     """What follows the beginning of `SAID`."""
     own = state.prefix_cache.history.begin(namespace)
-    follower = state.prefix_cache.history.follow(own)
+    follower = HistoryFollower(state.prefix_cache.history, own)
     for token in SAID[:5].tolist():
         own.push(token)
         follower.push(token)
