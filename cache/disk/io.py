@@ -150,7 +150,7 @@ class WriteQueue:
         self, store: DiskStore, *, max_waiting_bytes: int, elapsed: Callable[[], float], report: Callable[[str], None]
     ) -> None:
         self._store: DiskStore | None = store
-        self._max_waiting_bytes = max_waiting_bytes
+        self.max_waiting_bytes = max_waiting_bytes
         self._elapsed = elapsed
         self._report = report
         self._writes: deque[tuple[StoredFile, int, Future[Receipt | None]]] = deque()
@@ -162,15 +162,11 @@ class WriteQueue:
     def waiting_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes, _ in self._writes)
 
-    @property
-    def is_busy(self) -> bool:
-        return 2 * self.waiting_bytes > self._max_waiting_bytes
-
     def accepts(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more may wait; an empty queue accepts any file."""
         if self._store is None or self._elapsed() < self._paused_until:
             return False
-        if self._writes and self.waiting_bytes + num_bytes > self._max_waiting_bytes:
+        if self._writes and self.waiting_bytes + num_bytes > self.max_waiting_bytes:
             return False
         self._store.is_failing = False  # a failure before the pause must not fail what comes after it
         return True

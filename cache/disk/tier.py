@@ -65,7 +65,7 @@ class DiskTier:
     def is_busy(self) -> bool:
         """Whether only urgent writes should be added."""
         self.notice_written()
-        return self.queue.is_busy
+        return 2 * self.queue.waiting_bytes > self.queue.max_waiting_bytes
 
     def _report(self, problem: str) -> None:
         """Logs the first problem as a warning, later ones for debugging."""

@@ -30,10 +30,8 @@ def create(name: str, weights: WeightsPlace, told: Modelfile, *, replaces: bool 
         folder_of(weights)
     defaults = with_parameters(ModelDefaults() if parent is None else parent.defaults, told.parameters)
     _check_template_arguments(defaults)
-    if told.system is not None:
-        defaults = replace(defaults, system=told.system)
-    if told.messages:
-        defaults = replace(defaults, messages=tuple(told.messages))
+    system = defaults.system if told.system is None else told.system
+    defaults = replace(defaults, system=system, messages=tuple(told.messages) or defaults.messages)
     text = told.license if told.license is not None else "" if parent is None else parent.license
     now = datetime.now(UTC)
     with user_manifest().change() as stored:

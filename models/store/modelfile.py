@@ -69,7 +69,10 @@ def _take_parameter(changes: dict[str, Any], name: str, value: Any) -> None:
         # Ollama writes -1 for an answer without a limit.
         changes[_LIMITS[name]] = None if name == "num_predict" and number < 1 else int(number)
     elif name == _STOP:
-        if texts := _texts(value):
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ModelfileError("stop is a text, or a list of texts")
+        if texts:
             changes["stop"] = (*changes.get("stop", ()), *texts)
     elif name == _TEMPLATE_ARGUMENTS:
         changes["template_arguments"] = _object(value)
@@ -102,13 +105,6 @@ def _number(name: str, value: Any, kind: type) -> int | float:
         whole = "whole " if kind is int else ""
         raise ModelfileError(f"{name} is a {whole}number, not {str(value)[:60]!r}") from None
     return int(number) if kind is int else float(number)
-
-
-def _texts(value: Any) -> list[str]:
-    texts = value if isinstance(value, list) else [value]
-    if not all(isinstance(text, str) for text in texts):
-        raise ModelfileError("stop is a text, or a list of texts")
-    return texts
 
 
 def _object(value: Any) -> Mapping[str, Any]:
@@ -171,30 +167,28 @@ def modelfile_of(stored: StoredModel, base: str | None = None) -> str:
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
-    lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
-    number = 0
-    while number < len(lines):
-        first, line = number + 1, lines[number].strip()
-        number += 1
+    lines = enumerate(text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n"), 1)
+    for first, raw in lines:
+        line = raw.strip()
         if not line or line.startswith("#"):
             continue
         word, _, rest = line.partition(" ") if " " in line else line.partition("\t")
-        rest = rest.strip()
+        word, rest = word.lower(), rest.strip()
         head, quote, _ = rest.partition(_LONG_QUOTE)
         # A role may precede the text of a message.
-        if quote and (not head or word.lower() == "message"):
-            gathered = [lines[first - 1].partition(_LONG_QUOTE)[2]]  # with the white space at the line's end
-            while _LONG_QUOTE not in gathered[-1]:
-                if number == len(lines):
-                    raise ModelfileError(f'line {first}: the text that begins with """ does not end')
-                gathered.append(lines[number])
-                number += 1
-            gathered[-1], _, behind = gathered[-1].partition(_LONG_QUOTE)
-            if behind.strip():
-                raise ModelfileError(f'line {number}: nothing may stand behind the """ that ends a text')
-            yield first, word.lower(), head + "\n".join(gathered)
-        else:
-            yield first, word.lower(), rest if word.lower() in ("message", "parameter") else _unquoted(rest)
+        if not quote or (head and word != "message"):
+            yield first, word, rest if word in ("message", "parameter") else _unquoted(rest)
+            continue
+        number, gathered = first, [raw.partition(_LONG_QUOTE)[2]]  # with the white space at the line's end
+        while _LONG_QUOTE not in gathered[-1]:
+            number, more = next(lines, (0, ""))
+            if not number:
+                raise ModelfileError(f'line {first}: the text that begins with """ does not end')
+            gathered.append(more)
+        gathered[-1], _, behind = gathered[-1].partition(_LONG_QUOTE)
+        if behind.strip():
+            raise ModelfileError(f'line {number}: nothing may stand behind the """ that ends a text')
+        yield first, word, head + "\n".join(gathered)
 
 
 def _unquoted(text: str) -> str:
