@@ -330,10 +330,6 @@ class Answer:
         )
 
     @property
-    def has_started(self) -> bool:
-        return any(run.started is not None for run in self.runs)
-
-    @property
     def progress(self) -> str:
         return self._lead.progress
 

@@ -293,7 +293,8 @@ class Call:
     def _heartbeat(self) -> bytes:
         answer = self._charged
         if isinstance(answer, Answer):
-            write = self._dialect.heartbeat if answer.has_started else self._dialect.early_heartbeat
+            has_started = any(run.started is not None for run in answer.runs)
+            write = self._dialect.heartbeat if has_started else self._dialect.early_heartbeat
             return write(answer.progress)
         assert self._loading is not None, "a stream without an answer waits for its model"
         model_id = self._loading.id

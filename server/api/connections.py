@@ -59,22 +59,6 @@ class Limits:
     max_connections: int = MAX_CONNECTIONS
 
 
-class Reports:
-    """Warnings about clients. Event loop only."""
-
-    def __init__(self) -> None:
-        self._next: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, text: str) -> None:
-        """Counts an event; logs at most once a minute."""
-        count, now = self._counts.get(text, 0) + 1, time.monotonic()
-        self._counts[text] = count
-        if now >= self._next.get(text, 0.0):
-            logger.warning("%s%s", text, f" ({count} times since this was logged last)" if count > 1 else "")
-            self._next[text], self._counts[text] = now + REPORT_SECONDS, 0
-
-
 class HttpConfig(uvicorn.Config):
     """uvicorn's settings for `Connection`, and ours."""
 
@@ -85,7 +69,7 @@ class HttpConfig(uvicorn.Config):
             ws="none",
             backlog=ACCEPTED_AT_ONCE,
             log_config=None,
-            # uvicorn warns about clients in one line each time; `Reports` does so once a minute.
+            # uvicorn warns about clients in one line each time; `report` does so once a minute.
             log_level=logging.ERROR,
             access_log=False,
             server_header=False,
@@ -96,8 +80,25 @@ class HttpConfig(uvicorn.Config):
         # It warns of each write to a client that has left, as those of a step with drafts are.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
         self.limits = limits
-        self.reports = Reports()
         self.num_lingering = 0
+        self._reported: dict[str, tuple[float, int]] = {}
+        """By text: when it may be logged again, and how often it has been held back."""
+
+    def report(self, text: str) -> None:
+        """Warns about a client, of each kind of event at most once a minute."""
+        (due, count), now = self._reported.get(text, (0.0, 0)), time.monotonic()
+        self._reported[text] = due, count + 1
+        if now >= due:
+            logger.warning("%s%s", text, f" ({count + 1} times since this was logged last)" if count else "")
+            self._reported[text] = now + REPORT_SECONDS, 0
+
+    def handle_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handles a loop's errors: asyncio would report a lack of descriptors each time."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            self.report(f"connections wait to be accepted: {error.strerror}")
+        else:
+            loop.default_exception_handler(context)
 
 
 class Connection(H11Protocol):
@@ -200,7 +201,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _give_up(self, what: str) -> None:
-        self.config.reports.add(
+        self.config.report(
             f"closed a connection: its client stopped {what} for {self.config.limits.client_seconds:g} s"
         )
         if self.transport.is_closing() or not self._may_answer:
@@ -212,7 +213,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP; uvicorn would use plain text, and fail after an earlier answer."""
-        self.config.reports.add("closed a connection: what its client sent is no HTTP/1.1")
+        self.config.report("closed a connection: what its client sent is no HTTP/1.1")
         if self._may_answer:
             self._answer(ApiError(Code.INVALID_HTTP, "what was sent is no HTTP/1.1 request"))
         else:
@@ -225,10 +226,10 @@ class Connection(H11Protocol):
         # By time alone: if idle ones went first, newcomers would replace only each other, and slow bodies would stay.
         unfinished = [one for one in others if one.is_idle or one.is_sending]
         if unfinished:
-            self.config.reports.add("closed a connection without a whole request for a new one: there are too many")
+            self.config.report("closed a connection without a whole request for a new one: there are too many")
             min(unfinished, key=lambda one: one._since).drop()
         else:
-            self.config.reports.add("refused a connection: there are too many")
+            self.config.report("refused a connection: there are too many")
             self._answer(retry_later(Code.TOO_MANY_CONNECTIONS, "too many connections are at work", RETRY_SECONDS))
             self.connections.discard(self)
 
@@ -294,16 +295,3 @@ def find_max_connections() -> int:
             f"this process may open only {limit} files; allow it {needed} or more with `ulimit -n {needed}`"
         )
     return min(num_free, MAX_CONNECTIONS)
-
-
-def quieten_accept_errors(loop: asyncio.AbstractEventLoop, reports: Reports) -> None:
-    """Reports a lack of descriptors once a minute, not each time as asyncio."""
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            reports.add(f"connections wait to be accepted: {error.strerror}")
-        else:
-            loop.default_exception_handler(context)
-
-    loop.set_exception_handler(handle)

@@ -57,7 +57,6 @@ class TextReader:
             raise ApiError(Code.INVALID_VALUE, reason, "model")
         self.model = model
         self.num_tokens = 0
-        self._format = model.embedding
         self._cuts = cuts
 
     def read(self, text: str | Sequence[int], place: str) -> TokenArray:
@@ -88,8 +87,8 @@ class TextReader:
         limit = self.model.context_tokens
         if len(tokens) > limit and not self._cuts:
             raise context_exceeded(len(tokens), limit, place)
-        if self._format is not None:
-            tokens = self._format.cut(tokens, limit)
+        if self.model.embedding is not None:
+            tokens = self.model.embedding.cut(tokens, limit)
         self.num_tokens += len(tokens)
         if self.num_tokens > MAX_TOKENS:
             raise wrong(place, f"all texts of a request may have {MAX_TOKENS} tokens")

@@ -64,8 +64,6 @@ class OpenRequest:
     """The conversation's; None before the request holds a slot, or without one."""
     previous_id: str | None = None
     """The request of the conversation's last turn."""
-    received_at: float = field(default_factory=time.time)
-    """Seconds since 1970."""
     started: Started | None = None
     started_at: float = 0.0
     """`time.monotonic()` at its slot."""

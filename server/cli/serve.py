@@ -40,7 +40,7 @@ from models.names import model_id, resolve
 from models.precision import Precision
 from models.texts import grouped, size_text
 from server.api.app import create_pool_app, start_draining
-from server.api.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
+from server.api.connections import HttpConfig, Limits, find_max_connections
 from server.api.observe import check_otlp
 from server.app import memory_budget
 from server.app.config import MAX_FILES, ConfigError, ServerConfig, StartError
@@ -420,7 +420,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: HttpConfig, pool: ModelPool, drain_seconds: float, report: Callable[[], None]) -> None:
         """`report` is called once requests can come."""
         super().__init__(config)
-        self._reports = config.reports
+        self._http_config = config
         self._report = report
         self._drain_seconds = drain_seconds
         self.app = cast(Starlette, config.app)
@@ -438,7 +438,7 @@ class _Server(uvicorn.Server):
         for listener in sockets or ():
             # asyncio takes one number for how many it accepts at once and how many the kernel lets wait.
             listener.listen(KERNEL_BACKLOG)
-        quieten_accept_errors(asyncio.get_running_loop(), self._reports)
+        asyncio.get_running_loop().set_exception_handler(self._http_config.handle_error)
         self._report()
 
     def fail(self) -> None:

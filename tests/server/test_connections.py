@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from server.api.app import create_app
-from server.api.connections import MAX_LINGERING, HttpConfig, Limits, Reports, quieten_accept_errors
+from server.api.connections import MAX_LINGERING, HttpConfig, Limits
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -398,7 +398,8 @@ def test_an_idle_connection_is_closed_without_a_word_in_the_time_that_clients_ha
 def test_want_of_descriptors_is_logged_once_and_other_failures_as_ever(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        quieten_accept_errors(loop, Reports())
+        app = create_app(FakeEngine(), fake_model(), ServerConfig())
+        loop.set_exception_handler(HttpConfig(app, Limits()).handle_error)
         for _ in range(100):
             error = OSError(errno.EMFILE, "Too many open files")
             loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})

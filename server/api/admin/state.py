@@ -237,7 +237,7 @@ def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
         one,
         endpoint=one.arrival.endpoint,
         slot=None if one.started is None else one.started.slot,
-        received=round(one.received_at, 3),
+        received=round(time.time() - now + one.arrival.received, 3),
         seconds=round(now - one.arrival.received, 3),
         **one.who,
         **vars(one.counts),
