@@ -9,9 +9,9 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Annotated
-from xml.sax.saxutils import escape
 
 import typer
 
