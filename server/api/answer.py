@@ -33,7 +33,7 @@ from server.diagnosis.account import (
     with_missing_bytes,
 )
 from server.diagnosis.causes import Cause, Reuse
-from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, plain_prompt, prompt_of
+from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, prompt_of
 from server.engine.commands import pin_turn
 from server.engine.request import (
     Delta,
@@ -66,7 +66,7 @@ class Question:
         """The parts that requests are compared by."""
         model, namespace, source = self.model.id, self.request.namespace, self.conversation
         if source is None:
-            return plain_prompt(self.prompt.text, model=model, namespace=namespace)
+            return Prompt((Part(PLAIN, self.prompt.text),), model=model, namespace=namespace)
         made_of = (source.asked, source.tools, source.template_arguments)
         return prompt_of(*made_of, model=model, namespace=namespace)
 

@@ -187,9 +187,6 @@ class Conversations:
         self.is_whole = False
         """No conversation since the start is missing here, and no state of earlier ones is on disk."""
 
-    def __len__(self) -> int:
-        return len(self._turns)
-
     def find(self, session_id: str | None, request: Rendered, request_id: str) -> tuple[Name, EvaluatedTurn | None]:
         """A conversation, old or new, and the turn that the request continues."""
         namespace = request.prompt.namespace

@@ -107,11 +107,6 @@ def prompt_of(
     )
 
 
-def plain_prompt(text: str, *, model: str = "", namespace: str = "") -> Prompt:
-    """The parts of a plain completion."""
-    return Prompt((Part(PLAIN, text),), model=model, namespace=namespace)
-
-
 def part_of(message: Mapping[str, Any]) -> Part:
     """Reads a message as a client sends it or as a template gets it."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]

@@ -57,31 +57,26 @@ class Feed:
     """The output's last token, unless it is of the draft."""
     is_forced: bool = False
     """`rest` was not sampled."""
-    events: list[Event] = field(default_factory=list)
 
     def accept(self, samples: list[int], now: float, logprob: Callable[[int, int], TokenLogprob | None]) -> None:
-        """Takes samples while the draft agrees with them, up to the output's end."""
-        output = self.sequence.output
+        """Takes samples while the draft agrees with them, up to the output's end; tells the client."""
+        sequence, output, events = self.sequence, self.sequence.output, list[Event]()
         follows_grammar = output.follows_grammar
         for place, (sample, drafted) in enumerate(zip_longest(samples, self.draft)):
             forced = output.forced_token()
             token = sample if forced is None else forced
             self.is_forced, self.rest = token != sample, [token]
-            self.events += self.sequence.accept(token, now, logprob(token, place))
+            events += sequence.accept(token, now, logprob(token, place))
             # Behind a change of what binds the output, samples were drawn within a wrong mask.
             is_last = output.reason is None and output.follows_grammar != follows_grammar
             if token != drafted or is_last:
-                return
+                break
             self.num_accepted, self.rest = place + 1, []
             if output.reason is not None:
-                return
-
-    def tell(self, now: float) -> None:
-        """Hands the outcome to the client."""
-        self.sequence.drafted_tokens += len(self.draft)
-        self.sequence.accepted_tokens += self.num_accepted
-        if not self.has_ended:
-            self.sequence.post([*self.events, *self.sequence.finished(now)])
+                break
+        sequence.drafted_tokens += len(self.draft)
+        sequence.accepted_tokens += self.num_accepted
+        sequence.post([*events, *sequence.finished(now)])
 
 
 def error_of(act: Callable[[], None]) -> Exception | None:
@@ -93,21 +88,50 @@ def error_of(act: Callable[[], None]) -> Exception | None:
     return None
 
 
-def prepare(
-    table: SequenceTable, sequences: list[Sequence], previous: "DecodeStep | None", drafts: list[Draft] | None = None
-) -> tuple["DecodeStep", bool]:
-    """A step, and whether it waits to be sampled: a row bound to a grammar needs all tokens before."""
-    waits = any(sequence.output.is_bound for sequence in sequences)
-    rows, spare_bytes = [sequence.row for sequence in sequences], table.prefix_cache.reclaimer.spare_bytes
-    step = table.runner.prepare(rows, previous, drafts=drafts or (), samples=not waits, spare_bytes=spare_bytes)
-    if table.runner.take_change():
-        table.prefix_cache.pager.measure_running()
-    return step, waits
-
-
 def force(runner: "Runner", sequence: Sequence, generated: list[int]) -> None:
     """Has the next step feed the last of `generated`, whatever was sampled."""
     runner.force(sequence.row, generated[-1], prompt=sequence.request.tokens, generated=generated)
+
+
+def masks_along(table: SequenceTable, sequence: Sequence, draft: list[int]) -> list[MaskWords | None] | None:
+    """As of the output; None where a grammar cannot be followed, which ends the sequence."""
+    try:
+        return sequence.output.masks_along(draft)
+    except Exception as error:  # an error of the grammar concerns this row only
+        table.fail_bound(sequence, error)
+        return None
+
+
+@dataclass
+class InFlightStep:
+    """A launched decode step and its sequences, until it is read."""
+
+    step: "DecodeStep"
+    sequences: list[Sequence]
+    waits: bool
+    """The step is to be sampled once the tokens before it are read: a row is bound to a grammar."""
+
+
+def prepare(
+    table: SequenceTable, sequences: list[Sequence], previous: InFlightStep | None, drafts: list[Draft] | None = None
+) -> InFlightStep:
+    """A step behind `previous`, if that is not read yet."""
+    for sequence in sequences:
+        if previous is None or sequence not in previous.sequences:
+            assert drafts or len(sequence.known) == 1, "a step without drafts feeds one token"
+            sequence.row.known = [*sequence.known]
+        elif (forced := sequence.output.forced_token()) is not None:
+            force(table.runner, sequence, [*sequence.output.tokens, forced])
+    step = table.runner.prepare(
+        [sequence.row for sequence in sequences],
+        None if previous is None else previous.step,
+        drafts=drafts or (),
+        samples=not (waits := any(sequence.output.is_bound for sequence in sequences)),
+        spare_bytes=table.prefix_cache.reclaimer.spare_bytes,
+    )
+    if table.runner.take_change():
+        table.prefix_cache.pager.measure_running()
+    return InFlightStep(step, sequences, waits)
 
 
 class FeedSteps:
@@ -169,10 +193,8 @@ class FeedSteps:
 
     def _feed_of(self, sequence: Sequence, draft: list[int]) -> Feed | None:
         """None if the grammar cannot be followed."""
-        try:
-            masks = sequence.output.masks_along(draft)
-        except Exception as error:  # an error of the grammar concerns this row only
-            self._table.fail_bound(sequence, error)
+        masks = masks_along(self._table, sequence, draft)
+        if masks is None:
             return None
         cut = len(masks) - 1
         if draft[cut:] and (mask := masks[cut]) is not None and not allows(mask, draft[cut]):
@@ -183,35 +205,21 @@ class FeedSteps:
 
     # -- a step
 
-    def evaluate(self, feeds: list[Feed]) -> Exception | None:
-        """Evaluates and settles a step. Returns an error of the model: the live state of all rows is then lost."""
-        try:
-            step = self._started(feeds)
-            samples = step.tokens()
-        except Exception as error:  # replaying the rows shows which one is at fault
-            return error
-        now = self._clock()
+    def run(self, feeds: list[Feed]) -> None:
+        """Evaluates and settles a step. Raises errors of the model: the live state of all rows is then lost."""
+        drafts = [Draft(feed.draft, feed.sequence.request.tokens, feed.sequence.output.tokens) for feed in feeds]
+        prepared = prepare(self._table, [feed.sequence for feed in feeds], None, drafts)
+        if prepared.waits:
+            self._runner.sample(prepared.step, [mask for feed in feeds for mask in feed.masks])
+        self._runner.start(prepared.step)
+        samples, now = prepared.step.tokens(), self._clock()
         for index, (feed, found) in enumerate(zip(feeds, samples, strict=True)):
             if not feed.has_ended:
-                feed.accept(found, now, partial(step.logprob, index))
-        # What was accepted is told even so: it is right, whatever becomes of the state.
-        fault = error_of(partial(self._settle, step, feeds))
+                # Before the step is settled: what was accepted is right, whatever becomes of the state.
+                feed.accept(found, now, partial(prepared.step.logprob, index))
+        self._settle(prepared.step, feeds)
         for feed in feeds:
-            feed.tell(now)
-        if fault is None:
-            for feed in feeds:
-                self._table.close_evaluated(feed.sequence)
-        return fault
-
-    def _started(self, feeds: list[Feed]) -> "DecodeStep":
-        for feed in feeds:
-            feed.sequence.row.known = [*feed.sequence.known]
-        drafts = [Draft(feed.draft, feed.sequence.request.tokens, feed.sequence.output.tokens) for feed in feeds]
-        step, waits = prepare(self._table, [feed.sequence for feed in feeds], None, drafts)
-        if waits:
-            self._runner.sample(step, [mask for feed in feeds for mask in feed.masks])
-        self._runner.start(step)
-        return step
+            self._table.close_evaluated(feed.sequence)
 
     def _settle(self, step: "DecodeStep", feeds: list[Feed]) -> None:
         held = self._runner.settle(step, [feed.num_accepted for feed in feeds])
@@ -236,16 +244,6 @@ class FeedSteps:
 def _drafting(sequence: Sequence) -> Drafting:
     assert sequence.drafting is not None, "a sequence decodes that was never admitted"
     return sequence.drafting
-
-
-@dataclass
-class InFlightStep:
-    """A launched decode step and its sequences, until it is read."""
-
-    step: "DecodeStep"
-    sequences: list[Sequence]
-    waits: bool
-    """The step is sampled once the tokens before it are read."""
 
 
 class DecodePipeline:
@@ -299,7 +297,7 @@ class DecodePipeline:
         return [one for one in self.next_sequences() if one.has_memory]
 
     def _step_feeds(self, steps: FeedSteps, feeds: list[Feed], begun: float) -> None:
-        error = steps.evaluate(feeds)
+        error = error_of(partial(steps.run, feeds))
         if error is None:
             steps.learn(feeds, self._clock() - begun)
             return
@@ -335,20 +333,11 @@ class DecodePipeline:
     def _prepare(self, sequences: list[Sequence], previous: InFlightStep | None) -> None:
         if not sequences:
             return
-        for sequence in sequences:
-            if previous is None or sequence not in previous.sequences:
-                assert len(sequence.known) == 1, "a step without drafts feeds one token"
-                sequence.row.known = [*sequence.known]
-            elif (forced := sequence.output.forced_token()) is not None:
-                self._force(sequence, forced)
-        step, waits = prepare(self._table, sequences, previous.step if previous else None)
+        prepared = prepare(self._table, sequences, previous)
         for sequence in sequences:
             sequence.num_launched += 1
             sequence.record()
-        self._in_flight = InFlightStep(step, sequences, waits)
-
-    def _force(self, sequence: Sequence, token: int) -> None:
-        force(self._runner, sequence, [*sequence.output.tokens, token])
+        self._in_flight = prepared
 
     def _start(self) -> None:
         prepared, self._in_flight = self._in_flight, None
@@ -370,13 +359,8 @@ class DecodePipeline:
             self._start()
 
     def _mask_of(self, sequence: Sequence) -> MaskWords | None:
-        if sequence not in self._table:
-            return None
-        try:
-            return sequence.output.masks_along(())[0]
-        except Exception as error:  # an error of the grammar concerns this row only
-            self._table.fail_bound(sequence, error)
-            return None
+        masks = masks_along(self._table, sequence, []) if sequence in self._table else None
+        return masks[0] if masks is not None else None
 
     # -- read
 
@@ -399,7 +383,7 @@ class DecodePipeline:
         forced = sequence.output.forced_token()
         if forced is not None and not is_fed:
             try:
-                self._force(sequence, forced)
+                force(self._runner, sequence, [*sequence.output.tokens, forced])
             except Exception as error:  # of the device, while the row's penalties are made anew
                 self._table.fail_step(sequence, error)
                 return

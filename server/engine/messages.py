@@ -187,20 +187,18 @@ class Inbox:
         """The future of a command's result. Raises QueueFull and EngineStopped."""
         future: Future[Result] = Future()
 
-        def settle(act: Callable[[], Result]) -> None:
+        def run(worker: Worker) -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(act())
+                    future.set_result(command(worker))
                 except Exception as error:  # the caller gets it; it concerns nobody else
                     future.set_exception(error)
 
-        def refuse(error: EngineStopped) -> Result:
-            raise error
+        def refuse(error: EngineStopped) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
-        message = WorkerMessage(
-            lambda worker: settle(partial(command, worker)), lambda error: settle(partial(refuse, error))
-        )
-        self._put(message, self._check_commands)
+        self._put(WorkerMessage(run, refuse), self._check_commands)
         return future
 
     def put_end(self) -> None:

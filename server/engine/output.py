@@ -163,38 +163,36 @@ class Output:
     def accept(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
         """Returns the text that the next token completes; sets `reason` at the last one."""
         self.tokens.append(token)
-        if token in self._ends:
-            return self._accept_end(token, logprob)
+        is_end = token in self._ends
+        if is_end:
+            self.stop_token = token
+            if not (self._request.keeps_stop and token in self._request.stop_token_ids):
+                deltas = self.end(FinishReason.STOP)
+                self._note(token, logprob)
+                return deltas
         self._note(token, logprob)
         text = self._decode(token)
-        deltas = self._emit(text) if len(self.tokens) > self._request.sampling.min_tokens else self._emit_all(text)
-        if self.stop_text is not None or any(bound.is_complete for bound in self._bounds):
-            return [*deltas, *self.end(FinishReason.STOP)]
-        if len(self.tokens) >= self._request.max_tokens:
-            return [*deltas, *self.end(FinishReason.LENGTH)]
-        return deltas
+        may_stop = not is_end and len(self.tokens) > self._request.sampling.min_tokens
+        text = self._emitted(text) if may_stop else self._stops.flush() + text
+        if is_end or self.stop_text is not None or any(bound.is_complete for bound in self._bounds):
+            text += self._ended(FinishReason.STOP)
+        elif len(self.tokens) >= self._request.max_tokens:
+            text += self._ended(FinishReason.LENGTH)
+        return self._delta(text)
 
     def end(self, reason: FinishReason) -> list[Delta]:
         """Returns the text held back; a stop string in it makes `STOP` the reason, except after a cancel."""
+        return self._delta(self._ended(reason))
+
+    def _ended(self, reason: FinishReason) -> str:
         if self._reasoning is not None:
             self._reasoning.finish()
-        deltas: list[Delta] = []
+        text = self._emitted(self._decoder.finish()) if self.stop_text is None else ""
         if self.stop_text is None:
-            deltas += self._emit(self._decoder.finish())
-        if self.stop_text is None:
-            deltas += self._emit_all("")
+            text += self._stops.flush()
         has_stopped = self.stop_text is not None and reason is not FinishReason.CANCELLED
         self.reason = FinishReason.STOP if has_stopped else reason
-        return deltas
-
-    def _accept_end(self, token: int, logprob: TokenLogprob | None) -> list[Delta]:
-        self.stop_token = token
-        if self._request.keeps_stop and token in self._request.stop_token_ids:
-            self._note(token, logprob)
-            return [*self._emit_all(self._decode(token)), *self.end(FinishReason.STOP)]
-        deltas = self.end(FinishReason.STOP)
-        self._note(token, logprob)
-        return deltas
+        return text
 
     def _note(self, token: int, logprob: TokenLogprob | None) -> None:
         self._pending.append(token)
@@ -212,13 +210,9 @@ class Output:
             self._calls.accept(token, text)
         return text
 
-    def _emit(self, text: str) -> list[Delta]:
+    def _emitted(self, text: str) -> str:
         emitted, self.stop_text, _ = self._stops.push(text)
-        kept = self.stop_text if self._request.keeps_stop else None
-        return self._delta(emitted + (kept or ""))
-
-    def _emit_all(self, text: str) -> list[Delta]:
-        return self._delta(self._stops.flush() + text)
+        return emitted + (self.stop_text or "") if self._request.keeps_stop else emitted
 
     def _delta(self, text: str) -> list[Delta]:
         if not text:

@@ -179,10 +179,10 @@ class Sequence(Scheduled):
 
     def finished(self, now: float) -> list[Event]:
         """Finished, if the output has ended."""
-        reason, drafting = self.output.reason, self.drafting
+        reason, followed = self.output.reason, self.drafting.prediction if self.drafting is not None else None
         if reason is None:
             return []
-        predicts, followed = self.request.prediction is not None, drafting.prediction if drafting else None
+        predicts = self.request.prediction is not None
         finished = Finished(
             reason,
             len(self.request.tokens),

@@ -262,7 +262,6 @@ class Worker:
         self._eos = eos_token_ids
         self._arrivals = itertools.count(1)
         self._speculation = speculation
-        self._close_runner, self._forms = runner.close, (runner.rows_form, runner.drafts_form)
 
     @property
     def has_work(self) -> bool:
@@ -325,21 +324,15 @@ class Worker:
             if parks:
                 self.prefix_cache.park()
         finally:
-            self._close_runner()
+            self._table.runner.close()
 
     def stats(self) -> EngineStats:
         """Current counts and bytes."""
         phases = Counter(sequence.phase for sequence in self._table)
         requests = RequestCounts(phases[Phase.WAITING], phases[Phase.PREFILLING], phases[Phase.DECODING])
-        rows_form, drafts_form = self._forms
-        return EngineStats(
-            requests,
-            self._table.num_suspended,
-            self.prefix_cache.stats(),
-            rows_form,
-            None if self._speculation is None else self._speculation.stats,
-            drafts_form,
-        )
+        drafts = None if self._speculation is None else self._speculation.stats
+        runner, cache = self._table.runner, self.prefix_cache.stats()
+        return EngineStats(requests, self._table.num_suspended, cache, runner.rows_form, drafts, runner.drafts_form)
 
     def use_long_chunks(self) -> None:
         """A prompt beside which nothing runs gets longer chunks, as pays on a GPU.
@@ -365,17 +358,14 @@ class Worker:
         """Evaluates up to one chunk of prompt tokens, and runs one decode step."""
         self._update_waiting()
         self._prefill.run_chunk(before_each=self._finish_decode_step)
-        self._give_memory_to_answers()
+        if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
+            self._scheduler.is_stalled = False
         self._reserve_next_step()
         if any(sequence.has_lost_state for sequence in self._table):
             self._finish_decode_step()
         self._decode.step()
         wants_memory = self._has_free_slot() and any(one.phase is Phase.WAITING for one in self._table)
         self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
-
-    def _give_memory_to_answers(self) -> None:
-        if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
-            self._scheduler.is_stalled = False
 
     def _has_free_slot(self) -> bool:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)

@@ -213,7 +213,7 @@ def test_of_the_only_conversation_the_oldest_turn_is_dropped_first() -> None:
     conversations = Conversations(max_bytes=45_000)
     for one in turns:
         conversations.record(Name("", "s"), EvaluatedTurn(one, tokens=characters_of(one), num_prompt_tokens=1))
-    assert len(conversations) == 1
+    assert len(conversations._turns) == 1
     assert conversations.num_bytes <= 45_000
     _, previous = conversations.find("s", rendered(turns[2]), "4")
     assert previous is not None
