@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from cache.layers.layout import leaves_of, split_at_head, tail_of
 from cache.types import LayerCache
-from models.inference.feeds import Rewind, forget_last, unchanged
+from models.inference.feeds import Rewind, forget_last, seconds_of, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Row, Wanted, capacity_for
 from models.inference.groups import BatchRow, Group
 from models.inference.ragged import RaggedBatch, ragged_attention
@@ -353,10 +353,8 @@ def _timed_step(
 
     def seconds() -> float:
         layers = batch.arrange(rows, float("inf"))
-        begun = time.perf_counter()
         with ragged_attention():
-            mx.eval([attend(layer) for layer in layers])
-        seconds = time.perf_counter() - begun
+            seconds = seconds_of(lambda: [attend(layer) for layer in layers])
         batch.advance()
         return seconds
 

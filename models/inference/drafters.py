@@ -6,9 +6,9 @@ states are not stored: the first entry behind a restored prefix takes zeros.
 """
 
 import itertools
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 from cache.layers.layout import leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
-from models.inference.feeds import unchanged
+from models.inference.feeds import seconds_of, unchanged
 from models.inference.ragged import Padding, RaggedLayer
 from models.loader import DraftModel, LoadedModel
 from models.mlx_lm_import import ArraysCache, RotatingKVCache, make_prompt_cache
@@ -134,12 +134,8 @@ class Drafter(ABC):
     def measure_draft_seconds(self, caches: Sequence[LayerCache]) -> float:
         """Seconds of one drafted token, for a row with a few tokens in `caches`: the best of some tries."""
         before = self.evaluate(mx.array([[0]]), self.make_cache(), [1], [None]).behind
-        found = list[float]()
-        for _ in range(_TRIALS):
-            begun = time.perf_counter()
-            mx.eval(self.draft_alone(caches, [0], before, _TRIED_TOKENS))
-            found.append((time.perf_counter() - begun) / _TRIED_TOKENS)
-        return min(found)
+        draft = partial(self.draft_alone, caches, [0], before, _TRIED_TOKENS)
+        return min(seconds_of(draft) for _ in range(_TRIALS)) / _TRIED_TOKENS
 
 
 class MtpDrafter(Drafter):

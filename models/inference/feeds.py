@@ -10,7 +10,7 @@ replaces: MLX would copy a buffer that grows in place. Worker thread only.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,9 +120,8 @@ def _replaced(cache: LayerCache) -> dict[str, Any]:
     """What a call replaces; nothing for a buffer that grows in place."""
     if isinstance(cache, ArraysCache):
         return {"cache": list(cache.cache)}
-    if isinstance(cache, RotatingKVCache):
-        return {name: getattr(cache, name) for name in ("keys", "values", "offset", "_idx")}
-    return {}
+    names = ("keys", "values", "offset", "_idx") if isinstance(cache, RotatingKVCache) else ()
+    return {name: getattr(cache, name) for name in names}
 
 
 def forget_last(cache: LayerCache, num_tokens: int) -> None:
@@ -193,8 +192,14 @@ def measure_step_seconds(
 
 
 def _seconds_of(model: Any, tokens: mx.array, caches: Sequence[LayerCache]) -> float:
-    rewind, begun = Rewind(caches, tokens.size), time.perf_counter()
-    mx.eval(model(tokens, cache=caches))
-    seconds = time.perf_counter() - begun
+    rewind = Rewind(caches, tokens.size)
+    seconds = seconds_of(lambda: model(tokens, cache=caches))
     rewind.undo()
     return seconds
+
+
+def seconds_of(compute: Callable[[], Any]) -> float:
+    """Until all that `compute` returns is evaluated."""
+    begun = time.perf_counter()
+    mx.eval(compute())
+    return time.perf_counter() - begun

@@ -187,10 +187,9 @@ def _definition(grammar: Grammar) -> str:
             case GrammarKind.CHOICE:
                 texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text)]
                 return matcher.grammar_from_lark("start: " + " | ".join(texts))
-            case GrammarKind.GBNF_OR_LARK:
-                return matcher.grammar_from_lark(any_to_lark(grammar.text))
-            case GrammarKind.LARK:
-                return matcher.grammar_from_lark(grammar.text)
+            case GrammarKind.GBNF_OR_LARK | GrammarKind.LARK:
+                is_lark = grammar.kind is GrammarKind.LARK
+                return matcher.grammar_from_lark(grammar.text if is_lark else any_to_lark(grammar.text))
     except Exception as error:  # the converters raise anything for what they cannot read
         raise InvalidGrammar(_brief(error)) from error
 

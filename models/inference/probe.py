@@ -466,7 +466,7 @@ class _Rows:
             lambda row, caches: [self._evaluate([[token]], caches)[0, -1] for token in self._tokens[row]]
         )
 
-    def in_chunks(self, made: Mapping[int, BatchRow] | None = None) -> _Trace:
+    def in_chunks(self, made: dict[int, BatchRow] | None = None) -> _Trace:
         return self._each(lambda row, caches: list(self._evaluate([self._tokens[row]], caches)[0]), made)
 
     def in_feeds(self) -> _Trace:
@@ -474,9 +474,7 @@ class _Rows:
         return self._each(self._feed_alone)
 
     def _each(
-        self,
-        evaluate: Callable[[int, Sequence[LayerCache]], Sequence[mx.array]],
-        made: Mapping[int, BatchRow] | None = None,
+        self, evaluate: Callable[[int, list[LayerCache]], Sequence[mx.array]], made: dict[int, BatchRow] | None = None
     ) -> _Trace:
         trace: _Trace = {}
         for row in self._tokens:

@@ -28,10 +28,9 @@ from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from cache.layers.layout import leaves_of
-from cache.types import LayerCache
+from cache.types import LayerCache, TokenArray
 from models import lora
 from models.adapter import NO_ADAPTER
 from models.errors import RowLost
@@ -229,7 +228,7 @@ class Runner:
         """Empty layer caches for one sequence."""
         return list(make_prompt_cache(self._whole))
 
-    def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32], adapter: int = NO_ADAPTER) -> None:
+    def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int = NO_ADAPTER) -> None:
         """Evaluates `[num_tokens]` tokens of one sequence, without logits; blocks until `caches` are evaluated."""
         with selecting(self._adapters, adapter):
             self._evaluate_prompt(caches, mx.array(tokens))
@@ -238,8 +237,8 @@ class Runner:
     def score(
         self,
         caches: list[LayerCache],
-        tokens: NDArray[np.int32],
-        following: NDArray[np.int32],
+        tokens: TokenArray,
+        following: TokenArray,
         num_top: int,
         adapter: int = NO_ADAPTER,
     ) -> list[TokenLogprob]:
@@ -530,7 +529,7 @@ class Runner:
         tokens: mx.array,
         caches: list[LayerCache],
         rows: Sequence[DecodeRow],
-        lengths: Sequence[int],
+        lengths: list[int],
     ) -> mx.array:
         """`[num_tokens, vocab_size]`, of one row's tokens over its own caches, or of a batch's."""
         is_own = caches is rows[0].caches
