@@ -12,6 +12,7 @@ number of namespaces that hold anything; those over it lose state first.
 import bisect
 import heapq
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -226,7 +227,7 @@ class FairQueue:
     def __init__(self, find_over_share: Callable[[], set[str]]) -> None:
         """Calls `find_over_share` before each candidate: evictions change the answer."""
         self._find_over_share = find_over_share
-        self._queues: dict[str, Queue] = {}
+        self._queues = defaultdict[str, Queue](Queue)
         self._now = 0
         self._ranks: dict[str, tuple[bool, float]] = {}
         """Each queue's, at `_now`."""
@@ -237,8 +238,6 @@ class FairQueue:
 
     def push(self, namespace: str, candidate: Candidate) -> None:
         """See `Queue.push`."""
-        if namespace not in self._queues:
-            self._queues[namespace] = Queue()
         self._queues[namespace].push(candidate)
         self._rank(namespace)
 

@@ -116,10 +116,7 @@ class Pager:
             if num_bytes >= CLEAR_BYTES:
                 mx.clear_cache()
             return
-        tip = next(node for node in slot.tip.path() if node.stop >= keep)
-        if tip.stop > keep:
-            tip = self.trie(slot.namespace).split(tip, keep)
-        self.move_tip(slot, tip)
+        self.move_tip(slot, self.land(self.trie(slot.namespace), slot.tip.path(), keep))
         slot.log.truncate(keep)
         slot.is_cut = True
         self.layout.truncate_spans(slot.caches, keep)
@@ -141,9 +138,7 @@ class Pager:
             self.page_out_heads(spared)
 
     def _store_homed(self, slot: Slot, trie: PrefixTrie, keep: int) -> None:
-        cut = next((node for node in slot.tip.path() if node.start < keep < node.stop), None)
-        if cut is not None:
-            trie.split(cut, keep)
+        self.land(trie, slot.tip.path(), keep)
         homes = self._other_homes(slot)
         leaving = [node for node in slot.tip.path() if node.start >= keep and node.home is slot]
         staying = [node for node in leaving if node not in homes]

@@ -119,8 +119,7 @@ class Reclaimer:
         """
         self.pager.take_back_padding()
         self.pins.release_soft()
-        target = self.ledger.charged_bytes - self.ledger.stored_bytes // 2
-        self.memory.evict(target, ())
+        self.memory.evict(self.ledger.charged_bytes - self.ledger.stored_bytes // 2, ())
 
     def reserve(self, slot: Slot, num_tokens: int, *, needed: int) -> None:
         """Reserves memory for `num_tokens`; resizes live buffers unless `needed` tokens fit.

@@ -324,10 +324,8 @@ class Node(TokenNode):
         assert (self.span is None) != (self.home is None), f"{self} must be stored or live, not both"
         if self.span is not None:
             assert (self.span.start, self.span.stop) == (self.start, self.stop), f"{self} holds a foreign span"
-        is_public = not self.is_volatile
-        assert not (is_public and self.parent is not None and self.parent.is_volatile), (
-            f"{self} is volatile no more, what is before it is"
-        )
+        is_below_volatile = self.parent is not None and self.parent.is_volatile
+        assert self.is_volatile or not is_below_volatile, f"{self} is volatile no more, what is before it is"
         assert self.num_slots >= 0, f"{self} was left by more slots than entered it"
 
 

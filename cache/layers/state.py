@@ -90,11 +90,9 @@ class Segment:
         return pack.rows[row : row + 1]
 
     def forget(self, index: int) -> None:
-        """Drops an array once nobody will read any of its components: the segment moves into caches."""
-        forgotten, _ = self._where.pop(index)
-        self.is_whole = False
-        if not any(other in self._where for other in reversed(forgotten.indices)):
-            self.packs = [pack for pack in self.packs if pack is not forgotten]
+        """Nobody will read this component again: the segment moves into caches, an array after the other."""
+        del self._where[index]
+        self.packs, self.is_whole = [], False
 
     def split(self, offset: int) -> "tuple[Segment, Segment]":
         """`[start, offset)` and `[offset, stop)`, each owning its bytes."""

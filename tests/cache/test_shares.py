@@ -141,6 +141,15 @@ def test_a_sweep_looks_at_no_more_than_it_has_to() -> None:
     assert len(queue) == 9999 - len(seen)
 
 
+def test_sweeps_of_a_few_reach_all_in_turn() -> None:
+    queue = FairQueue(set)
+    for time in range(10):
+        queue.push("a", candidate(str(time), time))
+    for _ in range(10):
+        queue.sweep(lambda one: one.key == "0", 1)
+    assert popped(queue) == ["0"]
+
+
 def test_one_who_fills_the_memory_does_not_drive_out_the_others() -> None:
     """Twenty conversations of one namespace take turns; another's only one, older than all, stays."""
     prefix_cache = PrefixCache(lambda: fake_model.make_caches("T"), num_slots=1, budget_bytes=1000 * BYTES_PER_TOKEN)
