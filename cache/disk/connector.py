@@ -14,9 +14,8 @@ from typing import cast
 import numpy as np
 
 from cache import snapshots
-from cache.disk.spans import FilePart, FileSpan, StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import START, DiskPlace, Target
+from cache.disk.tree import START, DiskPlace, FilePart, FileSpan, StoredFile, Target
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.snapshots import KeptPoint, has_whole_snapshot, window_rows

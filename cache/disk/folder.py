@@ -18,9 +18,8 @@ from pathlib import Path
 from cache.budget import DiskFault, DiskInUse, FolderUnsafe, FolderUnusable
 from cache.disk.codec import LoadedState, StateImage, read_state
 from cache.disk.files import FileSystem, Receipt, TensorFile, read_exactly, write_tensors
-from cache.disk.index import DiskIndex, FileRow, WriteDay
-from cache.disk.spans import FilePart, StoredFile
-from cache.disk.tree import DiskTree, extended
+from cache.disk.index import DiskIndex, WriteDay
+from cache.disk.tree import DiskTree, FilePart, FileRow, StoredFile, extended
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 

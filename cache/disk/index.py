@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from cache.disk.files import FileSystem, Receipt
-from cache.disk.spans import StoredFile
-from cache.types import TokenArray
+from cache.disk.tree import FileRow, StoredFile
 
 DAY_SECONDS = 86_400.0
 
@@ -116,19 +115,6 @@ _COLUMNS = (
     "name, is_snapshot, has_points, namespace, start, stop, parent_key, key, tokens, "
     "num_bytes, header_bytes, checksums_bytes, digest, last_used"
 )
-
-
-@dataclass(frozen=True)
-class FileRow:
-    """A written file, and its tokens."""
-
-    file: StoredFile
-    parent_key: bytes
-    """Key of the prefix before `start`; for a snapshot, `key`."""
-    key: bytes
-    """Key of the prefix before `stop`."""
-    tokens: TokenArray
-    """Empty for a snapshot."""
 
 
 class DiskIndex:

@@ -18,7 +18,7 @@ from cache.disk.codec import LoadedState, StateImage
 from cache.disk.files import Receipt
 from cache.disk.folder import DiskStore
 from cache.disk.index import WriteDay
-from cache.disk.spans import FilePart, FileSpan, StoredFile
+from cache.disk.tree import FilePart, FileSpan, StoredFile
 from cache.layers.state import Segment
 from cache.types import TokenArray
 

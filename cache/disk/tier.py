@@ -16,8 +16,7 @@ from cache.disk.codec import StateImage, Unstorable
 from cache.disk.folder import DiskStore
 from cache.disk.index import WriteBudget
 from cache.disk.io import FileReader, WriteQueue
-from cache.disk.spans import FileSpan, StoredFile
-from cache.disk.tree import DiskPlace, Target
+from cache.disk.tree import DiskPlace, FileSpan, StoredFile, Target
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 

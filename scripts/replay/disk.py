@@ -9,9 +9,8 @@ from typing import Any
 
 from cache.disk.files import Receipt
 from cache.disk.index import WriteDay
-from cache.disk.spans import FilePart, StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import DiskTree
+from cache.disk.tree import DiskTree, FilePart, StoredFile
 from cache.types import TokenArray
 from scripts.replay.layout import SizedRecurrent, SizedSegment
 

@@ -19,9 +19,8 @@ import numpy as np
 
 from cache.disk.files import FileSystem, as_owner
 from cache.disk.folder import DiskStore
-from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import START, Target
+from cache.disk.tree import START, FileSpan, StoredFile, Target
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 

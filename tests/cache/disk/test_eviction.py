@@ -13,9 +13,8 @@ import pytest
 
 from cache.budget import DiskFault
 from cache.disk import tree
-from cache.disk.spans import StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import MIN_GARBAGE, DiskNode, DiskTree, LruOrder, Target
+from cache.disk.tree import MIN_GARBAGE, DiskNode, DiskTree, LruOrder, StoredFile, Target
 from cache.types import TokenArray
 from tests.support.disk_driver import (
     conversation,

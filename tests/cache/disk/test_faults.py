@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from cache.budget import DiskFault, FolderUnusable
-from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
+from cache.disk.tree import FileSpan, StoredFile
 from tests.support import disk_driver
 from tests.support.disk_driver import (
     CountingFiles,

@@ -12,9 +12,8 @@ import pytest
 
 from cache.budget import DiskFault, DiskInUse, FolderUnusable
 from cache.disk.io import RETRY_SECONDS
-from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import START, Target
+from cache.disk.tree import START, FileSpan, StoredFile, Target
 from cache.layers.state import RecurrentState
 from cache.types import TokenArray, common_prefix_length
 from tests.support import disk_driver
