@@ -27,6 +27,15 @@ class _Schemas(GenerateJsonSchema):
         record = super().dataclass_schema(schema)
         return {**record, "required": list(record["properties"]), "additionalProperties": False}
 
+    def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
+        """A dictionary of named keys has them all."""
+        keys = schema.get("keys_schema", {})
+        if keys.get("type") != "literal":
+            return super().dict_schema(schema)
+        names, value = keys["expected"], self.generate_inner(schema["values_schema"])
+        properties = dict.fromkeys(names, value)
+        return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
     def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
         return {**super().typed_dict_schema(schema), "additionalProperties": False}
 

@@ -101,7 +101,7 @@ def usage_of(finished: Finished) -> ResponseUsage:
     }
 
 
-TokenCount: TypeAlias = dict[Literal["object", "input_tokens"], str | int]
+InputTokenCount: TypeAlias = dict[Literal["object", "input_tokens"], str | int]
 
 
 def _failure(error: ApiError) -> str:
@@ -422,6 +422,6 @@ ROUTES = (
     Endpoint(
         "/responses/input_tokens",
         count_input_tokens,
-        Operation(InputBody, TokenCount),
+        Operation(InputBody, InputTokenCount),
     ),
 )

@@ -107,8 +107,15 @@ def test_what_is_kept_is_as_it_says() -> None:
             check(operation("get", path)["responses"]["200"]["content"]["application/json"]["schema"], answer.json())
 
 
-def test_an_answer_that_is_not_as_it_says_is_found_out() -> None:
-    schema = operation("get", "/ready")["responses"]["200"]["content"]["application/json"]["schema"]
-    for wrong in ({}, {"status": 3}, {"status": "ok", "more": 1}):
+@pytest.mark.parametrize(
+    ("method", "path", "wrongs"),
+    [
+        ("get", "/ready", [{}, {"status": 3}, {"status": "ok", "more": 1}]),
+        ("post", "/v1/messages/count_tokens", [{}, {"input_tokens": "3"}, {"input_tokens": 3, "more": 1}]),
+    ],
+)
+def test_an_answer_that_is_not_as_it_says_is_found_out(method: str, path: str, wrongs: list[Any]) -> None:
+    schema = operation(method, path)["responses"]["200"]["content"]["application/json"]["schema"]
+    for wrong in wrongs:
         with pytest.raises(jsonschema.ValidationError):
             check(schema, wrong)
