@@ -277,9 +277,11 @@ class DecodeBatch:
 
 
 def _describe(row: BatchRow, groups: Sequence[Group]) -> Row:
-    if row.group is not None:
-        return row.group.describe(row, groups.index(row.group))
-    return Row(row.own_length, row.reserved_tokens, can_share=row.used_leaves() is not None)
+    """A row as `grouping.py` knows it."""
+    if (group := row.group) is None:
+        return Row(row.own_length, row.reserved_tokens, can_share=row.used_leaves() is not None)
+    num_tokens = group.clock.lasts[group.rows.index(row)] - group.start
+    return Row(num_tokens, row.reserved_tokens, groups.index(group))
 
 
 _NUM_ROWS, _NUM_LAYERS = 4, 2

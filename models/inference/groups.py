@@ -367,11 +367,11 @@ class Group:
         """Empty. Rows may feed `slack + 1` tokens in a step."""
         used, leaves = like.used_leaves(), like.leaves
         assert used is not None, "a row that must stay alone was put into a group"
-        self.head, self._start = like.head, head_length(leaves)
+        self.head, self.start = like.head, head_length(leaves)
         self.buffer = buffer
         self.rows: list[BatchRow] = []
         self.clock = Clock()
-        self.layers = {index: GroupLayer(leaves[index], self.clock, buffer, self._start, slack) for index in used}
+        self.layers = {index: GroupLayer(leaves[index], self.clock, buffer, self.start, slack) for index in used}
         """By leaf, without those that the model leaves unused."""
 
     @property
@@ -387,11 +387,6 @@ class Group:
         """Bytes that a row's own buffers would have."""
         index, leaves = self.rows.index(row), row.leaves
         return sum(layer.own_bytes(index, leaves[leaf]) for leaf, layer in self.layers.items())
-
-    def describe(self, row: BatchRow, group: int | None = None) -> Row:
-        """A row as `grouping.py` knows it."""
-        last = self.clock.lasts[self.rows.index(row)]
-        return Row(last - self._start, row.reserved_tokens, group)
 
     def join(self, rows: Sequence[BatchRow]) -> None:
         """Moves rows into the group, one layer after another: the extra memory is one layer's."""
@@ -432,12 +427,14 @@ class Group:
 
     def make_room(self) -> bool:
         """Whether buffers had to grow for the next tokens."""
-        if not self.rows or max(self.clock.lasts) - self._start < self.buffer.capacity:
+        if not self.rows or max(self.clock.lasts) - self.start < self.buffer.capacity:
             return False
         for index, row in enumerate(self.rows):
             for leaf, layer in self.layers.items():
                 layer.extend_own(index, row.leaves[leaf])
-        self.buffer = Buffer(self.buffer.room, capacity_for([self.describe(row) for row in self.rows]))
+        lasts = zip(self.rows, self.clock.lasts, strict=True)
+        described = [Row(last - self.start, row.reserved_tokens) for row, last in lasts]
+        self.buffer = Buffer(self.buffer.room, capacity_for(described))
         for layer in self.layers.values():
             layer.grow(self.buffer.capacity)
         return True

@@ -403,7 +403,7 @@ def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Stage]:
     They take and return float32 `[num_rows, vocab_size]`, each row's maximum 0 at first, -inf for dropped tokens.
     """
     params = [SamplingParams() if row.params.is_greedy else row.params for row in rows]
-    found = [_near_maximum(params), _likeliest(params, vocab_size), _typical(params), _xtc(rows)]
+    found = [_near_maximum(params), _likeliest(params, vocab_size), _typical(params), _xtc(rows, params)]
     return [one for one in found if one is not None]
 
 
@@ -481,24 +481,25 @@ def _typical(params: Sequence[SamplingParams]) -> Stage | None:
     return keep
 
 
-def _xtc(rows: Sequence[RowSampling]) -> Stage | None:
+def _xtc(rows: Sequence[RowSampling], params: Sequence[SamplingParams]) -> Stage | None:
     """Exclude top choices, as in llama.cpp: in draws that seed and position choose, only the least likely of the
     likely tokens is kept.
     """
-
-    def threshold(row: RowSampling) -> float:
-        is_struck = row.params.uses_xtc and row.chance() < row.params.xtc_probability
-        return row.params.xtc_threshold if is_struck else ALL_MASS
+    if max([p.xtc_probability for p in params]) == 0:
+        return None
 
     def keep(scaled: mx.array) -> mx.array:
-        thresholds = [threshold(row) for row in rows]
+        thresholds = [
+            p.xtc_threshold if p.xtc_probability and row.chance() < p.xtc_probability else ALL_MASS
+            for row, p in zip(rows, params, strict=True)
+        ]
         if min(thresholds) >= ALL_MASS:
             return scaled
         is_likely = (mx.softmax(scaled, axis=-1) >= column(thresholds)) & (scaled > -math.inf)
         ceiling = mx.where(is_likely, scaled, math.inf).min(axis=-1, keepdims=True)
         return mx.where(scaled <= ceiling, scaled, -math.inf)
 
-    return keep if [row for row in rows if row.params.uses_xtc] else None
+    return keep
 
 
 def _num_within(probs: mx.array, mass: mx.array) -> mx.array:

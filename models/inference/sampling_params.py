@@ -79,10 +79,6 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @cached_property
-    def uses_xtc(self) -> bool:
-        return self.xtc_probability > 0 and not self.is_greedy
-
-    @cached_property
     def looks_back(self) -> bool:
         return self.is_penalised or self.is_dry or self.longest_bad_word > 1
 
