@@ -66,17 +66,9 @@ class FilePart:
 
     @property
     def num_bytes(self) -> int:
-        num_rows = max(1, self.file.stop - self.file.start)
-        return (
-            self.file.num_bytes
-            if self.file.is_snapshot
-            else self.file.num_bytes * (self.stop - self.start) // num_rows
-        )
-
-    def clipped(self, start: int, stop: int) -> "FilePart | None":
-        """The overlap with `[start, stop)`, if any."""
-        start, stop = max(start, self.start), min(stop, self.stop)
-        return FilePart(self.file, start, stop) if start < stop else None
+        if self.file.is_snapshot:
+            return self.file.num_bytes
+        return self.file.num_bytes * (self.stop - self.start) // (self.file.stop - self.file.start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +100,7 @@ class FileSpan:
 
     def clipped(self, start: int, stop: int) -> "FileSpan":
         """The part in `[start, stop)`."""
-        parts = (part.clipped(start, stop) for part in self.parts)
-        return FileSpan(start, stop, tuple(part for part in parts if part is not None))
+        return FileSpan(start, stop, _clipped(self.parts, start, stop))
 
     def missing(self) -> Iterator[tuple[int, int]]:
         """Yields the ranges without a file."""
@@ -126,9 +117,14 @@ class FileSpan:
     def filled(self, file: StoredFile) -> "FileSpan":
         """With `file` in the missing ranges it covers."""
         live = [part for part in self.parts if not part.file.is_gone]
-        new = [FilePart(file, *gap).clipped(file.start, file.stop) for gap in self.missing()]
-        live.extend(part for part in new if part is not None)
-        return FileSpan(self.start, self.stop, tuple(sorted(live, key=lambda part: part.start)))
+        new = _clipped((FilePart(file, *gap) for gap in self.missing()), file.start, file.stop)
+        return FileSpan(self.start, self.stop, tuple(sorted([*live, *new], key=lambda part: part.start)))
+
+
+def _clipped(parts: Iterable[FilePart], start: int, stop: int) -> tuple[FilePart, ...]:
+    """The overlaps with `[start, stop)`."""
+    found = (FilePart(part.file, max(start, part.start), min(stop, part.stop)) for part in parts)
+    return tuple(part for part in found if part.start < part.stop)
 
 
 def _merged(parts: Iterable[FilePart]) -> tuple[FilePart, ...]:
@@ -300,10 +296,9 @@ class DiskTree:
 
     def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
         """Rows of `[start, stop)` in files on the way; may have gaps."""
-        last = min(stop, place.length)
         edges = reversed(list(place.edges(start, stop)))
-        parts = [part.clipped(start, last) for node in edges for part in node.parts]
-        return FileSpan(start, stop, _merged(part for part in parts if part is not None))
+        parts = (part for node in edges for part in node.parts)
+        return FileSpan(start, stop, _merged(_clipped(parts, start, min(stop, place.length))))
 
     def snapshots(self, place: DiskPlace) -> Iterator[StoredFile]:
         """Snapshots on the way to a place, deepest first."""
