@@ -13,9 +13,10 @@ from typing import Any
 
 from cache.budget import CacheEvent
 from models.adapter import client_namespace
-from server.api.record import OpenRequest, RequestRecord, miss_body
-from server.api.sessions import MissBody, Recent
+from server.api.record import OpenRequest, RequestRecord
+from server.api.sessions import Recent
 from server.api.wire import json_text
+from server.diagnosis.causes import Miss
 from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.names import ModelChange
 from server.pool.served import EnginePort
@@ -201,13 +202,13 @@ class Sums:
         for miss in turn.misses:
             self._add_miss(miss)
 
-    def _add_miss(self, miss: MissBody) -> None:
-        lost = next((one for one in self.misses if one.reason == miss["reason"]), LostTokens(miss["reason"]))
+    def _add_miss(self, miss: Miss) -> None:
+        lost = next((one for one in self.misses if one.reason == miss.reason), LostTokens(miss.reason))
         if not lost.count:
             self.misses.append(lost)
         lost.count += 1
-        lost.tokens += miss["lost_tokens"]
-        self.lost_tokens += miss["lost_tokens"]
+        lost.tokens += miss.lost_tokens
+        self.lost_tokens += miss.lost_tokens
         self.misses.sort(key=lambda one: -one.tokens)
 
 
@@ -336,7 +337,7 @@ def running_event(one: OpenRequest, event: Started | Progress | Delta | None) ->
                 "tier": event.tier,
                 "queue_ms": max(0.0, round(queue_ms, 1)),
                 "restore_ms": round(event.restore_ms, 1),
-                "miss": None if event.reuse.miss is None else miss_body(event.reuse.miss),
+                "miss": event.reuse.miss,
             }
         case Progress():
             return "request.progress", {"evaluated": event.evaluated, "total": event.total}

@@ -121,8 +121,8 @@ def _counted(record: RequestRecord) -> Iterator[tuple[str, float, *tuple[str, ..
     if turn.tier is not None:
         yield "restored_tokens", turn.cached_tokens, turn.tier
     for miss in turn.misses:
-        yield "cache_misses", 1, miss["reason"]
-        yield "lost_tokens", miss["lost_tokens"], miss["reason"]
+        yield "cache_misses", 1, miss.reason
+        yield "lost_tokens", miss.lost_tokens, miss.reason
 
 
 def _used_share(stats: EngineStats) -> float:
@@ -288,7 +288,7 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
         found["mlx_serve.tier"] = str(first.tier)
     if turn is not None and turn.miss is not None:
         found["mlx_serve.lost_tokens"] = turn.lost_tokens
-        found["mlx_serve.miss"] = turn.miss["reason"]
+        found["mlx_serve.miss"] = turn.miss.reason
     return found
 
 

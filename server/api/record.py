@@ -14,11 +14,11 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from server.api.errors import as_api_error
-from server.api.sessions import MissBody, TokenCounts, TurnRecord
+from server.api.sessions import TokenCounts, TurnRecord
 from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
-from server.diagnosis.causes import TOOLS, Miss, MissReason, advice
+from server.diagnosis.causes import Miss
 from server.engine.request import (
     Delta,
     Event,
@@ -217,7 +217,6 @@ class RequestRecord:
             prompt_ms = first.timings.prompt_ms
         counts, reuse = self.counts, first.started.reuse
         lost_tokens = min(reuse.lost_tokens, first.evaluated_tokens)
-        misses = [miss_body(miss) for miss in reuse.misses]
         return TurnRecord(
             id=first.request.request_id,
             previous=first.previous_id,
@@ -230,8 +229,8 @@ class RequestRecord:
             kept=reuse.kept,
             lost_tokens=lost_tokens,
             lost_seconds=prompt_ms / 1000 * min(1.0, lost_tokens / max(counts.evaluated_tokens, 1)),
-            miss=max(misses, key=lambda miss: miss["lost_tokens"], default=None),
-            misses=misses,
+            miss=reuse.miss,
+            misses=list(reuse.misses),
         )
 
 
@@ -280,7 +279,7 @@ def _miss_of(turn: TurnRecord) -> MissFigures | None:
     miss = turn.miss
     if miss is None:
         return None
-    told = (miss["reason"], miss["cause"], miss["message_index"], miss["role"], miss["token"])
+    told = (miss.reason, miss.cause, miss.message_index, miss.role, miss.token)
     return MissFigures(*told, turn.lost_tokens, round(turn.lost_seconds, 3))
 
 
@@ -311,7 +310,7 @@ class CacheBody(TypedDict):
     tier: str | None
     restore_ms: float
     kept: float | None
-    miss: MissBody | None
+    miss: Miss | None
 
 
 class Costs(TypedDict):
@@ -338,14 +337,7 @@ def cache_of(started: Started | None, session_id: str | None) -> CacheBody | Non
     if started is None:
         return None
     reuse = started.reuse
-    miss = None if reuse.miss is None else miss_body(reuse.miss)
-    return body_of(CacheBody, started, session_id=session_id, kept=reuse.kept, miss=miss)
-
-
-def miss_body(miss: Miss) -> MissBody:
-    """A miss in the form of answers."""
-    place = TOOLS if miss.reason is MissReason.TOOLS_CHANGED else miss.role
-    return body_of(MissBody, miss, cure=advice(miss.cause, place, miss.missing_bytes))
+    return body_of(CacheBody, started, session_id=session_id, kept=reuse.kept, miss=reuse.miss)
 
 
 def timings_of(timings: Timings) -> TimingsBody:

@@ -17,9 +17,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
-from typing_extensions import TypedDict
-
 from models.texts import read_object
+from server.diagnosis.causes import Miss
 
 if TYPE_CHECKING:
     from server.diagnosis.account import Name  # with numpy, which `doctor` starts without
@@ -31,21 +30,6 @@ MAX_SESSIONS = 1024
 _LOOKED_AT = 64
 MAX_TURNS = 32
 """The sums include dropped turns."""
-
-
-class MissBody(TypedDict):
-    """One loss against the last turn, and what to do about it."""
-
-    reason: str
-    cause: str
-    message_index: int | None
-    role: str | None
-    token: int | None
-    before: str
-    after: str
-    lost_tokens: int
-    missing_bytes: int | None
-    cure: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +60,9 @@ class TurnRecord(TokenCounts):
     """Evaluated because of the miss."""
     lost_seconds: float
     """The prompt's time spent on `lost_tokens`."""
-    miss: MissBody | None
+    miss: Miss | None
     """The costliest."""
-    misses: list[MissBody]
+    misses: list[Miss]
 
 
 class Recent(Generic[Value]):
@@ -147,7 +131,7 @@ class SessionRecord:
     lost_tokens: int = 0
     lost_seconds: float = 0.0
     kept: float | None = None
-    last_miss: MissBody | None = None
+    last_miss: Miss | None = None
 
 
 @dataclass(kw_only=True)

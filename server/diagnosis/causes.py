@@ -1,7 +1,7 @@
 """Why a prompt was not reused whole: the reasons and causes there are, and what to do about each. Pure."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -87,11 +87,26 @@ UNBLAMED = UNTOLD | {Cause.COMPACTED}
 """Causes that nobody can mend."""
 
 
+TOOLS = "tools"
+"""Stands for a role where the place is the tools."""
+
+_ADVICE = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
+"""By cause and place; `any` has the sentence for all other places."""
+
+
+def advice(cause: Cause, place: str | None, missing_bytes: int | None = None) -> str:
+    """What to change; `place` is the role of the message, or `TOOLS`."""
+    more = "more " if missing_bytes is None else f"about {size_text(missing_bytes)} more "
+    by_place: dict[str, str] = _ADVICE[cause.name]
+    return by_place.get(place or "", by_place["any"]).replace("{more}", more)
+
+
 @dataclass(frozen=True)
 class Miss:
-    """One cause of lost tokens, and its place."""
+    """One cause of lost tokens, its place, and what to do about it: as clients are told."""
 
     reason: MissReason
+    cause: Cause = field(default=Cause.EDITED, kw_only=True)
     message_index: int | None = None
     """Of a removed message, where it stood."""
     role: str | None = None
@@ -100,11 +115,15 @@ class Miss:
     before: str = ""
     """Whole words around the change."""
     after: str = ""
-    cause: Cause = Cause.EDITED
     lost_tokens: int = 0
     """0 for a change behind another one."""
     missing_bytes: int | None = None
     """Memory that would have kept evicted state, if known."""
+    cure: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        place = TOOLS if self.reason is MissReason.TOOLS_CHANGED else self.role
+        object.__setattr__(self, "cure", advice(self.cause, place, self.missing_bytes))
 
 
 @dataclass(frozen=True)
@@ -128,17 +147,3 @@ class Reuse:
 
 OF_SCORED = Reuse((Miss(MissReason.DISABLED, token=0, cause=Cause.LOGPROBS),))
 """Of a request for log-probabilities of its prompt."""
-
-
-TOOLS = "tools"
-"""Stands for a role where the place is the tools."""
-
-_ADVICE = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
-"""By cause and place; `any` has the sentence for all other places."""
-
-
-def advice(cause: Cause, place: str | None, missing_bytes: int | None = None) -> str:
-    """What to change; `place` is the role of the message, or `TOOLS`."""
-    more = "more " if missing_bytes is None else f"about {size_text(missing_bytes)} more "
-    by_place: dict[str, str] = _ADVICE[cause.name]
-    return by_place.get(place or "", by_place["any"]).replace("{more}", more)

@@ -73,7 +73,7 @@ def _miss(
     *,
     reason: MissReason | None = None,
 ) -> Miss:
-    return Miss(reason or cause.reason, index, role, None, *told_apart(before, after), cause)
+    return Miss(reason or cause.reason, index, role, None, *told_apart(before, after), cause=cause)
 
 
 def _change(cause: Cause, index: int, part: Part, other: Part | None = None) -> Miss:

@@ -238,5 +238,5 @@ def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:
 
 
 def _miss(told: Mapping[str, Any]) -> Miss:
-    known = {one.name: told[one.name] for one in fields(Miss) if one.name in told}
+    known = {one.name: told[one.name] for one in fields(Miss) if one.init and one.name in told}
     return Miss(**{**known, "reason": MissReason(told["reason"]), "cause": Cause(told["cause"])})

@@ -48,12 +48,11 @@ from server.api.sessions import (
     MAX_TURNS,
     SESSION_HEADERS,
     SESSION_METADATA,
-    MissBody,
     Refusal,
     SessionDetail,
     TurnRecord,
 )
-from server.diagnosis.causes import MissReason
+from server.diagnosis.causes import Miss, MissReason
 from server.engine.request import DraftSource, RequestCounts
 from tests.support.docs import Page, table
 
@@ -122,7 +121,7 @@ def test_every_refused_field_is_documented_and_refused() -> None:
 def test_every_field_of_an_answer_is_documented() -> None:
     answer = section("The answer")
     tables = rows(answer)
-    bodies = (ChatCompletion, TimingsBody, CacheBody, MissBody)
+    bodies = (ChatCompletion, TimingsBody, CacheBody, Miss)
     reasons = {reason.value for reason in MissReason}
     assert set(tables) - reasons == {name for body in bodies for name in get_type_hints(body)}
     assert reasons <= set(tables)

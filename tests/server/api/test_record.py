@@ -10,7 +10,7 @@ import pytest
 from models.inference.sampling_params import SamplingParams
 from server.api.activity import ended_fields
 from server.api.observe import Metrics, phases, span_attributes
-from server.api.record import Arrival, OpenRequest, RequestRecord, ended_entry, miss_body
+from server.api.record import Arrival, OpenRequest, RequestRecord, ended_entry
 from server.diagnosis.account import Name
 from server.diagnosis.causes import Miss, MissReason, Reuse
 from server.engine.request import (
@@ -65,7 +65,7 @@ def test_a_turn_has_the_costs_of_its_request() -> None:
     assert (turn.id, turn.model, turn.ended, turn.finish) == ("r-1", "tiny", 2000.0, "stop")
     assert (turn.prompt_tokens, turn.cached_tokens, turn.evaluated_tokens, turn.completion_tokens) == (50, 30, 20, 5)
     assert (turn.prompt_ms, turn.tier, turn.kept, turn.lost_tokens) == (400.0, "disk", 0.5, 8)
-    assert turn.lost_seconds == pytest.approx(0.4 * 8 / 20) and turn.miss == miss_body(MISS)
+    assert turn.lost_seconds == pytest.approx(0.4 * 8 / 20) and turn.miss == MISS
     assert QUEUED.turn is None, "it never held a slot"
     assert LEFT.turn is not None and (LEFT.turn.finish, LEFT.turn.prompt_ms) == ("cancelled", 3000.0)
 

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.record import miss_body
 from server.api.sessions import MAX_TURNS, SessionRecords, TurnRecord
 from server.diagnosis.account import Name
 from server.diagnosis.causes import Miss, MissReason
 
-MISS = miss_body(Miss(MissReason.SYSTEM_CHANGED, 0, "system", 8, "09:16", "09:17"))
+MISS = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 8, "09:16", "09:17")
 TURN = TurnRecord(
     id="r",
     previous=None,

@@ -30,8 +30,8 @@ CLOCK = Miss(
     9,
     "It is 09:16. Be [kind].\n",
     "It is 09:17. Be [kind].\x1b[31m\n",
-    Cause.CLOCK,
     5,
+    cause=Cause.CLOCK,
 )
 
 

@@ -223,7 +223,7 @@ def test_a_turn_is_evaluated_ahead_as_it_comes_back() -> None:
 
 
 def test_what_was_lost_is_said_in_anthropics_words_and_in_ours() -> None:
-    miss = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17", Cause.CLOCK, 12)
+    miss = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17", 12, cause=Cause.CLOCK)
     diagnostics = Served(Script(miss=miss)).ask()["diagnostics"]
     assert diagnostics["cache_miss_reason"] == {"type": "system_changed", "cache_missed_input_tokens": 12}
     assert diagnostics["cache"]["miss"]["after"] == "It is 09:17"

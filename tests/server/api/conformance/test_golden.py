@@ -28,7 +28,7 @@ PLAIN = Script(texts=("Hel", "lo “you”\n", "🙂"), hit_tokens=4)
 CUT = replace(PLAIN, reason=FinishReason.LENGTH)
 FAILING = replace(PLAIN, error=OutOfMemory("too long"))
 MISSING = replace(
-    PLAIN, miss=Miss(MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17", Cause.CLOCK, 12)
+    PLAIN, miss=Miss(MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17", 12, cause=Cause.CLOCK)
 )
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
 CALLING = Script(texts=("Let me look.\n<tool_", CALL.removeprefix("<tool_")))
