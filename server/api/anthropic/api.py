@@ -18,7 +18,7 @@ from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.anthropic import conversation
 from server.api.anthropic.content import AnswerContent
-from server.api.anthropic.tool_search import SearchFailed, find_tools
+from server.api.anthropic.tool_search import SEARCH_TOOLS, SearchFailed, find_tools
 from server.api.bodies import parse_body
 from server.api.call import generate, inspect
 from server.api.dialect import (
@@ -303,8 +303,9 @@ class MessageExchange(Exchange):
         """`open_part` takes a longer body and the part's number."""
         super().__init__(question, is_streamed=body.stream is True)
         self._body = body
-        searches = {tool.name for tool in body.tools or () if tool.is_search}
-        self._content = AnswerContent(shows_thinking=body.shows_thinking, searches=searches)
+        searches = {tool.name for tool in body.tools or () if tool.type in SEARCH_TOOLS}
+        shows = body.thinking is None or body.thinking.display != "omitted"
+        self._content = AnswerContent(shows_thinking=shows, searches=searches)
         self._open_part = open_part
         self._message: Mapping[str, Any] = {}
         self._edits: dict[str, Any] = (

@@ -165,10 +165,6 @@ class ToolDefinition(MarkedBody):
             return value
         return {"cache_control": value.get("cache_control"), **SEARCH_TOOLS[name], "type": name, "name": name}
 
-    @property
-    def is_search(self) -> bool:
-        return self.type in SEARCH_TOOLS
-
 
 class FoundTools(BodyModel):
     """What a search has found, or why it failed."""
@@ -295,20 +291,18 @@ class PromptBody(MarkedBody):
     output_format: JsonFormat | None = None
 
     @property
-    def effort(self) -> str | None:
-        effort = self.output_config.effort if self.output_config is not None else None
-        return _EFFORTS.get(effort, effort) if effort is not None else None
-
-    @property
     def forbids_calls(self) -> bool:
         return self.tool_choice is not None and self.tool_choice.type == "none"
 
     def thinking_wish(self) -> ThinkingWish:
         """The body's wishes for thinking."""
-        option = self.thinking
-        is_enabled = {"enabled": True, "disabled": False}.get(option.type) if option is not None else None
-        budget = option.budget_tokens if option is not None and option.type == "enabled" else None
-        return ThinkingWish(is_enabled, self.effort, budget)
+        option, effort = (
+            self.thinking or ThinkingOption(type="adaptive"),
+            (self.output_config or OutputConfig()).effort,
+        )
+        is_enabled = {"enabled": True, "disabled": False}.get(option.type)
+        budget = option.budget_tokens if is_enabled else None
+        return ThinkingWish(is_enabled, _EFFORTS.get(effort or "", effort), budget)
 
     def num_cache_points(self) -> int:
         """The number of restore points requested."""
@@ -340,10 +334,6 @@ class MessagesBody(PromptBody):
     cache_salt: params.CacheSalt | None = None
     context_management: dict[str, Any] | None = None
     """Without effect, as the answer says."""
-
-    @property
-    def shows_thinking(self) -> bool:
-        return self.thinking is None or self.thinking.display != "omitted"
 
 
 IN_PROMPT: Rules = refused("""
@@ -510,11 +500,7 @@ def _message(role: str, blocks: Sequence[Any]) -> Message:
 def _assistant_message(blocks: Sequence[Any]) -> Message:
     reasoning = [reasoning_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
     texts = [one.text for one in blocks if isinstance(one, TextBlock)]
-    calls = [
-        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.input}}
-        for one in blocks
-        if isinstance(one, ToolUseBlock)
-    ]
+    calls = [_call(one) for one in blocks if isinstance(one, ToolUseBlock)]
     # Text may be split into blocks anywhere, so its parts are joined unchanged.
     message: dict[str, Any] = {"role": "assistant", "content": [{"text": "".join(texts)}] if texts else []}
     if any(reasoning):
@@ -522,6 +508,10 @@ def _assistant_message(blocks: Sequence[Any]) -> Message:
     if calls:
         message["tool_calls"] = calls
     return _marked(message, blocks)
+
+
+def _call(use: ToolUseBlock) -> dict[str, Any]:
+    return {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.input}}
 
 
 def _marked(made: dict[str, Any], blocks: Sequence[Any]) -> dict[str, Any]:

@@ -146,13 +146,12 @@ async def ps(request: Request) -> Response:
 @inspect
 def show(context: ApiContext, incoming: Incoming) -> Payload:
     """Describes one model."""
-    body = parse_body(ShowBody, dict(incoming.fields), {})
+    body = parse_body(ShowBody, incoming.fields)
     try:
         model = find_model(context, body.named)
-        return _with_name(_shown(model), model.id, model.parent_id)
     except ModelNotLoaded as error:
-        source = error.source
-        return _with_name(_shown(context.pool.describe(source.name)), source.name, source.id)
+        return _with_name(_shown(context.pool.describe(error.source.name)), error.source.name, error.source.id)
+    return _with_name(_shown(model), model.id, model.parent_id)
 
 
 def _with_name(shown: ShownBody, name: str, base: str | None) -> ShownBody:
@@ -162,18 +161,18 @@ def _with_name(shown: ShownBody, name: str, base: str | None) -> ShownBody:
         return shown
     if stored is None or base in (None, name):
         return shown
+    defaults = stored.defaults
     more: ShownBody = {
         **shown,
         "license": stored.license,
         "modelfile": modelfile_of(stored, base),
         "modified_at": _time(int(stored.modified.timestamp())),
+        "parameters": shown["parameters"] or _parameter_lines(list(parameters_of(defaults))),
     }
-    if not shown["parameters"]:
-        more["parameters"] = _parameter_lines(list(parameters_of(stored.defaults)))
-    if stored.defaults.system:
-        more["system"] = stored.defaults.system
-    if stored.defaults.messages:
-        more["messages"] = [{"role": one.role, "content": one.content} for one in stored.defaults.messages]
+    if defaults.system:
+        more["system"] = defaults.system
+    if defaults.messages:
+        more["messages"] = [{"role": one.role, "content": one.content} for one in defaults.messages]
     return more
 
 

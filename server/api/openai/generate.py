@@ -31,16 +31,7 @@ from server.api.params import ForcedCalls, Incoming, ask, build_request, check_t
 from server.api.record import Costs, CostsAtEnd, costs_of
 from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
-from server.engine.request import (
-    Delta,
-    Failed,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    Priority,
-    Started,
-    TokenArray,
-)
+from server.engine.request import Delta, Failed, Finished, FinishReason, GenerationRequest, Started, TokenArray
 from server.pool.served import ServedModel
 
 FAILED = "error"
@@ -157,8 +148,7 @@ class ChoiceExchange(Exchange):
             "system_fingerprint": PRODUCT,
         }
         if body.service_tier is not None:
-            is_background = self.request.priority is Priority.BACKGROUND
-            self._head["service_tier"] = types.BACKGROUND_TIER if is_background else types.DEFAULT_TIER
+            self._head["service_tier"] = types.tier_of(self.request.priority)
 
     @abstractmethod
     def opening(self) -> Payload | None:
@@ -514,11 +504,8 @@ class ChatExchange(ChoiceExchange):
 
     @property
     def _message(self) -> MessageBody:
-        message: MessageBody = {
-            "role": "assistant",
-            "content": self._said if self._said or not self._calls else None,
-            "refusal": None,
-        }
+        content = self._said or (None if self._calls else "")
+        message: MessageBody = {"role": "assistant", "content": content, "refusal": None}
         if self._reasoning:
             message["reasoning_content"] = message["reasoning"] = self._reasoning
         if self._calls:

@@ -78,7 +78,7 @@ class StructuredOutputs(BodyModel):
     regex: GrammarText = None
     choice: Choices | None = None
     grammar: GrammarText = None
-    json_object: bool | None = None
+    json_object: Annotated[bool | None, BeforeValidator(lambda value: None if value is False else value)] = None
     structural_tag: None = None
 
 
@@ -102,14 +102,9 @@ class BoundBody(BodyModel):
 
     def answer_grammar(self) -> params.AnswerGrammar | None:
         """The answer's grammar; raises ApiError if several fields bind it."""
-        structured = self.structured_outputs or StructuredOutputs()
-        if structured.json_object:
-            structured = structured.model_copy(update={"json_": dict(params.ANY_OBJECT)})
-        wanted = [
-            *self._of_response_format(),
-            *(params.AnswerGrammar("structured_outputs", grammar) for _, grammar in _made(structured)),
-            *(params.AnswerGrammar(name, grammar) for name, grammar in _made(self)),
-        ]
+        structured = _made(self.structured_outputs) if self.structured_outputs is not None else ()
+        made = [*(("structured_outputs", grammar) for _, grammar in structured), *_made(self)]
+        wanted = [*self._of_response_format(), *(params.AnswerGrammar(*one) for one in made)]
         if len(wanted) > 1:
             first, second = wanted[0].param, wanted[1].param
             raise wrong(second, f"an answer is bound by one field only, and {first} is given too")
@@ -130,6 +125,7 @@ class BoundBody(BodyModel):
 
 _MAKERS: Mapping[str, Callable[[Any], Grammar]] = {
     **dict.fromkeys(("json_", "json_schema", "guided_json", "format"), params.json_grammar),
+    "json_object": lambda _: params.json_grammar(params.ANY_OBJECT),
     **dict.fromkeys(("guided_regex", "regex"), partial(Grammar, GrammarKind.REGEX)),
     **dict.fromkeys(("choice", "guided_choice"), params.choice_grammar),
     **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), partial(Grammar, GrammarKind.GBNF_OR_LARK)),
@@ -281,10 +277,8 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     def limit(self) -> int | None:
         """The most tokens, if the request says."""
         given = (self.max_tokens, self.max_completion_tokens, self.max_new_tokens, self.n_predict)
-        return min(
-            (limit for limit in given if limit is not None),
-            default=None if self.options is None else self.options.limit,
-        )
+        limits = [limit for limit in given if limit is not None]
+        return min(limits, default=None if self.options is None else self.options.limit)
 
 
 def _as_parts(value: Any, info: ValidationInfo) -> Any:
@@ -513,11 +507,8 @@ class ChatBody(GenerationBody, CallingBody):
         enabled = (self.enable_thinking, by_think, by_type, options.enabled)
         effort = self.reasoning_effort or options.effort or (self.think if isinstance(self.think, str) else None)
         budgets = (options.max_tokens, limits.budget_tokens, *(getattr(self, name) for name in _BUDGETS))
-        return ThinkingWish(
-            is_enabled=next((value for value in enabled if value is not None), None),
-            effort=effort,
-            max_tokens=min((limit for limit in budgets if limit is not None), default=None),
-        )
+        is_enabled = next((value for value in enabled if value is not None), None)
+        return ThinkingWish(is_enabled, effort, min((limit for limit in budgets if limit is not None), default=None))
 
     def continues(self) -> bool:
         """Whether the last message is continued; raises ApiError for contradicting fields."""
@@ -558,7 +549,6 @@ def template_message(message: ChatMessage) -> Message:
 # ---------------------------------------------------------------------------------------- the engine's parameters
 
 BACKGROUND_TIER = "flex"
-DEFAULT_TIER = "default"
 IN_MEMORY = ("in_memory", "in-memory")
 """Values of `prompt_cache_retention` that keep state off the disk."""
 _WINDOWS = {
@@ -568,6 +558,11 @@ _WINDOWS = {
 }
 """mlx-lm's windows: each one's penalty, and the value that switches the penalty off."""
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+
+
+def tier_of(priority: Priority) -> str:
+    """The `service_tier` of answers."""
+    return BACKGROUND_TIER if priority is Priority.BACKGROUND else "default"
 
 
 def read_params(body: GenerationBody, model: ServedModel) -> params.GenerationParams:

@@ -29,6 +29,7 @@ from server.api.wire import JsonBody, Payload, number_asked, sse_event
 
 Found = TypeVar("Found")
 Ask: TypeAlias = Callable[[ResponseStore, str, str], Any]
+Deletion: TypeAlias = dict[Literal["id", "object", "deleted"], str | bool]
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
 MAX_EVENTS = 999_999_999
@@ -37,14 +38,6 @@ _NAMED = {
     "conversation_id": "conversation {}",
     "item_id": "item {} in the conversation",
 }
-
-
-class Deletion(TypedDict):
-    """The answer to a deletion."""
-
-    id: str
-    object: Literal["response", "conversation.deleted"]
-    deleted: Literal[True]
 
 
 class ItemList(TypedDict):
@@ -229,12 +222,9 @@ async def _items(request: Request) -> list[Item]:
     return await asyncio.to_thread(context_of(request).kept(store_of).items, namespace_of_query(request), name)
 
 
-async def _deleted(
-    request: Request, param: str, delete: Ask, kind: Literal["response", "conversation.deleted"]
-) -> Response:
+async def _deleted(request: Request, param: str, delete: Ask, kind: str) -> Response:
     await _found(request, param, delete)
-    deleted: Deletion = {"id": request.path_params[param], "object": kind, "deleted": True}
-    return JsonBody(deleted)
+    return JsonBody({"id": request.path_params[param], "object": kind, "deleted": True})
 
 
 def page_of(items: Sequence[Item], request: Request) -> ItemList:

@@ -304,10 +304,11 @@ class ResponseExchange(Exchange):
         self._given = given
         self._keeper = keeper
         self._conversation_id = body.conversation
-        is_summary, is_enclosed = body.wants_summary, body.encloses_reasoning
+        self._response = begun_response(body, fields, self.request, self.model.id)
+        is_summary = self._response["reasoning"]["summary"] not in (None, "", "none")
+        is_enclosed = "reasoning.encrypted_content" in (body.include or ())
         name = self.request.request_id.removeprefix(ID_PREFIX)
         self._output = AnswerOutput(name, given.tools, is_summary=is_summary, is_enclosed=is_enclosed)
-        self._response = begun_response(body, fields, self.request, self.model.id)
         self._run: BackgroundRun | None = None
         self._num_events = 0
 
@@ -337,7 +338,7 @@ class ResponseExchange(Exchange):
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
-        messages = read_messages(self._output.ended)
+        messages = read_messages(self._output.so_far)
         if self.conversation is None or not messages:
             return messages
         return [self.conversation.whole(messages[0]), *messages[1:]]
@@ -419,9 +420,5 @@ class ResponseExchange(Exchange):
 
 ROUTES = (
     Endpoint("/responses", create_response, Operation(ResponsesBody, ResponseBody, dict[str, Any])),
-    Endpoint(
-        "/responses/input_tokens",
-        count_input_tokens,
-        Operation(InputBody, InputTokenCount),
-    ),
+    Endpoint("/responses/input_tokens", count_input_tokens, Operation(InputBody, InputTokenCount)),
 )

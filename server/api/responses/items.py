@@ -184,7 +184,8 @@ def _chat_messages(items: Sequence[Item], found: Mapping[str, str]) -> list[dict
         elif not messages or messages[-1]["role"] != "assistant" or (kind == previous == "message"):
             messages.append({"role": "assistant", "content": "", **said})
         else:
-            _extend(messages[-1], said)
+            message = messages[-1]
+            message |= {name: message[name] + value if name in message else value for name, value in said.items()}
         previous = kind
     return messages
 
@@ -221,8 +222,3 @@ def _other_message(item: Item, found: Mapping[str, str]) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": item["call_id"], "content": found.get(item["call_id"], "")}
     call_id = item.get("call_id") or item.get("id")
     return {"role": "tool", "tool_call_id": call_id, "content": _text(item["output"])}
-
-
-def _extend(message: dict[str, Any], said: Mapping[str, Any]) -> None:
-    for name, value in said.items():
-        message[name] = message[name] + value if name in message else value

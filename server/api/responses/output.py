@@ -299,8 +299,5 @@ class AnswerOutput(OutputParts):
     def joined(self, first: PartBody, second: PartBody) -> PartBody:
         """One message, under the name of the first."""
         [part] = second["content"]
-        return {
-            **second,
-            "id": first["id"],
-            "content": [{**part, "text": first["content"][0]["text"] + part["text"]}],
-        }
+        text = first["content"][0]["text"] + part["text"]
+        return {**second, "id": first["id"], "content": [{**part, "text": text}]}

@@ -132,10 +132,8 @@ class ResponseStore:
         """
         place = {"namespace": namespace, "id": response_id, "limit": num_before}
         with self._opened() as database:
-            return [
-                StoredResponse(row[0], *map(json.loads, row[1:3]), *row[3:])
-                for row in database.execute(_CHAIN, place)
-            ]
+            rows = database.execute(_CHAIN, place).fetchall()
+        return [StoredResponse(row[0], *map(json.loads, row[1:3]), *row[3:]) for row in rows]
 
     def find(self, namespace: str, response_id: str) -> StoredResponse | None:
         """A response."""

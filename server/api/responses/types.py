@@ -13,13 +13,19 @@ from pydantic_core import PydanticCustomError
 from server.api.bodies import BodyModel, Rules, Whole, refused, validated
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
-from server.api.openai.types import RANDOM_SEED, CallingBody, FunctionSpec, Schema, SharedBody, tool_choice_reader
+from server.api.openai.types import (
+    RANDOM_SEED,
+    CallingBody,
+    FunctionSpec,
+    Schema,
+    SharedBody,
+    StreamOptions,
+    tool_choice_reader,
+)
 from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar
 from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 
 MAX_METADATA = 16
-ENCRYPTED_REASONING = "reasoning.encrypted_content"
-"""In `include`: reasoning in the form in which clients send it back."""
 
 
 def _as_items(value: Any) -> Any:
@@ -60,13 +66,6 @@ class ReasoningWish(BodyModel):
     """Older name of `summary`."""
 
 
-class ResponseStreamOptions(BodyModel):
-    """`stream_options`."""
-
-    include_obfuscation: bool | None = None
-    """Without effect."""
-
-
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)]
 Items = Annotated[list[Any], BeforeValidator(_as_items)]
 
@@ -94,11 +93,12 @@ class InputBody(CallingBody):
 class ResponsesBody(InputBody, SharedBody):
     """Body of `POST /v1/responses`."""
 
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     include: list[str] | None = None
+    """`reasoning.encrypted_content`: reasoning in the form in which clients send it back."""
     metadata: Metadata | None = None
     max_tool_calls: Whole | None = None
     seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
@@ -113,14 +113,6 @@ class ResponsesBody(InputBody, SharedBody):
     def effort_and_summary(self) -> dict[str, str | None]:
         wish = self.reasoning or ReasoningWish()
         return {"effort": wish.effort, "summary": wish.summary or wish.generate_summary}
-
-    @property
-    def wants_summary(self) -> bool:
-        return (self.effort_and_summary["summary"] or "none") != "none"
-
-    @property
-    def encloses_reasoning(self) -> bool:
-        return ENCRYPTED_REASONING in (self.include or ())
 
     def generation(self) -> dict[str, Any]:
         """The fields that Chat Completions has, under its names."""
@@ -261,10 +253,8 @@ def _input_schema(wanted: InputFormat | None) -> dict[str, Any]:
         return {"type": "string"}
     if wanted.syntax == "regex":
         return {"type": "string", "pattern": f"^(?:{wanted.definition})$"}
-    return {
-        "type": "string",
-        "description": f"A text of this {wanted.syntax or 'lark'} grammar:\n{wanted.definition}",
-    }
+    shown = f"A text of this {wanted.syntax or 'lark'} grammar:\n{wanted.definition}"
+    return {"type": "string", "description": shown}
 
 
 IN_INPUT: Rules = refused("""
