@@ -13,15 +13,7 @@ from pydantic_core import PydanticCustomError
 from server.api.bodies import BodyModel, Rules, Whole, refused, validated
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
-from server.api.openai.types import (
-    RANDOM_SEED,
-    CallingBody,
-    FunctionSpec,
-    Schema,
-    SharedBody,
-    StreamOptions,
-    tool_choice_reader,
-)
+from server.api.openai import types
 from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar
 from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 
@@ -45,7 +37,7 @@ class TextFormat(BodyModel):
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: Annotated[Schema, Field(alias="schema")] = None
+    schema_: Annotated[types.Schema, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -70,7 +62,7 @@ Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max
 Items = Annotated[list[Any], BeforeValidator(_as_items)]
 
 
-class InputBody(CallingBody):
+class InputBody(types.CallingBody):
     """The fields that make the prompt."""
 
     model: str | None = None
@@ -80,7 +72,7 @@ class InputBody(CallingBody):
     previous_response_id: str | None = None
     conversation: Annotated[str | None, BeforeValidator(_conversation)] = None
     tools: list[Any] | None = None
-    tool_choice: Annotated[Any, tool_choice_reader(["function", "custom"], is_nested=False)] = None
+    tool_choice: Annotated[Any, types.tool_choice_reader(["function", "custom"], is_nested=False)] = None
     reasoning: ReasoningWish | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -90,10 +82,10 @@ class InputBody(CallingBody):
         return ThinkingWish(effort=self.reasoning.effort if self.reasoning else None)
 
 
-class ResponsesBody(InputBody, SharedBody):
+class ResponsesBody(InputBody, types.SharedBody):
     """Body of `POST /v1/responses`."""
 
-    stream_options: StreamOptions | None = None
+    stream_options: types.StreamOptions | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -101,7 +93,7 @@ class ResponsesBody(InputBody, SharedBody):
     """`reasoning.encrypted_content`: reasoning in the form in which clients send it back."""
     metadata: Metadata | None = None
     max_tool_calls: Whole | None = None
-    seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=types.RANDOM_SEED, lt=2**63)] | None = None
     background: bool | None = None
     """The response outlives its client."""
 
@@ -116,7 +108,7 @@ class ResponsesBody(InputBody, SharedBody):
 
     def generation(self) -> dict[str, Any]:
         """The fields that Chat Completions has, under its names."""
-        shared = self.model_dump(include={*SharedBody.model_fields, "temperature", "top_p", "seed"})
+        shared = self.model_dump(include={*types.SharedBody.model_fields, "temperature", "top_p", "seed"})
         return {**shared, "max_tokens": self.max_output_tokens}
 
     def answer_grammar(self) -> AnswerGrammar | None:
@@ -223,7 +215,7 @@ def _read(tool: Mapping[str, Any], place: str, namespace: NamespaceTool | None) 
     own_name = namespace.name if namespace is not None else None
     match _type_of(tool):
         case "function":
-            shown = _dumped(validated(FunctionSpec, tool, place))
+            shown = _dumped(validated(types.FunctionSpec, tool, place))
             called = ClientTool(shown["name"], own_name)
         case "custom":
             custom = validated(CustomTool, tool, place)
