@@ -193,28 +193,23 @@ _END: Final = "<｜tool▁call▁end｜>"
 _SEPARATOR: Final = "<｜tool▁sep｜>"
 _FRAMES: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
-_IN_BLOCK = re.compile(rf"\s*function{_SEPARATOR}(?P<name>[^\n]+)\n```json\s*(?=\{{)")
-_BARE = re.compile(rf"\s*(?P<name>[^\n<]+){_SEPARATOR}\s*(?=\{{)")
+
+def _deepseek(before: str, after: str) -> ToolFormat:
+    """DeepSeek's format with these patterns around a name and its separator, and behind the arguments."""
+    head = rf"\s*{before}\s*(?=\{{)"
+    whole = re.compile(rf"{head}(?P<arguments>.*){after}\s*", re.DOTALL)
+
+    def parse(text: str, tools: Any) -> dict[str, Any]:
+        found = whole.fullmatch(text)
+        if found is None:
+            raise ValueError("no call of DeepSeek")
+        return {"name": found["name"].strip(), "arguments": json.loads(found["arguments"])}
+
+    return ToolFormat(_DEEPSEEK_START, _END, parse, head=re.compile(head), frames=_FRAMES)
 
 
-def _parse_block(text: str, tools: Any) -> dict[str, Any]:
-    head = _IN_BLOCK.match(text)
-    arguments, fence, rest = text[head.end() :].rpartition("```") if head else ("", "", "")
-    if head is None or not fence or rest.strip():
-        raise ValueError("no call of DeepSeek V3")
-    return {"name": head["name"].strip(), "arguments": json.loads(arguments)}
-
-
-def _parse_bare(text: str, tools: Any) -> dict[str, Any]:
-    head = _BARE.match(text)
-    if head is None:
-        raise ValueError("no call of DeepSeek V3.1")
-    return {"name": head["name"].strip(), "arguments": json.loads(text[head.end() :])}
-
-
-DEEPSEEK_V3 = ToolFormat(_DEEPSEEK_START, _END, _parse_block, head=_IN_BLOCK, frames=_FRAMES)
-
-DEEPSEEK_V3_1 = ToolFormat(_DEEPSEEK_START, _END, _parse_bare, head=_BARE, frames=_FRAMES)
+DEEPSEEK_V3 = _deepseek(rf"function{_SEPARATOR}(?P<name>[^\n]+)\n```json", "```")
+DEEPSEEK_V3_1 = _deepseek(rf"(?P<name>[^\n<]+){_SEPARATOR}", "")
 
 
 PYTHON_TAG: Final = "<|python_tag|>"

@@ -82,11 +82,9 @@ def short_ids(messages: Sequence[Message]) -> list[Message]:
     result: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls") or ()
-        changed = _with_calls(
-            message, [{**call, "id": _short(call["id"])} if call.get("id") else call for call in calls]
-        )
+        short = [{**call, "id": _short(call["id"])} if call.get("id") else call for call in calls]
         answered = message.get("tool_call_id")
-        result.append({**changed, "tool_call_id": _short(answered)} if answered else changed)
+        result.append(_with_calls({**message, "tool_call_id": _short(answered)} if answered else message, short))
     return result
 
 
@@ -237,7 +235,7 @@ class Shape:
 
     def must_change(self, apply: Apply, tools: Tools) -> bool:
         """Whether a template accepts the sample only when changed."""
-        given = self.tools or tools
+        given = self.tools or ([SAMPLE_TOOL] if any("tool_calls" in message for message in self.sample) else tools)
         if self._is_taken(apply(self.sample, given)):
             return False
         return self._is_taken(
@@ -275,9 +273,9 @@ def _says(role: str, text: str) -> Message:
     return {"role": role, "content": text}
 
 
-def _calls(*names: str, arguments: Any = None, has_ids: bool = True) -> Message:
+def _calls(*names: str, arguments: Any = None, call_id: str | None = "call00000") -> Message:
     calls = [{"type": "function", "function": {"name": name, "arguments": arguments or {}}} for name in names]
-    named = [{"id": f"call0000{i}", **call} for i, call in enumerate(calls)] if has_ids else calls
+    named = [{"id": call_id[:-1] + str(i), **call} for i, call in enumerate(calls)] if call_id else calls
     return {"role": "assistant", "content": "", "tool_calls": named}
 
 
@@ -306,43 +304,32 @@ SAMPLE_TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {"qkey": {"type": "string", "description": "d"}}},
     },
 }
-_LONG_IDS = [
-    {**_calls("qfirst"), "tool_calls": [{**_calls("qfirst")["tool_calls"][0], "id": "call_0123456789abcdef"}]},
-    {**_result(0, "qresult"), "tool_call_id": "call_0123456789abcdef"},
-]
+_LONG_ID = "call_0123456789abcde0"
+_RESULT = _result(0, "qresult")
 
 SHAPES: tuple[Shape, ...] = (
     Shape(
-        [_ASKS, _calls("qfirst", arguments={"qkey": "qvalue"}), _result(0, "qresult")],
+        [_ASKS, _calls("qfirst", arguments={"qkey": "qvalue"}), _RESULT],
         # A template that does not write JSON shows the object as Python does.
         lambda text: _in_order("qkey", "qvalue")(text) and "'qkey'" not in text,
         arguments_as_text,
-        tools=[SAMPLE_TOOL],
     ),
+    Shape([_ASKS, _calls("qfirst", arguments="qtext"), _RESULT], _has("qtext"), arguments_as_object),
     Shape(
-        [_ASKS, _calls("qfirst", arguments="qtext"), _result(0, "qresult")],
-        _has("qtext"),
-        arguments_as_object,
-        tools=[SAMPLE_TOOL],
-    ),
-    Shape(
-        [_ASKS, _calls("qfirst", has_ids=False), _without(_result(0, "qresult"), "tool_call_id")],
+        [_ASKS, _calls("qfirst", call_id=None), _without(_RESULT, "tool_call_id")],
         _has("qfirst", "qresult"),
         all_named,
-        tools=[SAMPLE_TOOL],
     ),
-    Shape([_ASKS, *_LONG_IDS], _has("qfirst", "qresult"), short_ids, tools=[SAMPLE_TOOL]),
     Shape(
-        [_ASKS, _calls("qfirst"), _without(_result(0, "qresult"), "name")],
+        [_ASKS, _calls("qfirst", call_id=_LONG_ID), {**_RESULT, "tool_call_id": _LONG_ID}],
         _has("qfirst", "qresult"),
-        results_named,
-        tools=[SAMPLE_TOOL],
+        short_ids,
     ),
+    Shape([_ASKS, _calls("qfirst"), _without(_RESULT, "name")], _has("qfirst", "qresult"), results_named),
     Shape(
-        [_ASKS, _calls("qfirst", "qsecond"), _result(0, "qresult"), _result(1, "qother")],
+        [_ASKS, _calls("qfirst", "qsecond"), _RESULT, _result(1, "qother")],
         _has("qfirst", "qsecond", "qresult", "qother"),
         one_call_each,
-        tools=[SAMPLE_TOOL],
     ),
     Shape([_ASKS], _has("qbare"), change_tool=described, tools=[{"type": "function", "function": {"name": "qbare"}}]),
     Shape([_says("system", "qrule"), _says("system", "qother"), _ASKS], _has("qrule", "qother"), one_leading_system),
