@@ -7,7 +7,7 @@ token, where the edge holds whatever follows. Any thread.
 
 import copy
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -86,7 +86,7 @@ class ChatRenderer:
         self._added_ids = np.array(sorted(added), dtype=np.int32)
         self._parts = _parts_of(self._backend, added, str(getattr(tokenizer, "chat_template", None) or ""))
         self._adaptation = cache(partial(adaptation_for, partial(_try_apply, tokenizer)))
-        self._definitions = ToolDefinitions(self._prompt_with_tools)
+        self.definitions = ToolDefinitions(self._prompt_with_tools)
 
     @property
     def reads_tools(self) -> bool:
@@ -125,10 +125,6 @@ class ChatRenderer:
         }
         kept = tuple(sorted(point for point in points if point.offset > 0))
         return RenderedPrompt(ids, kept, text, conversation.outline(text, before), tail, conversation.begun(text))
-
-    def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Definitions within a conversation; see `ToolDefinitions.block`."""
-        return self._definitions.block(names, tools, place)
 
     def _prompt_with_tools(self, tools: Sequence[Tool]) -> str | None:
         adaptation = self._adaptation(with_tools=True)

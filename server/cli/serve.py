@@ -341,7 +341,7 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
     def follow_budgets() -> None:
         mx.set_cache_limit(memory_budget.choose_pool_bytes(budgets.taken_bytes - budgets.weights_bytes))
         if claim is not None:
-            told = Claim(os.getpid(), ", ".join(pool.models), budgets.taken_bytes, around.urls[0])
+            told = Claim(os.getpid(), ", ".join(pool.engines), budgets.taken_bytes, around.urls[0])
             if config.cache_memory_bytes is None:
                 told = replace(told, weights_bytes=budgets.weights_bytes, needed_bytes=budgets.needed_bytes)
             claim.tell(told)

@@ -69,10 +69,6 @@ class ModelPool(Loader):
         return sorted(self.loaded.values(), key=lambda member: member.last_used)
 
     @property
-    def models(self) -> Mapping[str, ServedModel]:
-        return {member.source.id: member.opened.model for member in self.members}
-
-    @property
     def served(self) -> Sequence[ServedModel]:
         opened = [member.opened for member in self.members]
         return [model for one in opened for model in (one.model, *one.variants.values())]

@@ -8,7 +8,7 @@ which requests were cancelled.
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from models.formats import Judgement, Reading
 from models.output.tool_calls import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, RenderedPrompt
 from models.prompt.shapes import Message
-from models.prompt.tool_definitions import Tool, ToolDefinitions
+from models.prompt.tool_definitions import ToolDefinitions
 from server.diagnosis.causes import Miss, Reuse
 from server.engine.messages import Generation, Mailbox
 from server.engine.request import (
@@ -261,9 +261,6 @@ class FakeRenderer:
             begun = self._text(messages[-1]["content"])
             return RenderedPrompt(self._tokens(text), (end,), text, begun=f"<assistant>{begun}" if begun else "")
         return RenderedPrompt(self._tokens(text), (end,), text + self.opening)
-
-    def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        return self.definitions.block(names, tools, place)
 
     def encode(self, text: str) -> RenderedPrompt:
         return RenderedPrompt(self._tokens(text))

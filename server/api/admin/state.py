@@ -90,7 +90,7 @@ async def health(request: Request) -> Response:
     """Answers 200 while requests are taken, else 503. Needs no key."""
     context = context_of(request)
     status = status_of(context)
-    body: HealthBody = {"status": status, "models": list(context.pool.models), "loading": list(context.pool.loading)}
+    body: HealthBody = {"status": status, "models": list(context.pool.engines), "loading": list(context.pool.loading)}
     if not context.config.needs_key or key_of(request) is not None:
         stats = {model_id: engine.stats() for model_id, engine in context.pool.engines.items()}
         body["engines"] = {name: {"requests": one.requests, **_counts(one)} for name, one in stats.items()}
@@ -303,7 +303,7 @@ class ModelStateBody(TypedDict):
 async def load_model(request: Request) -> Response:
     """Loads a model; raises ApiError (403, 404, 503)."""
     context, source = await _asked(request)
-    was_loaded = source.id in context.pool.models
+    was_loaded = source.id in context.pool.engines
     (await context.pool.load(source)).close()
     return _state(source, is_loaded=True, has_changed=not was_loaded)
 

@@ -383,7 +383,7 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     first = hashlib.sha256(repr(texts).encode()).digest()
 
     def define(names: Sequence[str], tools: Mapping[str, Tool], place: str) -> str:
-        return model.renderer.tool_definitions(names, tools, (namespace, first, place))
+        return model.renderer.definitions.block(names, tools, (namespace, first, place))
 
     reader = _Reader(body.tools or (), define)
     messages = [*system, *reader.read(body.messages)]

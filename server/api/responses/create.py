@@ -259,7 +259,7 @@ def _found_tools(
         shown = {tool["function"]["name"]: tool for tool in found.shown}
         first = json.dumps(next((one.get("content") for one in items if one.get("role") == "user"), None))
         place = (namespace, hashlib.sha256(first.encode()).digest(), item["call_id"])
-        text = model.renderer.tool_definitions(list(shown), shown, place) if shown else "No tool was found."
+        text = model.renderer.definitions.block(list(shown), shown, place) if shown else "No tool was found."
         definitions[item["call_id"]] = text
         tools = tools.with_found(found)
     return tools, definitions

@@ -50,7 +50,7 @@ TOOLS = {name: tool(name) for name in ("find_it", "keep_it", "qfirst_it")}
 def test_a_loaded_tool_has_the_form_of_one_at_the_head(family: str) -> None:
     renderer = renderer_of(FAMILIES[family])
     head = renderer.render([ASK], list(TOOLS.values())).text
-    block = renderer.tool_definitions(["find_it", "keep_it"], TOOLS, "place")
+    block = renderer.definitions.block(["find_it", "keep_it"], TOOLS, "place")
     first, *written, last = block.splitlines()
     assert (first, last) == ("<functions>", "</functions>")
     whole = "\n".join(written)
@@ -62,7 +62,7 @@ def test_a_loaded_tool_has_the_form_of_one_at_the_head(family: str) -> None:
             == TOOLS["find_it"]["function"]
         )
         return
-    alone = renderer.tool_definitions(["find_it"], TOOLS, "elsewhere").splitlines()[1:-1]
+    alone = renderer.definitions.block(["find_it"], TOOLS, "elsewhere").splitlines()[1:-1]
     definition = "\n".join(alone)
     assert definition in head and whole.startswith(definition)
     for words in ("find_it", "city"):
@@ -71,7 +71,7 @@ def test_a_loaded_tool_has_the_form_of_one_at_the_head(family: str) -> None:
 
 def test_several_places_where_a_definition_could_begin_are_told_apart() -> None:
     renderer = renderer_of(FAMILIES["qwen coder"])
-    block = renderer.tool_definitions(["find_it"], TOOLS, "place")
+    block = renderer.definitions.block(["find_it"], TOOLS, "place")
     assert block.startswith("<functions>\n<function>\n<name>find_it</name>") and block.endswith(
         "</function>\n</functions>"
     )

@@ -150,7 +150,7 @@ def test_other_dialects_and_vectors_know_them(server: Server) -> None:
 
 
 def test_no_name_is_made_that_an_adapter_has(server: Server) -> None:
-    base = next(iter(server.pool.models))
+    base = next(iter(server.pool.engines))
     body = {"model": "poet", "from": base}
     refused = server.http.post("/api/create", json=body)
     assert refused.status_code == 400 and "poet is an adapter" in refused.json()["error"]

@@ -178,7 +178,7 @@ def test_models_that_do_not_fit_together_take_turns_without_cutting_answers_off(
         first, second = asyncio.run(both())
         assert first.json()["choices"][0]["message"]["content"] == "one two" * 10
         assert second.json()["model"] == "b"
-        assert list(server.pool.models) == ["b"]
+        assert list(server.pool.engines) == ["b"]
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -219,7 +219,7 @@ def test_ollamas_clients_load_and_unload_by_requests_without_a_prompt(server: Se
     assert server.opener.opened == ["a"]
     assert server.post("/api/chat", "a", messages=[], keep_alive="0s").json()["done_reason"] == "unload"
     deadline = time.monotonic() + WAIT_SECONDS
-    while server.pool.models:
+    while server.pool.engines:
         assert time.monotonic() < deadline, "it was not unloaded"
         time.sleep(0.001)
     assert server.post("/api/chat", "a", keep_alive="soon").status_code == 400

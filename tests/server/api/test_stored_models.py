@@ -72,7 +72,7 @@ def test_a_name_gives_what_its_defaults_say_from_the_same_weights_and_state(serv
     assert found["model"] == "poet"
     assert found["usage"]["prompt_tokens"] == said["usage"]["prompt_tokens"]
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "the state of the model is shared"
-    assert list(server.pool.models) == ["base"]
+    assert list(server.pool.engines) == ["base"]
 
 
 def test_every_dialect_has_the_defaults(server: Server) -> None:

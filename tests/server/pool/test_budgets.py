@@ -16,7 +16,6 @@ from server.pool.members import OpenedModel
 from server.pool.memory import IDLE_SECONDS, PoolMemory, PoolSettings
 from server.pool.names import ModelSource, PoolBusy
 from server.pool.pool import ModelPool
-from server.pool.served import ServedModel
 from tests.server.pool.test_pool import raised, run, until
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_opener import FakeOpener, catalog
@@ -118,8 +117,8 @@ class World:
         hold.close()
 
     async def hold(self, name: str) -> Any:
-        model: ServedModel | None = self.pool.models.get(name)
-        hold = None if model is None else self.pool.try_hold(model)
+        member = self.pool.loaded.get(name)
+        hold = None if member is None else self.pool.try_hold(member.opened.model)
         return hold or await self.pool.load(self.pool.source_of(name))
 
     async def settled(self) -> None:
@@ -158,7 +157,7 @@ def test_a_model_that_can_use_little_leaves_the_rest_to_others_and_is_asked_with
         (await world.hold("b")).close()
         await world.settled()
         assert (world.budget("a"), world.budget("b")) == (500, 3500)
-        hold = world.pool.try_hold(world.pool.models["a"])
+        hold = world.pool.try_hold(world.pool.loaded["a"].opened.model)
         assert hold is not None, "its due is more than it can use"
         hold.close()
 
@@ -277,7 +276,7 @@ def test_a_model_goes_on_while_another_is_loaded() -> None:
         waiting = asyncio.ensure_future(world.use("b", 0))
         await until(lambda: world.pool.loading.get("b") == "reading weights")
         assert world.budget("a") == 2000, "the memory of the other is set aside"
-        model = world.pool.models["a"]
+        model = world.pool.loaded["a"].opened.model
         hold = world.pool.try_hold(model)
         assert hold is not None, "it would wait for a loading that does not concern it"
         hold.close()
@@ -360,7 +359,7 @@ def test_who_leaves_while_a_budget_is_cut_leaves_it_as_it_was() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await until(lambda: not pool._changing.locked())
-        assert list(pool.models) == ["a"]
+        assert list(pool.engines) == ["a"]
         assert opener.ledgers.budgets["a"] == pool.members[0].budget_bytes == TOTAL
 
     run(test)

@@ -91,13 +91,13 @@ def test_an_idle_model_makes_way_and_a_busy_one_is_waited_for() -> None:
         first = await held(pool, "a")
         waiting = asyncio.ensure_future(held(pool, "b"))
         await until(lambda: "waiting for a" in pool.loading.get("b", ""))
-        assert opener.opened == ["a"] and list(pool.models) == ["a"], "a busy model was unloaded"
+        assert opener.opened == ["a"] and list(pool.engines) == ["a"], "a busy model was unloaded"
         # Whoever asks for it now waits behind the one that waits for its memory.
         later = asyncio.ensure_future(held(pool, "a"))
         await asyncio.sleep(0)
         first.close()
         second = await waiting
-        assert list(pool.models) == ["b"] and not opener.engines["a"].is_running
+        assert list(pool.engines) == ["b"] and not opener.engines["a"].is_running
         second.close()
         third = await later
         assert third.model.id == "a" and opener.opened == ["a", "b", "a"]
@@ -149,7 +149,7 @@ def test_a_model_whose_only_client_left_is_loaded_nevertheless_and_idle() -> Non
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         opener.may_finish.set()
-        await until(lambda: "a" in pool.models)
+        await until(lambda: "a" in pool.engines)
         assert not pool.members[0].is_busy
 
     run(test)
@@ -168,7 +168,7 @@ def test_who_leaves_at_the_moment_of_loading_holds_nothing() -> None:
         # Called in the very step that lets go of who waits: the cancel comes in between.
         pool.budgets.on_change = cancel_soon
         await asyncio.gather(waiting, return_exceptions=True)
-        assert waiting.cancelled() and "a" in pool.models
+        assert waiting.cancelled() and "a" in pool.engines
         assert not pool.members[0].is_busy
 
     run(test)
@@ -189,7 +189,7 @@ def test_a_model_that_cannot_be_loaded_costs_nobody_anything(fault: str) -> None
         assert all("b" in str(error) for error in errors)
         if fault == "broken":
             # Its files looked well, so the other one had made way: it comes back.
-            await until(lambda: "a" in pool.models)
+            await until(lambda: "a" in pool.engines)
         else:
             assert opener.opened == ["a"] and opener.engines["a"].is_running, "it made way in vain"
         assert (await held(pool, "a")).model.id == "a"
@@ -239,7 +239,7 @@ def test_a_busy_model_is_not_unloaded_on_request() -> None:
         hold = await held(pool, "a")
         await raised(pool.unload(pool.source_of("a")), ModelInUse)
         hold.close()
-        assert await pool.unload(pool.source_of("a")) and not pool.models
+        assert await pool.unload(pool.source_of("a")) and not pool.engines
 
     run(test)
 
@@ -265,11 +265,11 @@ def test_idle_models_are_unloaded_when_their_time_is_over() -> None:
         first, second = await held(pool, "a"), await held(pool, "b")
         first.member.keep_alive_seconds = 0
         await asyncio.sleep(0)
-        assert set(pool.models) == {"a", "b"}, "a model was unloaded while it was held"
+        assert set(pool.engines) == {"a", "b"}, "a model was unloaded while it was held"
         first.close()
         second.close()
-        await until(lambda: "a" not in pool.models)
-        assert list(pool.models) == ["b"]
+        await until(lambda: "a" not in pool.engines)
+        assert list(pool.engines) == ["b"]
 
     run(test)
 
@@ -321,7 +321,7 @@ def test_a_server_that_stops_waits_for_no_loading(is_reading: bool) -> None:
         await raised(waiting, EngineStopped)
         pool.stop()
         opener.may_finish.set()
-        assert "b" not in pool.models
+        assert "b" not in pool.engines
         await raised(pool.load(pool.source_of("c")), EngineStopped)
 
     run(test)
@@ -338,8 +338,8 @@ def test_twenty_clients_that_name_models_at_random_are_all_served(max_models: in
             name = chance.choice("abc")
             hold = await held(pool, name)
             assert hold.model.id == name and opener.engines[name].is_running
-            assert sum(opener.sizes[one] for one in pool.models) <= 1000 * MIB
-            assert max_models is None or len(pool.models) <= max_models
+            assert sum(opener.sizes[one] for one in pool.engines) <= 1000 * MIB
+            assert max_models is None or len(pool.engines) <= max_models
             for _ in range(chance.randrange(4)):
                 await asyncio.sleep(0)
             assert opener.engines[name].is_running, "it was unloaded while it was held"

@@ -78,7 +78,7 @@ class Several:
     def unload(self, model: str) -> None:
         """Unloads as Ollama's clients do, and waits for it."""
         self.client.post("/api/chat", json={"model": model, "messages": [], "keep_alive": 0})
-        until(lambda: model not in self.pool.models)
+        until(lambda: model not in self.pool.engines)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -155,7 +155,7 @@ def test_two_models_that_do_not_fit_together_take_turns_and_find_their_conversat
         for _ in range(2):
             for model in ("llama", "lfm2"):
                 answer = server.ask(model)
-                assert list(server.pool.models) == [model]
+                assert list(server.pool.engines) == [model]
                 last = cached(answer)
         assert last > 100
 

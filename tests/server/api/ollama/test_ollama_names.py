@@ -90,7 +90,7 @@ def test_a_model_is_made_asked_shown_copied_and_removed(served: Served) -> None:
     assert client.delete("writer").status == "success"
     assert "writer:latest" not in {model.model for model in client.list().models}
     assert client.chat("editor:v2", [USER]).message.content == answer.message.content
-    assert list(served.pool.models) == ["base"], "the weights are loaded once"
+    assert list(served.pool.engines) == ["base"], "the weights are loaded once"
     assert served.manifest.models()["editor:v2"].weights == WeightsPlace("folder", str(served.folder))
 
 
