@@ -52,14 +52,15 @@ from server.engine.worker import Worker
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
 class KeptState:
     """State kept in memory for a model that is not loaded. One thread at a time may use it."""
 
-    def __init__(self, prefix_cache: PrefixCache, sessions: EngineSessions, fingerprint: str) -> None:
-        """The cache must be parked. `fingerprint` identifies model, precision and libraries."""
-        self.prefix_cache = prefix_cache
-        self.sessions = sessions
-        self.fingerprint = fingerprint
+    prefix_cache: PrefixCache
+    """Parked."""
+    sessions: EngineSessions
+    fingerprint: str
+    """Of model, precision and libraries."""
 
     @property
     def num_bytes(self) -> int:
@@ -345,7 +346,7 @@ class Engine:
         Commands end no idle work: a client that polls the cache must not keep state off the disk.
         """
         try:
-            for _ in worker.idle_work():
+            for _ in worker.prefix_cache.save():
                 with contextlib.suppress(queue.Empty):
                     return self._inbox.get(IDLE_PAUSE_SECONDS)
         except Exception:  # a bug of ours; nobody waits for this work

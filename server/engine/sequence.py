@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -273,23 +273,16 @@ class EngineSessions:
         return tokens
 
 
+@dataclass(eq=False)
 class SequenceTable:
     """The unfinished sequences; how they end and start over. Worker thread only."""
 
-    def __init__(
-        self,
-        runner: "Runner",
-        prefix_cache: PrefixCache,
-        scheduler: Scheduler[Sequence],
-        sessions: EngineSessions,
-        clock: Callable[[], float],
-    ) -> None:
-        self.runner = runner
-        self.prefix_cache = prefix_cache
-        self.scheduler = scheduler
-        self.clock = clock
-        self._sessions = sessions
-        self.num_suspended = 0
+    runner: "Runner"
+    prefix_cache: PrefixCache
+    scheduler: Scheduler[Sequence]
+    sessions: EngineSessions
+    clock: Callable[[], float]
+    num_suspended: int = 0
 
     def __len__(self) -> int:
         return len(self.scheduler.sequences)
@@ -346,7 +339,7 @@ class SequenceTable:
             return
         if request.session_id is not None and request.cache_prompt and not request.is_idle_work:
             tokens = np.append(request.tokens, np.array(sequence.output.tokens, np.int32))
-            self._sessions.record(sequence.namespace, request.session_id, tokens[: lease.offset])
+            self.sessions.record(sequence.namespace, request.session_id, tokens[: lease.offset])
         self._release(sequence, lease, lease.close)
 
     def close_finished(self, sequences: Iterable[Sequence]) -> None:
@@ -383,12 +376,6 @@ class SequenceTable:
         if sequence.lease is not None:
             sequence.lease.discard()
         self._begin_again(sequence, is_suspect=True)
-
-    def replay_lost(self) -> None:
-        """Queues sequences again whose state was lost while memory was freed; no step may be unread."""
-        for sequence in self.leased():
-            if sequence.has_lost_state and sequence.output.reason is None:
-                self.replay(sequence)
 
     def suspend(self, sequence: Sequence) -> None:
         """Takes a sequence's slot and queues it; the trie keeps its state."""

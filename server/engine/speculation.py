@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
@@ -384,66 +385,60 @@ _Call: TypeAlias = list[tuple[int, list[tuple[float, int]]]]
 """By tokens of a call: the chances, and rows, of those that it then drafts too."""
 
 
+@dataclass(eq=False)
 class Drafting:
     """What is drafted for one sequence. It survives replays."""
 
-    def __init__(
-        self,
-        texts: Sequence[FollowedText | ExpectedText],
-        own: LiveText,
-        prediction: PredictionFollower | None,
-        *,
-        is_kept: bool,
-    ) -> None:
-        self._texts = texts
-        self._own = own
-        self.prediction = prediction
-        self._is_kept = is_kept
-        self._chosen: FollowedText | ExpectedText | None = None
-        self.promise = 0.0
-        self.is_expected = False
-        """Whether the drafter is to draft."""
-        self.source = DraftSource.HISTORY
-        """Of the last draft."""
+    texts: Sequence[FollowedText | ExpectedText]
+    own: LiveText
+    prediction: PredictionFollower | None
+    is_kept: bool
+    """The output may join the history."""
+    chosen: FollowedText | ExpectedText | None = None
+    promise: float = 0.0
+    is_expected: bool = False
+    """Whether the drafter is to draft."""
+    source: DraftSource = DraftSource.HISTORY
+    """Of the last draft."""
 
     def push(self, token: int) -> None:
         """Takes the output's next token."""
-        self._own.push(token)
-        for text in self._texts:
+        self.own.push(token)
+        for text in self.texts:
             text.push(token)
 
     def end(self) -> None:
         """Ends the output, which joins the history where it may."""
-        self._own.end(self._is_kept)
+        self.own.end(self.is_kept)
 
     def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
         """See `FollowedText.chances`."""
-        return self._chosen.chances(limit, least, ahead) if self._chosen is not None and limit > 0 else []
+        return self.chosen.chances(limit, least, ahead) if self.chosen is not None and limit > 0 else []
 
     def draft(self, num_tokens: int) -> list[int]:
         """Next tokens of the followed text; none where the drafter drafts."""
-        if self._chosen is None or not num_tokens:
+        if self.chosen is None or not num_tokens:
             return []
-        self.source = self._chosen.source
-        return self._chosen.draft(num_tokens) if isinstance(self._chosen, FollowedText) else []
+        self.source = self.chosen.source
+        return self.chosen.draft(num_tokens) if isinstance(self.chosen, FollowedText) else []
 
     def learn(self, num_drafted: int, num_accepted: int, first: int = 0) -> None:
         """Takes what became of the last draft, from place `first` on."""
-        for text in self._texts:
+        for text in self.texts:
             if isinstance(text, ExpectedText) and self.source is text.source:
                 text.learn(num_drafted, num_accepted, first)
 
     def forgo_drafter(self) -> None:
         """For a drafter that has failed; texts are followed as before."""
-        self._texts = [text for text in self._texts if isinstance(text, FollowedText)]
+        self.texts = [text for text in self.texts if isinstance(text, FollowedText)]
 
     def choose(self, *, may_follow: bool, may_expect: bool) -> None:
         """Chooses what the next draft is from: a followed text, or the drafter, as far as either may be."""
-        self._chosen, self.promise, self.is_expected = None, 0.0, False
-        for text in self._texts:
+        self.chosen, self.promise, self.is_expected = None, 0.0, False
+        for text in self.texts:
             is_expected = isinstance(text, ExpectedText)
             if (may_expect if is_expected else may_follow) and (promise := text.promise) > self.promise:
-                self._chosen, self.promise, self.is_expected = text, promise, is_expected
+                self.chosen, self.promise, self.is_expected = text, promise, is_expected
 
 
 class Speculation:
@@ -502,7 +497,7 @@ class Speculation:
             for text in (request.tokens[max(0, num_matched - SHORTEST_MATCH) :], *request.quotable):
                 history.add(namespace, text, session_id)
         if not request.speculates:
-            return Drafting((), own, None, is_kept=is_kept)
+            return Drafting((), own, None, is_kept)
         hidden = () if is_kept else request.quotable
         for text in (*hidden, request.tokens[-SHORTEST_MATCH if is_kept else -MAX_OWN_TOKENS :]):
             for token in text.tolist():
@@ -518,7 +513,7 @@ class Speculation:
             texts.append(FollowedText(DraftSource.GRAMMAR, ForcedText(forced), self._odds[DraftSource.GRAMMAR]))
         if self._drafts_itself:
             texts.append(ExpectedText(self._drafter, self._odds[self._drafter], lambda: self._token_cost))
-        return Drafting(texts, own, prediction, is_kept=is_kept)
+        return Drafting(texts, own, prediction, is_kept)
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
         """Whether drafts are likely to pay after the step under way, its tokens taken for the followed ones."""

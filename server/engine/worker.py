@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cache.budget import BudgetExceeded, PinnedFull
@@ -342,10 +342,6 @@ class Worker:
         if not self.prefix_cache.layout.has_windows:
             self._prefill.alone_tokens *= ALONE_CHUNKS
 
-    def idle_work(self) -> Iterator[None]:
-        """Writes idle state to disk, piece by piece."""
-        return self.prefix_cache.save()
-
     def _end_idle_work(self) -> None:
         """Evaluated tokens stay."""
         for sequence in self._table:
@@ -356,7 +352,9 @@ class Worker:
 
     def step(self) -> None:
         """Evaluates up to one chunk of prompt tokens, and runs one decode step."""
-        self._update_waiting()
+        for sequence in self._table:
+            sequence.is_unread = sequence.sink.is_behind
+            sequence.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
         self._prefill.run_chunk(before_each=self._finish_decode_step)
         if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
             self._scheduler.is_stalled = False
@@ -370,19 +368,16 @@ class Worker:
     def _has_free_slot(self) -> bool:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)
 
-    def _update_waiting(self) -> None:
-        for sequence in self._table:
-            sequence.is_unread = sequence.sink.is_behind
-            sequence.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
-
     def _find_awaited(self) -> list[Lookup]:
         waiting = self._scheduler.in_phase(Phase.WAITING)[:LOOKAHEAD]
         return [sequence.lookup for sequence in waiting if sequence.shares]
 
     def _finish_decode_step(self) -> None:
         self._decode.read()
-        self._table.close_finished(list(self._table))
-        self._table.replay_lost()
+        self._table.close_finished(self._table)
+        for sequence in self._table:
+            if sequence.has_lost_state and sequence.output.reason is None:
+                self._table.replay(sequence)
 
     # -- memory
 

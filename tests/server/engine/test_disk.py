@@ -40,7 +40,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 def save_and_forget(harness: Harness) -> None:
     """Writes everything, then lets memory forget it."""
-    for _ in harness.worker.idle_work():
+    for _ in harness.prefix_cache.save():
         pass
     assert harness.prefix_cache.memory.disk is not None
     assert harness.prefix_cache.memory.disk.tier.flush(10)
@@ -68,7 +68,7 @@ def test_what_is_on_disk_is_quoted_after_a_restart(tmp_path: Path) -> None:
     sink = harness.submit(PROMPT, is_volatile=False)
     harness.submit([7, *PROMPT], is_volatile=True)
     harness.run()
-    for _ in harness.worker.idle_work():
+    for _ in harness.prefix_cache.save():
         pass
     assert tier.flush(10)
     tier.close()

@@ -135,7 +135,7 @@ def test_both_models_go_on_from_disk(name: str, draft: str, tmp_path: Path, monk
     harness = harness_for(name, draft, 2, num_slots=1, disk=tier)
     first = harness.submit(text, max_tokens=20, sampling=GREEDY, ignore_eos=True)
     harness.run()
-    for _ in harness.worker.idle_work():
+    for _ in harness.prefix_cache.save():
         pass
     assert tier.flush(10)
     tier.close()
