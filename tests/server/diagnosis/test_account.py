@@ -1,5 +1,7 @@
 """Every prompt token is restored, new, or evaluated again for a reason that is named."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from models.prompt.shapes import NO_OUTLINE
 from server.diagnosis.account import Conversations, EvaluatedTurn, Rendered, declined, explain
 from server.diagnosis.causes import TOOLS, Cause, MissReason, advice
+from server.diagnosis.compare import Turn, find_changes_between
 from server.diagnosis.prompt import Part, Prompt
 from server.doctor.recorded import characters_of
 
@@ -104,3 +107,27 @@ def test_every_cause_has_a_cure_of_one_sentence_at_every_place() -> None:
         for place in (None, TOOLS, "system", "user", "assistant", "tool"):
             text = advice(cause, place)
             assert text.endswith(".") and ". " not in text
+
+
+def test_the_reason_of_an_edit_is_where_it_stands() -> None:
+    parts = (
+        Part("system", "Be kind."),
+        Part("user", "How far?"),
+        Part("assistant", "Not far at all."),
+        Part("user", "?"),
+    )
+    earlier = Prompt(parts, ('{"name": "a"}',))
+    reasons = []
+    for place in range(3):
+        edited = replace(parts[place], text=f"{parts[place].text} 09:16")
+        later = replace(earlier, parts=(*parts[:place], edited, *parts[place + 1 :], Part("assistant", "x")))
+        reasons += [miss.reason for miss in find_changes_between(Turn(earlier), later)]
+    reasons += [
+        miss.reason for miss in find_changes_between(Turn(earlier), replace(earlier, tools=('{"name": "b"}',)))
+    ]
+    assert reasons == [
+        MissReason.SYSTEM_CHANGED,
+        MissReason.MESSAGES_CHANGED,
+        MissReason.REPLY_CHANGED,
+        MissReason.TOOLS_CHANGED,
+    ]

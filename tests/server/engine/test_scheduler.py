@@ -216,6 +216,12 @@ class TestOnePrefix:
             first.phase = Phase.DECODING
             assert waiting == ["b"] and chosen(scheduler) == "b"
 
+    def test_nobody_waits_for_a_prefill_that_has_ended(self) -> None:
+        scheduler = self.pair(offset=0)
+        assert chosen(scheduler) == "a"
+        scheduler.remove(scheduler.sequences["a"])
+        assert chosen(scheduler) == "b"
+
     def test_nobody_is_asked_again_what_is_restorable_before_the_first_has_passed_it(self) -> None:
         scheduler = self.pair(offset=0)
         first, asked = scheduler.sequences["a"], []
