@@ -281,8 +281,8 @@ class RaggedBatch:
         """Members on one head must be neighbours. Raises `NotRagged`."""
         self.rows = [row for member in members for row in member.rows]
         """In the order of the batch."""
-        self._own = [row.leaves for row in self.rows]
-        self._leaves = [_join(members, leaf, column) for leaf, column in enumerate(zip(*self._own, strict=True))]
+        columns = zip(*[row.leaves for row in self.rows], strict=True)
+        self._leaves = [_join(members, leaf, column) for leaf, column in enumerate(columns)]
         self.layers = _arranged(self.rows[0].caches, iter(self._leaves))
         self._merged = [leaf for leaf in self._leaves if isinstance(leaf, ArraysCache)]
 
@@ -308,7 +308,7 @@ class RaggedBatch:
 
     def take_over(self) -> None:
         """Frees the rows' own recurrent state, merged now: its slices would hold an earlier batch's."""
-        for own in itertools.chain(*self._own) if self._merged else ():
+        for own in [leaf for row in self.rows if self._merged for leaf in row.leaves]:
             if isinstance(own, ArraysCache):
                 own.cache = [None] * len(own.cache)
 
@@ -323,7 +323,7 @@ class RaggedBatch:
 
     def extract(self, index: int) -> None:
         """Writes row `index`'s recurrent state into its own caches, as lazy slices."""
-        for merged, own in zip(self._leaves, self._own[index], strict=True):
+        for merged, own in zip(self._leaves, self.rows[index].leaves, strict=True):
             if isinstance(own, ArraysCache):
                 own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
 
