@@ -46,6 +46,7 @@ class Lease:
         self._pager = reclaimer.pager
         self._memory = reclaimer.memory
         self._slot = slot
+        self.slot_index = slot.index
         self.num_prompt_tokens = len(request.tokens)
         self.match_tokens = match_tokens
         self.hit_tokens = slot.offset
@@ -54,10 +55,6 @@ class Lease:
         """None if nothing was restored."""
         self.is_open = True
         self._points = {point.offset: point for point in points}
-
-    @property
-    def slot_index(self) -> int:
-        return self._slot.index
 
     @property
     def caches(self) -> list[LayerCache]:
@@ -260,9 +257,7 @@ class PrivateLease(Lease):
         """Ends the sequence and forgets it."""
         self.discard()
 
-    def suspend(self) -> None:
-        """Forgets the sequence, which is evaluated again."""
-        self.discard()
+    suspend = close
 
     def _commit(self, *, may_split: bool = True) -> None:
         self._measure()

@@ -248,9 +248,6 @@ class Pins:
         self._pins: dict[PinName, tuple[list[Node], float]] = {}
         """Nodes, and when the clock reads what the pin ends."""
 
-    def __contains__(self, name: PinName) -> bool:
-        return name in self._pins
-
     def pin(self, name: PinName, tokens: TokenArray, until: float = math.inf) -> int:
         """Protects the stored state of `tokens`; returns their number.
 
@@ -265,7 +262,7 @@ class Pins:
     def follow(self, namespace: str, session_id: str | None, tip: Node) -> None:
         """Moves a session's pin, if any, to its sequence's end."""
         name = PinName(namespace, session_id or "")
-        if name in self and tip.parent is not None:
+        if name in self._pins and tip.parent is not None:
             with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
                 self._hold(name, tip.path(), math.inf)
 
@@ -292,7 +289,7 @@ class Pins:
         )
 
     def release(self, name: PinName) -> list[Node]:
-        """Ends a pin, if any; returns its nodes."""
+        """Ends a pin; returns its nodes, none if there was no pin."""
         nodes, _ = self._pins.pop(name, ([], 0))
         for node in nodes:
             node.num_pins -= 1

@@ -231,8 +231,7 @@ class Reclaimer:
             if tip in slot.tip.path():
                 head = self.pager.share_head(slot, tip, head)
                 if slot.is_leased and not slot.is_lost:
-                    reserved = self.layout.bytes_for(slot.reserved_tokens, slot.origin)
-                    self.ledger.reserve(slot.index, reserved)
+                    self.ledger.reserve(slot.index, self.layout.bytes_for(slot.reserved_tokens, slot.origin))
 
 
 def is_in_place(slot: Slot, path: Sequence[Node], offset: int) -> bool:

@@ -194,6 +194,7 @@ class Layout:
         self._windows = [(index, leaf) for index, leaf in rows if leaf.window and self.window]
         known = dict([*self._spans, *self._windows])
         self._recurrent = [index for index in range(len(leaves)) if index not in known]
+        self.has_recurrent = bool(self._recurrent)
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
         """Measures a sequence's layers by caches with a few tokens; leaves out those that stay empty.
@@ -208,10 +209,6 @@ class Layout:
         self.bytes_per_token = _bytes_per_row(_rows(self._spans, caches))
         self._window_bytes_per_row = _bytes_per_row(_rows(self._windows, caches))
         self._recurrent_bytes = sum(array.nbytes for array in arrays_in(self._recurrent_leaves(caches)))
-
-    @property
-    def has_recurrent(self) -> bool:
-        return bool(self._recurrent)
 
     @property
     def needs_snapshots(self) -> bool:

@@ -71,17 +71,13 @@ class SizedLayout(Layout):
     def __init__(self, bytes_per_token: int, snapshot_bytes: int) -> None:
         self._bytes_per_token = bytes_per_token
         self._snapshot_bytes = snapshot_bytes
+        self.has_recurrent = snapshot_bytes > 0
         self.window = 0
         self.num_taken = 0
 
     def make_caches(self) -> list[Any]:
         """Returns the layer caches of an empty sequence."""
         return [SizedCache()]
-
-    @property
-    def has_recurrent(self) -> bool:
-        """True for a model with recurrent layers."""
-        return self._snapshot_bytes > 0
 
     @property
     def needs_snapshots(self) -> bool:

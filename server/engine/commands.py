@@ -89,10 +89,7 @@ def pin_session(worker: Worker, namespace: str, session_id: str) -> int:
 
 def unpin_session(worker: Worker, namespace: str, session_id: str) -> bool:
     """Ends a session's pin, if there was one."""
-    name, pins = PinName(namespace, session_id), worker.prefix_cache.pins
-    was_pinned = name in pins
-    pins.release(name)
-    return was_pinned
+    return bool(worker.prefix_cache.pins.release(PinName(namespace, session_id)))
 
 
 def forget_session(worker: Worker, namespace: str, session_id: str) -> None:

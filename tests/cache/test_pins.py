@@ -157,7 +157,7 @@ def test_a_namespace_is_cleared_with_its_pins_and_others_are_not() -> None:
         prefix_cache.pins.pin(name, array(story(1)))
     prefix_cache.clear("ours")
     prefix_cache.check()
-    assert ours not in prefix_cache.pins and theirs in prefix_cache.pins
+    assert not prefix_cache.pins.release(ours) and prefix_cache.pins.release(theirs)
     assert prefix_cache.peek(Lookup(array([*story(1), 1]), namespace="ours")) == 0
     assert prefix_cache.peek(Lookup(array([*story(1), 1]), namespace="theirs")) == 100
 
@@ -181,7 +181,7 @@ def test_what_is_not_known_cannot_be_pinned_and_unpinning_it_is_harmless() -> No
     prefix_cache = calibrated(500)
     assert prefix_cache.pins.pin(SESSION, array(story(1))) == 0
     prefix_cache.pins.release(SESSION)
-    assert SESSION not in prefix_cache.pins
+    assert not prefix_cache.pins.release(SESSION)
 
 
 @pytest.mark.parametrize("layout", ["W", "C", "WR"])
