@@ -199,7 +199,7 @@ def test_a_custom_tool_over_two_turns(
 
 def test_the_input_of_a_custom_tool_is_streamed_as_it_comes(client: openai.OpenAI, engine: FakeEngine) -> None:
     call = json.dumps({"name": "apply_patch", "arguments": {"input": 'a\n"b"\u00fc\\'}})
-    engine.script = Script(("<tool_call>", *call, "</tool_call>"))
+    engine.script = Script(("<tool_call>", *call, "</tool_call>"), step_seconds=0.001)
     events = list(client.responses.create(model="tiny", input="Hi", tools=TOOLS, stream=True))
     deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
     assert len(deltas) > 3 and "".join(deltas) == 'a\n"b"\u00fc\\'
