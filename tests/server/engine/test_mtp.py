@@ -65,7 +65,7 @@ def test_a_module_that_fails_costs_each_answer_a_replay_at_most(name: str, monke
         num_asked += 1
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(MtpDrafter, "draft", fail)
+    monkeypatch.setattr(MtpDrafter, "_predict", fail)
     assert answers(harness) == answers_without(name)
     assert 0 < num_asked <= len(answers_without(name))
 
