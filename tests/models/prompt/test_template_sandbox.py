@@ -278,6 +278,7 @@ def test_a_part_that_stands_in_many_places_counts_in_each(use: str) -> None:
         "{{ ('%(a' * 40000 + 'a' * 4000000) % {'a': 1} }}",
         "{% set d = {} %}{% for i in range(60000) %}{% set _ = d.setdefault(i * (2 ** 61 - 1)) %}{% endfor %}",
         "{{ " + "[" * 300 + "]" * 300 + " }}",
+        "{% autoescape true %}{{ '<' * 9 }}{% endautoescape %}",
         " " * 300_000,
     ],
 )
@@ -325,6 +326,7 @@ def test_long_conversations_of_known_models_are_far_from_the_bounds(monkeypatch:
 WORKING = [
     ("{{ 'a' ~ 1 ~ none ~ missing ~ [2] }}", "a1None[2]"),
     ("{{ 2 + 3 * 4 - 5 % 3 }} {{ 2 ** 10 }} {{ 'a' * 3 + 'b' }} {{ [1] + [2] }}", "12 1024 aaab [1, 2]"),
+    ("{{ ('-' * 5000).join(['a' * 9000, 'b' * 9000]) | length }}", "23000"),
     ("{{ '%s=%05.1f' % ('x', 2) }} {{ '%d %%' | format(7) }}", "x=002.0 7 %"),
     ("{{ '{:>5}|{:,}|{x}'.format(1, 1700000000, x='y') }}", "    1|1,700,000,000|y"),
     ("{{ 1700000000000 | default(0) | string | length }}", "13"),
