@@ -31,8 +31,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # made on demand there
     build_hf_headers,
     filter_repo_objects,
+    get_session,
     hf_raise_for_status,
-    http_stream_backoff,
     tqdm,
 )
 
@@ -97,6 +97,8 @@ TellPull: TypeAlias = Callable[[PullEvent], None]
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5
 _PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+_BUSY = (429, 500, 502, 503, 504)
 _TIMEOUT_SECONDS = 10.0
 
 
@@ -298,12 +300,23 @@ def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, tell
         before_bytes = target.tell()
         try:
             return _receive(download, file, target, report)
-        except httpx2.TransportError:
+        except (httpx2.TransportError, HfHubHTTPError) as error:
             num_futile = 0 if target.tell() > before_bytes else num_futile + 1
-            if num_futile == _MAX_FUTILE_ATTEMPTS:
+            pause_seconds = _pause_after(error)
+            if num_futile == _MAX_FUTILE_ATTEMPTS or pause_seconds is None:
                 raise
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(pause_seconds)
     return None
+
+
+def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
+    """The seconds until another attempt; None if that makes no sense."""
+    if not isinstance(error, HfHubHTTPError):
+        return _PAUSE_SECONDS
+    if error.response.status_code not in _BUSY:
+        return None
+    asked = error.response.headers.get("retry-after", "")
+    return min(float(asked), _LONGEST_PAUSE_SECONDS) if asked.isdecimal() else _PAUSE_SECONDS
 
 
 def _receive(download: _Download, file: PlannedFile, target: BinaryIO, report: Callable[[], None]) -> None:
@@ -312,9 +325,7 @@ def _receive(download: _Download, file: PlannedFile, target: BinaryIO, report: C
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     if target.tell():
         headers["Range"] = f"bytes={target.tell()}-"
-    # The client asks a busy hub again; this module continues where a connection was cut.
-    request = http_stream_backoff("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS, retry_on_exceptions=())
-    with request as response:
+    with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS) as response:
         hf_raise_for_status(response)
         if response.status_code != httpx2.codes.PARTIAL_CONTENT:
             # The whole file arrives, although a range was requested.

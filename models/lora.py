@@ -106,7 +106,9 @@ def _places(rows: tuple[int, ...], held: tuple[tuple[int, float], ...]) -> tuple
     """
     place, scale = {index: number for number, (index, _) in enumerate(held)}, dict(held)
     places = mx.array([place.get(row, 0) for row in rows], dtype=mx.uint32)
-    return places, mx.array([scale.get(row, 0.0) for row in rows])[:, None, None]
+    scales = mx.array([[[scale.get(row, 0.0)]] for row in rows])
+    mx.eval(places, scales)  # other models' threads may use them
+    return places, scales
 
 
 @dataclass(eq=False)

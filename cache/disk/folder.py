@@ -35,9 +35,10 @@ _OURS = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(_SUFFIX)}({re.escape
 
 def _is_damage(error: Exception) -> bool:
     """Whether the index is damaged; otherwise the machine is the cause."""
-    # SQLite's general error is a wrong table.
-    code = error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.OperationalError) else sqlite3.SQLITE_ERROR
-    return code == sqlite3.SQLITE_ERROR
+    # SQLite's general error is a wrong table; errors of Python's module, as for text that is no UTF-8, have no code.
+    is_of_machine = isinstance(error, sqlite3.OperationalError)
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) if is_of_machine else sqlite3.SQLITE_ERROR
+    return code & 0xFF == sqlite3.SQLITE_ERROR
 
 
 def _check_owner(files: FileSystem, folder: Path) -> None:

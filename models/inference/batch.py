@@ -165,6 +165,8 @@ class DecodeBatch:
 
         Unless nobody wants it: a place in a group is then free at once.
         """
+        # Of a step that failed before it was settled.
+        self._rewinds = {row: rewind for row, rewind in self._rewinds.items() if row.caches is not caches}
         for index, row in enumerate(self.rows):
             if row is None or row.caches is not caches:
                 continue

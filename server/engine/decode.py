@@ -205,21 +205,31 @@ class FeedSteps:
 
     # -- a step
 
-    def run(self, feeds: list[Feed]) -> None:
-        """Evaluates and settles a step. Raises errors of the model: the live state of all rows is then lost."""
+    def run(self, feeds: list[Feed]) -> Exception | None:
+        """Evaluates and settles a step. Returns an error of the model: the live state of all rows is then lost."""
+        try:
+            step = self._started(feeds)
+            samples = step.tokens()
+        except Exception as error:  # replaying the rows shows which one is at fault
+            return error
+        now = self._clock()
+        for index, (feed, found) in enumerate(zip(feeds, samples, strict=True)):
+            if not feed.has_ended:
+                # Before the step is settled: what was accepted is right, whatever becomes of the state.
+                feed.accept(found, now, partial(step.logprob, index))
+        fault = error_of(partial(self._settle, step, feeds))
+        if fault is None:
+            for feed in feeds:
+                self._table.close_evaluated(feed.sequence)
+        return fault
+
+    def _started(self, feeds: list[Feed]) -> "DecodeStep":
         drafts = [Draft(feed.draft, feed.sequence.request.tokens, feed.sequence.output.tokens) for feed in feeds]
         prepared = prepare(self._table, [feed.sequence for feed in feeds], None, drafts)
         if prepared.waits:
             self._runner.sample(prepared.step, [mask for feed in feeds for mask in feed.masks])
         self._runner.start(prepared.step)
-        samples, now = prepared.step.tokens(), self._clock()
-        for index, (feed, found) in enumerate(zip(feeds, samples, strict=True)):
-            if not feed.has_ended:
-                # Before the step is settled: what was accepted is right, whatever becomes of the state.
-                feed.accept(found, now, partial(prepared.step.logprob, index))
-        self._settle(prepared.step, feeds)
-        for feed in feeds:
-            self._table.close_evaluated(feed.sequence)
+        return prepared.step
 
     def _settle(self, step: "DecodeStep", feeds: list[Feed]) -> None:
         held = self._runner.settle(step, [feed.num_accepted for feed in feeds])
@@ -297,7 +307,7 @@ class DecodePipeline:
         return [one for one in self.next_sequences() if one.has_memory]
 
     def _step_feeds(self, steps: FeedSteps, feeds: list[Feed], begun: float) -> None:
-        error = error_of(partial(steps.run, feeds))
+        error = steps.run(feeds)
         if error is None:
             steps.learn(feeds, self._clock() - begun)
             return

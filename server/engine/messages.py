@@ -129,7 +129,7 @@ class Generation:
 
 
 MAX_COMMANDS = 64
-"""Messages that may wait where a command is to wait too."""
+"""Commands that may wait."""
 COMMAND_RETRY_SECONDS = 2
 """No command takes longer than a step."""
 
@@ -158,6 +158,7 @@ class Inbox:
         """A message put in under the lock while this is true is answered."""
         self.num_open = 0
         """Unfinished requests."""
+        self._num_commands = 0
         self._idle = threading.Event()
         self._idle.set()
 
@@ -188,6 +189,8 @@ class Inbox:
         future: Future[Result] = Future()
 
         def run(worker: Worker) -> None:
+            with self._lock:
+                self._num_commands -= 1
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(command(worker))
@@ -198,7 +201,7 @@ class Inbox:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-        self._put(WorkerMessage(run, refuse), self._check_commands)
+        self._put(WorkerMessage(run, refuse), self._count_one_more_command)
         return future
 
     def put_end(self) -> None:
@@ -216,9 +219,10 @@ class Inbox:
             admit()
             self._messages.put(message)
 
-    def _check_commands(self) -> None:
-        if (num_waiting := self._messages.qsize()) >= MAX_COMMANDS:
-            raise QueueFull(num_waiting, COMMAND_RETRY_SECONDS)
+    def _count_one_more_command(self) -> None:
+        if self._num_commands >= MAX_COMMANDS:
+            raise QueueFull(self._num_commands, COMMAND_RETRY_SECONDS)
+        self._num_commands += 1
 
     def _count_one_more(self) -> None:
         num_waiting = self.num_open - self._max_slots

@@ -18,13 +18,11 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from huggingface_hub import close_session, constants
-from huggingface_hub.utils import _http
 
 from models import loader
 from server.cli.main import execute
@@ -104,7 +102,6 @@ class Person:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
             for name, value in places.items():
                 patch.setattr(constants, name, value)
-            patch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))
             try:
                 status = execute(arguments)
             finally:

@@ -305,6 +305,19 @@ def test_any_damage_to_the_index_gives_no_wrong_token(tmp_path: Path) -> None:
         shutil.rmtree(folder)
 
 
+def test_text_in_the_index_that_is_no_utf_8_costs_the_state_and_no_start(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with sqlite3.connect(tmp_path / "index.sqlite3") as database:
+        database.execute("UPDATE state SET fingerprint = CAST(x'ff80' AS TEXT)")
+    database.close()
+    tier = open_tier(tmp_path)
+    assert disk_driver.entries(tier) == []
+    write(tier, LEFT)
+    assert tier.flush(10)
+    tier.close()
+    assert num_sound(tmp_path) == 1
+
+
 @pytest.mark.parametrize(
     "column", ["tokens", "start", "stop", "key", "parent_key", "namespace", "digest", "is_snapshot"]
 )

@@ -454,6 +454,29 @@ def test_drafts_at_fault_cost_one_replay() -> None:
     assert runner.num_failed == 1
 
 
+def test_an_error_of_ours_while_drafts_are_accepted_is_not_hidden_behind_a_replay() -> None:
+    class Decoder:
+        """Fails within the tokens of a step."""
+
+        num_pushed = 0
+
+        def push(self, token: int) -> str:
+            self.num_pushed += 1
+            if self.num_pushed == 12:
+                raise ValueError("a decoder's fault")
+            return f"{token} "
+
+        def finish(self) -> str:
+            return ""
+
+    harness = Harness(speculation=Oracle(0.0))
+    harness.worker._make_decoder = Decoder
+    sink = harness.submit(prompt_of(1, 20), max_tokens=30, ignore_eos=True)
+    with pytest.raises(ValueError, match="decoder"):  # at which the engine fails its requests
+        harness.run(sink)
+    assert not sink.is_over
+
+
 def test_a_row_that_fails_with_drafts_and_without_fails_alone() -> None:
     poison = 77
     runner = FakeRunner(
