@@ -241,23 +241,36 @@ def _require_weights(download: _Download) -> None:
 
 def _require_memory(download: _Download, name: str, limit_bytes: int) -> None:
     weights_bytes = sum(file.num_bytes for file in download.files if file.name.endswith(".safetensors"))
-    problem = "{} takes {} of memory, and this machine has {} for weights"
-    _require(problem, download, name, weights_bytes, limit_bytes)
+    _require(
+        lambda needed, left: f"takes {needed} of memory, and this machine has {left} for weights",
+        download,
+        name,
+        weights_bytes,
+        limit_bytes,
+    )
 
 
 def _require_space(download: _Download, name: str) -> None:
     needed_bytes = download.num_bytes - sum(map(download.bytes_here, download.files))
     place = next(one for one in (cache_folder(), *cache_folder().parents) if one.exists())
-    problem = f"{{}} needs {{}} more, and {place} has {{}} left"
-    _require(problem, download, name, needed_bytes, shutil.disk_usage(place).free)
+    free_bytes = shutil.disk_usage(place).free
+    _require(
+        lambda needed, left: f"needs {needed} more, and {place} has {left} left",
+        download,
+        name,
+        needed_bytes,
+        free_bytes,
+    )
 
 
-def _require(problem: str, download: _Download, name: str, needed_bytes: int, limit_bytes: int) -> None:
+def _require(
+    problem: Callable[[str, str], str], download: _Download, name: str, needed_bytes: int, limit_bytes: int
+) -> None:
     if needed_bytes > limit_bytes:
         smaller = suggest_smaller(name, limit_bytes)
         hint = "" if smaller is None else f"; {smaller} would fit"
         sizes = size_text(needed_bytes), size_text(max(limit_bytes, 0))
-        raise PullFailed(problem.format(download.repository, *sizes) + hint)
+        raise PullFailed(f"{download.repository} {problem(*sizes)}{hint}")
 
 
 def _fetch_weights(download: _Download, name: str, tell: TellPull) -> None:

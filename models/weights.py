@@ -104,7 +104,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def require_json(path: Path, name: str) -> dict[str, Any]:
     """The object in a JSON file of the model or adapter `name`; raises ModelBroken."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
