@@ -40,7 +40,9 @@ class ToolDefinitions:
         found = [tools[name] for name in names if name in tools]
         lines = ["<functions>", *map(self._definition, found), "</functions>"] if found else []
         text = "\n".join([*lines, *(f"{name} is no longer available." for name in names if name not in tools)])
-        return self._kept.keep(key, text, len(text)) if len(found) == len(names) else text
+        if len(found) < len(names):
+            return text
+        return self._kept.recall(key) or self._kept.keep(key, text, len(text))  # another thread may have kept it
 
     def _definition(self, tool: Tool) -> str:
         alone, both = self._render([SAMPLE_TOOL]), self._render([SAMPLE_TOOL, tool])

@@ -114,6 +114,11 @@ class Exchange(Question, ABC):
         return []
 
 
+def _is_whole(finished: Finished | None) -> bool:
+    """An answer that was cut off may end within a token, and its last token is not evaluated."""
+    return finished is not None and finished.reason is FinishReason.STOP and finished.stop_text is None
+
+
 class Run(OpenRequest):
     """One engine request of an answer, followed to its last event, and compared with its conversation's last turn."""
 
@@ -156,6 +161,7 @@ class Run(OpenRequest):
                     # The client is still connected, so the engine cancelled the request.
                     raise EngineStopped("the server stopped before the answer was complete")
                 case Finished(reason):
+                    self._remember_reply(event)  # before the last pieces, at which a client may leave
                     exchange.take_tokens(event.rest)
                     for piece in parser.finish(is_complete=reason is FinishReason.STOP):
                         yield piece
@@ -207,20 +213,21 @@ class Run(OpenRequest):
         needed = self._conversations.num_tokens_since(self.name, rendered) * cache.bytes_per_token
         return with_missing_bytes(reuse, int(needed) - cache.budget_bytes)
 
+    def _remember_reply(self, finished: Finished) -> None:
+        exchange = self.exchange
+        if _is_whole(finished) and exchange.conversation is not None:
+            exchange.model.renderer.remember_reply(exchange.prompt, "".join(self._texts), self.token_ids)
+
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Keeps the turn and a whole reply's tokens, once; None: the answer broke off."""
+        """Keeps the turn, once; None: the answer broke off."""
         request, exchange, reply = self.request, self.exchange, "".join(self._texts)
-        # An answer that was cut off may end within a token, and its last token is not evaluated.
-        is_whole = finished is not None and finished.reason is FinishReason.STOP and finished.stop_text is None
-        if is_whole and exchange.conversation is not None:
-            exchange.model.renderer.remember_reply(exchange.prompt, reply, self.token_ids)
         if self._is_kept or self.name is None or request.is_prefix_only or not request.cache_prompt:
             return
         self._is_kept = True
         num_evaluated = self.cached_tokens + self.evaluated_tokens
         tokens = request.tokens[:num_evaluated]
         if num_evaluated == len(request.tokens):
-            reply_ids = self.token_ids if is_whole else self.token_ids[:-1]
+            reply_ids = self.token_ids if _is_whole(finished) else self.token_ids[:-1]
             tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])
         messages = exchange.reply_messages() if finished is not None else []
         said = part_of(messages[0]) if messages else Part(PLAIN, reply)

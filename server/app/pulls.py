@@ -7,18 +7,13 @@ Event loop only, except where a docstring says otherwise.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 from models.hub import PullEvent, PullProgress, TellPull
 from models.names import parse_repository
 from server.pool.loader import on_thread
 
 MAX_TOGETHER = 2
-
-_Listener: TypeAlias = "asyncio.Queue[PullEvent | None]"
-"""None is the end."""
 
 
 class PullAbandoned(Exception):
@@ -35,61 +30,79 @@ class Pulls:
         self._places = asyncio.Semaphore(MAX_TOGETHER)
 
     async def steps(self, name: str) -> AsyncIterator[PullEvent]:
-        """Yields a download's steps, of those before only the last within each file. Raises ModelError."""
+        """Yields most of a download's steps. Raises ModelError."""
         key = str(parse_repository(name) or name)
         pull = self._running.get(key)
         if pull is None:
-            pull = self._running[key] = _Pull(asyncio.get_running_loop())
+            pull = self._running[key] = _Pull()
             pull.task = asyncio.ensure_future(self._run(key, name, pull))
-        listener: _Listener = asyncio.Queue()
-        pull.listeners.add(listener)
+        pull.num_listeners += 1
         try:
-            for earlier in tuple(pull.told):
-                yield earlier
-            while (event := await listener.get()) is not None:
+            async for event in pull.events():
                 yield event
         finally:
-            pull.listeners.discard(listener)
-        if pull.error is not None:
-            raise pull.error
+            pull.num_listeners -= 1
 
     async def _run(self, key: str, name: str, pull: "_Pull") -> None:
         try:
             async with self._places:
                 # Somebody may come while a download is given up.
-                while pull.listeners:
+                while pull.num_listeners and not pull.is_over:
                     with suppress(PullAbandoned):
                         await on_thread(f"pull {key}", partial(self._fetch, name, pull.tell))
-                        break
+                        pull.is_over = True
         except Exception as error:  # raised for whoever waits for the download
             pull.error = error
         finally:
             del self._running[key]
-            for listener in pull.listeners:
-                listener.put_nowait(None)
+            pull.is_over = True
+            pull.wake()
 
 
-@dataclass(eq=False)
 class _Pull:
-    loop: asyncio.AbstractEventLoop
-    listeners: set[_Listener] = field(default_factory=set)
-    told: list[PullEvent] = field(default_factory=list)
-    """Steps so far; of the progress within one file, only the last."""
-    error: Exception | None = None
-    task: "asyncio.Future[None] | None" = None
+    def __init__(self) -> None:
+        self.num_listeners = 0
+        """Read on any thread."""
+        self.is_over = False
+        self.error: Exception | None = None
+        self.task: asyncio.Future[None] | None = None
+        self._told: list[PullEvent] = []
+        """Steps so far; of the progress within one file, only the last."""
+        self._loop = asyncio.get_running_loop()
+        self._more = asyncio.Event()
 
     def tell(self, event: PullEvent) -> None:
         """Passes on a step, on the download's thread. Raises PullAbandoned."""
-        if not self.listeners:
+        if not self.num_listeners:
             raise PullAbandoned
         # The loop ends with the server: then nobody listens, and the process ends.
         with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self._take, event)
+            self._loop.call_soon_threadsafe(self._take, event)
+
+    def wake(self) -> None:
+        self._more.set()
+        self._more = asyncio.Event()
+
+    async def events(self) -> AsyncIterator[PullEvent]:
+        """Yields the steps to the end. Raises the error of the download."""
+        at, last = 0, None
+        while True:
+            more, is_over = self._more, self.is_over
+            for event in self._told[at:]:
+                if event is not last:
+                    yield event
+                at, last = at + 1, event
+            # Looks at the last step again, since a later one may have taken its place.
+            at = max(at - 1, 0)
+            if is_over:
+                if self.error is not None:
+                    raise self.error
+                return
+            await more.wait()
 
     def _take(self, event: PullEvent) -> None:
-        last = self.told[-1] if self.told else None
+        last = self._told[-1] if self._told else None
         if isinstance(event, PullProgress) and isinstance(last, PullProgress) and last.file == event.file:
-            self.told.pop()
-        self.told.append(event)
-        for listener in self.listeners:
-            listener.put_nowait(event)
+            self._told.pop()
+        self._told.append(event)
+        self.wake()

@@ -155,9 +155,9 @@ class ServiceManager:
 
 def read_own(file: Path) -> str | None:
     """The text of a file that `install` wrote; None for no file. Raises StartError for a file of another program."""
-    if not file.exists():
-        return None
     with told_as(StartError, f"{file} cannot be read"):
+        if not file.exists():
+            return None
         text = file.read_text(encoding="utf-8")
     if MARK not in text:
         raise StartError(f"{file} was not written by mlx-serve, so it is left alone; remove or rename it")

@@ -241,12 +241,12 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         around = Surroundings(others, fast_blas, urls(address, port))
         service = _start(config, console, around, claim)
         pool = _make_pool(service, config, around, claim)
-        app = create_pool_app(pool, config, keys=keys)
-        limits = Limits(config.client_seconds, max_connections)
-        http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
-        report = partial(show_banner, console, service, config, around)
-        server = _Server(http_config, pool, config.drain_seconds, report)
         try:
+            app = create_pool_app(pool, config, keys=keys)
+            limits = Limits(config.client_seconds, max_connections)
+            http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
+            report = partial(show_banner, console, service, config, around)
+            server = _Server(http_config, pool, config.drain_seconds, report)
             asyncio.run(_serve(server, config, listeners, sigterm, _make_upkeep(server, config, claim)))
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final, Literal, NotRequired, TypeAlias, TypeVar
 
 from pydantic import Field
@@ -321,8 +322,8 @@ CreateStatus: TypeAlias = dict[Literal["status"], str]
 async def create_model(request: Request) -> Response:
     """Makes a model from another; raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CreateBody, _IN_CREATE, "names models")
-    told, places = _asked(body), ("model", "from", "parameters")
-    await asyncio.to_thread(_create, context_of(request), body.named, told, places)
+    places = "model", "from", "parameters"
+    await asyncio.to_thread(_create, context_of(request), body.named, partial(_asked, body), places)
     if body.stream is False:
         return JsonBody({"status": STEPS[-1]})
     lines = b"".join(line({"status": step}) for step in STEPS)
@@ -332,8 +333,8 @@ async def create_model(request: Request) -> Response:
 async def copy_model(request: Request) -> Response:
     """Gives a model another name, whatever had it. Raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CopyBody, {}, "names models")
-    places = ("destination", "source", "destination")
-    await asyncio.to_thread(_create, context_of(request), body.destination, Modelfile(body.source), places)
+    places, told = ("destination", "source", "destination"), partial(Modelfile, body.source)
+    await asyncio.to_thread(_create, context_of(request), body.destination, told, places)
     return JsonBody({})
 
 
@@ -344,9 +345,10 @@ async def delete_model(request: Request) -> Response:
     return JsonBody({})
 
 
-def _create(context: ApiContext, named: str, told: Modelfile, params: tuple[str, str, str]) -> None:
+def _create(context: ApiContext, named: str, ask: Callable[[], Modelfile], params: tuple[str, str, str]) -> None:
     """`params` are the fields of the name, of the base and of all else."""
-    name, source = _free(context, named, params[0]), _source(context, told.base, params[1])
+    name, told = _free(context, named, params[0]), ask()
+    source = _source(context, told.base, params[1])
     _done(lambda: library.create(name, _place(source), replace(told, base=source.name)), params[2])
 
 
