@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlsplit
 
 from models.adapter import parse_adapter
 from models.errors import told_as
@@ -289,11 +290,18 @@ def _check_origin(text: str) -> None:
         raise ValueError(f"{text!r} is no origin; write it like https://chat.example.org, or '*' for any")
 
 
+def _check_address(text: str) -> None:
+    parts = urlsplit(text)  # raises ValueError too
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"{text!r} is no address; write it like http://127.0.0.1:4318")
+
+
 _FORMS: Mapping[str, Callable[[str], object]] = {
     "aliases": parse_alias,
     "adapters": parse_adapter,
     "keep_alive": parse_keep_alive,
     "cors": _check_origin,
+    "otlp": _check_address,
 }
 """Raise ValueError for a text of another form."""
 

@@ -157,11 +157,18 @@ def _cells(loaded: Mapping[str, Any]) -> tuple[str, ...]:
 
 def stop(name: str, api_key: Key = None, as_json: Json = False) -> None:
     """Unloads an idle model from every server of this machine; raises StartError."""
-    asked = {"model": name}
-    answers = [(url, AskedServer(url, api_key).find("POST", "/v1/models/unload", asked)) for url in known_urls()]
-    done = [url for url, answer in answers if answer and answer.get("changed")]
+    done, refusals = list[str](), list[StartError]()
+    for url in known_urls():
+        try:
+            answer = AskedServer(url, api_key).find("POST", "/v1/models/unload", {"model": name})
+        except StartError as error:  # the other servers are asked nevertheless
+            refusals.append(error)
+        else:
+            done += [url] if answer and answer.get("changed") else []
     if done or as_json:
         tell({"name": name, "servers": done}, f"{name} is unloaded.", as_json)
+    if refusals:
+        raise refusals[0]
     if not done:
         raise StartError(f"{name} is not loaded by any server on this machine; mlx-serve ps lists what is")
 

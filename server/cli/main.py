@@ -48,10 +48,24 @@ class LazyCommands(TyperGroup):
         return name, command and load(command.name or ""), rest
 
 
+class _Group(TyperGroup):
+    """Commands below one. What names none of them is for the default one, if there is one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Without arguments and a default: the help."""
+        default = COMMANDS[self.name or ""].get("default")
+        is_ours = ctx.resilient_parsing or (args and (args[0] in ("-h", "--help") or args[0].isidentifier()))
+        if default and not is_ours:
+            args = [default, *args]
+        return super().parse_args(ctx, args)
+
+
 def load(name: str) -> Any:
     """A command of `COMMANDS`; one with commands below it is a group of those."""
     below = [words for words in COMMANDS if words.startswith(f"{name} ")]
-    found = typer.Typer(name=name, callback=_without_a_command, invoke_without_command=True, **_PLAIN, **_texts(name))
+    found = typer.Typer(
+        cls=_Group, name=name, callback=_show_help, invoke_without_command=True, **_PLAIN, **_texts(name)
+    )
     for words in below or [name]:
         settings = COMMANDS[words].get("settings")
         found.command(words.rpartition(" ")[2], context_settings=settings, **_texts(words))(_function(words))
@@ -63,11 +77,8 @@ def load(name: str) -> Any:
     return group if below else group.commands[name]
 
 
-def _without_a_command(context: typer.Context) -> None:
-    name = context.info_name or ""
-    if context.invoked_subcommand is None and "function" in COMMANDS[name]:
-        _function(name)()
-    elif context.invoked_subcommand is None:
+def _show_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 

@@ -234,7 +234,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         keys = read_keys(config)
         _check_cache_dir(config)
         if config.otlp is not None:
-            check_otlp(config.otlp)
+            check_otlp()
         raise_file_limit()
         max_connections = find_max_connections()
         claim, others = _claim(runtime, stack)

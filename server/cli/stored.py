@@ -198,7 +198,7 @@ def _facts(record: Mapping[str, Any], place: WeightsPlace) -> Iterator[tuple[str
     if record["created"] is not None:
         yield "parameters", "\n".join(f"{key} {value}" for key, value in record["parameters"]) or "none"
         yield "system", record["system"] or "none"
-        yield from ((f"message {role}"[:12], content) for role, content in record["messages"])
+        yield from ((f"as {role}", content) for role, content in record["messages"])
         if record["license"]:
             yield "license", record["license"]
     yield "template", _template(Path(record["path"]))

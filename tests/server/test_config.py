@@ -48,6 +48,7 @@ def test_what_is_said_of_settings_is_said_of_those_that_there_are() -> None:
         ("drain_seconds", float("inf")),
         ("log_level", "loud"),
         ("prompt_hygiene", 1),
+        *(("otlp", url) for url in ("", "localhost:4318", "ftp://x", "http://", "http://x:0")),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_its_value(name: str, value: Any) -> None:

@@ -155,20 +155,13 @@ def test_a_collector_that_is_away_is_told_of_once(collector: Collector, caplog: 
     assert len(told) == 1 and collector.url in told[0]
 
 
-@pytest.mark.parametrize("url", ["", "localhost:4318", "ftp://x", "http://", "http://x:0", "http://x:99999"])
-def test_an_address_that_is_none_ends_the_start(url: str) -> None:
-    with pytest.raises(StartError, match="--otlp"):
-        check_otlp(url)
-
-
 def test_without_its_packages_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(StartError, match="pip install opentelemetry-sdk"):
-        check_otlp("http://127.0.0.1:4318")
+        check_otlp()
 
 
 def test_an_address_may_name_its_path(collector: Collector) -> None:
-    check_otlp(collector.url)
     app = create_app(FakeEngine(), fake_model(), ServerConfig(otlp=f"{collector.url}/my/traces"))
     with running(app) as address:
         httpx.post(f"{address}/v1/completions", json={"prompt": "Hi"})

@@ -89,3 +89,11 @@ def test_stop_unloads_a_model_and_names_one_that_is_not_loaded(url: str, capsys:
 def test_stop_says_why_a_server_refuses(url: str) -> None:
     with pytest.raises(StartError, match="operator's key"):
         unload("a", [url], "guest", as_json=False)
+
+
+def test_stop_asks_the_other_servers_where_one_refuses(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = ModelPool(catalog("a"), opener=FakeOpener(), settings=PoolSettings())
+    app = create_pool_app(pool, ServerConfig(api_key="secret"))
+    with running(app) as locked, pytest.raises(StartError, match=locked):
+        unload("a", [locked, url], None, as_json=False)
+    assert capsys.readouterr().out == "a is unloaded.\n"
