@@ -201,15 +201,16 @@ class PrefixCache:
         """
         if self.reclaimer.invite(slot, found, capacity):
             found = self._look_again(request, found)
-        ledger, num_evictions = self.ledger, self.memory.num_evictions
-        is_shared = ledger.slot_bytes(ASIDE) > 0 or any(other.is_leased for other in self.slots)
         offset = found.restorable_in(slot)
+        if self.reclaimer.excess_for(slot, found.path, offset, capacity) <= 0:
+            return found
+        is_shared = self.ledger.slot_bytes(ASIDE) > 0 or any(other.is_leased for other in self.slots)
         missing = self.reclaimer.free_for(slot, found.path, offset, capacity, or_nothing=is_shared)
         if missing > 0 and is_shared:
             return None
         if missing > 0 and not path_nodes(self.reclaimer.pins.explicit()) <= set(found.path):
             raise PinnedFull(missing)
-        return found if self.memory.num_evictions == num_evictions else self._look_again(request, found)
+        return self._look_again(request, found)  # state may have been evicted, or lost with a running sequence
 
     def _restore(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> None:
         offset, trie = found.restorable_in(slot), self.pager.trie(request.namespace)

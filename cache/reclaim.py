@@ -81,16 +81,16 @@ class Reclaimer:
 
         Idle slots are paged out before the rest is counted: what was live only there moves here, counted once.
         """
-        excess = self._excess_for(slot, path, offset, num_tokens)
+        excess = self.excess_for(slot, path, offset, num_tokens)
         if excess <= 0:
             return 0
         continues = is_in_place(slot, path, offset)
         target = self.ledger.charged_bytes - excess
         self.gather(is_short=True, target_bytes=target, also=slot if continues else None)
-        excess = self._excess_for(slot, path, offset, num_tokens)
+        excess = self.excess_for(slot, path, offset, num_tokens)
         if excess > 0:
             self.pager.page_out_idle(self.ledger.charged_bytes - excess, slot, path)
-            excess = self._excess_for(slot, path, offset, num_tokens)
+            excess = self.excess_for(slot, path, offset, num_tokens)
         needed = [node for node in path if node.start < offset][-1:]
         if slot.is_cut or not continues:
             needed += [node for node, _ in rows_before(self.layout, path, offset)]
@@ -98,7 +98,7 @@ class Reclaimer:
         protected = needed if head is None else [*needed, head.tip]
         return self.free(excess, protected=protected, busy=slot, is_background=is_background, or_nothing=or_nothing)
 
-    def _excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
+    def excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
         """Bytes to free; padding alone is given back first."""
         moving = 0.0
         for node in path:
@@ -188,7 +188,7 @@ class Reclaimer:
         Returns whether it did; then `found` is no longer valid. An error loses a running sequence.
         """
         offset = found.restorable_in(slot)
-        least = self._least_tokens(is_short=self._excess_for(slot, found.path, offset, num_tokens) > 0)
+        least = self._least_tokens(is_short=self.excess_for(slot, found.path, offset, num_tokens) > 0)
         if least == math.inf or is_in_place(slot, found.path, offset):
             return False
         shared = [min(found.shared[other.index], offset) for other in self._loose(None)]

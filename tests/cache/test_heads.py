@@ -259,6 +259,26 @@ def test_an_error_in_a_cut_loses_that_sequence_alone(cut: str, monkeypatch: pyte
         cache.check()
 
 
+def test_a_newcomer_survives_that_freeing_memory_loses_what_it_was_to_begin_with() -> None:
+    """As after a step that failed: the rows' shared buffers are gone, and a row that is to share a head is lost."""
+    cache = make(None)
+    leases = [run(cache, [*HEAD[:300], 10 + number, 20, 21]) for number in range(2)]
+    cache.pager.shared = shared = Shares(math.inf)
+    shared.padding_bytes = 4096
+    cache.pager.measure_running()
+
+    def separate_all() -> None:
+        shared.padding_bytes = 0
+        for lease in leases:
+            for own in leaves_of(lease.caches):
+                own.keys = own.values = None
+
+    shared.separate_all = separate_all  # type: ignore[method-assign]
+    cache.ledger.budget_bytes = cache.ledger.charged_bytes + 64
+    newcomer = run(cache, [*HEAD[:50], 9, 8, 7])
+    assert newcomer.hit_tokens == 0 and all(lease.is_lost for lease in leases)
+
+
 HEADED_REST = layout._rest
 
 
