@@ -66,8 +66,8 @@ class Pager:
 
         Raises AssertionError for missing state; then `give_up` the slot.
         """
-        keep, path = slot.offset, landing.path()
-        missing = [node for node in path if node.stop > keep]
+        keep = slot.offset
+        missing = [node for node in landing.path() if node.stop > keep]
         if missing:
             sources = [node.span if node.span is not None else self._live_rows(node) for node in missing]
             self.layout.load_spans(slot.caches, sources, keep=keep, offset=landing.stop, capacity_tokens=capacity)
@@ -75,7 +75,7 @@ class Pager:
                 if node.home is None:
                     trie.make_live(node, slot)
         if landing.parent is not None:
-            self._restore_snapshots(slot, path, landing.stop)
+            self._restore_snapshots(slot, landing)
         slot.log.append(tokens[keep:])
         slot.is_cut = False
         self.move_tip(slot, landing)
@@ -86,11 +86,11 @@ class Pager:
     def _live_rows(self, node: Node) -> Segment:
         return self.layout.live_rows(self._separated(node.home), node.start, node.stop)
 
-    def _restore_snapshots(self, slot: Slot, path: list[Node], offset: int) -> None:
+    def _restore_snapshots(self, slot: Slot, landing: Node) -> None:
+        offset, snapshot = landing.stop, landing.snapshot
         if self.layout.window:
-            self.layout.load_windows(slot.caches, window_rows(self.layout, path, offset), offset)
+            self.layout.load_windows(slot.caches, window_rows(self.layout, landing, offset), offset)
         if self.layout.has_recurrent:
-            snapshot = path[-1].snapshot
             if snapshot is None or snapshot.recurrent is None or snapshot.offset != offset:
                 raise AssertionError(f"no recurrent state to restore at {offset}")
             self.layout.put_recurrent(slot.caches, snapshot.recurrent)
@@ -174,8 +174,7 @@ class Pager:
         for node in path:
             if node.home is slot and node in homes:
                 node.home = homes[node]
-        whole = [node for node in path if node.span is None or node.span.is_whole]
-        lost = next((node for node in path if node.home is slot or node not in whole), None)
+        lost = next((node for node in path if node.home is slot or _is_damaged(node)), None)
         self.empty(slot)
         if lost is not None:
             self.memory.drop_below(trie, lost)
@@ -256,7 +255,7 @@ class Pager:
         offset, window = slot.offset, None
         if self.layout.window:
             first = max(0, offset - self.layout.window, self.layout.window_start(slot.caches, offset))
-            reaches = first_row(self.layout, slot.tip.path()[:-1], slot.tip.start) <= first
+            reaches = first_row(self.layout, slot.tip.parent, slot.tip.start) <= first
             window = self.layout.cut_window(slot.caches, max(first, slot.tip.start) if reaches else first, offset)
         recurrent = self.layout.take_recurrent(slot.caches) if self.layout.has_recurrent else None
         return Snapshot(offset, window, recurrent)
@@ -318,3 +317,7 @@ class Pager:
         if slot in self.heads:
             assert self.layout.capacity(caches) == slot.offset == slot.tip.stop, "a head holds more than its tokens"
             assert self.ledger.slot_bytes(slot.index) == self.live_bytes(slot), "a head is not charged"
+
+
+def _is_damaged(node: Node) -> bool:
+    return node.span is not None and not node.span.is_whole

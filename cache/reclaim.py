@@ -93,7 +93,7 @@ class Reclaimer:
             excess = self.excess_for(slot, path, offset, num_tokens)
         needed = [node for node in path if node.start < offset][-1:]
         if slot.is_cut or not continues:
-            needed += [node for node, _ in rows_before(self.layout, path, offset)]
+            needed += [node for last in needed for node, _ in rows_before(self.layout, last, offset)]
         head, is_background = self.head_of(slot, path, offset), slot.is_background
         protected = needed if head is None else [*needed, head.tip]
         return self.free(excess, protected=protected, busy=slot, is_background=is_background, or_nothing=or_nothing)

@@ -22,11 +22,15 @@ def deepest(layout: LayerKinds, path: Sequence[Node], length: int) -> int:
     """The deepest restorable offset up to `length` tokens of a path."""
     if not layout.needs_snapshots:
         return length if path else 0
-    for index in range(len(path) - 1, -1, -1):
-        node, offset = path[index], min(path[index].stop, length)
+    gap = length
+    for node in reversed(path):
+        offset = min(node.stop, length)
+        first = max(0, offset - layout.window)
         is_whole = has_whole_snapshot(layout, node) and (offset == node.stop or not layout.has_recurrent)
-        if is_whole and first_row(layout, path[: index + 1], offset) <= max(0, offset - layout.window):
-            return offset
+        if is_whole and not first < gap < offset:  # else the gap found below is in this window too
+            gap = first_row(layout, node, offset)
+            if gap <= first:
+                return offset
     return 0
 
 
@@ -40,29 +44,28 @@ def has_whole_snapshot(layout: LayerKinds, node: Node) -> bool:
     return node.snapshot is not None and (node.snapshot.recurrent is not None or not layout.has_recurrent)
 
 
-def first_row(layout: LayerKinds, path: Sequence[Node], offset: int) -> int:
+def first_row(layout: LayerKinds, node: Node | None, offset: int) -> int:
     """From where on window rows are held without a gap up to `offset`."""
-    return min((rows.start for _, rows in rows_before(layout, path, offset)), default=offset)
+    return min((rows.start for _, rows in rows_before(layout, node, offset)), default=offset)
 
 
-def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[tuple[Node, Segment]]":
-    """Nodes that hold the window rows before `offset`, and these, the last first; ends at a gap."""
+def rows_before(layout: LayerKinds, node: Node | None, offset: int) -> "list[tuple[Node, Segment]]":
+    """Nodes from `node` up that hold the window rows before `offset`, and these; ends at a gap."""
     first = max(0, offset - layout.window)
     found: list[tuple[Node, Segment]] = []
-    for node in reversed(path):
-        if offset <= first or node.stop <= first:
-            break
+    while node is not None and first < offset <= node.stop:
         rows = _window(node)
-        if rows is not None and rows.start < offset <= rows.stop:
+        if rows is not None and rows.start < offset:
             found.append((node, rows))
             offset = rows.start
+        node = node.parent
     return found
 
 
-def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[Segment]":
-    """Adjoining segments of window rows before `offset`, as held."""
+def window_rows(layout: LayerKinds, node: Node | None, offset: int) -> "list[Segment]":
+    """Adjoining segments of window rows before `offset`, as held from `node` up."""
     held: list[Segment] = []
-    for _, rows in rows_before(layout, path, offset):
+    for _, rows in rows_before(layout, node, offset):
         held.append(rows.split(offset)[0] if offset < rows.stop else rows)
         offset = rows.start
     return held[::-1]

@@ -183,8 +183,7 @@ class DiskConnector:
         window = snapshot.window
         if window is not None:
             first = max(0, snapshot.offset - self._layout.window)
-            above = disk_path.path[: disk_path.path.index(node)]
-            rows = window_rows(self._layout, above, window.start) if window.start > first else []
+            rows = window_rows(self._layout, node.parent, window.start) if window.start > first else []
             window = reduce(Segment.join, [*rows, window]).tail(first)
         self.tier.write_snapshot(disk_path.up_to(node), window, snapshot.recurrent)
 

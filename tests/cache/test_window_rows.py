@@ -13,7 +13,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from cache import snapshots
 from cache.budget import BudgetExceeded
 from cache.disk import connector
 from cache.disk.tier import DiskTier
@@ -202,6 +205,47 @@ def rows_of(start: int, stop: int) -> Segment:
     rows = mx.zeros((2, 2, stop - start, 4))
     mx.eval(rows)
     return Segment(start, stop, [((0, 1), rows)])
+
+
+rows_held = st.sampled_from([0] * 20 + [None, *range(1, 2 * W)])
+"""On an edge; 0 for those of just its tokens."""
+
+
+@given(
+    edges=st.lists(st.tuples(st.integers(1, W // 4), rows_held), min_size=1, max_size=40),
+    tail=st.integers(0, W - 1),
+)
+@example(edges=[(1, None), *[(1, 0)] * (W - 2)], tail=0)
+@example(edges=[(2, None), (W - 1, 0)], tail=0)
+def test_a_path_is_restored_where_its_rows_are_and_each_row_is_looked_for_once(
+    edges: list[tuple[int, int | None]], tail: int
+) -> None:
+    trie, expected = PrefixTrie(), 0
+    tip = trie.root
+    for num_tokens, num_rows in edges:
+        tip = trie.extend(tip, np.zeros(num_tokens, np.int32))
+        if num_rows is not None:
+            first = max(0, tip.stop - (num_rows or num_tokens))
+            tip.snapshot = Snapshot(tip.stop, Segment(first, tip.stop, []), None)
+    length = max(tip.start + 1, tip.stop - tail)
+    for node in tip.path():
+        stop, held = min(node.stop, length), set[int]()
+        for above in node.path():
+            if above.snapshot is not None and above.snapshot.window is not None:
+                held |= set(range(above.snapshot.window.start, above.stop))
+        if node.snapshot is not None and set(range(max(0, stop - W), stop)) <= held:
+            expected = stop
+    looked_at, find = list[Node](), snapshots._window
+
+    def look(node: Node) -> Segment | None:
+        looked_at.append(node)
+        return find(node)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots, "_window", look)
+        assert snapshots.deepest(Layout(fake_model.make_caches("W")), tip.path(), length) == expected
+    if not any(num_rows for _, num_rows in edges):
+        assert len(looked_at) <= 2 * len(edges)
 
 
 @pytest.mark.parametrize("layout", ["W", "C"])
