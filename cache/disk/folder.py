@@ -162,7 +162,7 @@ class DiskStore:
         return StateImage(rows, recurrent)
 
     def write(self, file: StoredFile, image: StateImage, tokens: TokenArray, day: WriteDay) -> Receipt | None:
-        """Writes and indexes a file that stops at the end of `tokens`; None if the file is GONE.
+        """Writes and indexes a file that stops at the end of `tokens`; None if the file is gone.
 
         Raises OSError or sqlite3.Error after deleting what was written.
         """

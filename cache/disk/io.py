@@ -81,12 +81,12 @@ class FileReader:
         return sum(read.part.num_bytes for read in self._reads) + part.num_bytes <= self._max_bytes
 
     def load_span(self, span: FileSpan) -> Segment:
-        """Reads rows, evaluated. Raises DiskFault; a damaged file is then GONE."""
+        """Reads rows, evaluated. Raises DiskFault; a damaged file is then gone."""
         first, *later = [self._load_rows(part) for part in span.parts]
         return first.join(*later) if later else first
 
     def load_snapshot(self, file: StoredFile) -> LoadedState:
-        """Reads a snapshot, evaluated. Raises DiskFault; a damaged file is then GONE."""
+        """Reads a snapshot, evaluated. Raises DiskFault; a damaged file is then gone."""
         return self._load(file.whole)
 
     def _load_rows(self, part: FilePart) -> Segment:
@@ -151,16 +151,13 @@ class WriteQueue:
     ) -> None:
         self._store: DiskStore | None = store
         self.max_waiting_bytes = max_waiting_bytes
+        self.waiting_bytes = 0
         self._elapsed = elapsed
         self._report = report
         self._writes: deque[tuple[StoredFile, int, Future[Receipt | None]]] = deque()
         """Each with the bytes held until it ends."""
         self._paused_until = -math.inf
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-writer")
-
-    @property
-    def waiting_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes, _ in self._writes)
 
     def accepts(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more may wait; an empty queue accepts any file."""
@@ -175,11 +172,13 @@ class WriteQueue:
         """Queues `DiskStore.write`, which holds `num_bytes` of memory until it ends. Requires `accepts`."""
         assert self._store is not None
         self._writes.append((file, num_bytes, self._thread.submit(self._store.write, file, image, tokens, day)))
+        self.waiting_bytes += num_bytes
 
     def ended(self) -> Iterator[tuple[StoredFile, Receipt | None]]:
         """Yields files whose writes ended, with receipts if written."""
         while self._writes and self._writes[0][2].done():
-            file, _, receipt = self._writes.popleft()
+            file, num_bytes, receipt = self._writes.popleft()
+            self.waiting_bytes -= num_bytes
             error = None if receipt.cancelled() else receipt.exception()
             if error is not None:
                 self._paused_until = self._elapsed() + RETRY_SECONDS

@@ -150,13 +150,13 @@ class FileRow:
 
 
 MIN_GARBAGE = 1024
-"""GONE files that may stay in the heap."""
+"""Files that are gone and may stay in the heap."""
 
 
 class LruOrder:
     """Files in a heap, least recently used first; of files used together what depends on others comes first.
 
-    `pop` notices outdated entries, of files used again or GONE: a use only moves a file back.
+    `pop` notices outdated entries, of files used again or gone: a use only moves a file back.
     """
 
     def __init__(self) -> None:
@@ -179,13 +179,13 @@ class LruOrder:
         return None
 
     def compact(self, num_files: int) -> None:
-        """Removes GONE files if they outnumber the `num_files` others."""
+        """Removes files that are gone if they outnumber the `num_files` others."""
         if len(self._heap) > 2 * num_files + MIN_GARBAGE:
             self._heap = [entry for entry in self._heap if not entry[-1].is_gone]
             heapq.heapify(self._heap)
 
     def files(self) -> set[StoredFile]:
-        """The files not GONE."""
+        """The files not gone."""
         return {entry[-1] for entry in self._heap if not entry[-1].is_gone}
 
 
@@ -238,7 +238,7 @@ class DiskNode(TokenNode):
             assert part.file.start <= part.start and part.stop <= part.file.stop
             done = part.stop
         assert self.snapshot is None or self.snapshot.stop == self.stop, f"{self} holds a foreign snapshot"
-        assert not any(file.is_gone for file in self.files), f"{self} holds a file that is GONE"
+        assert not any(file.is_gone for file in self.files), f"{self} holds a file that is gone"
 
 
 START = Place(DiskNode(None, np.empty(0, np.int32), 0), 0)
@@ -359,7 +359,9 @@ class DiskTree:
 
     def files(self, namespace: str | None = None) -> list[StoredFile]:
         """All files, or one namespace's."""
-        return [file for file in self._ends if namespace in (None, file.namespace)]
+        if namespace is None:
+            return list(self._ends)
+        return list(dict.fromkeys(file for node in self.find_trie(namespace).nodes() for file in node.files))
 
     def check(self) -> None:
         """Asserts the module's invariants."""
@@ -399,23 +401,25 @@ class DiskTree:
 
     def _add(self, trie: DiskTrie, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
         last = trie.extend(node, tokens)
-        path = last.path()
+        self._ends[file] = end = Place(last, file.stop)
         if file.is_snapshot:
             last.snapshot = file
         else:
-            new = [step for step in path if step.stop > file.start]
+            new = list(end.edges(file.start, file.stop))
             for step in new:
                 step.parts = step.span.filled(file).parts
             below = [child for step in new for child in step.children.values()]
             file.last_used = max(one.last_used for step in (*new, *below) for one in step.files)
-        for before in (part.file for step in path for part in step.parts):
-            before.last_used = max(before.last_used, file.last_used)
+        # Before a file that is used as late are only such files.
+        parts = (part for step in end.edges(0, file.parent_offset) for part in reversed(step.parts))
+        before = (part.file for part in parts if part.start < file.parent_offset)
+        for older in list(itertools.takewhile(lambda one: one.last_used < file.last_used, before)):
+            older.last_used = file.last_used
         self._count(trie, file.num_bytes)
-        self._ends[file] = Place(last, file.stop)
         self._order.push(file)
 
     def prune(self, gone: Iterable[StoredFile]) -> None:
-        """Removes GONE files, then edges without files on or below them."""
+        """Removes `gone` files, then edges without files on or below them."""
         nodes: dict[DiskNode, DiskTrie] = {}
         for file in gone:
             trie = self._tries[file.namespace]

@@ -14,7 +14,7 @@ import pytest
 from cache.budget import DiskFault
 from cache.disk import tree
 from cache.disk.tier import DiskTier
-from cache.disk.tree import MIN_GARBAGE, DiskNode, DiskTree, LruOrder, StoredFile, Target
+from cache.disk.tree import MIN_GARBAGE, START, DiskNode, DiskTree, LruOrder, StoredFile, Target
 from cache.types import TokenArray
 from tests.support.disk_driver import (
     conversation,
@@ -131,6 +131,26 @@ def test_a_trunk_whose_use_was_not_saved_goes_after_what_depends_on_it(tmp_path:
     again = open_tier(tmp_path)
     assert [file.start for file in again.tree.victims(1 << 30, 0, 1 << 30)] == [292, 200, 0]
     again.close()
+
+
+def test_what_a_new_file_depends_on_is_used_no_earlier() -> None:
+    tree, tokens = DiskTree(), tokens_of(range(600))
+
+    def add(start: int, stop: int, used_at: int, edge: TokenArray = tokens) -> StoredFile:
+        file = StoredFile("", start, stop, 10, last_used=used_at)
+        tree.add(np.concatenate([tokens[:start], edge[start:stop]]), file, START)
+        return file
+
+    first, last = add(0, 40, 1), add(200, 300, 2)  # behind a gap
+    assert first.last_used == 2
+    trunk, filling = add(40, 100, 1), add(100, 200, 9)
+    assert [file.last_used for file in (first, trunk, filling, last)] == [9, 9, 9, 2]
+    add(50, 60, 1, tokens + 1000)  # cuts the trunk's edge
+    add(300, 400, 5)
+    assert [file.last_used for file in (first, trunk, filling, last)] == [9, 9, 9, 5]
+    add(400, 500, 20)
+    assert [file.last_used for file in (first, trunk, filling, last)] == [20, 20, 20, 20]
+    tree.check()
 
 
 @pytest.fixture
