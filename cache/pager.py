@@ -130,7 +130,7 @@ class Pager:
 
         Frees only spare capacity, and copies in other slots.
         """
-        idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased]
+        idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
         for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
             if self.ledger.charged_bytes > target_bytes:
                 self.page_out(slot, 0)

@@ -318,15 +318,16 @@ class PrefixCache:
     def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
         path = leaf.path()
         idle = [slot for slot in self.slots if slot.tip in path and not slot.is_leased]
-        tips = [slot.tip for slot in idle if not slot.tip.snapshot]
+        before = {slot.tip: slot.tip.snapshot for slot in idle}
         for slot in idle:
             self.pager.keep_tip(slot)
+        kept = {node: node.snapshot for node in before if node.snapshot is not before[node]}
         try:
             yield from disk.save_path(trie.namespace, path, self.pager.copy_live, used_at)
         finally:
-            for node in tips:
-                if self.ledger.excess_bytes() > 0 and node.parent is not None and node.snapshot is not None:
-                    trie.snap(node, None)
+            for node, snapshot in kept.items():
+                if self.ledger.excess_bytes() > 0 and node.snapshot is snapshot:
+                    trie.snap(node, before[node])
 
     def end(self, timeout_seconds: float) -> None:
         """Ends the cache; first writes unsaved state as time allows."""
@@ -340,7 +341,9 @@ class PrefixCache:
         Until `resume` only `try_resize` and reports may be called, on any one thread.
         """
         assert not any(slot.is_leased for slot in self.slots), "a request still runs"
-        self.pager.page_out_idle(-1, None)
+        for slot in self.slots:
+            self.pager.page_out(slot, 0)
+        self.pager.page_out_heads()
         self.pager.take_back_padding()
         self.pager.make_caches = _no_caches
         self.pager.shared = None

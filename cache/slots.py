@@ -149,7 +149,7 @@ class CacheRequest:
 class LookupResult:
     """How much of a match is restorable. Valid until the cache changes.
 
-    After an eviction, which spares only `nodes_to_restore`, look up again.
+    After memory was freed, look up again.
     """
 
     match: NodeMatch

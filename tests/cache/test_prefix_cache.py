@@ -418,6 +418,16 @@ def test_what_a_running_request_holds_can_be_restored_only_where_it_left_a_snaps
     assert prefix_cache.peek(Lookup(np.array([1, 2, 3, 4, 9], np.int32))) == 4
 
 
+def test_a_slot_that_holds_nothing_is_not_paged_out() -> None:
+    prefix_cache = make(num_slots=2)
+    cache_driver.run(prefix_cache, [1, 2, 3], namespace="a")
+    unused = prefix_cache.slots[1].caches
+    for _ in range(2):
+        prefix_cache.pager.page_out_idle(0, None)
+        assert prefix_cache.slots[1].caches is unused and not prefix_cache.slots[0].caches
+        assert list(prefix_cache.memory.tries) == ["", "a"], "only the other's namespace was used"
+
+
 def test_a_large_page_out_leaves_nothing_in_the_pool_of_freed_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix_cache, cleared = make(), list[int]()
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(prefix_cache.ledger.live_bytes))

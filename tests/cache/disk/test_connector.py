@@ -13,7 +13,7 @@ from cache.lease import Lease, Tier
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
-from cache.trie import Node
+from cache.trie import Node, Snapshot
 from tests.support import cache_driver, fake_model
 from tests.support.disk_driver import CountingFiles, open_tier
 
@@ -277,6 +277,26 @@ def test_any_history_with_restarts_restores_what_was_evaluated(layout: str, seed
     tier = open_tier(tmp_path, budget_bytes=disk_bytes)
     assert converse(make(layout, tier), [*last, 7]) == (len(last), Tier.DISK)
     tier.close()
+
+
+@pytest.mark.parametrize("has_window", [False, True])
+def test_what_saving_captured_at_a_live_end_stays_only_within_the_budget(
+    has_window: bool, tmp_path: Path, tiers: list[DiskTier]
+) -> None:
+    tiers.append(open_tier(tmp_path))
+    prefix_cache = make("WR", tiers[-1])
+    converse(prefix_cache, [*SYSTEM, *range(100, 160)], [7, 8])
+    (slot,) = prefix_cache.slots
+    window = prefix_cache.pager.snapshot(slot).window
+    before = Snapshot(slot.offset, window, None) if has_window else None
+    prefix_cache.pager.trie("").snap(slot.tip, before)
+    for is_full in (True, False):
+        prefix_cache.ledger.budget_bytes = prefix_cache.ledger.charged_bytes if is_full else 1 << 30
+        for _ in prefix_cache.save():
+            assert slot.tip.snapshot is not None and slot.tip.snapshot.recurrent is not None
+        assert (slot.tip.snapshot is before) == is_full
+        assert prefix_cache.ledger.excess_bytes() <= 0
+    prefix_cache.check()
 
 
 def test_where_disk_has_too_little_space_it_holds_what_was_used_last(tmp_path: Path, tiers: list[DiskTier]) -> None:
