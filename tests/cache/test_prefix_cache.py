@@ -428,6 +428,18 @@ def test_a_slot_that_holds_nothing_is_not_paged_out() -> None:
         assert list(prefix_cache.memory.tries) == ["", "a"], "only the other's namespace was used"
 
 
+def test_a_slot_paged_out_down_to_the_inside_of_an_edge_stores_the_edges_rest() -> None:
+    prefix_cache, tokens = make(num_slots=1), [*range(1, 7)]
+    cache_driver.run(prefix_cache, tokens)
+    (slot,), trie = prefix_cache.slots, prefix_cache.pager.trie("")
+    prefix_cache.pager.page_out(slot, 3)
+    tip = trie.match(np.array(tokens, np.int32)).node
+    assert [(node.stop, node.home) for node in tip.path()] == [(3, slot), (6, None)]
+    prefix_cache.pager.page_in(slot, trie, tip, np.array(tokens, np.int32), 10)
+    prefix_cache.check()
+    fake_model.assert_holds(slot.caches, tokens)
+
+
 def test_a_large_page_out_leaves_nothing_in_the_pool_of_freed_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix_cache, cleared = make(), list[int]()
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(prefix_cache.ledger.live_bytes))
