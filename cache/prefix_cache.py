@@ -134,7 +134,10 @@ class PrefixCache:
             self.memory.disk.tier.touch(disk_match.place, disk_match.offset)
             excess = ledger.excess_bytes(disk_match.num_bytes)
             if self.reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
-                return self._result_of(found.match), False
+                return self._find_in_memory(lookup), False
+            if found.match.is_gone:  # lost with a running sequence
+                found = self._find_in_memory(lookup)
+                continue
             try:
                 loaded = self.memory.disk.load(disk_match)
                 fields = {"tokens": disk_match.offset - found.restorable, "bytes": disk_match.num_bytes}

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cache import reclaim
+from cache.disk import connector
 from cache.layers import layout
 from cache.layers.layout import leaves_of
 from cache.lease import Lease
@@ -16,6 +18,7 @@ from cache.slots import CacheRequest, Lookup, Slot
 from cache.snapshots import RestorePoint, RestorePointKind
 from tests.cache.worlds import RealWorld
 from tests.support import cache_driver, fake_model
+from tests.support.disk_driver import open_tier
 from tests.support.fake_runner import SharesNothing
 
 # isort: split
@@ -259,10 +262,8 @@ def test_an_error_in_a_cut_loses_that_sequence_alone(cut: str, monkeypatch: pyte
         cache.check()
 
 
-def test_a_newcomer_survives_that_freeing_memory_loses_what_it_was_to_begin_with() -> None:
-    """As after a step that failed: the rows' shared buffers are gone, and a row that is to share a head is lost."""
-    cache = make(None)
-    leases = [run(cache, [*HEAD[:300], 10 + number, 20, 21]) for number in range(2)]
+def fail_when_short(cache: PrefixCache, leases: Sequence[Lease]) -> None:
+    """The next to need memory has buffers separated, which fails: a row that is to share a head is then lost."""
     cache.pager.shared = shared = Shares(math.inf)
     shared.padding_bytes = 4096
     cache.pager.measure_running()
@@ -275,8 +276,31 @@ def test_a_newcomer_survives_that_freeing_memory_loses_what_it_was_to_begin_with
 
     shared.separate_all = separate_all  # type: ignore[method-assign]
     cache.ledger.budget_bytes = cache.ledger.charged_bytes + 64
+
+
+def test_a_newcomer_survives_that_freeing_memory_loses_what_it_was_to_begin_with() -> None:
+    cache = make(None)
+    leases = [run(cache, [*HEAD[:300], 10 + number, 20, 21]) for number in range(2)]
+    fail_when_short(cache, leases)
     newcomer = run(cache, [*HEAD[:50], 9, 8, 7])
     assert newcomer.hit_tokens == 0 and all(lease.is_lost for lease in leases)
+
+
+def test_a_newcomer_survives_that_freeing_memory_loses_what_a_read_was_to_extend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "MIN_RESTORE_TOKENS", 8)
+    tier = open_tier(tmp_path)
+    cache, story = make(None, disk=tier), [*HEAD[:100], *([9] * 200)]
+    run(cache, story).close()
+    cache.pager.page_out(cache.slots[0], 0)
+    cache.memory.evict(0, ())
+    assert tier.flush(10)
+    leases = [run(cache, [*HEAD[:90], 10 + number, *([20 + number] * 200)]) for number in range(2)]
+    fail_when_short(cache, leases)
+    newcomer = run(cache, [*story, 1])
+    assert newcomer.hit_tokens == len(story) - 1 and any(lease.is_lost for lease in leases)
+    cache.end(10)
 
 
 HEADED_REST = layout._rest
