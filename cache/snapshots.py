@@ -46,7 +46,8 @@ def has_whole_snapshot(layout: LayerKinds, node: Node) -> bool:
 
 def first_row(layout: LayerKinds, node: Node | None, offset: int) -> int:
     """From where on window rows are held without a gap up to `offset`."""
-    return min((rows.start for _, rows in rows_before(layout, node, offset)), default=offset)
+    held = rows_before(layout, node, offset)
+    return held[-1][1].start if held else offset
 
 
 def rows_before(layout: LayerKinds, node: Node | None, offset: int) -> "list[tuple[Node, Segment]]":
