@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, wraps
+from functools import lru_cache, reduce, wraps
 from typing import Any, Final, NamedTuple
 
 import jinja2
@@ -67,12 +67,13 @@ _LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
 _DICT_METHODS: Final = frozenset(dir(dict))
 _LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
 _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
-_TEST_OF_OPERATOR: Final = {"gteq": "ge", "lteq": "le", "notin": "in"}
+_TEST_OF_OPERATOR: Final = {"gteq": "ge", "lteq": "le", "notin": "not in"}
+_COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "==", "!=", "<", "<=", ">", ">=", "equalto"})
 _TAKES_LONG_TEXTS: Final = frozenset(
     {
         *("count", "endswith", "find", "index", "join", "lstrip", "partition", "removeprefix", "removesuffix"),
         *("replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "string", "strip"),
-        *("trim", "eq", "ne", "lt", "le", "gt", "ge", "==", "!=", "<", "<=", ">", ">=", "equalto"),
+        *("trim", *_COMPARISONS),
     }
 )
 """Methods of texts, filters and tests that cost no more than a copy."""
@@ -205,19 +206,15 @@ def weigh(*values: Any) -> Weight:
     return Weight(num_items, num_characters, depth)
 
 
-def _are_light(values: Iterable[Any]) -> bool:
-    for value in values:
-        kind = type(value)
-        if kind is str:
-            if len(value) > _LIGHT_CHARACTERS:
-                return False
-        elif kind not in _LIGHT and (kind is not int or abs(value) > _LIGHT_CHARACTERS):
-            return False
-    return True
+def _is_light(value: Any) -> bool:
+    kind = type(value)
+    if kind is str:
+        return len(value) <= _LIGHT_CHARACTERS
+    return kind in _LIGHT or (kind is int and abs(value) <= _LIGHT_CHARACTERS)
 
 
 def _weighed(value: Any) -> Any:
-    if not _are_light((value,)):
+    if not (_is_light(value) or (type(value) is int and value.bit_length() <= _KEY_BITS)):
         weigh(value).spend()
     return value
 
@@ -262,8 +259,6 @@ def _check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Wei
 
 def _check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
     """Like `_check_call`, for filters and tests."""
-    if not args or (name == "in" and len(args) == 2):
-        return _weigh_search(*args) if args else Weight()
     # `old` before `new`, however they are named.
     value, rest = args[0], [*args[1:], *(kwargs[key] for key in sorted(kwargs, key="old".__ne__))]
     if name in _SHALLOW_FILTERS:
@@ -351,7 +346,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """A member."""
-        if type(argument) is not str and not _are_light((argument,)):
+        if type(argument) is not str and not _is_light(argument):
             _weigh_key(obj, argument).spend()
         return super().getitem(obj, argument)
 
@@ -370,7 +365,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if not isinstance(__obj, (Macro, LoopContext)):
             owner = getattr(__obj, "__self__", None)
             named = [value for name, value in kwargs.items() if name not in _JINJAS_OWN] if kwargs else []
-            if type(owner) is not str or named or not _are_light((owner, *args)):
+            if type(owner) is not str or named or not all(map(_is_light, (owner, *args))):
                 args = tuple(_drawn(args))
                 _check_call(__obj, args, named).spend()
             if type(owner) in _CHANGES and not __self.is_safe_attribute(owner, __obj.__name__, __obj):
@@ -429,17 +424,17 @@ class _Bounded(NodeTransformer):
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        """A comparison with the template's own text or number is cheap."""
-        (first, *more), left = node.ops, node.expr
-        if more:
-            chain = nodes.And(nodes.Compare(left, [first]), nodes.Compare(first.expr, more))
-            return self.generic_visit(chain.set_lineno(node.lineno))
+        """Weighs each side once; a comparison with the template's own text or number is cheap."""
         self.generic_visit(node)
-        is_own = any(isinstance(one, nodes.Const) for one in (node.expr, first.expr))
-        if is_own and first.op not in ("in", "notin"):
-            return node
-        test = nodes.Test(node.expr, _TEST_OF_OPERATOR.get(first.op, first.op), [first.expr], [], None, None)
-        return nodes.Not(test) if first.op == "notin" else test
+        sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
+        if any(one.op in ("in", "notin") for one in node.ops):
+            if any(any(one.find_all((nodes.Call, nodes.Compare, nodes.Test))) for one in node.ops[:-1]):
+                raise SecurityError("a chat template has no use for `in` in a chain of long comparisons")
+            return reduce(nodes.And, map(_tested, sides, node.ops))
+        weighed = [one for one in sides if not isinstance(one.expr, nodes.Const)]
+        for one in weighed if len(weighed) > 1 else ():
+            one.expr = _filtered("weighed", one.expr)
+        return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802
         self.generic_visit(node)
@@ -467,6 +462,11 @@ def _filtered(name: str, value: nodes.Expr, *more: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(value, name, list(more), [], None, None)
 
 
+def _tested(left: nodes.Compare | nodes.Operand, right: nodes.Operand) -> nodes.Expr:
+    name = _TEST_OF_OPERATOR.get(right.op, right.op)
+    return nodes.Test(left.expr, name, [right.expr], [], None, None)
+
+
 def _step(value: Any) -> Any:
     _spend()
     return value
@@ -482,13 +482,23 @@ def _shown(value: Any) -> str:
     return value if type(value) is str else str(_weighed(value))
 
 
+def _is_in(item: Any, container: Any) -> bool:
+    """`item in container`, which draws from an iterator no more than Python does."""
+    if isinstance(container, Iterator):
+        container = map(_weighed, _drawing(container))
+    elif not (_is_light(item) and _is_light(container)):
+        _weigh_search(item, container).spend()
+    _spend()
+    return item in container
+
+
 def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
 
     @wraps(apply)  # keeps what Jinja notes on a filter
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or name in _FORMATS or not _are_light(args[num_own:]):
-            if name not in _SHALLOW_FILTERS:
+        if kwargs or name in _FORMATS or not all(map(_is_light, args[num_own:])):
+            if name not in _SHALLOW_FILTERS | _COMPARISONS:
                 args = (*args[:num_own], *_drawn(args[num_own:]))
             _check_filter(name, args[num_own:], kwargs).spend()
         return _spend_on(apply(*args, **kwargs))
@@ -524,6 +534,7 @@ def _compile(template: str) -> jinja2.Template:
     } | _OWN_FILTERS
     tests = environment.tests.items()
     environment.tests = {name: apply if name in _LIGHT_TESTS else _bounded(name, apply) for name, apply in tests}
+    environment.tests |= {"in": _is_in, "not in": lambda *pair: not _is_in(*pair)}
     del environment.globals["lipsum"]
     compiled: jinja2.Template = environment.from_string(template)
     return compiled

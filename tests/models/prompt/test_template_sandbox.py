@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 
 from models.names import DEMO_FOLDER
 from models.prompt import chat_template, template_sandbox
@@ -287,6 +289,28 @@ def test_no_single_work_is_long(template: str) -> None:
         render_once(template)
 
 
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [("(x < ", " < x)"), ("(x in ", " in x)"), ("[x == ", " not in x]"), ("f(x in ", " == x)")],
+)
+def test_chains_of_comparisons_inside_each_other_do_not_make_a_template_longer(opening: str, closing: str) -> None:
+    def num_nodes(depth: int) -> int:
+        node = environment.parse("{% if " + opening * depth + "y" + closing * depth + " %}{% endif %}")
+        try:
+            return sum(1 for _ in template_sandbox._Bounded().visit(node).find_all(nodes.Node))
+        except SecurityError:
+            return 0
+
+    environment = template_sandbox._compile("").environment
+    assert num_nodes(9) - num_nodes(8) == num_nodes(5) - num_nodes(4)
+
+
+def test_one_comparison_of_two_short_values_takes_no_step() -> None:
+    compiled = template_sandbox._compile("{{ x == y }}{{ x < y }}{{ x != z }}")
+    with template_sandbox.bounded_steps(4):
+        assert compiled.render(x=2**40, y=2**41, z="text") == "FalseTrueTrue"
+
+
 def test_what_a_template_is_given_counts_too() -> None:
     template = "{{ {'a': 1} | tojson(indent=width) }}{{ 'a' * times }}"
     with pytest.raises(ChatTemplateError, match="too long"):
@@ -343,6 +367,14 @@ WORKING = [
     ("{{ [3, 1] | sort | map('string') | list | tojson }} {{ 'a\nb' | indent(2) }}", '["1", "3"] a\n  b'),
     ("{{ 'x' if messages | selectattr('role', 'equalto', 'user') | list }}", "x"),
     ("{% generation %}g{% endgeneration %}", "g"),
+    (
+        "{% set g = ['a', 'b'] | map('upper') %}{{ g == 1 }}{{ g != messages }}{{ g is eq [g] }}{{ g | join }}",
+        "FalseTrueFalseAB",
+    ),
+    ("{% set g = [1, 2, 3] | map('abs') %}{{ 2 in g }}{{ g | join }}", "True3"),
+    ("{% set g = [1, 2] | map('abs') %}{{ g in [g] }}{{ g not in [[1, 2]] }}{{ g | join }}", "TrueTrue12"),
+    ("{% set l = [1, 3, 2] %}{{ 0 < l.pop() < l.pop() }}{{ l }}{{ 2 < 1 < missing.x }}", "True[1]False"),
+    ("{% set l = [1] %}{{ 1 in l == true }}{{ 1 in l in [l] }}{{ 2 not in l != [2] }}", "FalseTrueTrue"),
     ("{% for n in [[1, [2]]] recursive %}{{ n[0] }}{% endfor %}", "1"),
 ]
 
