@@ -8,7 +8,7 @@ weighed first: the operation cannot be stopped, and holds Python's lock. All rai
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, reduce, wraps
@@ -58,10 +58,7 @@ _ITEMS_COPIED_AT_ONCE: Final = 8
 
 _FORMAT_FIELD = re.compile(r":[^{}:]*[{}]")
 _PERCENT_FIELD = re.compile(r"%[-+ #\d.]*\*?|\)[-+ #\d.]*")
-_CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
-    *(list, tuple),
-    *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
-)
+_CONTAINERS: Final[Any] = (list, tuple, *(type(getattr({}, view)()) for view in ("keys", "values", "items")))
 _PLAIN: Final = frozenset({str, int, list, dict})
 _LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
 _DICT_METHODS: Final = frozenset(dir(dict))
@@ -69,13 +66,11 @@ _LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
 _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
 _TEST_OF_OPERATOR: Final = {"gteq": "ge", "lteq": "le", "notin": "not in"}
 _COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "==", "!=", "<", "<=", ">", ">=", "equalto"})
-_TAKES_LONG_TEXTS: Final = frozenset(
-    {
-        *("count", "endswith", "find", "index", "join", "lstrip", "partition", "removeprefix", "removesuffix"),
-        *("replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "string", "strip"),
-        *("trim", *_COMPARISONS),
-    }
-)
+_TAKES_LONG_TEXTS: Final[Set[str]] = {
+    *("count", "endswith", "find", "index", "join", "lstrip", "partition", "removeprefix", "removesuffix"),
+    *("replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "string", "strip"),
+    *("trim", *_COMPARISONS),
+}
 """Methods of texts, filters and tests that cost no more than a copy."""
 _TAKES_WIDTHS: Final = frozenset(
     {"batch", "center", "indent", "ljust", "rjust", "round", "slice", "tojson", "truncate", "zfill"}
@@ -85,22 +80,20 @@ _LOOKS_AT: Final = {
     **dict.fromkeys(("get", "pop", "setdefault"), 1),
 }
 """Methods of lists and dicts that look at no member, and how many arguments they look at."""
-_SHALLOW_FILTERS: Final = frozenset(
-    {
-        *("attr", "batch", "items", "list", "map", "random"),
-        *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
-    }
-)
+_SHALLOW_FILTERS: Final[Set[str]] = {
+    *("attr", "batch", "items", "list", "map", "random"),
+    *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
+}
 _FORMATS: Final = frozenset({"format", "divisibleby", "even", "odd"})
 """A short text makes a long one."""
+_SLOW_FILTERS: Final = frozenset({"groupby", "max", "min", "title", "unique", "wordcount"})
+"""Each character of a text costs what an item of a list does."""
 _LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
-_LIGHT_TESTS: Final = frozenset(
-    {
-        *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
-        *("number", "sameas", "sequence", "string", "true", "undefined"),
-    }
-)
+_LIGHT_TESTS: Final[Set[str]] = {
+    *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
+    *("number", "sameas", "sequence", "string", "true", "undefined"),
+}
 _NEEDLESS_METHODS: Final = frozenset({"encode", "expandtabs", "to_bytes", "translate"})
 """Methods that make bytes, or texts far longer."""
 _CHANGES: Final[Mapping[type, frozenset[str]]] = {
@@ -265,7 +258,7 @@ def _check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         num_items = len(value) if isinstance(value, Sized) else 0
         _bound(num_items if name == "list" else 0, MAX_ITEMS)
         _check(name, "", rest)
-        return Weight(num_items if isinstance(value, list | tuple | range) else 0)
+        return Weight(num_items if isinstance(value, str | list | tuple | range) else 0)
     if name in _FORMATS and (name == "format" or isinstance(value, str)):
         _check_fields(str(value), "%", _PERCENT_FIELD, rest)
     return _check(name, value, rest)
@@ -294,7 +287,8 @@ def _check(name: str, value: Any, rest: Sequence[Any]) -> Weight:
             _bound(weight.num_items * weight.depth * (widest + weigh(*rest).num_characters), MAX_CHARACTERS)
         case "sum", _ if any(isinstance(start, list | tuple) for start in rest):
             _bound(len(value) * weight.num_items // _ITEMS_COPIED_AT_ONCE, MAX_ITEMS)
-    return weight
+    num_slow = weight.num_characters if name in _SLOW_FILTERS else 0
+    return weight._replace(num_items=weight.num_items + num_slow)
 
 
 def _check_fields(text: str, opener: str, field: re.Pattern[str], values: Sequence[Any]) -> None:
@@ -494,10 +488,11 @@ def _is_in(item: Any, container: Any) -> bool:
 
 def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
+    is_light = name not in _FORMATS | _SLOW_FILTERS | _SHALLOW_FILTERS
 
     @wraps(apply)  # keeps what Jinja notes on a filter
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or name in _FORMATS or not all(map(_is_light, args[num_own:])):
+        if kwargs or not (is_light and all(map(_is_light, args[num_own:]))):
             if name not in _SHALLOW_FILTERS | _COMPARISONS:
                 args = (*args[:num_own], *_drawn(args[num_own:]))
             _check_filter(name, args[num_own:], kwargs).spend()

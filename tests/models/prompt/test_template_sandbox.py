@@ -311,6 +311,20 @@ def test_one_comparison_of_two_short_values_takes_no_step() -> None:
         assert compiled.render(x=2**40, y=2**41, z="text") == "FalseTrueTrue"
 
 
+@pytest.mark.parametrize(
+    "use",
+    ["title", "wordcount", "min", "max", "unique", "groupby(0)", "reject('string') | list", "select('none') | first"],
+)
+@pytest.mark.parametrize("times", [1000, 100_000])
+def test_work_in_python_on_each_character_of_a_text_takes_steps(use: str, times: int) -> None:
+    compiled = template_sandbox._compile("{% set x = text | " + use + " %}")
+    text = "ab \n" * times
+    with template_sandbox.bounded_steps(len(text)):
+        compiled.render(text=text)
+    with template_sandbox.bounded_steps(len(text) // 32), pytest.raises(SecurityError, match="come to an end"):
+        compiled.render(text=text)
+
+
 def test_what_a_template_is_given_counts_too() -> None:
     template = "{{ {'a': 1} | tojson(indent=width) }}{{ 'a' * times }}"
     with pytest.raises(ChatTemplateError, match="too long"):
