@@ -88,6 +88,9 @@ _FORMATS: Final = frozenset({"format", "divisibleby", "even", "odd"})
 """A short text makes a long one."""
 _SLOW_FILTERS: Final = frozenset({"groupby", "max", "min", "title", "unique", "wordcount"})
 """Each character of a text costs what an item of a list does."""
+_PRODUCTS: Final = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"})
+"""Each character of a text may be compared with each of the argument."""
+_CHARACTERS_COMPARED_AT_ONCE: Final = 16
 _LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
 _LIGHT_TESTS: Final[Set[str]] = {
@@ -287,8 +290,12 @@ def _check(name: str, value: Any, rest: Sequence[Any]) -> Weight:
             _bound(weight.num_items * weight.depth * (widest + weigh(*rest).num_characters), MAX_CHARACTERS)
         case "sum", _ if any(isinstance(start, list | tuple) for start in rest):
             _bound(len(value) * weight.num_items // _ITEMS_COPIED_AT_ONCE, MAX_ITEMS)
-    num_slow = weight.num_characters if name in _SLOW_FILTERS else 0
-    return weight._replace(num_items=weight.num_items + num_slow)
+    num_items, num_characters, depth = weight
+    if name in _SLOW_FILTERS:
+        num_items += num_characters
+    if name in _PRODUCTS and isinstance(value, str):
+        num_characters += len(value) * weigh(*rest).num_characters // _CHARACTERS_COMPARED_AT_ONCE
+    return Weight(num_items, num_characters, depth)
 
 
 def _check_fields(text: str, opener: str, field: re.Pattern[str], values: Sequence[Any]) -> None:
@@ -359,7 +366,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if not isinstance(__obj, (Macro, LoopContext)):
             owner = getattr(__obj, "__self__", None)
             named = [value for name, value in kwargs.items() if name not in _JINJAS_OWN] if kwargs else []
-            if type(owner) is not str or named or not all(map(_is_light, (owner, *args))):
+            is_product = bool(args) and getattr(__obj, "__name__", "") in _PRODUCTS
+            if type(owner) is not str or named or is_product or not all(map(_is_light, (owner, *args))):
                 args = tuple(_drawn(args))
                 _check_call(__obj, args, named).spend()
             if type(owner) in _CHANGES and not __self.is_safe_attribute(owner, __obj.__name__, __obj):
@@ -488,7 +496,7 @@ def _is_in(item: Any, container: Any) -> bool:
 
 def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
-    is_light = name not in _FORMATS | _SLOW_FILTERS | _SHALLOW_FILTERS
+    is_light = name not in _FORMATS | _SLOW_FILTERS | _SHALLOW_FILTERS | _PRODUCTS
 
     @wraps(apply)  # keeps what Jinja notes on a filter
     def checked(*args: Any, **kwargs: Any) -> Any:

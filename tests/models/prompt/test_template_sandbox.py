@@ -151,6 +151,8 @@ ENDLESS = [
     "{% set ns = namespace(s='a\\na') %}{% for i in range(99) %}{% set ns.s = ns.s | indent(ns.s) %}{% endfor %}",
     "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
     "{% set x = 'a' * 1000000 %}{% for i in range(100000) %}{{ x }}{% endfor %}",
+    "{% set x = 'a' * 4000 %}{% set y = 'b' * 4000 %}{% for i in range(500) %}{% set _ = x.strip(y) %}{% endfor %}",
+    "{% set x = 'a' * 4000 %}{% set y = 'b' * 4000 %}{% for i in range(500) %}{% set _ = x | trim(y) %}{% endfor %}",
     "{% set x = 'a' * 1000000 %}{% set l = [] %}{% for i in range(9999) %}{% set _ = l.append(x ~ i) %}{% endfor %}",
 ]
 
