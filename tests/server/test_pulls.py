@@ -144,3 +144,16 @@ def test_only_two_run_together() -> None:
 
     run(work())
     assert sorted(hub.names) == ["org/a", "org/b", "org/c"]
+
+
+def test_a_slow_reader_gets_the_last_progress_only() -> None:
+    hub = Hub()
+
+    async def work() -> list[PullEvent]:
+        steps = Pulls(hub).steps("org/a")
+        found = [await anext(steps)]
+        hub.may_go_on.release(100)
+        assert await asyncio.to_thread(hub.ended.wait, WAIT_SECONDS)
+        return [*found, *[step async for step in steps]]
+
+    assert run(work()) == [PullProgress(FILE, 0, 0, 100), PullProgress(FILE, 100, 100, 100), PullChecking(FILE)]

@@ -540,3 +540,16 @@ def test_a_failing_step_with_drafts_harms_no_row_outside_of_it() -> None:
     decode(live, Oracle([one.output for one in expected], 0.7), 10)
     for row, wanted in zip(live, expected, strict=True):
         assert_as_plain(row, wanted)
+
+
+def test_a_row_that_left_before_its_step_was_settled_is_in_no_later_one() -> None:
+    """An error between a step's end and its settling takes the row out."""
+    model: Any = tiny_models.build("llama")
+    rows = [BatchRow(list(make_prompt_cache(model))) for _ in range(2)]
+    batch = DecodeBatch(None, MAX_FEED)
+    batch.hold(rows[0], 3)
+    batch.remove(rows[0].caches, keeps_state=False)
+    batch.hold(rows[1], 3)
+    mx.eval(model(mx.array([[1, 2, 3]]), cache=rows[1].caches))
+    batch.settle({rows[1]: 2})
+    assert rows[1].caches[0].offset == 2
