@@ -440,7 +440,7 @@ class DiskTree:
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
         """Files to evict, least recently used first, so what depends on others before them.
 
-        They free `excess_bytes`, and `spare_bytes` more if few files suffice; none was used at `newest` or later.
+        The files free `excess_bytes`, and `spare_bytes` more if few files do. None was used at `newest` or later.
         """
         popped, chosen = list[StoredFile](), list[StoredFile]()
         while not _is_enough(excess_bytes, spare_bytes, len(chosen)) and (file := self._order.pop()) is not None:

@@ -167,7 +167,7 @@ GROWTH_TOKENS = 256
 
 
 _Rows: TypeAlias = tuple[RowLeaf, LayerCache, range]
-"""A row layer's adapter and live cache, and the numbers of its components among those of its kind."""
+"""A row layer's adapter, its live cache, and the range of its components among those of all row layers."""
 
 
 class Layout:

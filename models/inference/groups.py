@@ -72,7 +72,7 @@ class BatchRow:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it may be in a group once it has a token."""
+        """Whether the row is empty, and may join a group once it holds a token."""
         return self.length == 0 and any(type(leaf) in _KINDS for leaf in self.leaves)
 
     @property

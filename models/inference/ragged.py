@@ -364,7 +364,7 @@ def has_recurrent(layers: Sequence[LayerCache]) -> bool:
 def inputs_of(
     line: mx.array, lengths: Sequence[int], layers: Sequence[LayerCache]
 ) -> tuple[mx.array, mx.array | None]:
-    """A batch's input for the tokens of its rows, and where its output, flattened, has them; None for everywhere."""
+    """A model call's input, and the places of the rows' tokens in its flattened output; None for all places."""
     if max(lengths) == 1 or not has_recurrent(layers):
         return line[:, None], None
     padding = Padding.of(tuple(lengths))

@@ -144,7 +144,7 @@ class Listener:
         self.wake.set()
 
     def take(self) -> list[LiveEvent]:
-        """The unread events, oldest first, before them one that tells of lost ones."""
+        """The unread events, oldest first. If events were lost, the first one tells how many."""
         lost = [] if self._num_lost == 0 else [self._log.event(self._lost_id, "lost", None, count=self._num_lost)]
         taken = [*lost, *self._unread]
         self._unread.clear()

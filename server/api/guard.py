@@ -255,7 +255,7 @@ class ErrorBoundary:
 
 
 def _note_refusal(request: Request, error: ApiError) -> None:
-    """Logs a refusal; keeps it for its namespace if the request has a body, unless a stranger sent it."""
+    """Logs a refusal. A `POST` whose key is right is also kept, for its namespace."""
     state, path, code = request.state, request.scope["path"], error.code.value
     # A template's message may quote the conversation, which only the client may see.
     loggable = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message

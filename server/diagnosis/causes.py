@@ -39,7 +39,7 @@ class Cause(StrEnum):
     reason: MissReason
 
     def __new__(cls, words: str, reason: MissReason = MissReason.MESSAGES_CHANGED) -> "Cause":
-        """The value is the words."""
+        """The value is the words. Most causes are changed messages."""
         member = str.__new__(cls, words)
         member._value_, member.reason = words, reason
         return member
@@ -52,14 +52,14 @@ class Cause(StrEnum):
     REFORMATTED = "other spacing"
     ENCODED = "other encoding"
     EDITED = "edited text"
-    ROLE = "changed role", MissReason.MESSAGES_CHANGED
+    ROLE = "changed role"
     TOOLS = "other tools", MissReason.TOOLS_CHANGED
     TRIMMED = "trimmed history", MissReason.HISTORY_TRIMMED
     SUMMARISED = "summarised history", MissReason.HISTORY_TRIMMED
     COMPACTED = "wholly summarised history", MissReason.HISTORY_TRIMMED
     REMOVED = "removed message", MissReason.HISTORY_TRIMMED
-    MERGED = "merged messages", MissReason.MESSAGES_CHANGED
-    INSERTED = "inserted message", MissReason.MESSAGES_CHANGED
+    MERGED = "merged messages"
+    INSERTED = "inserted message"
     REPLY = "rewritten reply", MissReason.REPLY_CHANGED
     REPLY_LEFT_OUT = "reply left out", MissReason.REPLY_CHANGED
     THOUGHTS = "removed thoughts", MissReason.THOUGHTS_REMOVED

@@ -75,7 +75,7 @@ class PromptIds(TypedDict, total=False):
 
 
 class ChoiceEnd(TypedDict):
-    """Which choice, its tokens if requested, and its end, if it has ended, in vLLM's and SGLang's words too."""
+    """A choice's index, requested tokens and end; vLLM and SGLang have `stop_reason`."""
 
     index: int
     finish_reason: str | None
@@ -256,7 +256,7 @@ class ChoiceExchange(Exchange):
         return chunk
 
     def _entry(self, held: Payload, end: Finished | Failed | None) -> Payload:
-        """A choice with what it holds, and how it ended, if it has."""
+        """The entry of this choice: `held`, and its end if it has ended."""
         reason, told = (None, {}) if end is None else self._end(end)
         return {"index": self.index, **held, "finish_reason": reason, **self.ids(), **told}
 
