@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import mlx.core as mx
 import pytest
 from huggingface_hub import close_session, constants
+from huggingface_hub.errors import HfHubHTTPError
 
+from models import hub as hub_module
 from models import loader
 from server.cli.main import execute
 from tests.support import tiny_models, tiny_mtp
@@ -369,6 +372,15 @@ def test_a_busy_hub_is_asked_again(hub: FakeHub, person: Person) -> None:
     assert person.is_told("pull", "org/model").status == 0
     hub.status = 503
     says_one_sentence(person.is_told("pull", "org/other"), "answered with status 503; try again later")
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"), [("7", 7), ("86400", 60), ("Fri, 27 Nov 2026 07:28:00 GMT", 1), ("", 1)]
+)
+def test_a_busy_hub_has_nobody_wait_for_longer_than_a_minute(asked: str, seconds: float) -> None:
+    request = httpx2.Request("GET", "http://hub.test")
+    answer = httpx2.Response(503, headers={"Retry-After": asked}, request=request)
+    assert hub_module._pause_after(HfHubHTTPError("busy", response=answer)) == seconds
 
 
 @pytest.mark.parametrize(("status", "words"), [(429, "asked too often"), (403, "does not take the token")])
