@@ -157,7 +157,6 @@ def _fields(value: Any) -> dict[Any, Any]:
 
 
 MAX_SECONDS = 30.0
-"""One model call may exceed it."""
 MAX_STATE_BYTES = 2 << 30
 
 _NUM_TRIALS = 4
@@ -272,7 +271,10 @@ def _refusal(error: Exception) -> str:
 
 @dataclass(eq=False)
 class Probe:
-    """Finds out how one model may be called, until `max_seconds` after it was made."""
+    """Finds out how one model may be called, within `max_seconds` at the pace of a token alone.
+
+    Beyond that pace calls may take any time: a GPU compiles kernels at their first use.
+    """
 
     model: Any
     vocab_size: int
@@ -280,9 +282,8 @@ class Probe:
     max_seconds: float = MAX_SECONDS
     seed: int = 0
     _token_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._started = self.clock()
+    _num_evaluated: int = 0
+    """Tokens."""
 
     @property
     def left_seconds(self) -> float:
@@ -343,7 +344,7 @@ class Probe:
         return self._seconds_after(num_tokens) <= self.max_seconds
 
     def _seconds_after(self, num_tokens: int) -> float:
-        return self.clock() - self._started + num_tokens * self._token_seconds
+        return (self._num_evaluated + num_tokens) * self._token_seconds
 
     def _require(self, num_tokens: int) -> None:
         if not self._affords(num_tokens):
@@ -354,6 +355,7 @@ class Probe:
         """Evaluated logits `[num_rows, num_tokens, vocab_size]`."""
         tokens = mx.array(tokens)
         self._require(tokens.size)
+        self._num_evaluated += tokens.size
         logits: mx.array = self.model(tokens, cache=caches)
         mx.eval(logits)
         return logits

@@ -343,6 +343,20 @@ def test_a_slow_machine_decodes_row_by_row_soon_and_says_why(
     assert "not proven" in record.message
 
 
+def test_time_in_which_a_gpu_compiles_kernels_does_not_count() -> None:
+    compiled, model = set[int](), SlowModel(0.01)
+
+    def compiling(tokens: mx.array, cache: list[Any]) -> mx.array:
+        if tokens.size not in compiled:
+            compiled.add(tokens.size)
+            model.now += 30.0
+        return model(tokens, cache)
+
+    compiling.make_cache = model.make_cache  # type: ignore[attr-defined]
+    assert Probe(compiling, VOCAB, clock=lambda: model.now, max_seconds=5).find_form().form is Form.HEADS
+    assert model.now > 60
+
+
 def test_the_time_is_kept_while_trials_are_repeated() -> None:
     slow = SlowModel(0.1)
     faulty = FaultyModel(slow, OffsetOffByOne)
