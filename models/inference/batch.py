@@ -23,16 +23,16 @@ import mlx.core as mx
 from cache.layers.layout import leaves_of, split_at_head, tail_of
 from cache.types import LayerCache
 from models.inference.feeds import Rewind, forget_last, seconds_of, unchanged
-from models.inference.grouping import GROWTH_TOKENS, Buffer, Row, Wanted, capacity_for
+from models.inference.grouping import GROWTH_TOKENS, Buffer, Costs, Row, Wanted, capacity_for
 from models.inference.groups import BatchRow, Group
 from models.inference.ragged import RaggedBatch, ragged_attention
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 
-MAX_MEMBER_TOKENS = 65_536.0
+MAX_MEMBER_TOKENS, MAX_MASKED_TOKEN = 65_536.0, 16.0
 """Where reading costs nothing measurable."""
 
 Choose: TypeAlias = Callable[..., list[Wanted]]
-"""Chooses groups: `grouping.plan` with the cost of a model's members."""
+"""Chooses groups: `grouping.plan` with a model's costs."""
 
 
 @dataclass(eq=False)
@@ -294,17 +294,20 @@ _QUERIES_PER_KEY = 4
 """Query heads for each key head, as in models of today."""
 
 
-def measure_member_tokens(caches: Sequence[LayerCache]) -> float:
-    """Cost of one more member of a batch in a step, in tokens read: see `grouping.py`.
-
-    Times attention in layers like those of `caches`: rows by themselves, in a group, and longer ones.
-    """
-    short, long = _SHORT_TOKENS, _LONG_TOKENS
-    sides = (short, None, 0), (short, _one_group, 0), (long, None, 0)
-    alone, grouped, longer = _best_seconds(caches, _NUM_ROWS, sides)
-    member = max(0.0, alone - grouped) / (_NUM_ROWS - 1)
-    token = max(1e-12, longer - alone) / (_NUM_ROWS * (long - short))
-    return float(min(member / token, MAX_MEMBER_TOKENS))
+def measure_costs(caches: Sequence[LayerCache]) -> Costs:
+    """Times attention in layers like those of `caches`: rows by themselves, in a group, and under a mask."""
+    short, long = [_SHORT_TOKENS] * _NUM_ROWS, [_LONG_TOKENS] * _NUM_ROWS
+    uneven, long_uneven = ([num - row for row, num in enumerate(lengths)] for lengths in (short, long))
+    sides: list[_Side] = [(short, None, 0), (long, None, 0), (short, _one_group, 0)]
+    sides += [(uneven, _one_group, 0), (long_uneven, _one_group, 0)]
+    alone, longer, grouped, masked, longer_masked = _best_seconds(caches, sides)
+    num_tokens = _NUM_ROWS * (_LONG_TOKENS - _SHORT_TOKENS)
+    token = max(1e-12, (longer - alone) / num_tokens)
+    masked_token = min(max(1.0, (longer_masked - masked) / num_tokens / token), MAX_MASKED_TOKEN)
+    member = (alone - grouped) / (_NUM_ROWS - 1) / token
+    mask = (masked - grouped) / token - (masked_token - 1) * _NUM_ROWS * _SHORT_TOKENS
+    member, mask = (min(max(0.0, cost), MAX_MEMBER_TOKENS) for cost in (member, mask))
+    return Costs(member, mask, masked_token)
 
 
 def measure_head_tokens(caches: Sequence[LayerCache]) -> float:
@@ -313,8 +316,10 @@ def measure_head_tokens(caches: Sequence[LayerCache]) -> float:
     Timed at two lengths; the gain counts as linear between and beyond.
     """
     lengths = _SHORT_TOKENS, _LONG_TOKENS
-    sides = [(num + _TAIL_TOKENS, _one_group, num * is_headed) for is_headed in (False, True) for num in lengths]
-    short_copied, long_copied, short_headed, long_headed = _best_seconds(caches, 2, sides)
+    sides: Sequence[_Side] = [
+        ([num + _TAIL_TOKENS] * 2, _one_group, num * is_headed) for is_headed in (False, True) for num in lengths
+    ]
+    short_copied, long_copied, short_headed, long_headed = _best_seconds(caches, sides)
     short_gain, long_gain = short_copied - short_headed, long_copied - long_headed
     per_token = (long_gain - short_gain) / (_LONG_TOKENS - _SHORT_TOKENS)
     if long_gain <= 0 or per_token <= 0:
@@ -322,14 +327,14 @@ def measure_head_tokens(caches: Sequence[LayerCache]) -> float:
     return max(0.0, _SHORT_TOKENS - short_gain / per_token)
 
 
-_Side: TypeAlias = tuple[int, Choose | None, int]
+_Side: TypeAlias = tuple[Sequence[int], Choose | None, int]
 """Tokens of each row, the choice of groups, and tokens on one head."""
 
 
-def _best_seconds(caches: Sequence[LayerCache], num_rows: int, sides: Sequence[_Side]) -> list[float]:
+def _best_seconds(caches: Sequence[LayerCache], sides: Sequence[_Side]) -> list[float]:
     """The best of several for each side, in turns: other work of the machine only adds."""
     like = next(cache for cache in leaves_of(caches) if BatchRow([cache]).length and cache.keys is not None)
-    steps = [_timed_step(like, num_rows, *side) for side in sides]
+    steps = [_timed_step(like, *side) for side in sides]
     timed, begun = list[list[float]](), time.perf_counter()
     while len(timed) < _MIN_TRIALS or (len(timed) < _MAX_TRIALS and time.perf_counter() - begun < _TRIAL_SECONDS):
         timed.append([step() for step in steps])
@@ -337,23 +342,24 @@ def _best_seconds(caches: Sequence[LayerCache], num_rows: int, sides: Sequence[_
 
 
 def _timed_step(
-    like: LayerCache, num_rows: int, num_tokens: int, choose: Choose | None, head_tokens: int
+    like: LayerCache, lengths: Sequence[int], choose: Choose | None, head_tokens: int
 ) -> Callable[[], float]:
     """What returns the seconds of attention of rows without content in a few layers, for one step after another.
 
     The first `head_tokens` of the rows are on one head.
     """
-    rows = [BatchRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for _ in range(num_rows)]
+    rows = [BatchRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for num_tokens in lengths]
     head = [KVCache() for _ in range(_NUM_LAYERS)]
     for row in rows if head_tokens else ():
         split_at_head(row.caches, head, head_tokens)
     batch, (_, num_heads, _, width) = DecodeBatch(choose), like.keys.shape
-    queries = mx.zeros((num_rows, _QUERIES_PER_KEY * num_heads, 1, width), like.keys.dtype)
-    added = [mx.zeros((num_rows, num_heads, 1, held.shape[3]), like.keys.dtype) for held in (like.keys, like.values)]
+    queries = mx.zeros((len(rows), _QUERIES_PER_KEY * num_heads, 1, width), like.keys.dtype)
+    added = [mx.zeros((len(rows), num_heads, 1, held.shape[3]), like.keys.dtype) for held in (like.keys, like.values)]
 
     def attend(layer: LayerCache) -> mx.array:
+        mask = layer.make_mask(1, window_size=None, return_array=False)
         keys, values = layer.update_and_fetch(*added)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=None)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
 
     def seconds() -> float:
         layers = batch.arrange(rows, float("inf"))

@@ -1,8 +1,8 @@
 """Chooses which rows share padded buffers while they decode. Pure.
 
 A *member* of a batch is a row alone, or a *group*: rows in one buffer per layer that is as long as the longest row
-needs. Each member costs operations in every layer, and a group's rows are read with their padding. Costs count in
-tokens: one is the time to read one token's keys and values in all layers.
+needs. Each member costs operations in every layer, a group of different lengths also a mask, and a group's rows are
+read with their padding. Costs count in tokens: one is the time to read one token's keys and values in all layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,24 @@ EXPECTED_STEPS = 128
 """Steps that an arrangement is expected to last."""
 COPY_TOKENS = 3
 """Cost of copying one token's keys and values: a read and a write, layer by layer."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What members of a batch cost in a step, in tokens read."""
+
+    member: float
+    mask: float = 0.0
+    """More for a group of different lengths."""
+    masked_token: float = 1.0
+    """Of a token read under a mask."""
+
+    def of(self, lengths: Sequence[int]) -> float:
+        """Cost of a member with rows of these lengths."""
+        num_tokens = len(lengths) * max(lengths)
+        if min(lengths) == max(lengths):
+            return self.member + num_tokens
+        return self.member + self.mask + self.masked_token * num_tokens
 
 
 @dataclass(frozen=True)
@@ -57,12 +75,12 @@ _Members: TypeAlias = list[list[int]]
 """Rows that are to share, by place; those of one group each."""
 
 
-def plan(rows: Sequence[Row], groups: Sequence[Buffer], *, member_tokens: float, spare_tokens: float) -> list[Wanted]:
+def plan(rows: Sequence[Row], groups: Sequence[Buffer], *, costs: Costs, spare_tokens: float) -> list[Wanted]:
     """The groups to have: the cheapest, unless the copies would not pay; other rows decode alone.
 
-    `member_tokens` is the cost of a member. Groups hold at most `spare_tokens` more than their rows reserved.
+    Groups hold at most `spare_tokens` more than their rows reserved.
     """
-    planner = _Planner(rows, groups, member_tokens)
+    planner = _Planner(rows, groups, costs)
     held = [[place for place, row in enumerate(rows) if row.group == index] for index in range(len(groups))]
     now = [member for member in held if len(member) > 1]
     options = [planner.place(now), [], planner.place(planner.with_joins(now)), *planner.cheaper()]
@@ -76,7 +94,7 @@ class _Planner:
 
     rows: Sequence[Row]
     groups: Sequence[Buffer]
-    member_tokens: float
+    costs: Costs
 
     def place(self, members: _Members, *, has_room: bool = True) -> list[Wanted]:
         """A group for each member: an existing one that holds some of it, else a new one, perhaps with spare room."""
@@ -137,7 +155,7 @@ class _Planner:
         return sorted(places, key=lambda place: self.rows[place].tokens)
 
     def _cost_of(self, member: Sequence[int]) -> float:
-        return self.member_tokens + len(member) * max(self.rows[place].tokens for place in member)
+        return self.costs.of([self.rows[place].tokens for place in member])
 
     def extra_tokens(self, wanted: Sequence[Wanted]) -> int:
         """Tokens that the groups' buffers hold beyond what their rows reserved."""

@@ -35,7 +35,7 @@ from models import lora
 from models.adapter import NO_ADAPTER
 from models.errors import RowLost
 from models.inference import grouping
-from models.inference.batch import DecodeBatch, measure_head_tokens, measure_member_tokens
+from models.inference.batch import DecodeBatch, measure_costs, measure_head_tokens
 from models.inference.drafters import Behind, Drafter, entries_of
 from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
 from models.inference.groups import BatchRow
@@ -180,8 +180,8 @@ class Runner:
         self.form, self.rows_form = found.form, found.text
         """How several rows decode; for a person too, and why not better."""
         has_groups, is_together = self.form in (Form.GROUPS, Form.HEADS), self.form is not Form.ALONE
-        self.member_tokens = self._measure(measure_member_tokens) if has_groups else None
-        """Cost of a member of a batch, in tokens read; None without groups. See `grouping.py`."""
+        self.costs = self._measure(measure_costs) if has_groups else None
+        """Of the members of a batch; None without groups."""
         self.head_tokens = self._measure(measure_head_tokens) if self.form is Form.HEADS else None
         """Tokens from which a head for two rows makes steps faster, maybe infinite; None without heads."""
         self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)
@@ -514,14 +514,14 @@ class Runner:
 
     def _batch(self, name: int) -> DecodeBatch:
         if name not in self._batches:
-            choose = self._choose if self.member_tokens is not None else None
+            choose = self._choose if self.costs is not None else None
             goes_ahead = self.feeds_together or self._drafter is not None
             self._batches[name] = DecodeBatch(choose, self.max_feed_tokens if goes_ahead else 1)
         return self._batches[name]
 
     def _choose(self, *rows_and_groups: Any, spare_tokens: float) -> list[grouping.Wanted]:
-        assert self.member_tokens is not None
-        return grouping.plan(*rows_and_groups, member_tokens=self.member_tokens, spare_tokens=spare_tokens)
+        assert self.costs is not None
+        return grouping.plan(*rows_and_groups, costs=self.costs, spare_tokens=spare_tokens)
 
     def _logits(
         self,

@@ -89,7 +89,7 @@ def test_a_row_without_an_adapter_is_evaluated_as_by_a_model_that_has_none(tmp_p
         Runner(one, vocab_size=tiny_models.VOCAB, adapters=ones, max_probe_seconds=float("inf"))
         for one, ones in ((tiny_models.build("llama"), None), (model, adapters))
     )
-    adapted.member_tokens = plain.member_tokens  # or rows might be in other groups
+    adapted.costs = plain.costs  # or rows might be in other groups
     rows = [[row_of(runner, prompt, 0) for prompt in PROMPTS] for runner in (plain, adapted)]
     assert decoded(plain, rows[0]) == decoded(adapted, rows[1])
     for one, other in zip(*rows, strict=True):

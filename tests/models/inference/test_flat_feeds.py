@@ -14,6 +14,7 @@ from cache.layers.layout import HeadedKVCache, head_length, leaves_of, split_at_
 from models.inference import batch as batches
 from models.inference import feeds, grouping, ragged
 from models.inference.batch import DecodeBatch
+from models.inference.grouping import Costs
 from models.inference.groups import BatchRow, Clock, GroupLayer
 from models.inference.probe import Form, Probe, last_rows
 from models.inference.ragged import NotRagged, Padding, RaggedBatch, inputs_of, ragged_attention
@@ -42,7 +43,7 @@ APART = {*driver.ROW_BY_ROW, "deepseek_v3", "nemotron_h"}
 """nemotron_h knows no lengths of rows where it updates recurrent state."""
 NAMES = [name for name in driver.ALL_NAMES if name not in APART]
 
-IN_GROUPS = partial(grouping.plan, member_tokens=1e6)
+IN_GROUPS = partial(grouping.plan, costs=Costs(1e6))
 
 
 class FedRow(BatchRow):
@@ -447,7 +448,7 @@ def test_rows_that_cannot_feed_together_take_turns(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ragged, "_offset_array", _all_at_the_first)
     runner = Runner(tiny_models.build("llama_swa"), vocab_size=VOCAB, max_probe_seconds=float("inf"))
     assert runner.form is Form.HEADS and runner.max_feed_tokens > 1 and not runner.feeds_together
-    runner.member_tokens = 1e6
+    runner.costs = Costs(1e6)
     rows = [Drafting(runner, driver.prompt(length), GREEDY) for length in (50, 60)]
     decode(rows, Oracle([one.output for one in expected], 0.7), 12)
     assert all(row.output[:12] == wanted.output[:12] for row, wanted in zip(rows, expected, strict=True))
@@ -513,7 +514,7 @@ def test_two_to_eight_rows_with_drafts_that_come_and_go_say_what_each_says_alone
             live.append(away.pop())
         elif change == 5:
             runner.separate_all()
-            runner.member_tokens = float(rng.choice([0, 20, 1e6]))
+            runner.costs = Costs(float(rng.choice([0, 20, 1e6])))
         oracle = Oracle([plain(name, len(row.given), params).output for row in live], 0.8, seed=int(rng.integers(99)))
         step(live, [oracle(index, len(row.output)) for index, row in enumerate(live)])
         live = [row for row in live if len(row.output) < NUM_TOKENS] or [joined(9), joined(60)]
@@ -527,7 +528,7 @@ def test_two_to_eight_rows_with_drafts_that_come_and_go_say_what_each_says_alone
 def test_a_failing_step_with_drafts_harms_no_row_outside_of_it() -> None:
     model, lengths = driver.FlakyModel("llama"), (9, 50, 60)
     runner = Runner(model, vocab_size=VOCAB, max_probe_seconds=float("inf"))
-    runner.member_tokens = 1e6
+    runner.costs = Costs(1e6)
     rows = [Drafting(runner, driver.prompt(length), GREEDY) for length in lengths]
     step(rows, [[1, 2], [], [3]])
     model.fails = True

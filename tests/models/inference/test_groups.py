@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from models.errors import RowLost
 from models.inference import grouping, ragged
-from models.inference.grouping import Buffer, Row, Wanted, plan
+from models.inference.grouping import Buffer, Costs, Row, Wanted, plan
 from models.inference.groups import Clock, GroupLayer
 from models.inference.probe import Form, Probe
 from models.inference.ragged import RaggedBatch
@@ -29,6 +29,7 @@ from tests.support import tiny_models
 from tests.support.tiny_models import VOCAB, WINDOW
 
 PLENTY = 1e9
+DEAR_MEMBERS = Costs(1e6)
 
 
 def rows_of(*lengths: int, spare: int = 200, group: int | None = None) -> list[Row]:
@@ -43,33 +44,48 @@ def members(wanted: Sequence[Wanted]) -> list[set[int]]:
 
 
 def test_rows_of_one_length_share_where_members_cost_and_lengths_that_differ_do_not() -> None:
-    assert members(plan(rows_of(500, 500, 500), [], member_tokens=100, spare_tokens=PLENTY)) == [{0, 1, 2}]
-    assert members(plan(rows_of(4000, 100, 100), [], member_tokens=100, spare_tokens=PLENTY)) == [{1, 2}]
-    assert members(plan(rows_of(4000, 100, 100), [], member_tokens=9000, spare_tokens=PLENTY)) == [{0, 1, 2}]
-    assert plan(rows_of(500, 500), [], member_tokens=0, spare_tokens=PLENTY) == []
+    assert members(plan(rows_of(500, 500, 500), [], costs=Costs(100), spare_tokens=PLENTY)) == [{0, 1, 2}]
+    assert members(plan(rows_of(4000, 100, 100), [], costs=Costs(100), spare_tokens=PLENTY)) == [{1, 2}]
+    assert members(plan(rows_of(4000, 100, 100), [], costs=Costs(9000), spare_tokens=PLENTY)) == [{0, 1, 2}]
+    assert plan(rows_of(500, 500), [], costs=Costs(0), spare_tokens=PLENTY) == []
+
+
+def test_where_masks_cost_rows_of_one_length_do_not_share_with_others() -> None:
+    rows, dear_mask, dear_token = rows_of(500, 500, 510, 510), Costs(600, mask=900), Costs(600, masked_token=2)
+    assert members(plan(rows, [], costs=Costs(600), spare_tokens=PLENTY)) == [{0, 1, 2, 3}]
+    for costs in (dear_mask, dear_token):
+        assert sorted(members(plan(rows, [], costs=costs, spare_tokens=PLENTY)), key=min) == [{0, 1}, {2, 3}]
 
 
 def test_a_group_without_spare_memory_has_no_room_and_no_padding() -> None:
-    (wanted,) = plan(rows_of(500, 500, 500), [], member_tokens=100, spare_tokens=0)
+    (wanted,) = plan(rows_of(500, 500, 500), [], costs=Costs(100), spare_tokens=0)
     assert wanted.buffer.room == 3 and wanted.buffer.capacity <= 700
-    assert plan(rows_of(4000, 100), [], member_tokens=9000, spare_tokens=0) == []
+    assert plan(rows_of(4000, 100), [], costs=Costs(9000), spare_tokens=0) == []
 
 
 def test_a_newcomer_joins_a_group_that_has_room_and_a_full_one_is_made_anew() -> None:
     running = rows_of(500, 510, group=0)
-    joined = plan([*running, *rows_of(505)], [Buffer(4, 640)], member_tokens=100, spare_tokens=PLENTY)
+    joined = plan([*running, *rows_of(505)], [Buffer(4, 640)], costs=Costs(100), spare_tokens=PLENTY)
     assert joined == [Wanted((0, 1, 2), Buffer(4, 640), 0)]
-    (anew,) = plan([*running, *rows_of(505)], [Buffer(2, 640)], member_tokens=1000, spare_tokens=PLENTY)
+    (anew,) = plan([*running, *rows_of(505)], [Buffer(2, 640)], costs=Costs(1000), spare_tokens=PLENTY)
     assert anew.kept is None and anew.buffer.room == 4
 
 
 def test_nothing_is_copied_that_the_steps_to_come_do_not_repay() -> None:
     """Two groups that one would serve a little better: the copies cost more than 128 steps save."""
     running = [*rows_of(4000, 4000, group=0), *rows_of(4001, 4001, group=1)]
-    kept = plan(running, [Buffer(2, 4100), Buffer(2, 4100)], member_tokens=20, spare_tokens=PLENTY)
+    kept = plan(running, [Buffer(2, 4100), Buffer(2, 4100)], costs=Costs(20), spare_tokens=PLENTY)
     assert members(kept) == [{0, 1}, {2, 3}]
-    together = plan(running, [Buffer(2, 4100), Buffer(2, 4100)], member_tokens=2000, spare_tokens=PLENTY)
+    together = plan(running, [Buffer(2, 4100), Buffer(2, 4100)], costs=Costs(2000), spare_tokens=PLENTY)
     assert members(together) == [{0, 1, 2, 3}]
+
+
+def cuts(places: list[int]) -> Iterator[list[list[int]]]:
+    """Partitions into neighbours."""
+    if not places:
+        yield []
+    for stop in range(1, len(places) + 1):
+        yield from ([places[:stop], *rest] for rest in cuts(places[stop:]))
 
 
 def partitions(places: list[int]) -> Iterator[list[list[int]]]:
@@ -83,15 +99,16 @@ def partitions(places: list[int]) -> Iterator[list[list[int]]]:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 300), st.booleans()), min_size=1, max_size=6),
-    st.floats(0, 5000),
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 300), st.booleans()), min_size=1, max_size=6)
+    | st.lists(st.tuples(st.sampled_from([100, 110, 900]), st.just(0), st.just(True)), min_size=2, max_size=6),
+    st.builds(Costs, st.floats(0, 5000)) | st.builds(Costs, st.floats(0, 5000), st.floats(0, 5000), st.floats(1, 16)),
     st.one_of(st.just(PLENTY), st.floats(0, 5000)),
 )
 def test_a_plan_is_the_cheapest_and_fits_into_the_spare_memory(
-    described: list[tuple[int, int, bool]], member_tokens: float, spare_tokens: float
+    described: list[tuple[int, int, bool]], costs: Costs, spare_tokens: float
 ) -> None:
     rows = [Row(tokens, tokens + 1 + spare, can_share=shares) for tokens, spare, shares in described]
-    wanted = plan(rows, [], member_tokens=member_tokens, spare_tokens=spare_tokens)
+    wanted = plan(rows, [], costs=costs, spare_tokens=spare_tokens)
     places = [place for one in wanted for place in one.rows]
     assert len(places) == len(set(places)) and all(rows[place].can_share for place in places)
     for one in wanted:
@@ -101,12 +118,15 @@ def test_a_plan_is_the_cheapest_and_fits_into_the_spare_memory(
     assert held - sum(rows[place].reserved_tokens for place in places) <= spare_tokens
 
     def cost(partition: list[list[int]]) -> float:
-        return sum(member_tokens + len(m) * max(rows[place].tokens for place in m) for m in partition)
+        return sum(costs.of([rows[place].tokens for place in m]) for m in partition)
 
     sharing = [place for place, row in enumerate(rows) if row.can_share]
     apart = [[place] for place in sharing if place not in places]
     if wanted and spare_tokens == PLENTY:
-        least = min(cost(partition) for partition in partitions(sharing))
+        # Where masks cost, only neighbours by length are compared.
+        by_length = sorted(sharing, key=lambda place: rows[place].tokens)
+        compared = partitions(sharing) if costs == Costs(costs.member) else cuts(by_length)
+        least = min(cost(partition) for partition in compared)
         found = cost([*(list(one.rows) for one in wanted), *apart])
         # What a cheaper one would save is not worth its copies.
         copied = sum(rows[place].tokens for place in sharing)
@@ -116,11 +136,11 @@ def test_a_plan_is_the_cheapest_and_fits_into_the_spare_memory(
 # ------------------------------------------------------------------------------------------ what is moved
 
 
-def grouped(name: str, *, member_tokens: float = 1e6) -> Runner:
+def grouped(name: str, *, costs: Costs = DEAR_MEMBERS) -> Runner:
     """The model's runner, which puts rows together as if another member cost so many tokens."""
     runner = driver.runner_of(name)
     runner.separate_all()
-    runner.member_tokens = member_tokens
+    runner.costs = costs
     return runner
 
 
@@ -178,7 +198,7 @@ def test_long_histories_of_rows_that_come_and_go_change_no_token(name: str) -> N
     """Joins, leaves, returns, separated rows, memory that comes and goes, and other costs."""
     rng, decoding = np.random.default_rng(len(name)), Decoding(grouped(name))
     if name in driver.WITHOUT_GROUPS:
-        decoding.runner.member_tokens = None
+        decoding.runner.costs = None
     away: list[Decoded] = []
     all_rows = [decoding.join(int(length)) for length in rng.integers(2, 3 * WINDOW, 3)]
     for _ in range(40):
@@ -197,8 +217,8 @@ def test_long_histories_of_rows_that_come_and_go_change_no_token(name: str) -> N
             decoding.runner.separate(decoding.live[rng.integers(len(decoding.live))].row.caches)
         elif change == 4:
             decoding.runner.separate_all()
-        elif change == 5 and decoding.runner.member_tokens is not None:
-            decoding.runner.member_tokens = float(rng.choice([0, 20, 1e6]))
+        elif change == 5 and decoding.runner.costs is not None:
+            decoding.runner.costs = Costs(float(rng.choice([0, 20, 1e6])))
         elif change == 6:
             rng.shuffle(cast(Any, decoding.live))
         decoding.step(int(rng.integers(1, 9)))

@@ -9,6 +9,7 @@ import pytest
 
 from cache.layers.layout import HeadedKVCache, head_length, leaves_of, put_on_head, split_at_head
 from models.inference import ragged
+from models.inference.grouping import Costs
 from models.inference.groups import GroupLayer
 from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts
@@ -103,7 +104,7 @@ def test_long_histories_with_heads_that_come_and_go_change_no_token(name: str) -
         elif change == 5:
             decoding.runner.separate_all()
         elif change == 6:
-            decoding.runner.member_tokens = float(rng.choice([0, 20, 1e6]))
+            decoding.runner.costs = Costs(float(rng.choice([0, 20, 1e6])))
         elif change == 7:
             rng.shuffle(cast(Any, decoding.live))
         decoding.step(int(rng.integers(1, 9)))
@@ -133,7 +134,7 @@ def test_rows_on_one_head_attend_to_it_once_and_hold_it_once(monkeypatch: pytest
     over_head, num_layers = ragged._over_head, len(decoding.runner.make_caches())
     monkeypatch.setattr(ragged, "_over_head", counting)
     for member_tokens in (40.0, 0.0):
-        decoding.runner.member_tokens = member_tokens
+        decoding.runner.costs = Costs(member_tokens)
         decoding.step(3)
         assert bool(groups_of(decoding.runner)) == bool(member_tokens)
         decoding.runner.separate_all()

@@ -11,6 +11,7 @@ import pytest
 
 from cache import reclaim
 from cache.budget import PADDING
+from models.inference.grouping import Costs
 from models.inference.groups import GroupLayer
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
@@ -149,7 +150,7 @@ def test_what_an_error_took_from_shared_buffers_is_neither_kept_nor_blamed_on_a_
 ) -> None:
     """Two rows in a group, one beside it; then one goes on, and two are cancelled."""
     harness = harness_for(name, chunk_tokens=128)
-    monkeypatch.setattr(harness.runner, "member_tokens", 100)
+    monkeypatch.setattr(harness.runner, "costs", Costs(100))
     prompts = [text_of(seed, length) for seed, length in ((1, 30), (2, 31), (3, 200))]
     sinks = [ask(harness, prompt, request_id=f"{seed}") for seed, prompt in enumerate(prompts)]
     while any(len(sink.tokens) < 3 for sink in sinks):
@@ -175,7 +176,7 @@ def test_rows_that_an_error_took_from_shared_buffers_become_no_head(
     harness = harness_for("llama", chunk_tokens=128)
     cache = harness.prefix_cache
     monkeypatch.setattr(reclaim, "MIN_HEAD_TOKENS", 16)
-    monkeypatch.setattr(harness.runner, "member_tokens", 1000)
+    monkeypatch.setattr(harness.runner, "costs", Costs(1000))
     monkeypatch.setattr(harness.runner, "head_tokens", float("inf"))
     prompts = [[*text_of(0, 50), *text_of(seed, 9)] for seed in range(1, 5)]
     sinks = [ask(harness, prompt) for prompt in prompts[:3]]
@@ -202,10 +203,15 @@ def _fail(*_: object) -> None:
     raise RuntimeError("[malloc] out of memory")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "mamba2"])
-def test_what_is_held_is_charged_whoever_leaves(name: str, exact_buffers: None) -> None:
+@pytest.mark.parametrize(
+    ("name", "costs"), [("llama", Costs(0)), ("llama", Costs(1e6)), ("qwen3_5", Costs(1e6)), ("mamba2", None)]
+)
+def test_what_is_held_is_charged_whoever_leaves(
+    name: str, costs: Costs | None, monkeypatch: pytest.MonkeyPatch, exact_buffers: None
+) -> None:
     """One row ends, another fails, and then all; a merged state or a place in a group outlives none of them."""
     harness = harness_for(name, chunk_tokens=128)
+    monkeypatch.setattr(harness.runner, "costs", costs)
     harness.runner.overlaps = False
     prompts = [text_of(seed, 30 + seed) for seed in range(4)]
     gc.freeze()  # what earlier tests left is not looked through at each collection
@@ -234,7 +240,7 @@ def test_what_is_held_is_charged_whoever_leaves(name: str, exact_buffers: None) 
 @pytest.mark.usefixtures("overlaps")
 def test_no_padding_is_charged_once_nobody_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = harness_for("llama")
-    monkeypatch.setattr(harness.runner, "member_tokens", 1e6)
+    monkeypatch.setattr(harness.runner, "costs", Costs(1e6))
     for length in (20, 60, 61):
         ask(harness, text_of(length, length), cache_prompt=False)
     ledger, table = harness.prefix_cache.ledger, harness.worker._table
