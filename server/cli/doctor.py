@@ -130,24 +130,11 @@ def _body(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]]) -> 
             "id": one.name,
             "turns": one.num_turns,
             "kept": one.kept,
-            "findings": list(map(_finding_body, findings_of(one.losses))),
+            "findings": list(map(asdict, findings_of(one.losses))),
         }
         for one in checkups
     ]
     return {"conversations": told, "savings": asdict(savings_of(checkups)), "refused": refused}
-
-
-def _finding_body(finding: Finding) -> dict[str, Any]:
-    return {
-        "cause": finding.cause.value,
-        "where": finding.example.where,
-        "turns": finding.num_turns,
-        "tokens": finding.tokens,
-        "seconds": finding.seconds,
-        "before": finding.example.before,
-        "after": finding.example.after,
-        "cure": finding.cure,
-    }
 
 
 def _print(*parts: RenderableType) -> None:
@@ -161,11 +148,8 @@ def _print(*parts: RenderableType) -> None:
 
 
 def _report(checkups: Sequence[Checkup]) -> RenderableType:
-    ailing = sorted((one for one in checkups if one.mendable), key=lambda one: -one.tokens)
-    healthy = [one for one in checkups if not one.mendable]
-    return Group(
-        *(part for checkup in [*ailing, *healthy] for part in _session(checkup)), "", _summary(checkups, len(ailing))
-    )
+    order = sorted(checkups, key=lambda one: (not one.mendable, -one.tokens))
+    return Group(*(part for checkup in order for part in _session(checkup)), "", _summary(checkups))
 
 
 def _session(checkup: Checkup) -> Iterator[RenderableType]:
@@ -190,10 +174,10 @@ def _refused(refused: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _finding(finding: Finding) -> RenderableType:
-    where = finding.example.where
+    where = finding.where
     place = f" in {'' if where.startswith('message ') else 'the '}{where}" if where else ""
-    title = Text.assemble((finding.cause.value, "bold yellow"), f"{place}, in {_plural(finding.num_turns, 'turn')}")
-    excerpts = _excerpts(finding.example.before, finding.example.after)
+    title = Text.assemble((finding.cause.value, "bold yellow"), f"{place}, in {_plural(finding.turns, 'turn')}")
+    excerpts = _excerpts(finding.before, finding.after)
     return _titled(title, [*excerpts, ("cost", _cost(finding)), ("mend", finding.cure)], style="dim")
 
 
@@ -229,16 +213,15 @@ def _excerpt(text: str, start: int) -> Text:
 
 
 def _cost(finding: Finding) -> str:
-    if finding.is_hidden:
+    if not finding.tokens:
         return "none yet, as the change before it costs all that follows; mend both"
-    per_turn = finding.tokens / finding.num_turns
-    seconds = finding.seconds
-    time = "" if seconds is None else f" and {seconds_text(seconds / finding.num_turns)}"
-    return f"{_plural(finding.tokens, 'token')} evaluated again: {grouped(round(per_turn))}{time} per turn"
+    per_turn = grouped(round(finding.tokens / finding.turns))
+    time = "" if finding.seconds is None else f" and {seconds_text(finding.seconds / finding.turns)}"
+    return f"{_plural(finding.tokens, 'token')} evaluated again: {per_turn}{time} per turn"
 
 
-def _summary(checkups: Sequence[Checkup], num_ailing: int) -> str:
-    sessions = _plural(len(checkups), "session")
+def _summary(checkups: Sequence[Checkup]) -> str:
+    sessions, num_ailing = _plural(len(checkups), "session"), sum(bool(one.mendable) for one in checkups)
     if not num_ailing:
         return f"{sessions}; nothing to mend."
     savings = savings_of(checkups)

@@ -31,54 +31,27 @@ class Loss:
     where: str
     """The place in words: `system message`."""
     tokens: int
+    """0 behind another change."""
     seconds: float | None = None
     """None where no speed is known."""
     before: str = ""
     after: str = ""
-    is_hidden: bool = False
-    """The loss comes after another change, so it cost nothing by itself."""
     missing_bytes: int | None = None
-
-    @property
-    def is_mendable(self) -> bool:
-        return self.cause not in UNBLAMED
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause at one place, and its cost."""
+    """One cause at one place, and its cost. `doctor --json` has these fields."""
 
-    losses: Sequence[Loss]
-
-    @property
-    def cause(self) -> Cause:
-        return self.losses[0].cause
-
-    @property
-    def cure(self) -> str:
-        missing = [loss.missing_bytes for loss in self.losses if loss.missing_bytes is not None]
-        return advice(self.cause, self.losses[0].place, max(missing, default=None))
-
-    @property
-    def example(self) -> Loss:
-        return next((loss for loss in reversed(self.losses) if loss.before or loss.after), self.losses[-1])
-
-    @property
-    def num_turns(self) -> int:
-        return len({loss.turn for loss in self.losses})
-
-    @property
-    def tokens(self) -> int:
-        return sum(loss.tokens for loss in self.losses)
-
-    @property
-    def seconds(self) -> float | None:
-        known = [loss.seconds for loss in self.losses if loss.seconds is not None]
-        return sum(known) if known else None
-
-    @property
-    def is_hidden(self) -> bool:
-        return all(loss.is_hidden for loss in self.losses)
+    cause: Cause
+    where: str
+    turns: int
+    tokens: int
+    """0 behind another change, which costs all that follows."""
+    seconds: float | None
+    before: str
+    after: str
+    cure: str
 
 
 @dataclass(frozen=True)
@@ -87,26 +60,21 @@ class Checkup:
 
     name: str
     num_turns: int
+    num_seen: int
+    """Number of the turns that are still kept."""
     kept: float | None
     """Average share of the prompt before that was reused, 0 to 1; None for a single turn."""
     losses: tuple[Loss, ...]
-    num_seen: int | None = None
-    """Number of all turns, if not all are kept."""
-    began: float | None = None
-    """Seconds since 1970, like `ended`."""
-    ended: float | None = None
+    times: tuple[float, float] | None = None
+    """First and last, in seconds since 1970."""
 
     @property
     def mendable(self) -> Sequence[Loss]:
-        return [loss for loss in self.losses if loss.is_mendable]
+        return [loss for loss in self.losses if loss.cause not in UNBLAMED]
 
     @property
     def tokens(self) -> int:
         return sum(loss.tokens for loss in self.mendable)
-
-    @property
-    def seconds(self) -> float:
-        return sum(loss.seconds or 0.0 for loss in self.mendable)
 
 
 @dataclass(frozen=True)
@@ -123,14 +91,12 @@ class Savings:
 
 def savings_of(checkups: Sequence[Checkup]) -> Savings:
     """The savings of all conversations together."""
-    num_turns = sum(one.num_turns if one.num_seen is None else one.num_seen for one in checkups)
+    num_turns, tokens = sum(one.num_seen for one in checkups), sum(one.tokens for one in checkups)
     has_speed = any(loss.seconds is not None for one in checkups for loss in one.losses)
-    seconds = sum(one.seconds for one in checkups) if has_speed else None
-    began = [one.began for one in checkups if one.began is not None]
-    ended = [one.ended for one in checkups if one.ended is not None]
-    took = max(ended) - min(began) if began and ended else None
-    per_turn = None if seconds is None else seconds / max(1, num_turns)
-    return Savings(sum(one.tokens for one in checkups), num_turns, seconds, per_turn, took)
+    seconds = sum(loss.seconds or 0.0 for one in checkups for loss in one.mendable) if has_speed else None
+    times = [one.times for one in checkups if one.times is not None]
+    took = max(last for _, last in times) - min(first for first, _ in times) if times else None
+    return Savings(tokens, num_turns, seconds, None if seconds is None else seconds / max(1, num_turns), took)
 
 
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:
@@ -138,7 +104,18 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
     groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
         groups.setdefault((loss.cause, loss.place), []).append(loss)
-    return sorted(map(Finding, groups.values()), key=lambda finding: (finding.is_hidden, -finding.tokens))
+    found = (_added_up(cause, place, group) for (cause, place), group in groups.items())
+    return sorted(found, key=lambda finding: -finding.tokens)
+
+
+def _added_up(cause: Cause, place: str | None, losses: Sequence[Loss]) -> Finding:
+    example = next((loss for loss in reversed(losses) if loss.before or loss.after), losses[-1])
+    num_turns, tokens = len({loss.turn for loss in losses}), sum(loss.tokens for loss in losses)
+    seconds = [loss.seconds for loss in losses if loss.seconds is not None]
+    missing = [loss.missing_bytes for loss in losses if loss.missing_bytes is not None]
+    cost = (num_turns, tokens, sum(seconds) if seconds else None)
+    cure = advice(cause, place, max(missing, default=None))
+    return Finding(cause, example.where, *cost, example.before, example.after, cure)
 
 
 def losses_of(
@@ -147,25 +124,26 @@ def losses_of(
     """The losses to tell of; `tokens_of` turns `lost_tokens` into tokens."""
     found = list[Loss]()
     for miss in misses:
-        tokens, is_hidden = tokens_of(miss.lost_tokens), miss.lost_tokens == 0
+        tokens = tokens_of(miss.lost_tokens)
         limit = NEGLIGIBLE_TOKENS if miss.cause in _SMALL else 0
-        is_small = tokens <= limit and (not is_hidden or miss.cause is Cause.SIDE_REQUEST)
+        is_small = tokens <= limit and (miss.lost_tokens or miss.cause is Cause.SIDE_REQUEST)
         if miss.cause in UNTOLD or is_small:
             continue
-        is_of_tools = miss.reason is MissReason.TOOLS_CHANGED
-        place = TOOLS if is_of_tools else None if miss.cause in _PLACELESS else miss.role
-        where = TOOLS if place == TOOLS else place_name(miss.message_index, place)
         seconds = None if seconds_per_token is None else tokens * seconds_per_token
-        words = (miss.before, miss.after)
-        found.append(Loss(turn, miss.cause, place, where, tokens, seconds, *words, is_hidden, miss.missing_bytes))
+        place, where = _place_of(miss)
+        found.append(
+            Loss(turn, miss.cause, place, where, tokens, seconds, miss.before, miss.after, miss.missing_bytes)
+        )
     return tuple(found)
 
 
-def place_name(index: int | None, role: str | None) -> str:
-    """A message's place in words."""
+def _place_of(miss: Miss) -> tuple[str | None, str]:
+    if miss.reason is MissReason.TOOLS_CHANGED:
+        return TOOLS, TOOLS
+    role, index = None if miss.cause in _PLACELESS else miss.role, miss.message_index
     if role is None or index is None:
-        return ""
-    return "system message" if role == "system" and index == 0 else f"message {index} ({role})"
+        return role, ""
+    return role, "system message" if role == "system" and index == 0 else f"message {index} ({role})"
 
 
 _VERSIONS = frozenset({Cause.EDITED, Cause.TOOLS, Cause.TRIMMED, Cause.SUMMARISED, Cause.COMPACTED, Cause.REMOVED})
@@ -186,14 +164,10 @@ class LinkedTurn:
 
 
 def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
-    """The losses of a conversation."""
+    """The losses of a conversation, with causes that later turns correct."""
     kept = [turn.kept for turn in turns if turn.kept is not None]
-    return Checkup(name, len(turns), sum(kept) / len(kept) if kept else None, tuple(in_hindsight(turns)))
-
-
-def in_hindsight(turns: Sequence[LinkedTurn]) -> list[Loss]:
-    """All losses, with causes that later turns correct."""
-    return [loss for index, turn in enumerate(turns) for loss in _with_later(turn, turns[index + 1 :])]
+    losses = tuple(loss for number, turn in enumerate(turns, 1) for loss in _with_later(turn, turns[number:]))
+    return Checkup(name, len(turns), len(turns), sum(kept) / len(kept) if kept else None, losses)
 
 
 def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]:
@@ -213,20 +187,15 @@ def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
     yield from (loss for loss in turn.losses if loss.cause not in _VERSIONS)
     costliest = max(versions, key=lambda loss: loss.tokens)
     if costliest.tokens > NEGLIGIBLE_TOKENS:
-        yield replace(costliest, cause=Cause.SIDE_REQUEST, place=None, where="", is_hidden=False)
+        yield replace(costliest, cause=Cause.SIDE_REQUEST, place=None, where="")
 
 
 def checkup_of(session: Mapping[str, Any]) -> Checkup:
     """A session's losses. Raises KeyError, TypeError or ValueError for what is no session."""
     turns, num_turns = session["turns"], int(session["num_turns"])
     linked = [_linked(turn, number) for number, turn in enumerate(turns, num_turns - len(turns) + 1)]
-    return replace(
-        checkup_from(str(session["id"]), linked),
-        num_turns=num_turns,
-        num_seen=len(turns),
-        began=float(session["created"]),
-        ended=float(session["last_used"]),
-    )
+    times = float(session["created"]), float(session["last_used"])
+    return replace(checkup_from(str(session["id"]), linked), num_turns=num_turns, times=times)
 
 
 def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:

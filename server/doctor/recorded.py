@@ -6,6 +6,7 @@ every line has one, else of the file. Requests are compared as by a server whose
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,12 +41,6 @@ class Recorded:
     reply: Mapping[str, Any] | None = None
     """The answer's message."""
 
-    @property
-    def is_continued(self) -> bool:
-        """The answer continues the last message."""
-        last = self.body["messages"][-1]
-        return last["role"] == "assistant" and bool(last.get("prefix") or self.body.get("continue_final_message"))
-
 
 @dataclass(frozen=True, eq=False)
 class Read:
@@ -73,7 +68,9 @@ class Reader:
     def read(self, request: Recorded) -> Read | None:
         """None for a request that a server refuses: here for none."""
         parts, reply = request.prompt.parts, part_of(request.reply) if request.reply else None
-        if request.is_continued:
+        last = request.body["messages"][-1]
+        if last["role"] == "assistant" and (last.get("prefix") or request.body.get("continue_final_message")):
+            # The answer continues the last message.
             reply = reply and replace(reply, text=parts[-1].text + reply.text)
             parts = parts[:-1]
         reply = reply and thoughts_apart(reply)
@@ -109,13 +106,7 @@ def _parse_line(line: str, place: str) -> Recorded:
         raise StartError(f"{place} is a body of the Messages API; only those of chat completions are read")
     with told_as(StartError, place, SessionIdError):
         session_id = resolve_session_id(outer, {}) or resolve_session_id(body, _headers(outer))
-    return Recorded(
-        prompt=_prompt(outer, body, place),
-        session_id=session_id,
-        time=_time(outer, body),
-        body=body,
-        reply=_reply(outer),
-    )
+    return Recorded(_prompt(outer, body, place), session_id, _time(outer, body), body, _reply(outer))
 
 
 def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Prompt:
@@ -174,26 +165,25 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
     visits: dict[Name, list[LinkedTurn]] = {}
     conversations = Conversations(MAX_BYTES, is_of_one_owner=True)
     for number, request in enumerate(requests):
-        read = reader.read(request)
-        if read is None:
+        if (read := reader.read(request)) is None:
             continue
-        rendered = read.prompt
-        name, previous = conversations.find(request.session_id, rendered, str(number))
+        request_id, rendered = str(number), read.prompt
+        name, previous = conversations.find(request.session_id, rendered, request_id)
         turns = visits.setdefault(name, [])
         hit = _restorable(previous, rendered)
         reuse = explain(previous, rendered, match=hit, hit=hit)
         losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // per_token)
-        previous_id = previous.request_id if previous is not None else None
-        turns.append(LinkedTurn(str(number), previous_id, losses, reuse.kept))
+        turns.append(LinkedTurn(request_id, previous.request_id if previous else None, losses, reuse.kept))
+        answered, num_tokens = read.answered, len(rendered.tokens)
         turn = EvaluatedTurn(
-            rendered.prompt,
-            read.reply,
-            tokens=read.answered,
-            num_prompt_tokens=len(rendered.tokens),
-            request_id=str(number),
+            rendered.prompt, read.reply, tokens=answered, num_prompt_tokens=num_tokens, request_id=request_id
         )
         conversations.record(name, turn)
-    return [checkup_from(label, turns) for label, turns in zip(_labels(visits), visits.values(), strict=True)]
+    unnamed = itertools.count(1)
+    return [
+        checkup_from(name.id if name.is_named else f"(unnamed {next(unnamed)})", turns)
+        for name, turns in visits.items()
+    ]
 
 
 def _restorable(previous: EvaluatedTurn | None, request: Rendered) -> int:
@@ -208,11 +198,3 @@ def characters_of(prompt: Prompt, reply: Part | None = None) -> TokenArray:
     messages = (f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in parts)
     text = "".join([prompt.arguments, prompt.tools_text, *messages])
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
-
-
-def _labels(names: Iterable[Name]) -> list[str]:
-    labels, num_unnamed = list[str](), 0
-    for name in names:
-        num_unnamed += not name.is_named
-        labels.append(name.id if name.is_named else f"(unnamed {num_unnamed})")
-    return labels

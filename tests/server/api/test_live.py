@@ -156,7 +156,7 @@ def test_a_clock_in_the_system_prompt_is_told_with_what_it_cost(live: Live) -> N
     assert [turn["miss"] and turn["miss"]["reason"] for turn in session["turns"]][1:] == ["system_changed"] * 2
     assert all(turn["lost_tokens"] > 40 and turn["lost_seconds"] > 0 for turn in session["turns"][1:])
     (finding,) = findings_of(checkup_of(session).losses)
-    assert (finding.cause, finding.num_turns) == (Cause.CLOCK, 2)
+    assert (finding.cause, finding.turns) == (Cause.CLOCK, 2)
 
 
 def test_another_key_neither_reuses_state_nor_sees_the_session(live: Live) -> None:

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.diagnosis.causes import Cause
-from server.doctor.findings import Checkup, LinkedTurn, checkup_of, in_hindsight
+from server.doctor.findings import Checkup, LinkedTurn, checkup_from, checkup_of
 from server.doctor.recorded import checkups_of, read_requests
 from tests.support.fake_engine import FakeEngine, fake_model
 
@@ -87,4 +87,4 @@ def test_an_edited_copy_without_a_name_is_told_alike(tmp_path: Path) -> None:
 
 
 def test_turns_that_nobody_linked_stay_as_they_are() -> None:
-    assert in_hindsight([LinkedTurn("a", None, ()), LinkedTurn("b", None, ())]) == []
+    assert checkup_from("s", [LinkedTurn("a", None, ()), LinkedTurn("b", None, ())]).losses == ()

@@ -49,9 +49,9 @@ FINE = turn(cached_tokens=990, kept=1.0)
 def test_what_turns_lost_is_added_up_by_cause() -> None:
     checkup = checkup_of(session(FIRST, turn(miss(**CLOCK)), turn(miss(**CLOCK)), FINE))
     (finding,) = findings_of(checkup.losses)
-    assert (finding.cause, finding.example.where, finding.num_turns) == (Cause.CLOCK, "system message", 2)
+    assert (finding.cause, finding.where, finding.turns) == (Cause.CLOCK, "system message", 2)
     assert finding.tokens == checkup.tokens == 1600
-    assert finding.seconds == pytest.approx(3.2) and checkup.seconds == pytest.approx(3.2)
+    assert finding.seconds == pytest.approx(3.2)
     assert checkup.kept == pytest.approx(1.2 / 3)
 
 
@@ -72,7 +72,7 @@ def test_turns_are_numbered_past_those_that_are_kept_no_more() -> None:
 def test_what_changed_behind_another_change_is_told_and_costs_nothing() -> None:
     hidden = miss(cause="counter or percentage", lost_tokens=0)
     clock, counter = findings_of(checkup_of(session(FIRST, turn(miss(**CLOCK), hidden))).losses)
-    assert (clock.is_hidden, counter.is_hidden, counter.tokens) == (False, True, 0)
+    assert (clock.tokens, counter.tokens) == (800, 0)
 
 
 @pytest.mark.parametrize("cause", sorted(UNBLAMED))
@@ -90,4 +90,4 @@ def test_what_costs_a_few_tokens_of_state_is_not_told(cause: Cause) -> None:
 
 def test_the_tools_are_a_place_of_their_own_with_a_cure_of_its_own() -> None:
     (finding,) = findings_of(checkup_of(session(FIRST, turn(miss("tools_changed", role=None, **CLOCK)))).losses)
-    assert finding.example.where == "tools" and "descriptions" in finding.cure
+    assert finding.where == "tools" and "descriptions" in finding.cure
