@@ -43,6 +43,7 @@ NEW_TOKENS = 64
 GROWN_TOKENS = 9 * NEW_TOKENS
 """Tokens by which a conversation grows during its measurement."""
 SAVE_SECONDS = 10.0
+UNBOUNDED = 1 << 50
 
 DECODE_ROWS = ((500,), (500,) * 4, (500,) * 8, (4000, *(100,) * 3), (8000, 2000, 500, *(100,) * 5))
 NUM_BLOCKS = 10
@@ -79,18 +80,18 @@ class Prefilled:
 
 @dataclass(eq=False)
 class Subject:
-    """The model that is measured."""
+    """The model that is measured. What takes long raises TimeUp once `until` has passed."""
 
     model: Any
     runner: Runner
     vocab_size: int
     chunk_tokens: int = 2048
     until: float = math.inf
-    """When `time.perf_counter` reads this, the measurement is over."""
+    """A reading of `time.perf_counter`."""
 
     @property
-    def is_late(self) -> bool:
-        return time.perf_counter() > self.until
+    def left_seconds(self) -> float:
+        return max(self.until - time.perf_counter(), 0.0)
 
     def tokens(self, length: int, seed: int) -> NDArray[np.int32]:
         """The same random tokens each time."""
@@ -104,7 +105,7 @@ class Subject:
 
     def check_time(self) -> None:
         """Raises TimeUp."""
-        if self.is_late:
+        if not self.left_seconds:
             raise TimeUp
 
     def prefilled(self, length: int, seed: int) -> Prefilled:
@@ -120,11 +121,6 @@ def timed(act: Callable[[], object]) -> float:
     act()
     mx.synchronize()
     return time.perf_counter() - started
-
-
-def timed_ms(act: Callable[[], object]) -> float:
-    """The milliseconds until all is computed."""
-    return 1e3 * timed(act)
 
 
 # ------------------------------------------------------------------------------------------- decoding, two sides
@@ -264,7 +260,7 @@ def take_turns(subject: Subject, sides: Comparison, num_blocks: int) -> Comparis
     for number in range(num_blocks):
         if number < MIN_BLOCKS:
             subject.check_time()
-        elif subject.is_late:
+        elif not subject.left_seconds:
             break
         sides.ours.decode_block()
         sides.peer.decode_block()
@@ -301,12 +297,12 @@ class MeasuredConversation:
     def measure(self) -> None:
         """Times a cold prompt, next turns and moves of the state. Raises TimeUp; `figures` has what came before."""
         figures, cache = self.figures, self._cache
-        figures["cold_ms"] = timed_ms(self._turn)
+        figures["cold_ms"] = 1e3 * timed(self._turn)
         figures["live_ms"] = self._next_turn()
         figures["paged_in_ms"] = self._next_turn(self._page_out)
         # The first of each kind allocates.
-        moves = [(timed_ms(self._page_out), timed_ms(self._page_in)) for _ in range(3)][1:]
-        figures["page_out_ms"], figures["page_in_ms"] = map(min, zip(*moves, strict=True))
+        moves = [(timed(self._page_out), timed(self._page_in)) for _ in range(3)][1:]
+        figures["page_out_ms"], figures["page_in_ms"] = (1e3 * min(times) for times in zip(*moves, strict=True))
         figures["megabytes"] = cache.ledger.live_bytes / 1e6
         if self._folder is not None:
             restarted = self._next_turn(self._restart, num_times=1)
@@ -320,18 +316,18 @@ class MeasuredConversation:
             self._cache.memory.disk.tier.close()
 
     def _open(self) -> PrefixCache:
-        disk = None
+        subject, disk = self._subject, None
         if self._folder is not None:
-            disk = DiskTier(DiskStore(self._folder, "bench"), budget_bytes=1 << 50)
+            disk = DiskTier(DiskStore(self._folder, "bench"), budget_bytes=UNBOUNDED)
         cache = PrefixCache(
-            self._subject.runner.make_caches,
+            subject.runner.make_caches,
             num_slots=1,
-            budget_bytes=1 << 50,
-            chunk_tokens=self._subject.chunk_tokens,
+            budget_bytes=UNBOUNDED,
+            chunk_tokens=subject.chunk_tokens,
             disk=disk,
         )
-        sample = self._subject.runner.make_caches()
-        self._subject.runner.prefill(sample, self._tokens[:8])
+        sample = subject.runner.make_caches()
+        subject.runner.prefill(sample, self._tokens[:8])
         cache.layout.calibrate(sample)
         return cache
 
@@ -354,11 +350,11 @@ class MeasuredConversation:
         for _ in range(num_times):
             before()
             self._tokens = np.concatenate([self._tokens, self._subject.tokens(NEW_TOKENS, len(self._tokens))])
-            times.append(timed_ms(self._turn))
+            times.append(1e3 * timed(self._turn))
         return statistics.median(times[1:] or times)
 
     def _restart(self) -> None:
-        self._cache.end(min(SAVE_SECONDS, max(self._subject.until - time.perf_counter(), 0.0)))
+        self._cache.end(min(SAVE_SECONDS, self._subject.left_seconds))
         self._cache = self._open()
 
     def _turn(self) -> None:
@@ -389,38 +385,25 @@ class Measurement:
     act: Callable[[], None]
 
 
-@dataclass(frozen=True)
-class BenchLimits:
-    """Time, memory and disk that measuring may take."""
+@dataclass(eq=False)
+class Bench:
+    """Measures what time, context and memory allow, the most telling first."""
 
+    subject: Subject
+    """Its `until` is set for each measurement."""
     until: float
     """A reading of `time.perf_counter`."""
     context_tokens: int
     budget_bytes: int
     folder: Path | None
     """For state on disk; None for none."""
-
-
-@dataclass
-class BenchRows:
+    rows: dict[str, list[Any]] = field(
+        default_factory=lambda: {"decode": [], "prefill": [], "turns": [], "left_out": []}
+    )
     """Results so far, and why others are missing."""
-
-    decode: list[dict[str, Any]] = field(default_factory=list)
-    prefill: list[dict[str, Any]] = field(default_factory=list)
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-
-
-class Bench:
-    """Measures what time, context and memory allow, the most telling first."""
-
-    def __init__(self, subject: Subject, limits: BenchLimits, rows: BenchRows) -> None:
-        self._subject = subject
-        self._limits = limits
-        self._cold: list[tuple[int, float]] = []
-        """Lengths of prompts, and seconds for each token of a prompt."""
-        self._bytes_per_token = 0.0
-        self.rows = rows
+    _cold: list[tuple[int, float]] = field(default_factory=list)
+    """Lengths of prompts, and seconds for each token of a prompt."""
+    _bytes_per_token: float = 0.0
 
     def run(self) -> Iterator[str]:
         """Measures; yields each measurement's name before it begins."""
@@ -428,11 +411,11 @@ class Bench:
         try:
             self._look()
         except TimeUp:
-            self.rows.left_out.append("everything: no time was left once the model was loaded and tried")
+            self.rows["left_out"].append("everything: no time was left once the model was loaded and tried")
             return
         chances = [(SHARE, one) for one in self._plan()]
         for share, one in chances:
-            seconds = max(share * (self._limits.until - time.perf_counter()), 0.0)
+            seconds = max(share * (self.until - time.perf_counter()), 0.0)
             expected, reason = sum(map(self._expected_seconds, one.prompts)), self._find_obstacle(one)
             if reason is None and expected > seconds:
                 if share < 1:
@@ -443,14 +426,14 @@ class Bench:
                 yield one.name
                 reason = self._try(one, seconds)
             if reason is not None:
-                self.rows.left_out.append(f"{one.name}: {reason}")
+                self.rows["left_out"].append(f"{one.name}: {reason}")
 
     def _look(self) -> None:
         """Learns prompts' speed and size."""
-        self._subject.until = self._limits.until
-        num_tokens = max(min(LOOK_TOKENS, self._limits.context_tokens - GROWN_TOKENS), NEW_TOKENS)
+        self.subject.until = self.until
+        num_tokens = max(min(LOOK_TOKENS, self.context_tokens - GROWN_TOKENS), NEW_TOKENS)
         for _ in range(2):  # the first may compile
-            with closing(MeasuredConversation(self._subject, num_tokens)) as talk:
+            with closing(MeasuredConversation(self.subject, num_tokens)) as talk:
                 talk.measure()
                 self._cold = [(num_tokens, talk.figures["cold_ms"] / num_tokens / 1e3)]
                 self._bytes_per_token = talk.bytes_per_token
@@ -478,16 +461,16 @@ class Bench:
         return Measurement(f"turns at {num_tokens} tokens", (num_tokens,), context_tokens, 2 * context_tokens, act)
 
     def _find_obstacle(self, one: Measurement) -> str | None:
-        limits, held_bytes = self._limits, int(one.held_tokens * self._bytes_per_token)
-        if one.context_tokens > limits.context_tokens:
-            return f"longer than the context of {limits.context_tokens} tokens"
-        if held_bytes > limits.budget_bytes:
-            return f"takes {size_text(held_bytes)} of memory, and there is {size_text(limits.budget_bytes)}"
+        held_bytes = int(one.held_tokens * self._bytes_per_token)
+        if one.context_tokens > self.context_tokens:
+            return f"longer than the context of {self.context_tokens} tokens"
+        if held_bytes > self.budget_bytes:
+            return f"takes {size_text(held_bytes)} of memory, and there is {size_text(self.budget_bytes)}"
         return None
 
     def _try(self, one: Measurement, seconds: float) -> str | None:
         """Returns why a measurement did not end, if so."""
-        self._subject.until = time.perf_counter() + seconds
+        self.subject.until = time.perf_counter() + seconds
         try:
             one.act()
         except TimeUp:
@@ -497,33 +480,33 @@ class Bench:
         return None
 
     def _decode(self, lengths: tuple[int, ...]) -> None:
-        found = compare(self._subject, lengths, NUM_BLOCKS)
+        found = compare(self.subject, lengths, NUM_BLOCKS)
         ours, peer = found.speeds
         row = {"rows": rows_text(lengths), "mlx-serve": ours, "BatchGenerator": peer, "ratio": found.ratio}
-        self.rows.decode.append(row)
+        self.rows["decode"].append(row)
 
     def _measure_prefill(self) -> None:
-        limit = PREFILL_SHARE * (self._subject.until - time.perf_counter())
+        limit = PREFILL_SHARE * self.subject.left_seconds
         fits = (num for num in PREFILL_TOKENS if len(CHUNKS) * self._expected_seconds(num) < limit)
-        num_tokens = min(next(fits, PREFILL_TOKENS[-1]), self._limits.context_tokens)
+        num_tokens = min(next(fits, PREFILL_TOKENS[-1]), self.context_tokens)
         for chunk in (chunk for chunk in CHUNKS if chunk <= num_tokens):
-            speed = prefill_speed(self._subject, num_tokens, chunk)
-            self.rows.prefill.append({"chunk": chunk, "prompt": num_tokens, "tokens_per_second": speed})
+            speed = prefill_speed(self.subject, num_tokens, chunk)
+            self.rows["prefill"].append({"chunk": chunk, "prompt": num_tokens, "tokens_per_second": speed})
 
     def _measure_turns(self, num_tokens: int) -> None:
-        parent, folder = self._limits.folder, None
+        parent, folder = self.folder, None
         if parent is not None and shutil.disk_usage(parent).free > 2 * num_tokens * self._bytes_per_token:
             folder = parent / str(num_tokens)
-        with closing(MeasuredConversation(self._subject, num_tokens, folder)) as talk:
+        with closing(MeasuredConversation(self.subject, num_tokens, folder)) as talk:
             try:
                 talk.measure()
             finally:
                 if "live_ms" in talk.figures:
-                    self.rows.turns.append(talk.figures)
+                    self.rows["turns"].append(talk.figures)
                     self._cold.append((num_tokens, talk.figures["cold_ms"] / num_tokens / 1e3))
         if "restarted_ms" not in talk.figures:
             reason = "no folder or no space on the disk" if folder is None else f"not written in {SAVE_SECONDS:.0f} s"
-            self.rows.left_out.append(f"restart at {num_tokens} tokens: {reason}")
+            self.rows["left_out"].append(f"restart at {num_tokens} tokens: {reason}")
 
 
 def rows_text(lengths: Sequence[int]) -> str:

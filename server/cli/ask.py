@@ -118,23 +118,42 @@ HEADINGS = ("NAME", "SIZE", "CONTEXT", "UNTIL", "SERVER")
 
 def ps(api_key: Key = None, as_json: Json = False) -> None:
     """Prints what is loaded on this machine. Raises StartError at the end where a server refuses."""
-    answers, refusals = dict[str, Any](), list[StartError]()
-    for url in known_urls():
-        try:
-            answers[url] = AskedServer(url, api_key).find("GET", "/api/ps")
-        except StartError as error:
-            refusals.append(error)
-    found = [_loaded(model, url) for url, answer in answers.items() if answer for model in answer["models"]]
-    idle = ", ".join(url for url, answer in answers.items() if answer)
+    answers, refusals = _ask_all("GET", "/api/ps", api_key)
+    found = [_loaded(model, url) for url, answer in answers.items() for model in answer["models"]]
     text = "No server of yours runs on this machine. `mlx-serve serve` starts one."
     if found:
         text = plain_table([HEADINGS, *map(_cells, found)])
-    elif idle:
-        text = f"No model is loaded at {idle}; one is loaded when a request names it."
-    if as_json or idle or not refusals:
+    elif answers:
+        text = f"No model is loaded at {', '.join(answers)}; one is loaded when a request names it."
+    if as_json or answers or not refusals:
         tell(found, text, as_json)
     if refusals:
         raise refusals[0]
+
+
+def stop(name: str, api_key: Key = None, as_json: Json = False) -> None:
+    """Unloads an idle model from every server of this machine; raises StartError."""
+    answers, refusals = _ask_all("POST", "/v1/models/unload", api_key, {"model": name})
+    done = [url for url, answer in answers.items() if answer.get("changed")]
+    if done or as_json:
+        tell({"name": name, "servers": done}, f"{name} is unloaded.", as_json)
+    if refusals:
+        raise refusals[0]
+    if not done:
+        raise StartError(f"{name} is not loaded by any server on this machine; mlx-serve ps lists what is")
+
+
+def _ask_all(
+    method: str, path: str, api_key: str | None, body: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[StartError]]:
+    """The answers of this machine's servers by address, and the errors of those that refuse."""
+    answers, refusals = dict[str, Any](), list[StartError]()
+    for url in known_urls():
+        try:
+            answers[url] = AskedServer(url, api_key).find(method, path, body)
+        except StartError as error:
+            refusals.append(error)
+    return {url: answer for url, answer in answers.items() if answer}, refusals
 
 
 def _loaded(model: dict[str, Any], url: str) -> dict[str, Any]:
@@ -155,24 +174,6 @@ def _cells(loaded: Mapping[str, Any]) -> tuple[str, ...]:
     return loaded["name"], size, context, until, loaded["server"]
 
 
-def stop(name: str, api_key: Key = None, as_json: Json = False) -> None:
-    """Unloads an idle model from every server of this machine; raises StartError."""
-    done, refusals = list[str](), list[StartError]()
-    for url in known_urls():
-        try:
-            answer = AskedServer(url, api_key).find("POST", "/v1/models/unload", {"model": name})
-        except StartError as error:  # the other servers are asked nevertheless
-            refusals.append(error)
-        else:
-            done += [url] if answer and answer.get("changed") else []
-    if done or as_json:
-        tell({"name": name, "servers": done}, f"{name} is unloaded.", as_json)
-    if refusals:
-        raise refusals[0]
-    if not done:
-        raise StartError(f"{name} is not loaded by any server on this machine; mlx-serve ps lists what is")
-
-
 # ------------------------------------------------------------------------------------------ where a model is loaded
 
 
@@ -190,8 +191,7 @@ class Served:
 
 def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served | None:
     """The first server's model of that name. Raises KeyNeeded."""
-    locked = None
-    repository = parse_repository(name)
+    locked, repository = None, parse_repository(name)
     for url in urls:
         try:
             for served in models_at(url, api_key):

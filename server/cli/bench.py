@@ -10,11 +10,11 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -25,9 +25,6 @@ from server.app.memory_budget import Claim, read_machine, running, runtime_folde
 from server.cli.config import load_model_config
 from server.cli.keys import INTERRUPTED, handling, interruptible, leave, loading, scratch_folder
 from server.cli.options import USUAL_MODEL, Force, Json
-
-if TYPE_CHECKING:
-    from server.measure import BenchRows
 
 LIMIT_SECONDS = 165.0
 """From the start of the command; one call of the model may exceed it."""
@@ -49,15 +46,16 @@ def bench(
         raise StartError(f"{_beside(others)}, which would distort the figures: stop it, or say --force")
     config = replace(config, models=(settle(config.models[0]),))
     with loading(config.models[0]) as fast_blas:
-        from server.measure import BenchRows
-    result = BenchResult(machine(), BenchRows(), config.models[0])
+        import server.measure  # noqa: F401 - mlx-lm comes with it, and takes seconds
+
+        facts = machine()
     if platform.system() == "Linux":
-        result.facts["blas"] = fast_blas or "MLX's own"
+        facts["blas"] = fast_blas or "MLX's own"
     if others:
-        result.facts["beside"] = _beside(others)
+        facts["beside"] = _beside(others)
     # The scratch folder is to be deleted.
     with handling(leave, signal.SIGTERM):
-        _measure(config, result, until)
+        result = _measure(config, facts, until)
     typer.echo(result.as_json() if as_json else result.as_markdown() if as_markdown else result.as_text())
     raise typer.Exit(INTERRUPTED if result.is_stopped else 0)
 
@@ -67,36 +65,35 @@ def _beside(others: Sequence[Claim]) -> str:
     return f"a server of yours is running ({told})"
 
 
-def _measure(config: ServerConfig, result: "BenchResult", until: float) -> None:
+def _measure(config: ServerConfig, facts: dict[str, str], until: float) -> "BenchResult":
+    """Adds the model to the facts."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from models.inference.runner import Runner
     from server.app.service import open_service
-    from server.measure import Bench, BenchLimits, Subject
+    from server.measure import Bench, Subject
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("of at most 3 minutes")
-    console, begun = Console(stderr=True), until - LIMIT_SECONDS
+    console, begun, is_stopped = Console(stderr=True), until - LIMIT_SECONDS, False
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         console.show_cursor(True)  # Ctrl-C ends loading at once
         task = progress.add_task("loading the model", total=LIMIT_SECONDS)
         with interruptible():
             service = open_service(config, running(runtime_folder(os.environ)))
-            loaded = service.loaded
+            model, memory, loaded = service.model, service.memory, service.loaded
             runner = Runner(loaded.model, vocab_size=loaded.vocab_size, adapters=loaded.adapters)
-        millions, size = service.model.facts.num_parameters / 1e6, size_text(service.memory.weights_bytes)
-        told = f"{millions:,.0f} million parameters, {size} ({loaded.precision.value})"
-        result.facts["model"] = f"{service.asked_for.id}, {told}"
+        size = f"{model.facts.num_parameters / 1e6:,.0f} million parameters, {size_text(memory.weights_bytes)}"
+        facts["model"] = f"{service.asked_for.id}, {size} ({loaded.precision.value})"
         subject = Subject(loaded.model, runner, loaded.vocab_size, config.chunk_tokens)
         with _scratch_folder(config) as folder:
-            context_tokens, budget_bytes = service.model.context_tokens, service.memory.budget_bytes
-            limits = BenchLimits(until, context_tokens, budget_bytes, folder)
+            bench = Bench(subject, until, model.context_tokens, memory.budget_bytes, folder)
             try:
-                for name in Bench(subject, limits, result.rows).run():
+                for name in bench.run():
                     progress.update(task, description=name, completed=time.perf_counter() - begun)
             except KeyboardInterrupt:
-                result.is_stopped = True
-    result.seconds = time.perf_counter() - begun
+                is_stopped = True
+    return BenchResult(facts, bench.rows, config.models[0], time.perf_counter() - begun, is_stopped)
 
 
 @contextlib.contextmanager
@@ -161,19 +158,20 @@ TITLES = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class BenchResult:
     """Results, and the machine that they are from."""
 
-    facts: dict[str, str]
-    rows: "BenchRows"
+    facts: Mapping[str, str]
+    rows: Mapping[str, list[Any]]
+    """As in `Bench`."""
     model: str
-    seconds: float = 0.0
+    seconds: float
     is_stopped: bool = False
 
     def as_json(self) -> str:
         """Everything for programs."""
-        told = {"machine": self.facts, **asdict(self.rows), "seconds": self.seconds, "is_stopped": self.is_stopped}
+        told = {"machine": self.facts, **self.rows, "seconds": self.seconds, "is_stopped": self.is_stopped}
         return json.dumps(told, indent=1, ensure_ascii=False)
 
     def as_text(self) -> str:
@@ -196,17 +194,14 @@ class BenchResult:
 
     def _tables(self) -> Iterator[tuple[str, list[str]]]:
         for name, title in TITLES.items():
-            if found := getattr(self.rows, name):
+            if found := self.rows[name]:
                 columns = list(dict.fromkeys(key for row in found for key in row))
-                rows = [[_cell(row.get(key)) for key in columns] for row in found]
-                yield (
-                    title,
-                    markdown_table([column.removesuffix("_ms").replace("_", " ") for column in columns], rows),
-                )
+                headings = [column.removesuffix("_ms").replace("_", " ") for column in columns]
+                yield title, markdown_table(headings, [[_cell(row.get(key)) for key in columns] for row in found])
 
     def _notes(self) -> str:
         ended = f"Stopped by Ctrl-C after {self.seconds:.0f} s." if self.is_stopped else f"Took {self.seconds:.0f} s."
-        return "\n".join([*(f"Left out: {one}." for one in self.rows.left_out), ended])
+        return "\n".join([*(f"Left out: {one}." for one in self.rows["left_out"]), ended])
 
 
 def _cell(value: str | float | None) -> str:
@@ -217,13 +212,12 @@ def _cell(value: str | float | None) -> str:
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table, padded for a terminal."""
-    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        ]
+        first, *others = zip(cells, widths, strict=True)
+        padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
         return f"| {' | '.join(padded)} |"
 
-    rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return [line(columns), line(rule), *(line(row) for row in rows)]

@@ -307,7 +307,7 @@ def _answer_once(talk: Chat, question: str) -> int:
     if not text:
         sys.stderr.write("mlx-serve: there is no question: standard input is empty\n")
         return 1
-    if is_image(piped):
+    if piped.startswith(_SIGNATURES):
         talk.screen.complain(NO_IMAGES.format("the image from the pipe"))
         return 1
     is_answered = talk.answer(text)
@@ -356,21 +356,11 @@ def find_image(text: str) -> str | None:
     for match in _PATH.finditer(text):
         path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
         path = path.removeprefix("file://")
-        if path.startswith(("/", "./", "../", "~/")) and path.lower().endswith(IMAGE_SUFFIXES) and _is_file(path):
-            return path
+        if path.startswith(("/", "./", "../", "~/")) and path.lower().endswith(IMAGE_SUFFIXES):
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                if Path(path).expanduser().is_file():
+                    return path
     return None
-
-
-def is_image(text: str) -> bool:
-    """Whether a pipe's text is an image."""
-    return text.startswith(_SIGNATURES)
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).expanduser().is_file()
-    except (OSError, ValueError, RuntimeError):
-        return False
 
 
 # ------------------------------------------------------------------------------------------- models of a server

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import uvicorn
@@ -70,6 +70,13 @@ class Surroundings:
     fast_blas: str | None
     urls: Sequence[str]
     """The address for this machine first."""
+    claim: OwnClaim | None = None
+    """None where the folder of claims cannot be used."""
+
+    def tell(self, model: str, memory_bytes: int, **budget: int) -> None:
+        """Tells other servers what this one takes."""
+        if self.claim is not None:
+            self.claim.tell(Claim(os.getpid(), model, memory_bytes, self.urls[0], **budget))
 
 
 def facts(service: Service, config: ServerConfig, around: Surroundings) -> Iterator[tuple[str, str]]:
@@ -179,19 +186,19 @@ _ELSEWHERE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1",
 
 def is_for_this_machine(address: str) -> bool:
     """Whether a numeric address is loopback."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return ipaddress.ip_address(address).is_loopback
 
 
 def urls(address: str, port: int) -> list[str]:
     """A bound socket's addresses, this machine's first."""
-    if not ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+    if not ipaddress.ip_address(address).is_unspecified:
         return [_url(address, port)]
     return [_url(host, port) for host in ("127.0.0.1", *_own_addresses(is_ipv6=":" in address))]
 
 
 def _own_addresses(*, is_ipv6: bool) -> list[str]:
-    families = (socket.AF_INET, socket.AF_INET6) if is_ipv6 else (socket.AF_INET,)
     found: list[str] = []
+    families = [family for family in _ELSEWHERE if is_ipv6 or family is socket.AF_INET]
     for family in families:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way_out:
             way_out.connect(_ELSEWHERE[family])
@@ -199,10 +206,8 @@ def _own_addresses(*, is_ipv6: bool) -> list[str]:
     with contextlib.suppress(OSError):
         named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         found += [str(entry[4][0]) for entry in named if entry[0] in families]
-    kinds = {address: ipaddress.ip_address(address.partition("%")[0]) for address in found}
-    return [
-        name for name, kind in kinds.items() if not (kind.is_loopback or kind.is_unspecified or kind.is_link_local)
-    ]
+    kinds = ((address, ipaddress.ip_address(address)) for address in dict.fromkeys(found))
+    return [name for name, one in kinds if not (one.is_loopback or one.is_unspecified or one.is_link_local)]
 
 
 def _url(host: str, port: int) -> str:
@@ -226,9 +231,8 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
     sigterm = Sigterm(lambda: os._exit(0))
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     with contextlib.ExitStack() as stack:
-        listeners = bind(config.host, config.port)
+        listeners = list(map(stack.enter_context, bind(config.host, config.port)))
         for listener in listeners:
-            stack.enter_context(contextlib.closing(listener))
             _check_exposure(config, listener.getsockname()[0])
         address, port = listeners[0].getsockname()[:2]
         keys = read_keys(config)
@@ -238,12 +242,11 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         raise_file_limit()
         max_connections = find_max_connections()
         claim, others = _claim(runtime, stack)
-        around = Surroundings(others, fast_blas, urls(address, port))
-        service = _start(config, console, around, claim)
-        pool = _make_pool(service, config, around, claim)
+        around = Surroundings(others, fast_blas, urls(address, port), claim)
+        service = _start(config, console, around)
+        pool = _make_pool(service, config, around)
         try:
-            app = create_pool_app(pool, config, keys=keys)
-            limits = Limits(config.client_seconds, max_connections)
+            app, limits = create_pool_app(pool, config, keys=keys), Limits(config.client_seconds, max_connections)
             http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
             report = partial(show_banner, console, service, config, around)
             server = _Server(http_config, pool, config.drain_seconds, report)
@@ -298,12 +301,10 @@ def _claim(runtime: Path, stack: contextlib.ExitStack) -> tuple[OwnClaim | None,
     return own, others
 
 
-def _start(config: ServerConfig, console: Console, around: Surroundings, claim: OwnClaim | None) -> Service:
+def _start(config: ServerConfig, console: Console, around: Surroundings) -> Service:
     with interruptible(), _progress(console, model_id(config.models[0])) as tell:
         service = open_service(config, around.others, tell)
-        if claim is not None:
-            taken_bytes = service.memory.weights_bytes + service.memory.budget_bytes
-            claim.tell(Claim(os.getpid(), service.model.id, taken_bytes, around.urls[0]))
+        around.tell(service.model.id, service.memory.weights_bytes + service.memory.budget_bytes)
         warning = slowness(service)
         if warning is not None:
             console.print(warning, markup=False)
@@ -316,7 +317,7 @@ def _start(config: ServerConfig, console: Console, around: Surroundings, claim: 
     return service
 
 
-def _make_pool(service: Service, config: ServerConfig, around: Surroundings, claim: OwnClaim | None) -> ModelPool:
+def _make_pool(service: Service, config: ServerConfig, around: Surroundings) -> ModelPool:
     first = source_of(config.models[0])
     others = [source_of(name) for name in config.models[1:]]
     taken = {name for source in (first, *others) for name in (source.id, source.name)} & set(service.opened.variants)
@@ -340,11 +341,9 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
 
     def follow_budgets() -> None:
         mx.set_cache_limit(memory_budget.choose_pool_bytes(budgets.taken_bytes - budgets.weights_bytes))
-        if claim is not None:
-            told = Claim(os.getpid(), ", ".join(pool.engines), budgets.taken_bytes, around.urls[0])
-            if config.cache_memory_bytes is None:
-                told = replace(told, weights_bytes=budgets.weights_bytes, needed_bytes=budgets.needed_bytes)
-            claim.tell(told)
+        needs = {"weights_bytes": budgets.weights_bytes, "needed_bytes": budgets.needed_bytes}
+        is_fixed = config.cache_memory_bytes is not None
+        around.tell(", ".join(pool.engines), budgets.taken_bytes, **({} if is_fixed else needs))
 
     budgets.on_change = follow_budgets
     return pool
@@ -356,17 +355,17 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
     if not (console.is_terminal and sys.stderr.isatty()):
         yield lambda step: logger.debug("%s: %s", model, step)
         return
-    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+    # The only one, by `configure_logging`.
+    handler: logging.StreamHandler[Any] = cast("Any", logging.getLogger().handlers[0])
     with console.status(f"Loading {escape(model)} …") as status:
         # A process that ended now would leave the terminal without a cursor.
         console.show_cursor(True)
         # While the line is shown, standard error appears above it.
-        streams = [handler.setStream(sys.stderr) for handler in handlers]
+        stream = handler.setStream(sys.stderr)
         try:
             yield lambda step: status.update(f"Loading {escape(model)}: {escape(step)} …")
         finally:
-            for handler, stream in zip(handlers, streams, strict=True):
-                handler.setStream(stream or sys.__stderr__)
+            handler.setStream(stream or sys.__stderr__)
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -417,14 +416,13 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
 class _Server(uvicorn.Server):
     """Ends gently at the first signal, at once at the second. Event loop only."""
 
+    config: HttpConfig
+
     def __init__(self, config: HttpConfig, pool: ModelPool, drain_seconds: float, report: Callable[[], None]) -> None:
         """`report` is called once requests can come."""
         super().__init__(config)
-        self._http_config = config
-        self._report = report
-        self._drain_seconds = drain_seconds
-        self.app = cast(Starlette, config.app)
-        self.pool = pool
+        self.app, self.pool = cast(Starlette, config.app), pool
+        self._drain_seconds, self._report = drain_seconds, report
         self.draining: asyncio.Task[None] | None = None
         self.status = 0
 
@@ -438,7 +436,7 @@ class _Server(uvicorn.Server):
         for listener in sockets or ():
             # asyncio takes one number for how many it accepts at once and how many the kernel lets wait.
             listener.listen(KERNEL_BACKLOG)
-        asyncio.get_running_loop().set_exception_handler(self._http_config.handle_error)
+        asyncio.get_running_loop().set_exception_handler(self.config.handle_error)
         self._report()
 
     def fail(self) -> None:

@@ -96,13 +96,12 @@ def _model(model: Mapping[str, Any]) -> Iterator[Text]:
     )
     budget = cache["budget_bytes"]
     held = [(cache["live_bytes"], "green"), (cache["stored_bytes"], "blue")]
-    said = f"live {size_text(cache['live_bytes'])}, stored {size_text(cache['stored_bytes'])} of {size_text(budget)}"
-    yield Text.assemble("memory ", gauge(held, budget, BAR), f" {said}")
+    said = f" live {size_text(cache['live_bytes'])}, stored {size_text(cache['stored_bytes'])} of {size_text(budget)}"
+    yield Text.assemble("memory ", gauge(held, budget, BAR), said)
     if model["disk_budget_bytes"] is not None:
-        disk = size_text(cache["disk_bytes"])
-        held = [(cache["disk_bytes"], "yellow")]
-        of_disk = f" {disk} of {size_text(model['disk_budget_bytes'])}"
-        yield Text.assemble("disk   ", gauge(held, model["disk_budget_bytes"], BAR), of_disk)
+        disk_bytes, budget = cache["disk_bytes"], model["disk_budget_bytes"]
+        said = f" {size_text(disk_bytes)} of {size_text(budget)}"
+        yield Text.assemble("disk   ", gauge([(disk_bytes, "yellow")], budget, BAR), said)
 
 
 def _requests(requests: Sequence[Mapping[str, Any]], screen: TopPage, room: int) -> Iterator[Text]:
@@ -124,12 +123,10 @@ def _request(one: Mapping[str, Any], speed: float | None) -> str:
     done = one["cached_tokens"] + one["evaluated_tokens"]
     is_prefill = one["phase"] == "prefill"
     prompt = f"{percent_text(done, one['prompt_tokens'])} of " if is_prefill else ""
-    output = f"{grouped(one['completion_tokens'])}"
-    if speed and not is_prefill:
-        output += f" {speed:.0f}/s"
+    output = grouped(one["completion_tokens"]) + (f" {speed:.0f}/s" if speed and not is_prefill else "")
     slot, session = "-" if one["slot"] is None else str(one["slot"]), printable(one["session_id"] or "-")
-    told = f"{prompt}{grouped(one['prompt_tokens'])}"
-    return _row(slot, session, one["phase"], told, output, seconds_text(one["seconds"]))
+    prompt += grouped(one["prompt_tokens"])
+    return _row(slot, session, one["phase"], prompt, output, seconds_text(one["seconds"]))
 
 
 def _row(slot: str, session: str, phase: str, prompt: str, output: str, time: str) -> str:
@@ -137,11 +134,9 @@ def _row(slot: str, session: str, phase: str, prompt: str, output: str, time: st
 
 
 def _again(stats: Mapping[str, Any]) -> list[Text]:
-    lost = [one for one in stats["totals"]["misses"] if one["tokens"]]
-    if not lost:
-        return []
-    said = ", ".join(f"{one['reason'].replace('_', ' ')} {grouped(one['tokens'])}" for one in lost)
-    return [Text(""), Text(f"again  {said}")]
+    lost = ((one["reason"].replace("_", " "), one["tokens"]) for one in stats["totals"]["misses"])
+    said = ", ".join(f"{reason} {grouped(tokens)}" for reason, tokens in lost if tokens)
+    return [Text(""), Text(f"again  {said}")] if said else []
 
 
 def gauge(parts: Sequence[tuple[float, str]], whole: float, width: int) -> Text:
@@ -191,29 +186,31 @@ def top(
 
 
 def _watch(console: Console, server: AskedServer, stats: Mapping[str, Any], interval_seconds: float) -> None:
-    screen = TopPage(server.url, console.width, console.height)
+    page, due = TopPage(server.url, console.width, console.height), time.monotonic() + interval_seconds
     # Ended from outside, the terminal must not stay without echo.
     ended_in_order = handling(leave, signal.SIGTERM)
     with ended_in_order, keys_unseen(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            screen = replace(screen, width=console.width, height=console.height)
-            live.update(Group(*lines(stats, screen)), refresh=True)
-            due = time.monotonic() + interval_seconds
-            while (left := due - time.monotonic()) > 0:
-                key = _read_key(left)
-                if key in ("q", "Q"):
-                    return
-                first = screen.first + {"up": -1, "down": 1}.get(key, 0)
-                screen = replace(screen, first=min(max(0, first), max(0, len(stats["requests"]) - 1)))
-                if key in ("h", "?"):
-                    screen = replace(screen, shows_help=not screen.shows_help)
-                if key:
-                    live.update(Group(*lines(stats, screen)), refresh=True)
+            page = replace(page, width=console.width, height=console.height)
+            live.update(Group(*lines(stats, page)), refresh=True)
+            key = _read_key(max(due - time.monotonic(), 0))
+            if key in ("q", "Q"):
+                return
+            page = _after(key, page, len(stats["requests"]))
+            if time.monotonic() < due:
+                continue
             try:
                 before, stats = stats, server.get("/v1/stats")
-                screen = replace(screen, problem=None, speeds=speeds_between(before, stats))
+                page = replace(page, problem=None, speeds=speeds_between(before, stats))
             except StartError as error:
-                screen = replace(screen, problem=str(error))
+                page = replace(page, problem=str(error))
+            due = time.monotonic() + interval_seconds
+
+
+def _after(key: str, page: TopPage, num_requests: int) -> TopPage:
+    first = page.first + {"up": -1, "down": 1}.get(key, 0)
+    is_help = page.shows_help ^ (key in ("h", "?"))
+    return replace(page, first=min(max(0, first), max(0, num_requests - 1)), shows_help=is_help)
 
 
 def _read_key(seconds: float) -> str:

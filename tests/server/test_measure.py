@@ -3,15 +3,15 @@
 import math
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cache.types import LayerCache, TokenArray
 from models.inference.runner import Runner
 from server import measure
-from server.measure import Bench, BenchLimits, BenchRows, MeasuredConversation, Subject, TimeUp, compare, rows_text
+from server.measure import Bench, MeasuredConversation, Subject, TimeUp, compare, rows_text
 from tests.support import tiny_models
 
 
@@ -36,13 +36,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "NUM_BLOCKS", 1)
 
 
-LIMITS = BenchLimits(until=math.inf, context_tokens=4096, budget_bytes=1 << 30, folder=None)
+LIMITS: dict[str, Any] = {"until": math.inf, "context_tokens": 4096, "budget_bytes": 1 << 30, "folder": None}
 
 
-def measured(subject: Subject, allowed: BenchLimits) -> tuple[list[str], BenchRows]:
+def measured(subject: Subject, **limits: Any) -> tuple[list[str], dict[str, list[Any]]]:
     """Returns the names of what was begun, and the result."""
-    rows = BenchRows()
-    return list(Bench(subject, allowed, rows).run()), rows
+    bench = Bench(subject, **{**LIMITS, **limits})
+    return list(bench.run()), bench.rows
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
@@ -83,11 +83,11 @@ def test_what_was_not_written_is_not_called_restarted(subject: Subject, tmp_path
 
 @pytest.mark.usefixtures("short")
 def test_all_that_the_context_holds_is_measured_and_the_rest_named(subject: Subject, tmp_path: Path) -> None:
-    begun, rows = measured(subject, replace(LIMITS, folder=tmp_path))
-    assert [row["rows"] for row in rows.decode] == ["1 × 50", "2 × 50", "3 × 50", "400 + 2 × 10"]
-    assert [(row["chunk"], row["prompt"]) for row in rows.prefill] == [(32, 128), (64, 128)]
-    assert [row["tokens"] for row in rows.turns] == [200] and "restarted_ms" in rows.turns[0]
-    assert rows.left_out == [
+    begun, rows = measured(subject, folder=tmp_path)
+    assert [row["rows"] for row in rows["decode"]] == ["1 × 50", "2 × 50", "3 × 50", "400 + 2 × 10"]
+    assert [(row["chunk"], row["prompt"]) for row in rows["prefill"]] == [(32, 128), (64, 128)]
+    assert [row["tokens"] for row in rows["turns"]] == [200] and "restarted_ms" in rows["turns"][0]
+    assert rows["left_out"] == [
         "turns at 8000 tokens: longer than the context of 4096 tokens",
         "decoding 8000 + 200 + 50 + 10: longer than the context of 4096 tokens",
         "turns at 32000 tokens: longer than the context of 4096 tokens",
@@ -97,16 +97,16 @@ def test_all_that_the_context_holds_is_measured_and_the_rest_named(subject: Subj
 
 @pytest.mark.usefixtures("short")
 def test_what_memory_does_not_hold_is_left_out(subject: Subject) -> None:
-    _, rows = measured(subject, replace(LIMITS, budget_bytes=700_000))
-    assert [row["rows"] for row in rows.decode] == ["1 × 50", "2 × 50", "3 × 50"]
-    assert rows.turns == [] and len(rows.prefill) == 2
-    assert sum("of memory, and there is 700.0 kB" in reason for reason in rows.left_out) == 2
+    _, rows = measured(subject, budget_bytes=700_000)
+    assert [row["rows"] for row in rows["decode"]] == ["1 × 50", "2 × 50", "3 × 50"]
+    assert rows["turns"] == [] and len(rows["prefill"]) == 2
+    assert sum("of memory, and there is 700.0 kB" in reason for reason in rows["left_out"]) == 2
 
 
 def test_without_time_nothing_is_begun(subject: Subject) -> None:
-    begun, rows = measured(subject, replace(LIMITS, until=time.perf_counter()))
-    assert (begun, rows.decode, rows.turns) == (["a quick first look"], [], [])
-    assert rows.left_out == ["everything: no time was left once the model was loaded and tried"]
+    begun, rows = measured(subject, until=time.perf_counter())
+    assert (begun, rows["decode"], rows["turns"]) == (["a quick first look"], [], [])
+    assert rows["left_out"] == ["everything: no time was left once the model was loaded and tried"]
 
 
 def test_a_measurement_ends_between_two_chunks_when_its_time_is_up(
@@ -130,10 +130,10 @@ def test_an_error_of_one_measurement_does_not_end_the_rest(subject: Subject, mon
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(measure, "compare", fail)
-    _, rows = measured(subject, LIMITS)
-    assert len(rows.prefill) == 2 and len(rows.turns) == 1
+    _, rows = measured(subject)
+    assert len(rows["prefill"]) == 2 and len(rows["turns"]) == 1
     assert {"decoding 1 × 50: no memory", "restart at 200 tokens: no folder or no space on the disk"} < {
-        *rows.left_out
+        *rows["left_out"]
     }
 
 

@@ -8,7 +8,10 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from models.errors import InvalidParameter
 from models.inference.sampling_params import SamplingParams, check
@@ -91,10 +94,6 @@ def template_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"enable_thinking": parameters[THINK]} if THINK in parameters else {}
 
 
-FORMAT = "mlx-serve conversation 1"
-"""A file that does not begin so is never overwritten."""
-
-
 @dataclass
 class Dialogue:
     """The messages so far, and how to answer."""
@@ -128,7 +127,7 @@ class Dialogue:
 
     def dump(self, model: str) -> str:
         """A file's text."""
-        about = {"format": FORMAT, "model": model, "system": self.system}
+        about = {"format": "mlx-serve conversation 1", "model": model, "system": self.system}
         record = {**about, "parameters": self.parameters, "messages": self.turns}
         return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
@@ -141,26 +140,25 @@ class Dialogue:
         self.start_anew()
         self.system, self.parameters = record["system"], parameters
         self.turns.extend(record["messages"])
-        return str(record["model"])
+        return record["model"]
 
 
-def read_record(text: str) -> dict[str, Any] | None:
+class _Turn(TypedDict):
+    role: Literal["user", "assistant"]
+    content: str
+
+
+class _Saved(TypedDict):
+    # Without it a file is never overwritten.
+    format: Literal["mlx-serve conversation 1"]
+    model: str
+    system: str
+    parameters: dict[str, Any]
+    messages: list[_Turn]
+
+
+def read_record(text: str) -> _Saved | None:
     """What `/save` wrote; None for anything else."""
-    with contextlib.suppress(ValueError, RecursionError):
-        match json.loads(text):
-            case {
-                "format": str(found),
-                "model": str(),
-                "system": str(),
-                "parameters": dict(),
-                "messages": list(messages),
-            } as record if found == FORMAT and all(map(_is_message, messages)):
-                return dict(record)
+    with contextlib.suppress(ValidationError):
+        return TypeAdapter(_Saved).validate_json(text, strict=True)
     return None
-
-
-def _is_message(message: Any) -> bool:
-    match message:
-        case {"role": "user" | "assistant", "content": str()}:
-            return True
-    return False

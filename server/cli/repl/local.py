@@ -4,7 +4,6 @@ import asyncio
 import gc
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +62,7 @@ class LocalModels:
     def _load(self, config: ServerConfig) -> None:
         self.close()
         gc.collect()
-        console = Console()
-        with console.status(f"Loading {config.models[0]} …") if console.is_terminal else nullcontext():
+        with Console().status(f"Loading {config.models[0]} …"):
             service = open_service(config)
             service.start()
         self._service, self._config = service, config
@@ -129,7 +127,7 @@ async def _follow(generation: Generation, parser: OutputParser) -> AsyncIterator
         elif isinstance(event, Failed):
             raise ChatError(str(event.error)) from event.error
         for piece in pieces:
-            if isinstance(piece, Text | Reasoning) and piece.text:
+            if isinstance(piece, Text | Reasoning):
                 yield piece
         if isinstance(event, Finished):
             yield event.timings

@@ -32,22 +32,22 @@ class Screen:
     def __init__(
         self, write: Callable[[str], object], columns: Callable[[], int] | None = None, *, is_coloured: bool = False
     ) -> None:
-        self._write = write
-        self._columns = columns
+        self._write, self._is_plain = write, columns is None
+        self._columns = columns or (lambda: sys.maxsize)
         self._dim, self._reset = (_DIM, _RESET) if is_coloured else ("", "")
-        self._wrap = WordWrap()
+        self._wrap = WordWrap(self._columns)
         self._is_reasoning = False
 
     def note(self, text: str, *, is_quiet: bool = False) -> None:
         """Shows the program's own lines."""
-        if self._columns is not None:
-            wrap, columns = WordWrap(), self._columns()
-            text = wrap.feed(text, columns) + wrap.finish(columns)
+        if not self._is_plain:
+            wrap = WordWrap(self._columns)
+            text = wrap.feed(text) + wrap.finish()
         self._write(f"{self._dim}{text}{self._reset}\n" if is_quiet else f"{text}\n")
 
     def complain(self, text: str) -> None:
         """Shows an error on standard error."""
-        if self._columns is None:
+        if self._is_plain:
             sys.stderr.write(f"mlx-serve: {text}\n")
         else:
             self.note(f"mlx-serve: {text}")
@@ -55,25 +55,20 @@ class Screen:
     def show(self, said: Text | Reasoning) -> None:
         """Shows the next part of an answer."""
         is_reasoning = isinstance(said, Reasoning)
-        if self._columns is None:
+        if self._is_plain:
             if not is_reasoning:
                 self._write(said.text)
             return
         if is_reasoning is not self._is_reasoning:
-            self._turn_to(is_reasoning, self._columns())
-        self._write(self._wrap.feed(said.text, self._columns()))
+            rest, gap = self._wrap.finish(), "" if self._wrap.is_at_start else "\n\n"
+            self._write(f"{rest}{gap}{self._dim if is_reasoning else self._reset}")
+            self._wrap, self._is_reasoning = WordWrap(self._columns), is_reasoning
+        self._write(self._wrap.feed(said.text))
 
     def end(self, mark: str = "") -> None:
         """Ends an answer's line, with `mark` behind the last word."""
-        rest = self._wrap.finish(self._columns()) if self._columns is not None else ""
-        self._write(f"{rest}{mark}{self._reset if self._is_reasoning else ''}\n")
-        self._wrap, self._is_reasoning = WordWrap(), False
-
-    def _turn_to(self, is_reasoning: bool, columns: int) -> None:
-        rest = self._wrap.finish(columns)
-        gap = "" if self._wrap.is_at_start else "\n\n"
-        self._write(f"{rest}{gap}{self._dim if is_reasoning else self._reset}")
-        self._wrap, self._is_reasoning = WordWrap(), is_reasoning
+        self._write(f"{self._wrap.finish()}{mark}{self._reset if self._is_reasoning else ''}\n")
+        self._wrap, self._is_reasoning = WordWrap(self._columns), False
 
 
 FENCE = "```"
@@ -92,34 +87,31 @@ class WordWrap:
     unchanged, since people copy it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, columns: Callable[[], int]) -> None:
+        self._columns = columns
         self._column = 0
-        self._spaces = ""
-        self._word = ""
-        self._is_verbatim = False
-        self._is_fence = False
+        self._spaces = self._word = ""
+        self._is_verbatim = self._is_fence = False
 
-    def feed(self, text: str, width: int) -> str:
+    def feed(self, text: str) -> str:
         """What can be shown now."""
         # No model may move the cursor or change the title.
-        shown = (letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")
-        return "".join(self._take(letter, width) for letter in shown)
+        return "".join(self._take(one) for one in text if one in "\n\t" or unicodedata.category(one) != "Cc")
 
     @property
     def is_at_start(self) -> bool:
         return self._column == 0 and not self._word and not self._spaces
 
-    def _take(self, letter: str, width: int) -> str:
+    def _take(self, letter: str) -> str:
         if letter == "\n":
-            return self._end_line(width)
+            return self._end_line()
         if letter in " \t":
-            shown = self.finish(width)
+            shown = self.finish()
             self._spaces += " " if letter == " " else _TAB
             return shown
-        shown = self.finish(width) if self._may_break_before(letter) else ""
+        shown = self.finish() if self._may_break_before(letter) else ""
         self._word += letter
-        if self._column == 0 and self._word == FENCE:
-            self._is_fence = True
+        self._is_fence |= self._column == 0 and self._word == FENCE
         return shown
 
     def _may_break_before(self, letter: str) -> bool:
@@ -128,13 +120,13 @@ class WordWrap:
         base = next((one for one in reversed(self._word) if cell_len(one)), "")
         return cell_len(letter) > 1 or cell_len(base) > 1
 
-    def finish(self, width: int) -> str:
+    def finish(self) -> str:
         """The text held back."""
         spaces, word = self._spaces, self._word
         if not word:
             return ""
         self._spaces = self._word = ""
-        needed = cell_len(spaces) + cell_len(word)
+        needed, width = cell_len(spaces) + cell_len(word), self._columns()
         if self._column and self._column + needed > width and not self._is_verbatim:
             self._column = cell_len(word) % width if cell_len(word) > width else cell_len(word)
             return "\n" + word
@@ -142,8 +134,8 @@ class WordWrap:
         self._column = (column - 1) % width + 1 if column > width else column
         return spaces + word
 
-    def _end_line(self, width: int) -> str:
-        shown = self.finish(width)
+    def _end_line(self) -> str:
+        shown = self.finish()
         self._is_verbatim ^= self._is_fence
         self._is_fence, self._spaces, self._column = False, "", 0
         return shown + "\n"

@@ -26,9 +26,9 @@ FAMILY = "👨‍👩‍👧"
 
 def wrapped(text: str, width: int, *, by: int = 1) -> str:
     """The text as it is shown when it comes in pieces of `by` letters."""
-    wrap = WordWrap()
-    shown = [wrap.feed(text[start : start + by], width) for start in range(0, len(text), by)]
-    return "".join(shown) + wrap.finish(width)
+    wrap = WordWrap(lambda: width)
+    shown = [wrap.feed(text[start : start + by]) for start in range(0, len(text), by)]
+    return "".join(shown) + wrap.finish()
 
 
 @pytest.mark.parametrize(

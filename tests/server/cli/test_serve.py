@@ -663,7 +663,7 @@ def test_a_service_bounds_the_pool_by_its_budget_which_others_may_change() -> No
     try:
         service = open_service(config)
         assert mx.set_cache_limit(1 << 40) == choose_pool_bytes(budget_bytes)
-        pool = serve._make_pool(service, config, Surroundings((), None, ["http://127.0.0.1:1"]), None)
+        pool = serve._make_pool(service, config, Surroundings((), None, ["http://127.0.0.1:1"]))
         pool.members[0].budget_bytes = 8 << 30
         pool.budgets.on_change()
         assert mx.set_cache_limit(1 << 40) == choose_pool_bytes(8 << 30)
@@ -684,7 +684,7 @@ def test_a_server_grows_to_a_quarter_of_the_machine_once_another_has_ended(
     service = open_service(config, others)
     service.start()
     try:
-        pool = serve._make_pool(service, config, Surroundings(others, None, ["http://127.0.0.1:1"]), own)
+        pool = serve._make_pool(service, config, Surroundings(others, None, ["http://127.0.0.1:1"], own))
         stopper = cast(Any, SimpleNamespace(pool=pool, fail=pytest.fail))
         upkeep, member = serve._make_upkeep(stopper, config, own), pool.members[0]
 
