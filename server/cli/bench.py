@@ -115,19 +115,16 @@ def machine() -> dict[str, str]:
     """The machine's facts."""
     import mlx.core as mx
 
-    info: dict[str, Any] = mx.device_info()
-    is_metal = mx.metal.is_available()
-    backend = "CPU" if mx.default_device() == mx.Device(mx.cpu) else "Metal" if is_metal else "CUDA"
+    info, is_metal = mx.device_info(), mx.metal.is_available()
     facts = {
         "date": time.strftime("%Y-%m-%d"),
         "chip": f"{info.get('device_name', platform.machine())}, {os.cpu_count()} cores",
         "memory": size_text(read_machine(info).memory_bytes),
         "system": f"macOS {platform.mac_ver()[0]}" if is_metal else f"{platform.system()} {platform.machine()}",
         "load": f"{os.getloadavg()[0]:.1f} in the minute before",
-        "backend": backend,
+        "backend": "CPU" if mx.default_device() == mx.Device(mx.cpu) else "Metal" if is_metal else "CUDA",
+        **({"kernels": kernels_text()} if is_metal else {}),
     }
-    if is_metal:
-        facts["kernels"] = kernels_text()
     versions = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-serve")}
     return {**facts, **versions, "python": platform.python_version()}
 
@@ -138,10 +135,9 @@ M5_MACOS = 26
 
 def kernels_text() -> str:
     """The macOS that the installed MLX was made for, by the tag of its wheel."""
-    try:
+    wheel = ""
+    with contextlib.suppress(PackageNotFoundError):
         wheel = distribution("mlx-metal").read_text("WHEEL") or ""
-    except PackageNotFoundError:
-        wheel = ""
     tag = re.search(r"^Tag: .*-macosx_(\d+)_", wheel, re.MULTILINE)
     if tag is None:
         return "of an MLX that was not installed from a wheel"

@@ -60,11 +60,11 @@ def _find(cache_dir: str | None) -> tuple[Path, list[ModelFolder]]:
 
 def _named(name: str, found: Sequence[ModelFolder]) -> ModelFolder:
     matches = [entry for entry in found if name in (entry.path.name, entry.model)]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
+    if not matches:
+        raise StartError(f"there is no folder {name!r}; mlx-serve cache list shows those that are there")
+    if len(matches) > 1:
         raise StartError(f"{name} has several folders: " + ", ".join(entry.path.name for entry in matches))
-    raise StartError(f"there is no folder {name!r}; mlx-serve cache list shows those that are there")
+    return matches[0]
 
 
 def _row(entry: ModelFolder) -> tuple[str, ...]:
@@ -94,35 +94,30 @@ def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterat
     disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
     sums = f"{grouped(cache['num_tokens'])} tokens on {grouped(cache['num_nodes'])} edges, {memory} in memory{disk}"
     yield Text.assemble((printable(cache["model"]), "bold"), f"  {sums}")
-    nodes: Sequence[_Edge] = cache["nodes"]
-    yield from _branches(nodes, max_depth, lambda edge: _said(edge, edge["tier"]))
-    on_disk = [edge for edge in cache["disk_nodes"] if edge["memory_tokens"] < edge["tokens"]]
+    yield from _branches(cache["nodes"], max_depth)
+    on_disk = [{**edge, "tier": "disk"} for edge in cache["disk_nodes"] if edge["memory_tokens"] < edge["tokens"]]
     if on_disk:
         yield Text("on disk only", "bold")
-        ids = {edge["id"] for edge in on_disk}
-        rooted = [{**edge, "parent": edge["parent"] if edge["parent"] in ids else None} for edge in on_disk]
-        yield from _branches(rooted, max_depth, lambda edge: _said(edge, "disk"))
-    if not nodes and not on_disk:
+        yield from _branches(on_disk, max_depth)
+    if not cache["nodes"] and not on_disk:
         yield Text("nothing is held")
     if cache["truncated"]:
         yield Text("there is more: --limit shows up to 10000 edges", "dim")
 
 
-def _branches(edges: Sequence[_Edge], max_depth: int | None, said: Any) -> Iterator[Text]:
-    below: defaultdict[int | None, list[_Edge]] = defaultdict(list)
+def _branches(edges: Sequence[_Edge], max_depth: int | None) -> Iterator[Text]:
+    below, ids = defaultdict[int | None, list[_Edge]](list), {edge["id"] for edge in edges}
     for edge in edges:
-        below[edge["parent"]].append(edge)
+        below[edge["parent"] if edge["parent"] in ids else None].append(edge)
     waiting = [(edge, "", edge is below[None][-1]) for edge in reversed(below[None])]
     while waiting:
         edge, indent, is_last = waiting.pop()
-        yield Text.assemble((indent + ("└ " if is_last else "├ "), "dim"), said(edge))
-        inner = indent + ("  " if is_last else "│ ")
-        children = below[edge["id"]]
-        if max_depth is not None and len(inner) // 2 >= max_depth:
-            if children:
-                yield Text(f"{inner}… {grouped(_num_below(edge, below))} more", "dim")
-            continue
-        waiting += [(child, inner, child is children[-1]) for child in reversed(children)]
+        yield Text.assemble((indent + ("└ " if is_last else "├ "), "dim"), _said(edge))
+        inner, children = indent + ("  " if is_last else "│ "), below[edge["id"]]
+        if max_depth is None or len(inner) // 2 < max_depth:
+            waiting += [(child, inner, child is children[-1]) for child in reversed(children)]
+        elif children:
+            yield Text(f"{inner}… {grouped(_num_below(edge, below))} more", "dim")
 
 
 def _num_below(edge: _Edge, below: Mapping[int | None, list[_Edge]]) -> int:
@@ -132,7 +127,8 @@ def _num_below(edge: _Edge, below: Mapping[int | None, list[_Edge]]) -> int:
     return len(found) - 1
 
 
-def _said(edge: _Edge, tier: str) -> Text:
+def _said(edge: _Edge) -> Text:
+    tier = edge["tier"]
     size = "" if tier == "live" else f" {size_text(edge['bytes'])}"
     marks = [
         f"restored {edge['uses']}×" if edge.get("uses") else "",

@@ -67,7 +67,7 @@ def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None
     with loading(name):
         from server.cli.repl.local import LocalModels
     configure_logging("warning")
-    with contextlib.closing(LocalModels(replace(config, models=(name, *config.models[1:])))) as models:
+    with contextlib.closing(LocalModels(replace(config, models=(name,)))) as models:
         return chat(models, opening)
 
 
@@ -155,20 +155,18 @@ class Chat:
             self.screen.complain(NO_IMAGES.format(image))
             return False
         self.dialogue.unanswered, self.was_interrupted = text, False
-        self.dialogue.turns.append({"role": "user", "content": text})
-        reply = self._hear_reply()
+        message: Message = {"role": "user", "content": text}
+        reply = self._hear_reply(message)
         if reply:
-            self.dialogue.turns.append({"role": "assistant", "content": reply})
+            self.dialogue.turns += [message, {"role": "assistant", "content": reply}]
             self.dialogue.unanswered = ""
-        else:
-            self.dialogue.turns.pop()
         return bool(reply)
 
-    def _hear_reply(self) -> str:
+    def _hear_reply(self, message: Message) -> str:
         reply: list[str] = []
         try:
             with keys_unseen():
-                asyncio.run(self._stream(reply))
+                asyncio.run(self._stream(message, reply))
         except KeyboardInterrupt:
             self.was_interrupted = True
             self.screen.end(" …")
@@ -180,17 +178,16 @@ class Chat:
             self.screen.end()
         return "".join(reply)
 
-    async def _stream(self, reply: list[str]) -> None:
+    async def _stream(self, message: Message, reply: list[str]) -> None:
         dialogue = self.dialogue
         dialogue.timings = None
-        answer = self.models.answer(dialogue.prompt(), dialogue.number, dialogue.parameters)
+        answer = self.models.answer([*dialogue.prompt(), message], dialogue.number, dialogue.parameters)
         async with contextlib.aclosing(answer) as parts:
             async for part in parts:
                 if isinstance(part, Timings):
                     dialogue.timings = part
                     continue
-                if isinstance(part, Text):
-                    reply.append(part.text)
+                reply += [part.text] if isinstance(part, Text) else []
                 self.screen.show(part)
 
     def _read_message(self) -> str:
@@ -264,9 +261,8 @@ class Chat:
         return f"{len(self.dialogue.turns)} messages.{other}"
 
     def _describe_last_answer(self, _: str) -> str:
-        if self.dialogue.timings is not None:
-            return conversation.describe_timings(self.dialogue.timings)
-        return "No answer was measured yet."
+        timings = self.dialogue.timings
+        return "No answer was measured yet." if timings is None else conversation.describe_timings(timings)
 
 
 def _path(name: str, command: str) -> Path:
@@ -303,7 +299,7 @@ was typed before. Ctrl-C stops an answer; twice at the prompt it leaves."""
 
 def _answer_once(talk: Chat, question: str) -> int:
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
-    text = "\n\n".join(part for part in (question.strip(), piped) if part)
+    text = "\n\n".join(filter(None, (question.strip(), piped)))
     if not text:
         sys.stderr.write("mlx-serve: there is no question: standard input is empty\n")
         return 1

@@ -94,10 +94,7 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
 
 @with_settings
 def show_settings(
-    *,
-    as_json: Json = False,
-    as_template: Annotated[bool, typer.Option("--template")] = False,
-    **given: Any,
+    *, as_json: Json = False, as_template: Annotated[bool, typer.Option("--template")] = False, **given: Any
 ) -> None:
     """Prints settings and their sources, or a template. Raises ConfigError."""
     if as_template:
@@ -106,9 +103,9 @@ def show_settings(
     settings = read_settings(given, os.environ)
     config.checked(settings)
     file = config_file(os.environ)
-    records = {name: _record(name, told) for name, told in settings.items()}
-    shown = {"file": str(file), "exists": file.is_file(), "settings": list(records.values())}
-    table = plain_table([_row(*entry) for entry in records.items()])
+    records = [_record(name, told) for name, told in settings.items()]
+    shown = {"file": str(file), "exists": file.is_file(), "settings": records}
+    table = plain_table(list(map(_row, settings, records)))
     tell(shown, f"{table}\n\nfile: {file}{'' if file.is_file() else ', which is not there'}", as_json)
 
 

@@ -59,7 +59,7 @@ class Recipe:
 
 def _claude_variables(target: Served) -> Variables:
     sizes = {f"ANTHROPIC_DEFAULT_{size}_MODEL": target.model for size in ("HAIKU", "SONNET", "OPUS")}
-    window = target.context_tokens if target.context_tokens >= COMPACT_FROM_TOKENS else 0
+    window = str(target.context_tokens)
     return {
         "ANTHROPIC_BASE_URL": target.url,
         "ANTHROPIC_AUTH_TOKEN": target.key or NO_KEY,
@@ -68,8 +68,12 @@ def _claude_variables(target: Served) -> Variables:
         "ANTHROPIC_MODEL": target.model,
         **sizes,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        **({"CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(window)} if window else {}),
+        **({"CLAUDE_CODE_AUTO_COMPACT_WINDOW": window} if target.context_tokens >= COMPACT_FROM_TOKENS else {}),
     }
+
+
+def _codex_variables(target: Served) -> Variables:
+    return {CODEX_KEY: target.key} if target.key else {}
 
 
 def _codex_arguments(target: Served) -> Sequence[str]:
@@ -78,17 +82,9 @@ def _codex_arguments(target: Served) -> Sequence[str]:
         provider["env_key"] = CODEX_KEY
     # The texts of JSON are texts of TOML.
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
-    settings = [
-        f"model_providers.mlx={{{table}}}",
-        'model_provider="mlx"',
-        f"model={json.dumps(target.model)}",
-        *([f"model_context_window={target.context_tokens}"] if target.context_tokens else []),
-    ]
+    settings = [f"model_providers.mlx={{{table}}}", 'model_provider="mlx"', f"model={json.dumps(target.model)}"]
+    settings += [f"model_context_window={target.context_tokens}"] if target.context_tokens else []
     return [part for setting in settings for part in ("-c", setting)]
-
-
-def _codex_variables(target: Served) -> Variables:
-    return {CODEX_KEY: target.key} if target.key else {}
 
 
 def _opencode_variables(target: Served) -> Variables:
@@ -142,18 +138,14 @@ def as_shell(recipe: Recipe, target: Served, rest: Sequence[str]) -> str:
 
 def savings_between(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     """One line on what was reused between two `totals` of `/v1/stats`."""
-    cached, evaluated, seconds = (
-        max(after.get(name, 0) - before.get(name, 0), 0)
-        for name in ("cached_tokens", "evaluated_tokens", "saved_seconds")
-    )
+    names = ("cached_tokens", "evaluated_tokens", "saved_seconds")
+    cached, evaluated, seconds = (max(after.get(name, 0) - before.get(name, 0), 0) for name in names)
     total = int(cached + evaluated)
     if not total:
         return "Nothing was asked of the server."
     saved = f", which saved about {seconds_text(seconds)}" if seconds >= 1 else ""
-    told = (
-        f"{grouped(int(cached))} of {grouped(total)} prompt tokens ({percent_text(int(cached), total)}) were reused"
-    )
-    return f"{told}{saved}; {grouped(int(evaluated))} were evaluated."
+    share = f"{grouped(int(cached))} of {grouped(total)} prompt tokens ({percent_text(int(cached), total)})"
+    return f"{share} were reused{saved}; {grouped(int(evaluated))} were evaluated."
 
 
 # ------------------------------------------------------------------------------------------------ an agent at work

@@ -62,29 +62,27 @@ class _Group(TyperGroup):
 
 def load(name: str) -> Any:
     """A command of `COMMANDS`; one with commands below it is a group of those."""
-    below = [words for words in COMMANDS if words.startswith(f"{name} ")]
+    below = [words for words in COMMANDS if words.startswith(f"{name} ")] or [name]
     found = typer.Typer(
         cls=_Group, name=name, callback=_show_help, invoke_without_command=True, **_PLAIN, **_texts(name)
     )
-    for words in below or [name]:
-        settings = COMMANDS[words].get("settings")
-        found.command(words.rpartition(" ")[2], context_settings=settings, **_texts(words))(_function(words))
+    for words in below:
+        file, _, function = COMMANDS[words]["function"].partition(".")
+        own = getattr(import_module(f"server.cli.{file}"), function)
+        found.command(words.rpartition(" ")[2], context_settings=COMMANDS[words].get("settings"), **_texts(words))(
+            own
+        )
     group: Any = typer.main.get_group(found)
-    for words in below or [name]:
+    for words in below:
         parameters = {one.name: one for one in group.commands[words.rpartition(" ")[2]].params}
         for own, (metavar, help_text) in COMMANDS[words].get("parameters", {}).items():
             parameters[own].metavar, parameters[own].help = metavar or None, help_text
-    return group if below else group.commands[name]
+    return group.commands[name] if below == [name] else group
 
 
 def _show_help(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-def _function(words: str) -> Any:
-    file, _, function = COMMANDS[words]["function"].partition(".")
-    return getattr(import_module(f"server.cli.{file}"), function)
 
 
 def _texts(words: str) -> dict[str, Any]:

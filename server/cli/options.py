@@ -50,18 +50,13 @@ USUAL_MODEL: dict[str, Any] = {
 }
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Force = Annotated[bool, typer.Option("--force", help="Without asking, and in place of what has the name.")]
-Key = Annotated[
-    str | None,
-    typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that asks for one."),
-]
-Url = Annotated[
-    str | None,
-    typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),
-]
+_KEY_HELP = "The key of a server that asks for one."
+Key = Annotated[str | None, typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help=_KEY_HELP)]
+_URL_HELP = "Address of a running server. Default: yours, or http://127.0.0.1:8080."
+Url = Annotated[str | None, typer.Argument(metavar="URL", help=_URL_HELP)]
 OwnName = Annotated[str, typer.Argument(metavar="NAME", help="A name of your own, such as writer or writer:v2.")]
 AnyModel = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a name of your own.", autocompletion=model_names),
+    str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a name of your own.", autocompletion=model_names)
 ]
 
 
@@ -92,9 +87,7 @@ SHELLS = ("bash", "zsh", "fish")
 COMPLETE_VARIABLE = "_MLX_SERVE_COMPLETE"
 
 
-def completion(
-    shell: Annotated[str, typer.Argument(autocompletion=lambda: [*SHELLS])],
-) -> None:
+def completion(shell: Annotated[str, typer.Argument(autocompletion=lambda: [*SHELLS])]) -> None:
     """Prints typer's script for a shell; raises ConfigError."""
     if shell not in SHELLS:
         raise ConfigError(f"there is no completion for {shell!r}; there is one for {', '.join(SHELLS)}")

@@ -119,20 +119,18 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
 
 def slowness(service: Service) -> str | None:
     """Warns where this processor is too slow for the model."""
-    seconds = service.seconds_per_token
+    seconds, is_short = service.seconds_per_token, service.loaded.precision is Precision.FLOAT32_SCALES
     if seconds is None or seconds < SLOW_SECONDS:
         return None
+    hint = "with memory for float32 weights it would be faster; " if is_short else ""
     cure = "a smaller model is faster, as is a Mac with Apple silicon"
-    if service.loaded.precision is Precision.FLOAT32_SCALES:
-        cure = f"with memory for float32 weights it would be faster; {cure}"
-    return f"Expect about {seconds:.1f} s per token on this processor: {cure}."
+    return f"Expect about {seconds:.1f} s per token on this processor: {hint}{cure}."
 
 
 def _cache_text(service: Service, config: ServerConfig) -> str:
-    budget_bytes = service.memory.budget_bytes
+    budget_bytes, most_bytes = service.memory.budget_bytes, service.memory.most_bytes
     per_token = service.engine.stats().cache.bytes_per_token
     tokens = f", about {round_count(budget_bytes / per_token)} tokens" if per_token else ""
-    most_bytes = service.memory.most_bytes
     later = f"; up to {size_text(most_bytes)} as others make way" if most_bytes > budget_bytes else ""
     source = "" if config.cache_memory_bytes is not None else f"{later} (--cache-memory)"
     return f"{size_text(budget_bytes)}{tokens}{source}"
@@ -166,10 +164,9 @@ def example_call(url: str, model: str, needs_key: bool) -> str:
 
 def count_text(number: int) -> str:
     """A count such as `1.7 million`."""
-    for word, unit in (("billion", 10**9), ("million", 10**6)):
-        if number >= unit:
-            return f"{number / unit:.1f} {word}"
-    return f"{number}"
+    if number >= 10**9:
+        return f"{number / 10**9:.1f} billion"
+    return f"{number / 10**6:.1f} million" if number >= 10**6 else f"{number}"
 
 
 def round_count(number: float) -> str:

@@ -16,7 +16,7 @@ from models.names import InstalledModel
 from models.store import library
 from models.store.library import verify
 from models.store.modelfile import WITHOUT_EFFECT, Modelfile, modelfile_of, parameters_of, parse_modelfile
-from models.store.stored_model import StoredModel, WeightsPlace
+from models.store.stored_model import ModelDefaults, StoredModel, WeightsPlace
 from models.texts import grouped, size_text
 from server.app.config import StartError
 from server.cli.options import AnyModel, Force, Json, OwnName, plain_table, tell
@@ -63,9 +63,7 @@ def age_text(seconds: float) -> str:
 
 
 def show(
-    name: AnyModel,
-    as_modelfile: Annotated[bool, typer.Option("--modelfile")] = False,
-    as_json: Json = False,
+    name: AnyModel, as_modelfile: Annotated[bool, typer.Option("--modelfile")] = False, as_json: Json = False
 ) -> None:
     """Prints what a model is; raises ModelError."""
     place, stored = names.place_of(name), names.find_stored(name)
@@ -87,12 +85,7 @@ def copy(source: AnyModel, name: OwnName, replaces: Force = False, as_json: Json
     tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
 
 
-def tag(
-    name: OwnName,
-    tag_name: str,
-    replaces: Force = False,
-    as_json: Json = False,
-) -> None:
+def tag(name: OwnName, tag_name: str, replaces: Force = False, as_json: Json = False) -> None:
     """Gives a name of one's own another tag. Raises ModelError."""
     stored = names.find_stored(name)
     if stored is None:
@@ -102,9 +95,7 @@ def tag(
 
 
 def create(
-    name: OwnName,
-    file: Annotated[str, typer.Option("-f", "--file")] = "Modelfile",
-    as_json: Json = False,
+    name: OwnName, file: Annotated[str, typer.Option("-f", "--file")] = "Modelfile", as_json: Json = False
 ) -> None:
     """Makes a model from a Modelfile; raises ModelError and StartError."""
     text, folder = _read(file)
@@ -135,9 +126,7 @@ def remove(name: AnyModel, is_forced: Force = False, as_json: Json = False) -> N
 
 
 def check_files(
-    name: AnyModel,
-    removes_damaged: Annotated[bool, typer.Option("--remove-damaged")] = False,
-    as_json: Json = False,
+    name: AnyModel, removes_damaged: Annotated[bool, typer.Option("--remove-damaged")] = False, as_json: Json = False
 ) -> None:
     """Prints faults of a model's files; exit status 1 if any. Raises ModelError."""
     place = names.place_of(name)
@@ -148,12 +137,10 @@ def check_files(
     for file in removed:
         (folder / file).resolve().unlink()
     faults = [{"file": one.name, "fault": one.fault} for one in found]
-    counts = {"name": name, "files": num_files, "compared": num_compared}
-    rest = num_files - num_compared
-    unknown = f"; of {rest} no hash is known" if rest else ""
+    record = {"name": name, "files": num_files, "compared": num_compared, "faults": faults, "removed": removed}
+    unknown = f"; of {num_files - num_compared} no hash is known" if num_files > num_compared else ""
     whole = f"{name} is whole: {num_compared} files have the hub's hash{unknown}."
-    text = "\n".join(f"{one.name}: {one.fault}" for one in found) or whole
-    tell({**counts, "faults": faults, "removed": removed}, text, as_json)
+    tell(record, "\n".join(f"{one.name}: {one.fault}" for one in found) or whole, as_json)
     if found and not as_json:
         typer.echo(f"mlx-serve: {_advice(name, place, are_removed=bool(removed))}", err=True)
     raise typer.Exit(1 if found else 0)
@@ -167,7 +154,7 @@ def _advice(name: str, place: WeightsPlace, *, are_removed: bool) -> str:
 
 
 def _record(model: InstalledModel, place: WeightsPlace, stored: StoredModel | None) -> dict[str, Any]:
-    defaults = None if stored is None else stored.defaults
+    defaults = ModelDefaults() if stored is None else stored.defaults
     return {
         "name": model.name,
         "id": names.identity_of(place),
@@ -176,10 +163,10 @@ def _record(model: InstalledModel, place: WeightsPlace, stored: StoredModel | No
         "size_bytes": model.size_bytes,
         "architecture": model.architecture,
         "quantization": model.quantization or None,
-        "context_tokens": _context(model, stored),
-        "parameters": [] if defaults is None else [list(pair) for pair in parameters_of(defaults)],
-        "system": None if defaults is None else defaults.system,
-        "messages": [] if defaults is None else [[one.role, one.content] for one in defaults.messages],
+        "context_tokens": _context(model, defaults.context_tokens),
+        "parameters": list(map(list, parameters_of(defaults))),
+        "system": None if stored is None else defaults.system,
+        "messages": [[one.role, one.content] for one in defaults.messages],
         "license": None if stored is None else stored.license,
         "files": sorted(path.name for path in model.path.iterdir() if path.is_file()),
         "created": None if stored is None else stored.created.isoformat(),
@@ -205,12 +192,11 @@ def _facts(record: Mapping[str, Any], place: WeightsPlace) -> Iterator[tuple[str
     yield "files", "\n".join(record["files"])
 
 
-def _context(model: InstalledModel, stored: StoredModel | None) -> int:
+def _context(model: InstalledModel, limit: int | None) -> int:
     # Imports MLX.
     from models.loader import read_config
 
     own = read_config(model.path)[1]
-    limit = stored.defaults.context_tokens if stored is not None else None
     return min(own, limit or own)
 
 
@@ -234,9 +220,8 @@ def _read(file: str) -> tuple[str, Path]:
 
 def _remove_name(stored: StoredModel, *, is_forced: bool, as_json: bool) -> None:
     others = [name for name in library.names_with(stored.weights) if name != stored.short_name]
-    kept = f"The weights of {stored.weights} stay" + (
-        f"; {', '.join(others)} {'uses' if len(others) == 1 else 'use'} them, too." if others else "."
-    )
+    users = f"; {', '.join(others)} {'uses' if len(others) == 1 else 'use'} them, too." if others else "."
+    kept = f"The weights of {stored.weights} stay{users}"
     _confirm(f"Remove the name {stored.short_name}? {kept}", is_forced=is_forced)
     library.remove(stored.name)
     if stored.weights.kind == "repository" and not others:
@@ -249,16 +234,14 @@ def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
     from huggingface_hub import scan_cache_dir
 
     place = names.place_of(name)
-    others = library.names_with(place)
-    if others:
+    if others := library.names_with(place):
         first = f"remove these names first: mlx-serve rm {others[0]}"
         raise StoreError(f"{', '.join(others)} would have no weights; {first}")
     strategy = scan_cache_dir(names.cache_folder()).delete_revisions(place.commit)
-    size = strategy.expected_freed_size_str
-    question = f"Delete {place}, {size}, from Hugging Face's cache? Other programs share it."
-    _confirm(question, is_forced=is_forced)
+    size, freed_bytes = strategy.expected_freed_size_str, strategy.expected_freed_size
+    _confirm(f"Delete {place}, {size}, from Hugging Face's cache? Other programs share it.", is_forced=is_forced)
     strategy.execute()
-    record = {"name": name, "removed": "weights", "weights": str(place), "freed_bytes": strategy.expected_freed_size}
+    record = {"name": name, "removed": "weights", "weights": str(place), "freed_bytes": freed_bytes}
     tell(record, f"{place} is deleted, {size} are free.", as_json)
 
 

@@ -109,8 +109,7 @@ class Dialogue:
 
     def prompt(self) -> list[Message]:
         """All messages, the system message first."""
-        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.turns]
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def start_anew(self) -> None:
         """Keeps the system message and the parameters."""
