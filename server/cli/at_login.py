@@ -8,7 +8,8 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Annotated
@@ -83,28 +84,21 @@ def run_program(command: Command) -> Ended:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ServiceManager:
     """A file that describes the server, and the commands of service.toml that act on it."""
 
-    kind: str
-    """`systemd` or `launchd`."""
+    commands: Mapping[str, list[list[str]]]
     file: Path
     describe: Callable[[ServiceSpec], str]
     read: Callable[[Ended], ServiceState]
     """Makes a state of what `ask` printed."""
     leftover: Path
     """Removed with the file."""
+    run: Callable[[Command], Ended]
+    """Raises OSError where there is no such program."""
     former: Path | None = None
     """An older version's file, which goes once there is a new one."""
-    places: Mapping[str, str] = field(default_factory=dict)
-    """What commands have in braces."""
-    run: Callable[[Command], Ended] = run_program
-    """Raises OSError where there is no such program."""
-
-    def commands(self, name: str) -> list[list[str]]:
-        """The commands of that name."""
-        return [[word.format_map(self.places) for word in words] for words in COMMANDS[self.kind][name]]
 
     def install(self, spec: ServiceSpec) -> None:
         """Writes the file and starts the server, or raises StartError and leaves nothing new."""
@@ -139,7 +133,7 @@ class ServiceManager:
         return ServiceState(False) if read_own(self.file) is None else self.read(self._call("ask")[0])
 
     def _call(self, name: str) -> list[Ended]:
-        return list(map(self._call_one, self.commands(name)))
+        return list(map(self._call_one, self.commands[name]))
 
     def _call_one(self, command: Command) -> Ended:
         program = command[0].removeprefix("-")
@@ -175,9 +169,7 @@ def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = ru
     folder = Path(environment.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "systemd" / "user"
     # Without a manager `systemctl disable` leaves this link.
     link = folder / "default.target.wants" / UNIT
-    return ServiceManager(
-        kind="systemd", file=folder / UNIT, describe=systemd_unit, read=_unit_state, leftover=link, run=run
-    )
+    return ServiceManager(COMMANDS["systemd"], folder / UNIT, systemd_unit, _unit_state, link, run)
 
 
 def systemd_unit(spec: ServiceSpec) -> str:
@@ -189,8 +181,7 @@ def systemd_unit(spec: ServiceSpec) -> str:
 
 def _systemd_word(word: str) -> str:
     """Per systemd.syntax(7); `%` would begin a specifier."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    return f'"{escaped}"'
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
 def _unit_state(done: Ended) -> ServiceState:
@@ -212,6 +203,11 @@ def launchd(
     """Launchd's manager of a user's agents, on macOS."""
     folder, log = home / "Library" / "LaunchAgents", home / "Library" / "Logs" / "mlx-serve.log"
     file = folder / PLIST
+    places = {"domain": f"gui/{os.getuid()}", "file": str(file), "log": str(log)}
+    commands = {
+        name: [[word.format_map(places) for word in words] for words in listed]
+        for name, listed in COMMANDS["launchd"].items()
+    }
 
     def run_to_the_end(command: Command) -> Ended:
         """`bootout` returns before the agent has ended, and `bootstrap` fails until then."""
@@ -224,19 +220,11 @@ def launchd(
             done = done if command[1] == "bootout" else run(command)
         return done
 
-    return ServiceManager(
-        kind="launchd",
-        file=file,
-        describe=lambda spec: launchd_plist(spec, log),
-        read=_agent_state,
-        leftover=log,
-        former=folder / "mlx-serve.plist",
-        places={"domain": f"gui/{os.getuid()}", "file": str(file), "log": str(log)},
-        run=run_to_the_end,
-    )
+    describe, former = partial(launchd_plist, log), folder / "mlx-serve.plist"
+    return ServiceManager(commands, file, describe, _agent_state, log, run_to_the_end, former)
 
 
-def launchd_plist(spec: ServiceSpec, log: Path) -> str:
+def launchd_plist(log: Path, spec: ServiceSpec) -> str:
     """A property list for a user's agent."""
     command = "".join(f"<string>{escape(word)}</string>" for word in spec.command)
     variables = "".join(
@@ -268,8 +256,7 @@ def install() -> None:
     for name in config.models:
         resolve(name)
     manager = find_manager(os.environ)
-    stop_seconds = int(config.drain_seconds) + STOP_SECONDS
-    manager.install(ServiceSpec([*own_program(sys.argv[0]), "serve"], seen, stop_seconds))
+    manager.install(ServiceSpec([*own_program(sys.argv[0]), "serve"], seen, int(config.drain_seconds) + STOP_SECONDS))
     typer.echo(f"The server starts now and when you log in; {manager.file} says how.")
     typer.echo(f"Its settings are those of {config_file(seen)}; after a change install it again.")
     for name in os.environ:
@@ -294,7 +281,7 @@ def show_log(follow: Annotated[bool, typer.Option("--follow", "-f")] = False) ->
     manager = find_manager(os.environ)
     if not manager.state().is_installed:
         raise StartError(NO_SERVICE)
-    [command] = manager.commands("follow" if follow else "log")
+    [command] = manager.commands["follow" if follow else "log"]
     with told_as(StartError, f"{command[0]} cannot be run"):
         raise typer.Exit(subprocess.run(command, check=False).returncode)
 

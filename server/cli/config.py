@@ -65,11 +65,8 @@ def _metavar(setting: Setting) -> str:
 
 def config_file(environment: Mapping[str, str]) -> Path:
     """The settings file's path, which need not exist."""
-    named = environment.get(config.FILE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
     folder = environment.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(folder).expanduser() / "mlx-serve" / "config.toml"
+    return Path(environment.get(config.FILE_VARIABLE) or f"{folder}/mlx-serve/config.toml").expanduser()
 
 
 def read_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> Layer:

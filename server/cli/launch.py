@@ -118,8 +118,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 def environment_of(recipe: Recipe, target: Served, environment: Mapping[str, str]) -> dict[str, str]:
     """The agent's environment, given the shell's."""
-    merged = {**environment, **recipe.variables(target)}
-    return {name: value for name, value in merged.items() if value is not None}
+    return {name: told for name, told in {**environment, **recipe.variables(target)}.items() if told is not None}
 
 
 def command_of(recipe: Recipe, target: Served, rest: Sequence[str]) -> list[str]:
@@ -207,8 +206,7 @@ def launch(
     with handling(leave, signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
         served = find_served(name, urls, key)
         if show:
-            target = served or Served(urls[-1], name, key=key or "")
-            typer.echo(as_shell(recipe, target, arguments or ()))
+            typer.echo(as_shell(recipe, served or Served(urls[-1], name, key=key or ""), arguments or ()))
             return
         if served is None:
             _tell(f"Starting a server with {name} …")

@@ -72,19 +72,20 @@ def pull_for_person(
     console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
 
 
-BITS = (2, 3, 4, 5, 6, 8)
+BITS = ("2", "3", "4", "5", "6", "8")
 
 
 def convert(name: str, own: Annotated[str | None, typer.Argument()] = None, quantize: str | None = None) -> None:
     """Makes MLX weights. Raises ConfigError, ModelError and StartError."""
-    if quantize is not None and quantize not in map(str, BITS):
-        raise ConfigError(f"--quantize is {quantize!r}; it must be one of {', '.join(map(str, BITS))}")
+    if quantize not in (None, *BITS):
+        raise ConfigError(f"--quantize is {quantize!r}; it must be one of {', '.join(BITS)}")
     bits = None if quantize is None else int(quantize)
     usual = re.sub(r"[^a-z0-9._-]+", "-", _last_part(name).lower())
     full = parse_free_name(own or usual + ("" if bits is None else f"-{bits}bit"))
-    target = data_folder(os.environ) / "converted" / full.removesuffix(":latest").replace(":", "-")
+    short = full.removesuffix(":latest")
+    target = data_folder(os.environ) / "converted" / short.replace(":", "-")
     if target.exists() or names.find_stored(full) is not None:
-        raise StoreError(f"there is a {full.removesuffix(':latest')} already; choose another NAME")
+        raise StoreError(f"there is a {short} already; choose another NAME")
     folder = _source(name)
     _check_result(name, folder, bits, target)
     with loading(str(folder)):
@@ -104,11 +105,11 @@ def convert(name: str, own: Annotated[str | None, typer.Argument()] = None, quan
             # Weights without a name would be in the way of the next time.
             with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 (part / "model").rename(target)
-                made = create(full, WeightsPlace("folder", str(target)), Modelfile(str(target)))
+                create(full, WeightsPlace("folder", str(target)), Modelfile(str(target)))
     except KeyboardInterrupt:
         typer.echo(f"\nmlx-serve: stopped; nothing was made of {name}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    typer.echo(f"{made.short_name} is here: {target}\nTry it: mlx-serve run {made.short_name}")
+    typer.echo(f"{short} is here: {target}\nTry it: mlx-serve run {short}")
 
 
 def _last_part(name: str) -> str:
@@ -117,10 +118,11 @@ def _last_part(name: str) -> str:
 
 
 def _source(name: str) -> Path:
-    with suppress(ModelNotFound):
+    try:
         return resolve(name)
-    if Path(name).expanduser().exists() or names.parse_repository(name) is None:
-        return resolve(name)
+    except ModelNotFound:
+        if Path(name).expanduser().exists() or names.parse_repository(name) is None:
+            raise
     console = Console(markup=False, highlight=False)
     with handling(lambda *_: _stop_pull(name), signal.SIGINT), _reporting(console, name) as tell:
         return pull(name, tell)
@@ -156,14 +158,12 @@ def _bar(console: Console, told: str) -> Iterator[Callable[..., None]]:
 
 def choose(name: str, limit_bytes: int) -> ShortName | None:
     """The largest model of a family that fits, None for no family; raises ModelNotFound."""
-    family = names.find_family(name) if not Path(name).expanduser().is_dir() else ()
-    if not family:
-        return None
+    family = () if Path(name).expanduser().is_dir() else names.find_family(name)
     found = names.largest(family, limit_bytes)
-    if found is None:
-        smallest, room = family[0], size_text(max(limit_bytes, 0))
-        takes = f"The smallest of {name}, {smallest.name}, takes {about(smallest)}"
-        raise ModelNotFound(f"{takes}, and this machine has memory for {room} of weights")
+    if family and found is None:
+        takes = f"The smallest of {name}, {family[0].name}, takes {about(family[0])}"
+        room = f"this machine has memory for {size_text(max(limit_bytes, 0))} of weights"
+        raise ModelNotFound(f"{takes}, and {room}")
     return found
 
 
@@ -179,11 +179,10 @@ def offer(name: str) -> str | None:
         return None
     size = ""
     if chosen is not None:
-        fits = chosen.num_bytes <= limit_bytes
-        size = f" ({about(chosen)}; {'fits this machine' if fits else 'more than this machine has memory for'})"
-    console = Console(markup=False, highlight=False)
-    answer = console.input(f"{wanted} is not on this machine. Pull it{size}? [Y/n] ").strip().lower()
-    if answer not in ("", "y", "yes"):
+        is_small = chosen.num_bytes <= limit_bytes
+        size = f" ({about(chosen)}; {'fits this machine' if is_small else 'more than this machine has memory for'})"
+    question = f"{wanted} is not on this machine. Pull it{size}? [Y/n] "
+    if Console(markup=False, highlight=False).input(question).strip().lower() not in ("", "y", "yes"):
         return None
     pull_for_person(wanted)
     return wanted
@@ -228,8 +227,8 @@ def _paced(tell: TellPull, seconds: float) -> TellPull:
         nonlocal told_share, told_at
         if isinstance(event, PullProgress):
             share, now = event.done_bytes / max(event.total_bytes, 1), time.monotonic()
-            is_late = share > told_share and (share == 1 or now - told_at >= seconds)
-            if share - told_share < LINE_SHARE and not is_late:
+            is_due = share == 1 or now - told_at >= seconds or share - told_share >= LINE_SHARE
+            if share <= told_share or not is_due:
                 return
             told_share, told_at = share, now
         tell(event)

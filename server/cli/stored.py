@@ -72,8 +72,7 @@ def show(
             raise StoreError(f"{name} is no name of your own, and has no Modelfile; make one with mlx-serve create")
         typer.echo(modelfile_of(stored))
         return
-    folder = names.folder_of(place)
-    model = names.describe(name if stored is None else stored.short_name, folder)
+    model = names.describe(name if stored is None else stored.short_name, names.folder_of(place))
     record = _record(model, place, stored)
     lines = (f"{label:<13}{text}".replace("\n", "\n" + " " * 13) for label, text in _facts(record, place))
     tell(record, "\n".join(lines), as_json)

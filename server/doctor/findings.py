@@ -201,8 +201,7 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
 def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:
     evaluated = int(turn["evaluated_tokens"])
     seconds_per_token = float(turn["prompt_ms"]) / 1000 / evaluated if evaluated else 0.0
-    misses = map(_miss, turn["misses"])
-    losses = losses_of(number, misses, lambda lost: min(lost, evaluated), seconds_per_token)
+    losses = losses_of(number, map(_miss, turn["misses"]), lambda lost: min(lost, evaluated), seconds_per_token)
     return LinkedTurn(str(turn.get("id")), turn.get("previous"), losses, turn["kept"])
 
 

@@ -157,8 +157,7 @@ _ENTRY = b"\n# "
 
 def history_file(environment: Mapping[str, str]) -> Path:
     """A path that need not exist."""
-    folder = environment.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(folder).expanduser() / "mlx-serve" / "history"
+    return Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "mlx-serve" / "history"
 
 
 def open_history(path: Path | None) -> History:

@@ -62,7 +62,7 @@ def manager(request: pytest.FixtureRequest, programs: Programs, tmp_path: Path) 
 
 
 def test_launchd_reads_what_was_meant() -> None:
-    entries = plistlib.loads(launchd_plist(SPEC, Path("/logs/mlx-serve.log")).encode())
+    entries = plistlib.loads(launchd_plist(Path("/logs/mlx-serve.log"), SPEC).encode())
     assert entries["ProgramArguments"] == list(SPEC.command)
     assert entries["EnvironmentVariables"] == SPEC.environment
     assert entries["KeepAlive"] == {"SuccessfulExit": False} and entries["RunAtLoad"]
@@ -177,7 +177,7 @@ def test_launchd_needs_somebody_at_the_screen_and_the_error_says_so(tmp_path: Pa
 def test_the_agent_of_an_older_version_goes_with_the_next_install(programs: Programs, tmp_path: Path) -> None:
     manager, former = launchd(tmp_path, programs), tmp_path / "Library" / "LaunchAgents" / "mlx-serve.plist"
     former.parent.mkdir(parents=True)
-    former.write_text(launchd_plist(SPEC, tmp_path))
+    former.write_text(launchd_plist(tmp_path, SPEC))
     manager.install(SPEC)
     assert not former.exists() and manager.state().is_installed
 
