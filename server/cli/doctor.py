@@ -118,7 +118,7 @@ _OF_THE_TEMPLATE = (Cause.TEMPLATE_ARGUMENTS, Cause.THOUGHTS, Cause.CALL_IDS)
 
 
 def _unknown(checkups: Sequence[Checkup]) -> str:
-    found = {loss.cause for one in checkups for loss in one.losses}
+    found = {loss.miss.cause for one in checkups for loss in one.losses}
     unsure = [cause.value for cause in _OF_THE_TEMPLATE if cause in found]
     decides = f" Only the model's template decides whether {' and '.join(unsure)} cost anything." if unsure else ""
     return f"Tokens are estimated as characters / 4; --model counts them as the model does.{decides}"

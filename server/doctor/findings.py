@@ -25,18 +25,11 @@ class Loss:
 
     turn: int
     """From 1."""
-    cause: Cause
-    place: str | None
-    """The role of the message, or `TOOLS`."""
-    where: str
-    """The place in words: `system message`."""
+    miss: Miss
     tokens: int
     """0 behind another change."""
     seconds: float | None = None
     """None where no speed is known."""
-    before: str = ""
-    after: str = ""
-    missing_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class Checkup:
 
     @property
     def mendable(self) -> Sequence[Loss]:
-        return [loss for loss in self.losses if loss.cause not in UNBLAMED]
+        return [loss for loss in self.losses if loss.miss.cause not in UNBLAMED]
 
     @property
     def tokens(self) -> int:
@@ -103,19 +96,20 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
     """Losses added up by cause and role, the costliest first."""
     groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
-        groups.setdefault((loss.cause, loss.place), []).append(loss)
+        groups.setdefault((loss.miss.cause, _place_of(loss.miss)), []).append(loss)
     found = (_added_up(cause, place, group) for (cause, place), group in groups.items())
     return sorted(found, key=lambda finding: -finding.tokens)
 
 
 def _added_up(cause: Cause, place: str | None, losses: Sequence[Loss]) -> Finding:
-    example = next((loss for loss in reversed(losses) if loss.before or loss.after), losses[-1])
+    misses = [loss.miss for loss in losses]
+    example = next((miss for miss in reversed(misses) if miss.before or miss.after), misses[-1])
     num_turns, tokens = len({loss.turn for loss in losses}), sum(loss.tokens for loss in losses)
     seconds = [loss.seconds for loss in losses if loss.seconds is not None]
-    missing = [loss.missing_bytes for loss in losses if loss.missing_bytes is not None]
     cost = (num_turns, tokens, sum(seconds) if seconds else None)
-    cure = advice(cause, place, max(missing, default=None))
-    return Finding(cause, example.where, *cost, example.before, example.after, cure)
+    missing_bytes = max((miss.missing_bytes for miss in misses if miss.missing_bytes is not None), default=None)
+    cure = advice(cause, place, missing_bytes)
+    return Finding(cause, place_name(example), *cost, example.before, example.after, cure)
 
 
 def losses_of(
@@ -127,23 +121,24 @@ def losses_of(
         tokens = tokens_of(miss.lost_tokens)
         limit = NEGLIGIBLE_TOKENS if miss.cause in _SMALL else 0
         is_small = tokens <= limit and (miss.lost_tokens or miss.cause is Cause.SIDE_REQUEST)
-        if miss.cause in UNTOLD or is_small:
-            continue
-        seconds = None if seconds_per_token is None else tokens * seconds_per_token
-        place, where = _place_of(miss)
-        found.append(
-            Loss(turn, miss.cause, place, where, tokens, seconds, miss.before, miss.after, miss.missing_bytes)
-        )
+        if miss.cause not in UNTOLD and not is_small:
+            found.append(Loss(turn, miss, tokens, None if seconds_per_token is None else tokens * seconds_per_token))
     return tuple(found)
 
 
-def _place_of(miss: Miss) -> tuple[str | None, str]:
-    if miss.reason is MissReason.TOOLS_CHANGED:
-        return TOOLS, TOOLS
-    role, index = None if miss.cause in _PLACELESS else miss.role, miss.message_index
-    if role is None or index is None:
-        return role, ""
-    return role, "system message" if role == "system" and index == 0 else f"message {index} ({role})"
+def _place_of(miss: Miss) -> str | None:
+    """The role of the message, or `TOOLS`."""
+    if miss.cause in _PLACELESS:
+        return None
+    return TOOLS if miss.reason is MissReason.TOOLS_CHANGED else miss.role
+
+
+def place_name(miss: Miss) -> str:
+    """A miss's place in words."""
+    place, index = _place_of(miss), miss.message_index
+    if place is None or place == TOOLS or index is None:
+        return TOOLS if place == TOOLS else ""
+    return "system message" if place == "system" and index == 0 else f"message {index} ({place})"
 
 
 _VERSIONS = frozenset({Cause.EDITED, Cause.TOOLS, Cause.TRIMMED, Cause.SUMMARISED, Cause.COMPACTED, Cause.REMOVED})
@@ -171,23 +166,19 @@ def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
 
 
 def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]:
-    origins = {one.previous for one in later if all(loss.cause is not Cause.SIDE_REQUEST for loss in one.losses)}
+    origins = {one.previous for one in later if Cause.SIDE_REQUEST not in (loss.miss.cause for loss in one.losses)}
     went_on, other_went_on = turn.id in origins, turn.previous is not None and turn.previous in origins
-    if other_went_on and not went_on and any(loss.cause in _VERSIONS for loss in turn.losses):
-        yield from _as_aside(turn)
+    versions = [loss for loss in turn.losses if loss.miss.cause in _VERSIONS]
+    if other_went_on and not went_on and versions:
+        # Its losses by another version are one by a request beside the conversation.
+        yield from (loss for loss in turn.losses if loss.miss.cause not in _VERSIONS)
+        costliest = max(versions, key=lambda loss: loss.tokens)
+        if costliest.tokens > NEGLIGIBLE_TOKENS:
+            yield replace(costliest, miss=replace(costliest.miss, cause=Cause.SIDE_REQUEST))
     elif went_on and not other_went_on:
-        yield from (loss for loss in turn.losses if loss.cause is not Cause.SIDE_REQUEST)
+        yield from (loss for loss in turn.losses if loss.miss.cause is not Cause.SIDE_REQUEST)
     else:
         yield from turn.losses
-
-
-def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
-    """Joins losses by another version into one by a request beside the conversation."""
-    versions = [loss for loss in turn.losses if loss.cause in _VERSIONS]
-    yield from (loss for loss in turn.losses if loss.cause not in _VERSIONS)
-    costliest = max(versions, key=lambda loss: loss.tokens)
-    if costliest.tokens > NEGLIGIBLE_TOKENS:
-        yield replace(costliest, cause=Cause.SIDE_REQUEST, place=None, where="")
 
 
 def checkup_of(session: Mapping[str, Any]) -> Checkup:

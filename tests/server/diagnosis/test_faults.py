@@ -24,7 +24,7 @@ from server.api.openai.recorded import ModelReader
 from server.app.config import ServerConfig
 from server.app.service import open_renderer, open_service
 from server.diagnosis.causes import UNTOLD, Cause
-from server.doctor.findings import Checkup, Finding, checkup_of, findings_of
+from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, place_name
 from server.doctor.recorded import checkups_of, read_requests
 from server.engine.commands import clear_cache
 from server.engine.engine import Engine
@@ -147,12 +147,13 @@ def check(checkups: list[Checkup], fault: Fault, where: str) -> None:
     """Asserts that the fault is the first thing told, its place, its cure, and that nothing else is blamed."""
     findings = findings_of_all(checkups)
     told = [(one.cause.value, one.where, one.tokens) for one in findings]
-    losses = [loss for checkup in checkups for loss in checkup.losses if loss.cause is fault.cause]
+    losses = [loss for checkup in checkups for loss in checkup.losses if loss.miss.cause is fault.cause]
     assert losses, f"{where}: {told}"
-    found, first = findings[0], losses[0]
-    assert (found.cause, first.place) == (fault.cause, fault.role), f"{where}: {told}"
+    found, place = findings[0], place_name(losses[0].miss)
+    role = "system" if place == "system message" else place.rpartition("(")[2].rstrip(")")
+    assert (found.cause, role) == (fault.cause, fault.role or ""), f"{where}: {told}"
     if fault.index is not None:
-        assert first.where in ("system message", f"message {fault.index} ({fault.role})")
+        assert place in ("system message", f"message {fault.index} ({fault.role})")
     assert fault.cure in found.cure, (where, found.cure)
     assert {one.cause for one in findings} <= {fault.cause, fault.also}, f"{where}: {told}"
     assert fault.also is None or any(one.cause is fault.also for one in findings), f"{where}: {told}"

@@ -62,7 +62,7 @@ def checkups(tmp_path: Path, kind: str, steps: str, session_id: str | None = "s"
 
 def causes(found: list[Checkup]) -> set[Cause]:
     """What changed. The fake engine restores nothing, so that every turn misses state too."""
-    return {loss.cause for one in found for loss in one.losses} - {Cause.EVICTED}
+    return {loss.miss.cause for one in found for loss in one.losses} - {Cause.EVICTED}
 
 
 @pytest.mark.parametrize("kind", ["live", "file"])

@@ -244,7 +244,7 @@ def test_history_that_is_trimmed_at_each_turn(tmp_path: Path) -> None:
     bodies = [body(system(RULES), *full[start : start + 5]) for start in (0, 2, 4)]
     result = checkup(tmp_path, *bodies)
     assert causes(result) == [(Cause.TRIMMED, "message 1 (user)", 2)]
-    assert result.losses[0].before == "Question 0?"
+    assert result.losses[0].miss.before == "Question 0?"
 
 
 def test_a_message_put_in_between(tmp_path: Path) -> None:
@@ -334,5 +334,5 @@ def test_two_conversations_under_one_name_are_compared_each_with_its_own(tmp_pat
     # Its own head is what it costs.
     other = json.loads(json.dumps(second).replace("coding", "testing"))
     result = checkup(tmp_path, first[0], other[0], first[1], other[1])
-    assert [(loss.cause, loss.turn) for loss in result.losses] == [(Cause.SIDE_REQUEST, 2)]
+    assert [(loss.miss.cause, loss.turn) for loss in result.losses] == [(Cause.SIDE_REQUEST, 2)]
     assert result.losses[0].tokens == pytest.approx(len(RULES) / 4, abs=20)
