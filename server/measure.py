@@ -133,7 +133,7 @@ def launch(runner: Runner, rows: Sequence[DecodeRow], previous: DecodeStep | Non
     return step
 
 
-class OurSide:
+class _OurSide:
     """Decodes with the double-buffered loop of the engine."""
 
     def __init__(self, runner: Runner, sequences: Sequence[Prefilled], num_steps: int) -> None:
@@ -144,7 +144,6 @@ class OurSide:
         self._steps: list[list[int]] = []
 
     def decode(self, num_steps: int) -> None:
-        """As `Side.decode`."""
         for _ in range(num_steps):
             following = launch(self._runner, self._rows, self._current)
             self._steps.append([token for (token,) in self._current.tokens()])
@@ -152,7 +151,6 @@ class OurSide:
         mx.synchronize()
 
     def tokens(self) -> list[list[int]]:
-        """What each row has said."""
         return [list(row) for row in zip(*self._steps, strict=True)]
 
 
@@ -245,12 +243,10 @@ class Comparison:
 
 
 def compare(subject: Subject, lengths: Sequence[int], num_blocks: int) -> Comparison:
-    """Decodes rows of these lengths with `take_turns`. Raises TimeUp, and ValueError where the peer cannot batch the
-    model.
-    """
+    """Has both sides decode rows of these lengths. Raises TimeUp, and ValueError where the peer cannot batch them."""
     sequences = [subject.prefilled(length, seed) for seed, length in enumerate(lengths)]
     num_steps = WARM_UP_STEPS + num_blocks * BLOCK_STEPS
-    ours = TimedSide(lambda: OurSide(subject.runner, sequences, num_steps))
+    ours = TimedSide(lambda: _OurSide(subject.runner, sequences, num_steps))
     peer = TimedSide(lambda: PeerSide(subject.model, sequences, num_steps))
     return take_turns(subject, Comparison(len(lengths), ours, peer), num_blocks)
 
@@ -375,9 +371,7 @@ class MeasuredConversation:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One thing to measure."""
-
+class _Measurement:
     name: str
     prompts: Sequence[int]
     context_tokens: int
@@ -444,23 +438,23 @@ class Bench:
         slope = max(slowest - slower, 0.0) / max(last - before, 1)
         return num_tokens * (slowest + slope * max(num_tokens - last, 0))
 
-    def _plan(self) -> list[Measurement]:
+    def _plan(self) -> list[_Measurement]:
         equal, mixed = [[self._decoding(rows) for rows in group] for group in (DECODE_ROWS[:3], DECODE_ROWS[3:])]
         turns = [self._turns(num_tokens) for num_tokens in TURN_TOKENS]
-        prefill = Measurement("prefill", (PREFILL_TOKENS[-1],) * len(CHUNKS), 0, 0, self._measure_prefill)
+        prefill = _Measurement("prefill", (PREFILL_TOKENS[-1],) * len(CHUNKS), 0, 0, self._measure_prefill)
         return [*equal, turns[0], prefill, mixed[0], turns[1], mixed[1], turns[2]]
 
-    def _decoding(self, lengths: tuple[int, ...]) -> Measurement:
+    def _decoding(self, lengths: tuple[int, ...]) -> _Measurement:
         longest = max(lengths)
         held = 3 * sum(lengths) + len(lengths) * longest  # a copy for each side, and the peer's padded batch
         name, num_steps = f"decoding {rows_text(lengths)}", WARM_UP_STEPS + NUM_BLOCKS * BLOCK_STEPS
-        return Measurement(name, lengths, longest + num_steps, held, partial(self._decode, lengths))
+        return _Measurement(name, lengths, longest + num_steps, held, partial(self._decode, lengths))
 
-    def _turns(self, num_tokens: int) -> Measurement:
+    def _turns(self, num_tokens: int) -> _Measurement:
         act, context_tokens = partial(self._measure_turns, num_tokens), num_tokens + GROWN_TOKENS
-        return Measurement(f"turns at {num_tokens} tokens", (num_tokens,), context_tokens, 2 * context_tokens, act)
+        return _Measurement(f"turns at {num_tokens} tokens", (num_tokens,), context_tokens, 2 * context_tokens, act)
 
-    def _find_obstacle(self, one: Measurement) -> str | None:
+    def _find_obstacle(self, one: _Measurement) -> str | None:
         held_bytes = int(one.held_tokens * self._bytes_per_token)
         if one.context_tokens > self.context_tokens:
             return f"longer than the context of {self.context_tokens} tokens"
@@ -468,7 +462,7 @@ class Bench:
             return f"takes {size_text(held_bytes)} of memory, and there is {size_text(self.budget_bytes)}"
         return None
 
-    def _try(self, one: Measurement, seconds: float) -> str | None:
+    def _try(self, one: _Measurement, seconds: float) -> str | None:
         """Returns why a measurement did not end, if so."""
         self.subject.until = time.perf_counter() + seconds
         try:

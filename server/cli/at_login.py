@@ -28,9 +28,11 @@ Command = Sequence[str]
 COMMANDS: Mapping[str, Mapping[str, list[list[str]]]] = tomllib.loads(
     Path(__file__).with_name("service.toml").read_text(encoding="utf-8")
 )
-NO_SESSION = "; this user has no session of systemd here: log in as that user, not by su or sudo"
-NO_SCREEN = "; launchd starts agents of users who are logged in at the screen: log in there, or run `mlx-serve serve`"
-HINTS = {"connect to bus": NO_SESSION, "failed: 125:": NO_SCREEN}
+_HINTS = {
+    "connect to bus": "this user has no session of systemd here: log in as that user, not by su or sudo",
+    "failed: 125:": "launchd starts agents of users who are logged in at the screen: log in there, or run "
+    "`mlx-serve serve`",
+}
 """By what the system says."""
 NO_SERVICE = "there is no service; `mlx-serve service install` makes one"
 
@@ -70,7 +72,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class ServiceState:
+class _ServiceState:
     """`detail` has the system's words."""
 
     is_installed: bool
@@ -79,8 +81,7 @@ class ServiceState:
     detail: str = ""
 
 
-def run_program(command: Command) -> Ended:
-    """Runs a program to its end."""
+def _run_program(command: Command) -> Ended:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -91,7 +92,7 @@ class ServiceManager:
     commands: Mapping[str, list[list[str]]]
     file: Path
     describe: Callable[[ServiceSpec], str]
-    read: Callable[[Ended], ServiceState]
+    read: Callable[[Ended], _ServiceState]
     """Makes a state of what `ask` printed."""
     leftover: Path
     """Removed with the file."""
@@ -128,9 +129,9 @@ class ServiceManager:
         self._call("forget")
         return True
 
-    def state(self) -> ServiceState:
+    def state(self) -> _ServiceState:
         """Raises StartError."""
-        return ServiceState(False) if read_own(self.file) is None else self.read(self._call("ask")[0])
+        return _ServiceState(False) if read_own(self.file) is None else self.read(self._call("ask")[0])
 
     def _call(self, name: str) -> list[Ended]:
         return list(map(self._call_one, self.commands[name]))
@@ -142,7 +143,7 @@ class ServiceManager:
             done = self.run(words)
         if done.returncode and program == command[0]:
             said = " ".join((done.stderr or done.stdout).split()) or f"status {done.returncode}"
-            hint = next((hint for text, hint in HINTS.items() if text in said), "")
+            hint = next((f"; {hint}" for text, hint in _HINTS.items() if text in said), "")
             raise StartError(f"`{' '.join(words)}` failed: {said}{hint}")
         return done
 
@@ -164,7 +165,7 @@ def _described(name: str, spec: ServiceSpec, **words: str) -> str:
     return text.format(stop_seconds=spec.stop_seconds, max_files=MAX_FILES, **words)
 
 
-def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = run_program) -> ServiceManager:
+def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = _run_program) -> ServiceManager:
     """Systemd's manager of one user, on Linux."""
     folder = Path(environment.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "systemd" / "user"
     # Without a manager `systemctl disable` leaves this link.
@@ -184,20 +185,20 @@ def _systemd_word(word: str) -> str:
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
-def _unit_state(done: Ended) -> ServiceState:
+def _unit_state(done: Ended) -> _ServiceState:
     if done.returncode:
-        return ServiceState(True, detail=" ".join(done.stderr.split()))
+        return _ServiceState(True, detail=" ".join(done.stderr.split()))
     values = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
     pid = int(values.get("MainPID") or 0)
     status = values.get("ExecMainStatus", "0")
     ended = f", exit status {status}" if status != "0" and not pid else ""
     detail = f"{values.get('ActiveState')} ({values.get('SubState')}){ended}"
-    return ServiceState(True, values.get("ActiveState") == "active", pid or None, detail)
+    return _ServiceState(True, values.get("ActiveState") == "active", pid or None, detail)
 
 
 def launchd(
     home: Path,
-    run: Callable[[Command], Ended] = run_program,
+    run: Callable[[Command], Ended] = _run_program,
     pause: Callable[[float], object] = time.sleep,
 ) -> ServiceManager:
     """Launchd's manager of a user's agents, on macOS."""
@@ -233,14 +234,14 @@ def launchd_plist(log: Path, spec: ServiceSpec) -> str:
     return _described(PLIST, spec, command=command, variables=variables, log=escape(str(log)))
 
 
-def _agent_state(done: Ended) -> ServiceState:
+def _agent_state(done: Ended) -> _ServiceState:
     if done.returncode:
-        return ServiceState(True, detail="not loaded")
+        return _ServiceState(True, detail="not loaded")
     # The first of a name is the agent's own.
     said = dict(reversed(re.findall(r"^\s*(.+?) = (.*?)\s*$", done.stdout, re.MULTILINE)))
     state, pid, code = (said.get(name, "") for name in ("state", "pid", "last exit code"))
     ended = f", last exit code {code}" if code.isdigit() and code != "0" else ""
-    return ServiceState(True, state == "running", int(pid) if pid else None, f"{state or 'unknown'}{ended}")
+    return _ServiceState(True, state == "running", int(pid) if pid else None, f"{state or 'unknown'}{ended}")
 
 
 def find_manager(environment: Mapping[str, str]) -> ServiceManager:

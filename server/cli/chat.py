@@ -50,10 +50,7 @@ _COMMAND = re.compile(r"/([a-z]+|\?)(?:[^\S\n]+(.*))?", re.DOTALL)
 
 
 def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None, *, is_local: bool) -> int:
-    """Talks with a server's loaded model; else, or if `is_local`, loads it here.
-
-    Returns the exit status; raises ModelError.
-    """
+    """Talks with a server's loaded model; else, or if `is_local`, loads it here. Returns the exit status."""
     served = None
     try:
         served = None if is_local else find_served(config.models[0], known_urls(), api_key)
@@ -321,10 +318,7 @@ _SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd
 
 
 def save_text(path: Path, text: str) -> None:
-    """Writes for the owner alone, completely or not at all. Raises ChatError.
-
-    Of existing files only a saved conversation is replaced.
-    """
+    """For the owner alone, completely or not at all. Only a saved conversation is replaced. Raises ChatError."""
     if path.exists() and conversation.read_record(read_text(path)) is None:
         raise ChatError(f"{path} is there already and is no saved conversation; choose another name")
     with told_as(ChatError, f"{path} cannot be written"), tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -61,10 +61,7 @@ def leave(number: int, _: object) -> None:
 
 
 def interruptible() -> contextlib.AbstractContextManager[None]:
-    """Makes Ctrl-C end the process at once; main thread only.
-
-    Python would wait for the end of the current call, such as reading weights.
-    """
+    """Makes Ctrl-C end the process at once, even in a long call such as reading weights; main thread only."""
     return handling(signal.SIG_DFL, signal.SIGINT)
 
 
@@ -119,10 +116,7 @@ class Sigterm:
 
 @contextlib.contextmanager
 def keys_unseen() -> Iterator[None]:
-    """Hides typed keys, `^C` too; they can be read one by one, or afterwards.
-
-    In line mode the terminal would take Ctrl-D for the end of a line and forget it.
-    """
+    """Hides typed keys, `^C` too, to be read afterwards or one by one. In line mode a Ctrl-D would be forgotten."""
     try:
         terminal = sys.stdin.fileno()
         settings = termios.tcgetattr(terminal)

@@ -1,7 +1,4 @@
-"""`mlx-serve launch`: runs a coding agent against a server, and says what was saved.
-
-Nothing is written into an agent's own configuration.
-"""
+"""`mlx-serve launch`: runs a coding agent against a server. Nothing is written into an agent's own configuration."""
 
 import contextlib
 import json
@@ -47,9 +44,7 @@ Variables = Mapping[str, str | None]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One agent."""
-
+class _Recipe:
     title: str
     program: str
     advice: str
@@ -101,11 +96,11 @@ def _opencode_variables(target: Served) -> Variables:
     return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
-RECIPES: Mapping[str, Recipe] = {
-    "claude": Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude_variables),
-    "codex": Recipe("Codex", "codex", "npm install -g @openai/codex", _codex_variables, _codex_arguments),
-    "opencode": Recipe("opencode", "opencode", "npm install -g opencode-ai", _opencode_variables),
-    "aider": Recipe(
+RECIPES: Mapping[str, _Recipe] = {
+    "claude": _Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude_variables),
+    "codex": _Recipe("Codex", "codex", "npm install -g @openai/codex", _codex_variables, _codex_arguments),
+    "opencode": _Recipe("opencode", "opencode", "npm install -g opencode-ai", _opencode_variables),
+    "aider": _Recipe(
         "aider",
         "aider",
         "uv tool install aider-chat",
@@ -116,17 +111,17 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def environment_of(recipe: Recipe, target: Served, environment: Mapping[str, str]) -> dict[str, str]:
+def environment_of(recipe: _Recipe, target: Served, environment: Mapping[str, str]) -> dict[str, str]:
     """The agent's environment, given the shell's."""
     return {name: told for name, told in {**environment, **recipe.variables(target)}.items() if told is not None}
 
 
-def command_of(recipe: Recipe, target: Served, rest: Sequence[str]) -> list[str]:
+def command_of(recipe: _Recipe, target: Served, rest: Sequence[str]) -> list[str]:
     """The command line; a person adds `rest`."""
     return [recipe.program, *recipe.arguments(target), *rest]
 
 
-def as_shell(recipe: Recipe, target: Served, rest: Sequence[str]) -> str:
+def as_shell(recipe: _Recipe, target: Served, rest: Sequence[str]) -> str:
     """A shell line that starts the agent in the same way."""
     variables = recipe.variables(target)
     unset = [f"-u {name}" for name, value in variables.items() if value is None]
@@ -178,13 +173,11 @@ def _wait_for(process: "subprocess.Popen[bytes]", runtime: Path, log: Any) -> st
     raise StartError((lines[-1] if lines else "it said nothing").removeprefix("mlx-serve: "))
 
 
-def read_totals(served: Served) -> Mapping[str, float]:
-    """Sums of the server's requests so far; none where the server does not tell them."""
-    try:
-        totals: Mapping[str, float] = AskedServer(served.url, served.key, ASK_SECONDS).get("/v1/stats")["totals"]
-    except (StartError, KeyError, TypeError):
-        return {}
-    return totals
+def _read_totals(served: Served) -> Mapping[str, float]:
+    """Empty where the server does not tell them."""
+    with contextlib.suppress(StartError, KeyError, TypeError):
+        return dict(AskedServer(served.url, served.key, ASK_SECONDS).get("/v1/stats")["totals"])
+    return {}
 
 
 def launch(
@@ -218,13 +211,13 @@ def launch(
         raise typer.Exit(_run(recipe, served, arguments or ()))
 
 
-def _run(recipe: Recipe, served: Served, arguments: Sequence[str]) -> int:
-    before = read_totals(served)
+def _run(recipe: _Recipe, served: Served, arguments: Sequence[str]) -> int:
+    before = _read_totals(served)
     command, seen = command_of(recipe, served, arguments), environment_of(recipe, served, os.environ)
     # Ctrl-C is left to the agent, by a handler: the agent would inherit an ignored signal.
     with handling(lambda *_: None, signal.SIGINT):
         status = subprocess.run(command, env=seen, check=False).returncode
-    _tell(savings_between(before, read_totals(served)))
+    _tell(savings_between(before, _read_totals(served)))
     # The shell's exit status of a program ended by a signal.
     return status if status >= 0 else 128 - status
 

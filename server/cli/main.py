@@ -32,18 +32,16 @@ _PLAIN: Mapping[str, Any] = {"add_completion": False, "rich_markup_mode": None}
 """Help is plain text."""
 
 
-class LazyCommands(TyperGroup):
-    """The commands, each imported when it is named."""
+class _Commands(TyperGroup):
+    """Shows the first sentence of each command's help, and imports a command once it is named."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the first sentence of each command's help, which fits 80 columns."""
         for heading in dict.fromkeys(told["group"] for told in COMMANDS.values() if "group" in told):
             with formatter.section(heading):
                 names = [name for name, told in COMMANDS.items() if told.get("group") == heading]
                 formatter.write_dl([(name, _first_sentence(name)) for name in names])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Raises typer's error for an unknown name."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load(command.name or ""), rest
 
@@ -100,7 +98,7 @@ def _epilog(examples: Sequence[str]) -> str:
 
 
 app = typer.Typer(
-    cls=LazyCommands,
+    cls=_Commands,
     **_PLAIN,
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
     pretty_exceptions_enable=False,

@@ -1,7 +1,4 @@
-"""Options, arguments and forms of output that several commands share.
-
-Each command's file imports this one, so it imports only what is quick.
-"""
+"""Options, arguments and forms of output that commands share. Imports only what is quick."""
 
 import json
 from collections.abc import Sequence

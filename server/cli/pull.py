@@ -49,7 +49,7 @@ def pull_for_person(
     chosen = choose(name, comfortable_weights_bytes(machine))
     name = shorten(name) if chosen is None else chosen.name
     if chosen is not None and not as_json:
-        console.print(f"{name} ({about(chosen)}) is the largest of its family that fits here.", soft_wrap=True)
+        console.print(f"{name} ({_about(chosen)}) is the largest of its family that fits here.", soft_wrap=True)
     limit_bytes = None if is_forced else largest_weights_bytes(machine)
     # During retries the bar stands still; if all fail, the error has the sentence.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
@@ -161,7 +161,7 @@ def choose(name: str, limit_bytes: int) -> ShortName | None:
     family = () if Path(name).expanduser().is_dir() else names.find_family(name)
     found = names.largest(family, limit_bytes)
     if family and found is None:
-        takes = f"The smallest of {name}, {family[0].name}, takes {about(family[0])}"
+        takes = f"The smallest of {name}, {family[0].name}, takes {_about(family[0])}"
         room = f"this machine has memory for {size_text(max(limit_bytes, 0))} of weights"
         raise ModelNotFound(f"{takes}, and {room}")
     return found
@@ -180,7 +180,7 @@ def offer(name: str) -> str | None:
     size = ""
     if chosen is not None:
         is_small = chosen.num_bytes <= limit_bytes
-        size = f" ({about(chosen)}; {'fits this machine' if is_small else 'more than this machine has memory for'})"
+        size = f" ({_about(chosen)}; {'fits this machine' if is_small else 'more than this machine has memory for'})"
     question = f"{wanted} is not on this machine. Pull it{size}? [Y/n] "
     if Console(markup=False, highlight=False).input(question).strip().lower() not in ("", "y", "yes"):
         return None
@@ -188,8 +188,7 @@ def offer(name: str) -> str | None:
     return wanted
 
 
-def about(model: ShortName) -> str:
-    """A model's approximate size."""
+def _about(model: ShortName) -> str:
     return f"about {size_text(model.num_bytes)}"
 
 

@@ -220,10 +220,7 @@ KERNEL_BACKLOG = 2048
 
 
 def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
-    """Serves until asked to stop and returns the exit status.
-
-    Raises ConfigError, StartError, ModelError and FolderError.
-    """
+    """Returns the exit status. Raises ConfigError, StartError, ModelError and FolderError."""
     configure_logging(config.log_level, config.log_format)
     sigterm = Sigterm(lambda: os._exit(0))
     console = Console(highlight=False, soft_wrap=True, emoji=False)
@@ -245,7 +242,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         try:
             app, limits = create_pool_app(pool, config, keys=keys), Limits(config.client_seconds, max_connections)
             http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
-            report = partial(show_banner, console, service, config, around)
+            report = partial(_show_banner, console, service, config, around)
             server = _Server(http_config, pool, config.drain_seconds, report)
             asyncio.run(_serve(server, config, listeners, sigterm, _make_upkeep(server, config, claim)))
         finally:
@@ -508,8 +505,7 @@ def _reload_keys(app: Starlette, config: ServerConfig) -> None:
     logger.info("keys were read again: %d", len(keys.keys))
 
 
-def show_banner(console: Console, service: Service, config: ServerConfig, around: Surroundings) -> None:
-    """Prints the facts, and how to ask the server."""
+def _show_banner(console: Console, service: Service, config: ServerConfig, around: Surroundings) -> None:
     for label, text in facts(service, config, around):
         console.print(f"[bold]{label:<9}[/bold] {escape(text)}")
     example = example_call(around.urls[0], service.asked_for.id, config.needs_key)
