@@ -17,7 +17,7 @@ import numpy as np
 
 from cache.types import TokenArray, common_prefix_length
 from models.errors import told_as
-from models.prompt.shapes import NO_OUTLINE, with_constant_header
+from models.prompt.shapes import with_constant_header
 from server.api.sessions import SessionIdError, resolve_session_id
 from server.app.config import StartError
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
@@ -42,16 +42,6 @@ class Recorded:
     """The answer's message."""
 
 
-@dataclass(frozen=True, eq=False)
-class Read:
-    """A request and its tokens."""
-
-    prompt: Rendered
-    answered: TokenArray
-    """What the cache holds after the answer."""
-    reply: Part | None = None
-
-
 class Reader:
     """Makes tokens of requests, one after the other, where no model is known: a character is a token.
 
@@ -65,8 +55,8 @@ class Reader:
         self.refused: list[dict[str, Any]] = []
         """As `/v1/sessions` lists them."""
 
-    def read(self, request: Recorded) -> Read | None:
-        """None for a request that a server refuses: here for none."""
+    def read(self, request: Recorded) -> tuple[Rendered, EvaluatedTurn] | None:
+        """The prompt, and the turn with what the cache holds after it. None for a refused request: here for none."""
         parts, reply = request.prompt.parts, part_of(request.reply) if request.reply else None
         last = request.body["messages"][-1]
         if last["role"] == "assistant" and (last.get("prefix") or request.body.get("continue_final_message")):
@@ -75,7 +65,8 @@ class Reader:
             parts = parts[:-1]
         reply = reply and thoughts_apart(reply)
         prompt = replace(request.prompt, parts=tuple(map(thoughts_apart, parts)))
-        return Read(Rendered(prompt, characters_of(prompt), NO_OUTLINE), characters_of(prompt, reply), reply)
+        tokens, answered = characters_of(prompt), characters_of(prompt, reply)
+        return Rendered(prompt, tokens), EvaluatedTurn(prompt, reply, tokens=answered, num_prompt_tokens=len(tokens))
 
 
 def read_requests(path: Path) -> list[Recorded]:
@@ -167,18 +158,14 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
     for number, request in enumerate(requests):
         if (read := reader.read(request)) is None:
             continue
-        request_id, rendered = str(number), read.prompt
+        request_id, (rendered, turn) = str(number), read
         name, previous = conversations.find(request.session_id, rendered, request_id)
         turns = visits.setdefault(name, [])
         hit = _restorable(previous, rendered)
         reuse = explain(previous, rendered, match=hit, hit=hit)
         losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // per_token)
         turns.append(LinkedTurn(request_id, previous.request_id if previous else None, losses, reuse.kept))
-        answered, num_tokens = read.answered, len(rendered.tokens)
-        turn = EvaluatedTurn(
-            rendered.prompt, read.reply, tokens=answered, num_prompt_tokens=num_tokens, request_id=request_id
-        )
-        conversations.record(name, turn)
+        conversations.record(name, replace(turn, request_id=request_id))
     unnamed = itertools.count(1)
     return [
         checkup_from(name.id if name.is_named else f"(unnamed {next(unnamed)})", turns)

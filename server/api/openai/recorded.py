@@ -11,9 +11,9 @@ from server.api.conversation import Conversation
 from server.api.errors import ApiError, explain
 from server.api.openai.fields import IN_CHAT
 from server.api.openai.types import ChatBody, ChatMessage, template_message
-from server.diagnosis.account import Rendered
+from server.diagnosis.account import EvaluatedTurn, Rendered
 from server.diagnosis.prompt import part_of, prompt_of
-from server.doctor.recorded import Read, Reader, Recorded
+from server.doctor.recorded import Reader, Recorded
 
 PATH = "/v1/chat/completions"
 
@@ -33,22 +33,22 @@ class ModelReader(Reader):
         self._renderer = renderer
         self._orders = ToolOrders() if hygiene else None
 
-    def read(self, request: Recorded) -> Read | None:
-        """A request's tokens; None for a request that the server refuses, after a note in `refused`."""
+    def read(self, request: Recorded) -> tuple[Rendered, EvaluatedTurn] | None:
+        """As `Reader.read`; a refused request is noted in `refused`."""
         namespace, model = request.prompt.namespace, request.prompt.model
         try:
             source = self._conversation(request.body, namespace)
             shown = source.render()
             said = template_message(validated(ChatMessage, request.reply)) if request.reply else None
             reply = [] if said is None else [source.whole(said)]
-            answered = source.followed_by(reply).stable_prefix()
+            answered, num_tokens = source.followed_by(reply).stable_prefix().tokens, len(shown.tokens)
         except (ApiError, ModelError) as error:
             self._refuse(request, explain(error, ""))
             return None
         parts = prompt_of(source.asked, source.tools, source.template_arguments, model=model, namespace=namespace)
-        return Read(
-            Rendered(parts, shown.tokens, shown.outline), answered.tokens, part_of(reply[0]) if reply else None
-        )
+        reply_part = part_of(reply[0]) if reply else None
+        turn = EvaluatedTurn(parts, reply_part, tokens=answered, num_prompt_tokens=num_tokens)
+        return Rendered(parts, shown.tokens, shown.outline), turn
 
     def _conversation(self, fields: Mapping[str, Any], namespace: str) -> Conversation:
         body = parse_body(ChatBody, fields, IN_CHAT)
