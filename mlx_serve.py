@@ -25,11 +25,9 @@ def main() -> NoReturn:
 
             sys.stdout.write(f"mlx-serve {version(DISTRIBUTION)}\n")
             sys.exit()
-        problem = find_problem(Path(__file__).resolve().parent)
-        if problem is not None:
+        if problem := find_problem(Path(__file__).resolve().parent):
             sys.exit(f"mlx-serve: {problem}; {ADVICE}")
-        problem = find_machine_problem(platform.system(), platform.machine())
-        if problem is not None:
+        if problem := find_machine_problem(platform.system(), platform.machine()):
             sys.exit(f"mlx-serve: {problem}")
         from server.cli.main import main as run
 
@@ -60,8 +58,7 @@ def find_problem(root: Path) -> str | None:
         if not (root / name).exists():
             return f"{root / name} is missing"
         # Without another owner it is somebody's own change, and theirs to make.
-        other = other_owner(root, name)
-        if other is not None:
+        if other := other_owner(root, name):
             return f"{root / name} was overwritten by {other}"
     return None
 

@@ -138,8 +138,7 @@ def kernels_text() -> str:
     wheel = ""
     with contextlib.suppress(PackageNotFoundError):
         wheel = distribution("mlx-metal").read_text("WHEEL") or ""
-    tag = re.search(r"^Tag: .*-macosx_(\d+)_", wheel, re.MULTILINE)
-    if tag is None:
+    if (tag := re.search(r"^Tag: .*-macosx_(\d+)_", wheel, re.MULTILINE)) is None:
         return "of an MLX that was not installed from a wheel"
     rest = "with" if int(tag[1]) >= M5_MACOS else f"without what only MLX for macOS {M5_MACOS} has:"
     return f"of MLX for macOS {tag[1]}, {rest} those of the M5"

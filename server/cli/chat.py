@@ -147,14 +147,12 @@ class Chat:
 
     def answer(self, text: str) -> bool:
         """Shows an arriving answer; False if there is none."""
-        image = find_image(text)
-        if image is not None:
+        if image := find_image(text):
             self.screen.complain(NO_IMAGES.format(image))
             return False
         self.dialogue.unanswered, self.was_interrupted = text, False
         message: Message = {"role": "user", "content": text}
-        reply = self._hear_reply(message)
-        if reply:
+        if reply := self._hear_reply(message):
             self.dialogue.turns += [message, {"role": "assistant", "content": reply}]
             self.dialogue.unanswered = ""
         return bool(reply)
@@ -205,11 +203,9 @@ class Chat:
         return "A new conversation."
 
     def _retry(self, _: str) -> str:
-        message = self.dialogue.take_back()
-        if not message:
-            return "There is no message to ask again."
-        self.answer(message)
-        return ""
+        if message := self.dialogue.take_back():
+            self.answer(message)
+        return "" if message else "There is no message to ask again."
 
     def _set_system(self, text: str) -> str:
         if not text:
@@ -405,8 +401,7 @@ class JoinedModels:
 
     def change(self, name: str) -> None:
         """Changes to another model of the server. Raises ChatError."""
-        found = find_served(name, [self._served.url], self._served.key)
-        if found is None:
+        if (found := find_served(name, [self._served.url], self._served.key)) is None:
             raise ChatError(f"the server at {self._served.url} has no model {name!r}; /model lists those it has")
         self._served = found
 

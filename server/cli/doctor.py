@@ -48,8 +48,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Prints what was lost, and why. Raises ConfigError, StartError and ModelError."""
-    other = find_other_program(sys.argv[0])
-    if other is not None:
+    if other := find_other_program(sys.argv[0]):
         typer.echo(f"Another mlx-serve stands first on PATH: {other}; this is {sys.argv[0]}.", err=True)
     if file is None and model is not None:
         raise ConfigError("--model is of use with --file only: a server knows its own")
@@ -71,11 +70,8 @@ def doctor(
 
 def find_other_program(started: str) -> str | None:
     """The program that a shell would start in place of `started`."""
-    first = shutil.which(PROGRAM)
-    is_other = (
-        Path(started).name == PROGRAM and first is not None and Path(first).resolve() != Path(started).resolve()
-    )
-    return first if is_other else None
+    first = shutil.which(PROGRAM) or started
+    return first if Path(started).name == PROGRAM and Path(first).resolve() != Path(started).resolve() else None
 
 
 def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | None) -> Examined:

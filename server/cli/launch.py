@@ -188,8 +188,7 @@ def launch(
     api_key: Key = None,
 ) -> None:
     """Runs the agent; its exit status is ours. Raises ConfigError, ModelError or StartError."""
-    recipe = RECIPES.get(client)
-    if recipe is None:
+    if (recipe := RECIPES.get(client)) is None:
         raise ConfigError(f"there is no client {client!r}; there are {', '.join(RECIPES)}")
     config, urls = load_model_config({"models": model and [model]}, os.environ), known_urls()
     name, key = config.models[0], api_key or config.api_key

@@ -299,8 +299,7 @@ def _start(config: ServerConfig, console: Console, around: Surroundings) -> Serv
     with interruptible(), _progress(console, model_id(config.models[0])) as tell:
         service = open_service(config, around.others, tell)
         around.tell(service.model.id, service.memory.weights_bytes + service.memory.budget_bytes)
-        warning = slowness(service)
-        if warning is not None:
+        if warning := slowness(service):
             console.print(warning, markup=False)
         tell("trying it out")
         # Loaded objects stay: searching them for garbage would stop all threads for a tenth of a second.

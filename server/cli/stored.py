@@ -86,8 +86,7 @@ def copy(source: AnyModel, name: OwnName, replaces: Force = False, as_json: Json
 
 def tag(name: OwnName, tag_name: str, replaces: Force = False, as_json: Json = False) -> None:
     """Gives a name of one's own another tag. Raises ModelError."""
-    stored = names.find_stored(name)
-    if stored is None:
+    if (stored := names.find_stored(name)) is None:
         raise StoreError(f"{name} is no name of your own; give it one first: mlx-serve cp {name} NAME")
     family = stored.name.partition(":")[0]
     copy(stored.name, f"{family}:{tag_name.removeprefix(f'{family}:')}", replaces=replaces, as_json=as_json)
@@ -115,8 +114,7 @@ def remove(name: AnyModel, is_forced: Force = False, as_json: Json = False) -> N
     """Removes a name, or the files of a repository, after a question. Raises ModelError and StartError."""
     if name in names.BUILT_IN:
         raise StoreError(f"{name} comes with mlx-serve and cannot be removed")
-    stored = names.find_stored(name)
-    if stored is not None:
+    if stored := names.find_stored(name):
         _remove_name(stored, is_forced=is_forced, as_json=as_json)
     elif names.parse_repository(name) is None:
         raise ModelNotFound(f"There is no model {name!r} to be removed; mlx-serve list shows those that are there.")

@@ -132,8 +132,7 @@ class Dialogue:
 
     def load(self, text: str) -> str:
         """Continues a saved conversation; returns its model. Raises ChatError, and changes nothing then."""
-        record = read_record(text)
-        if record is None:
+        if (record := read_record(text)) is None:
             raise ChatError("it is no conversation that /save wrote, or it is damaged")
         parameters = {name: parse_parameter(name, str(value)) for name, value in record["parameters"].items()}
         self.start_anew()
