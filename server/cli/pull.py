@@ -22,7 +22,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from models import names
 from models.errors import ModelNotFound, StoreError, told_as
 from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, find_mtp, mtp_of, pull, pull_mtp
-from models.names import ShortName, resolve, shorten
 from models.store.library import create, parse_free_name
 from models.store.manifest import data_folder
 from models.store.modelfile import Modelfile
@@ -47,7 +46,7 @@ def pull_for_person(
     console = Console(markup=False, highlight=False)
     machine = this_machine()
     chosen = choose(name, comfortable_weights_bytes(machine))
-    name = shorten(name) if chosen is None else chosen.name
+    name = names.shorten(name) if chosen is None else chosen.name
     if chosen is not None and not as_json:
         console.print(f"{name} ({_about(chosen)}) is the largest of its family that fits here.", soft_wrap=True)
     limit_bytes = None if is_forced else largest_weights_bytes(machine)
@@ -114,12 +113,12 @@ def convert(name: str, own: Annotated[str | None, typer.Argument()] = None, quan
 
 def _last_part(name: str) -> str:
     path = Path(name).expanduser()
-    return path.resolve().name if path.is_dir() else shorten(name).partition("@")[0].rpartition("/")[2]
+    return path.resolve().name if path.is_dir() else names.shorten(name).partition("@")[0].rpartition("/")[2]
 
 
 def _source(name: str) -> Path:
     try:
-        return resolve(name)
+        return names.resolve(name)
     except ModelNotFound:
         if Path(name).expanduser().exists() or names.parse_repository(name) is None:
             raise
@@ -156,7 +155,7 @@ def _bar(console: Console, told: str) -> Iterator[Callable[..., None]]:
         yield partial(progress.update, progress.add_task(told, total=None))
 
 
-def choose(name: str, limit_bytes: int) -> ShortName | None:
+def choose(name: str, limit_bytes: int) -> names.ShortName | None:
     """The largest model of a family that fits, None for no family; raises ModelNotFound."""
     family = () if Path(name).expanduser().is_dir() else names.find_family(name)
     found = names.largest(family, limit_bytes)
@@ -170,11 +169,11 @@ def choose(name: str, limit_bytes: int) -> ShortName | None:
 def offer(name: str) -> str | None:
     """Offers a person what can be pulled; returns its name once it is here. Raises ModelError."""
     with suppress(ModelNotFound):
-        resolve(name)
+        names.resolve(name)
         return None
     limit_bytes = comfortable_weights_bytes(this_machine())
     chosen = choose(name, limit_bytes) or names.find_short_name(name)
-    wanted = shorten(name) if chosen is None else chosen.name
+    wanted = names.shorten(name) if chosen is None else chosen.name
     if names.parse_repository(wanted) is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return None
     size = ""
@@ -188,7 +187,7 @@ def offer(name: str) -> str | None:
     return wanted
 
 
-def _about(model: ShortName) -> str:
+def _about(model: names.ShortName) -> str:
     return f"about {size_text(model.num_bytes)}"
 
 

@@ -12,9 +12,7 @@ import typer
 
 from models import names
 from models.errors import ModelfileError, ModelNotFound, StoreError, told_as
-from models.names import InstalledModel
 from models.store import library
-from models.store.library import verify
 from models.store.modelfile import WITHOUT_EFFECT, Modelfile, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import ModelDefaults, StoredModel, WeightsPlace
 from models.texts import grouped, size_text
@@ -32,7 +30,7 @@ def show_installed(as_json: Json = False) -> None:
         typer.echo("\nMore models: mlx-serve pull qwen3:0.6b, or any repository of MLX weights.")
 
 
-def _figures(model: InstalledModel) -> dict[str, str | int | None]:
+def _figures(model: names.InstalledModel) -> dict[str, str | int | None]:
     return {
         "name": model.name,
         "short_name": model.short_name or None,
@@ -45,12 +43,12 @@ def _figures(model: InstalledModel) -> dict[str, str | int | None]:
     }
 
 
-def _cells(model: InstalledModel) -> tuple[str, ...]:
+def _cells(model: names.InstalledModel) -> tuple[str, ...]:
     size, age = size_text(model.size_bytes), age_text(time.time() - _modified(model))
     return model.short_name or model.name, size, model.quantization, model.architecture, age
 
 
-def _modified(model: InstalledModel) -> float:
+def _modified(model: names.InstalledModel) -> float:
     return model.path.stat().st_mtime if model.stored is None else model.stored.modified.timestamp()
 
 
@@ -128,7 +126,7 @@ def check_files(
     """Prints faults of a model's files; exit status 1 if any. Raises ModelError."""
     place = names.place_of(name)
     folder = names.files_of(place)
-    found, num_files, num_compared = verify(folder)
+    found, num_files, num_compared = library.verify(folder)
     damaged = [one.name for one in found if (folder / one.name).exists()]
     removed = damaged if removes_damaged and place.kind == "repository" else []
     for file in removed:
@@ -150,7 +148,7 @@ def _advice(name: str, place: WeightsPlace, *, are_removed: bool) -> str:
     return "reinstall mlx-serve" if place.kind == "built-in" else f"copy the files of {name} into the folder again"
 
 
-def _record(model: InstalledModel, place: WeightsPlace, stored: StoredModel | None) -> dict[str, Any]:
+def _record(model: names.InstalledModel, place: WeightsPlace, stored: StoredModel | None) -> dict[str, Any]:
     defaults = ModelDefaults() if stored is None else stored.defaults
     return {
         "name": model.name,
@@ -189,7 +187,7 @@ def _facts(record: Mapping[str, Any], place: WeightsPlace) -> Iterator[tuple[str
     yield "files", "\n".join(record["files"])
 
 
-def _context(model: InstalledModel, limit: int | None) -> int:
+def _context(model: names.InstalledModel, limit: int | None) -> int:
     # Imports MLX.
     from models.loader import read_config
 

@@ -16,8 +16,7 @@ from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from server.app.config import ServerConfig
 from server.app.service import Service, open_service
-from server.cli.repl import conversation
-from server.cli.repl.conversation import AnswerPart, ChatError
+from server.cli.repl.conversation import MAX_TOKENS, SAMPLING, AnswerPart, ChatError, template_arguments
 from server.engine.messages import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
 from server.pool.served import ServedModel
@@ -78,7 +77,7 @@ class LocalModels:
             raise ChatError("no model is loaded; /model NAME loads one")
         model = self._service.asked_for
         try:
-            arguments = {**model.defaults.template_arguments, **conversation.template_arguments(parameters)}
+            arguments = {**model.defaults.template_arguments, **template_arguments(parameters)}
             prompt = model.renderer.render(model.defaults.conversation(turns), template_kwargs=arguments or None)
             generation = self._service.engine.submit(self._request(model, prompt, number, parameters))
         except (ModelError, EngineError, ValueError) as error:
@@ -103,8 +102,8 @@ class LocalModels:
                 f"the conversation has {len(prompt.tokens)} tokens and the context {model.context_tokens}; "
                 "/new starts another"
             )
-        sampling = {name: value for name, value in parameters.items() if name in conversation.SAMPLING}
-        wanted = parameters.get(conversation.MAX_TOKENS, model.defaults.max_tokens or max_tokens)
+        sampling = {name: value for name, value in parameters.items() if name in SAMPLING}
+        wanted = parameters.get(MAX_TOKENS, model.defaults.max_tokens or max_tokens)
         return GenerationRequest(
             request_id=f"run-{next(self._request_numbers)}",
             tokens=prompt.tokens,
