@@ -34,7 +34,7 @@ from server.cli.keys import INTERRUPTED, keys_unseen, loading
 from server.cli.repl import conversation
 from server.cli.repl.conversation import AnswerPart, ChatError, Dialogue
 from server.cli.repl.terminal import Screen, line_reader
-from server.engine.request import Timings
+from server.engine.request import EngineError, Timings
 
 if TYPE_CHECKING:
     from server.cli.repl.local import LocalModels
@@ -165,7 +165,7 @@ class Chat:
         except KeyboardInterrupt:
             self.was_interrupted = True
             self.screen.end(" …")
-        except ChatError as error:
+        except (ChatError, ModelError, EngineError) as error:
             if reply:
                 self.screen.end(" …")
             self.screen.complain(str(error))
@@ -248,7 +248,7 @@ class Chat:
     def _load(self, name: str) -> str:
         path = _path(name, "/load")
         text = read_text(path)
-        with told_as(ChatError, f"{path} cannot be loaded", ChatError):
+        with told_as(ChatError, f"{path} cannot be loaded", ChatError, ModelError):
             model = self.dialogue.load(text)
         other = f" It was with {model}: /model {model}" if model != self.models.name else ""
         return f"{len(self.dialogue.turns)} messages.{other}"

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from models.errors import InvalidParameter
 from models.inference.sampling_params import SamplingParams, check
 from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
@@ -53,15 +52,13 @@ _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, 
 
 
 def parse_parameter(name: str, text: str) -> Any:
-    """Reads what a person typed; raises ChatError."""
+    """Reads what a person typed; raises ChatError and InvalidParameter."""
     check_name(name)
     kind = _KINDS[name]
     try:
         value: Any = _SWITCH[text.lower()] if kind is bool else kind(text)
         if name in SAMPLING:
             check(replace(SamplingParams(), **{name: value}), vocab_size=1)
-    except InvalidParameter as error:
-        raise ChatError(str(error)) from error
     except (ValueError, KeyError):
         raise ChatError(f"{name} is {_IN_WORDS[kind]}, not {text!r}") from None
     if name == MAX_TOKENS and value < 1:
@@ -131,7 +128,7 @@ class Dialogue:
         return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
     def load(self, text: str) -> str:
-        """Continues a saved conversation; returns its model. Raises ChatError, and changes nothing then."""
+        """Continues a saved conversation; returns its model. Raises as `parse_parameter`, changing nothing then."""
         if (record := read_record(text)) is None:
             raise ChatError("it is no conversation that /save wrote, or it is damaged")
         parameters = {name: parse_parameter(name, str(value)) for name, value in record["parameters"].items()}

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from models.errors import ModelError
 from models.names import installed, resolve, shorten
 from models.output.pieces import OutputParser, Piece, Reasoning, Text
 from models.prompt.chat_template import RenderedPrompt
@@ -18,7 +17,7 @@ from server.app.config import ServerConfig
 from server.app.service import Service, open_service
 from server.cli.repl.conversation import MAX_TOKENS, SAMPLING, AnswerPart, ChatError, template_arguments
 from server.engine.messages import Generation
-from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
+from server.engine.request import Delta, Failed, Finished, FinishReason, GenerationRequest
 from server.pool.served import ServedModel
 
 
@@ -71,17 +70,14 @@ class LocalModels:
     ) -> AsyncGenerator[AnswerPart, None]:
         """Yields an answer, which a cancel stops. Missing `parameters` are as the model recommends.
 
-        Raises ChatError.
+        Raises ChatError, ModelError and EngineError.
         """
         if self._service is None:
             raise ChatError("no model is loaded; /model NAME loads one")
         model = self._service.asked_for
-        try:
-            arguments = {**model.defaults.template_arguments, **template_arguments(parameters)}
-            prompt = model.renderer.render(model.defaults.conversation(turns), template_kwargs=arguments or None)
-            generation = self._service.engine.submit(self._request(model, prompt, number, parameters))
-        except (ModelError, EngineError, ValueError) as error:
-            raise ChatError(str(error)) from error
+        arguments = {**model.defaults.template_arguments, **template_arguments(parameters)}
+        prompt = model.renderer.render(model.defaults.conversation(turns), template_kwargs=arguments or None)
+        generation = self._service.engine.submit(self._request(model, prompt, number, parameters))
         parser = model.output_parser((), prompt.text)
         try:
             async for part in _follow(generation, parser):
@@ -96,18 +92,16 @@ class LocalModels:
     def _request(
         self, model: ServedModel, prompt: RenderedPrompt, number: int, parameters: Mapping[str, Any]
     ) -> GenerationRequest:
-        max_tokens = model.context_tokens - len(prompt.tokens)
-        if max_tokens < 1:
-            raise ValueError(
-                f"the conversation has {len(prompt.tokens)} tokens and the context {model.context_tokens}; "
-                "/new starts another"
-            )
+        num_prompt, left_tokens = len(prompt.tokens), model.context_tokens - len(prompt.tokens)
+        if left_tokens < 1 or not num_prompt:
+            told = f"the conversation has {num_prompt} tokens and the context {model.context_tokens}"
+            raise ChatError(f"{told}; /new starts another")
         sampling = {name: value for name, value in parameters.items() if name in SAMPLING}
-        wanted = parameters.get(MAX_TOKENS, model.defaults.max_tokens or max_tokens)
         return GenerationRequest(
             request_id=f"run-{next(self._request_numbers)}",
             tokens=prompt.tokens,
-            max_tokens=min(max_tokens, wanted),
+            # The engine bounds it by the context.
+            max_tokens=parameters.get(MAX_TOKENS, model.defaults.max_tokens or left_tokens),
             stop=model.defaults.stop,
             sampling=replace(model.sampling, **sampling),
             session_id=f"run-{number}",
@@ -124,7 +118,7 @@ async def _follow(generation: Generation, parser: OutputParser) -> AsyncIterator
         elif isinstance(event, Finished):
             pieces = parser.finish(is_complete=event.reason is FinishReason.STOP)
         elif isinstance(event, Failed):
-            raise ChatError(str(event.error)) from event.error
+            raise event.error
         for piece in pieces:
             if isinstance(piece, Text | Reasoning):
                 yield piece
