@@ -108,7 +108,6 @@ class Chat:
     dialogue: Dialogue = field(default_factory=Dialogue)
     read_line: Callable[[str], str] = input
     """Shows a prompt; returns one line, or the pasted lines. Raises EOFError."""
-    was_interrupted: bool = False
 
     def run(self) -> None:
         """Runs until the person leaves."""
@@ -145,33 +144,34 @@ class Chat:
         else:
             self.answer(text)
 
-    def answer(self, text: str) -> bool:
-        """Shows an arriving answer; False if there is none."""
+    def answer(self, text: str) -> int:
+        """Shows an arriving answer; returns an exit status, 1 if there is none."""
         if image := find_image(text):
             self.screen.complain(NO_IMAGES.format(image))
-            return False
-        self.dialogue.unanswered, self.was_interrupted = text, False
-        message: Message = {"role": "user", "content": text}
-        if reply := self._hear_reply(message):
-            self.dialogue.turns += [message, {"role": "assistant", "content": reply}]
+            return 1
+        self.dialogue.unanswered = text
+        message, reply = {"role": "user", "content": text}, list[str]()
+        was_interrupted = self._hear(message, reply)
+        if reply:
+            self.dialogue.turns += [message, {"role": "assistant", "content": "".join(reply)}]
             self.dialogue.unanswered = ""
-        return bool(reply)
+        return INTERRUPTED if was_interrupted else 0 if reply else 1
 
-    def _hear_reply(self, message: Message) -> str:
-        reply: list[str] = []
+    def _hear(self, message: Message, reply: list[str]) -> bool:
+        """Fills `reply`; returns whether Ctrl-C stopped the answer."""
         try:
             with keys_unseen():
                 asyncio.run(self._stream(message, reply))
         except KeyboardInterrupt:
-            self.was_interrupted = True
             self.screen.end(" …")
+            return True
         except (ChatError, ModelError, EngineError) as error:
             if reply:
                 self.screen.end(" …")
             self.screen.complain(str(error))
         else:
             self.screen.end()
-        return "".join(reply)
+        return False
 
     async def _stream(self, message: Message, reply: list[str]) -> None:
         dialogue = self.dialogue
@@ -299,8 +299,7 @@ def _answer_once(talk: Chat, question: str) -> int:
     if piped.startswith(_SIGNATURES):
         talk.screen.complain(NO_IMAGES.format("the image from the pipe"))
         return 1
-    is_answered = talk.answer(text)
-    return INTERRUPTED if talk.was_interrupted else 0 if is_answered else 1
+    return talk.answer(text)
 
 
 # ---------------------------------------------------------------------------------------------------------- files
