@@ -56,16 +56,6 @@ PASSED_ON = (
 """Variables with locations, no secrets: everyone on the machine may ask systemd for them."""
 
 
-@dataclass(frozen=True)
-class ServiceSpec:
-    """How the server is started."""
-
-    command: Command
-    environment: Mapping[str, str]
-    stop_seconds: int
-    """From the request to end until the kill."""
-
-
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that the server needs too."""
     return {name: environment[name] for name in PASSED_ON if environment.get(name)}
@@ -91,7 +81,8 @@ class ServiceManager:
 
     commands: Mapping[str, list[list[str]]]
     file: Path
-    describe: Callable[[ServiceSpec], str]
+    describe: Callable[[Command, Mapping[str, str], int], str]
+    """Makes the file of command, environment, and the seconds from a request to end until the kill."""
     read: Callable[[Ended], _ServiceState]
     """Makes a state of what `ask` printed."""
     leftover: Path
@@ -101,12 +92,12 @@ class ServiceManager:
     former: Path | None = None
     """An older version's file, which goes once there is a new one."""
 
-    def install(self, spec: ServiceSpec) -> None:
+    def install(self, command: Command, environment: Mapping[str, str], stop_seconds: int) -> None:
         """Writes the file and starts the server, or raises StartError and leaves nothing new."""
         before = read_own(self.file)
         with told_as(StartError, f"{self.file} cannot be written"):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(self.describe(spec), encoding="utf-8")
+            self.file.write_text(self.describe(command, environment, stop_seconds), encoding="utf-8")
         try:
             self._call("start")
         except StartError:
@@ -159,10 +150,9 @@ def read_own(file: Path) -> str | None:
     return text
 
 
-def _described(name: str, spec: ServiceSpec, **words: str) -> str:
+def _described(name: str, **words: object) -> str:
     """The file of that name beside this one, filled in."""
-    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return text.format(stop_seconds=spec.stop_seconds, max_files=MAX_FILES, **words)
+    return Path(__file__).with_name(name).read_text(encoding="utf-8").format(max_files=MAX_FILES, **words)
 
 
 def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = _run_program) -> ServiceManager:
@@ -173,11 +163,11 @@ def systemd(environment: Mapping[str, str], run: Callable[[Command], Ended] = _r
     return ServiceManager(COMMANDS["systemd"], folder / UNIT, systemd_unit, _unit_state, link, run)
 
 
-def systemd_unit(spec: ServiceSpec) -> str:
+def systemd_unit(command: Command, environment: Mapping[str, str], stop_seconds: int) -> str:
     """A user's unit."""
-    command = " ".join(_systemd_word(word).replace("$", "$$") for word in spec.command)
-    variables = " ".join(_systemd_word(f"{name}={value}") for name, value in spec.environment.items())
-    return _described(UNIT, spec, command=command, variables=variables)
+    words = " ".join(_systemd_word(word).replace("$", "$$") for word in command)
+    variables = " ".join(_systemd_word(f"{name}={value}") for name, value in environment.items())
+    return _described(UNIT, command=words, variables=variables, stop_seconds=stop_seconds)
 
 
 def _systemd_word(word: str) -> str:
@@ -225,13 +215,11 @@ def launchd(
     return ServiceManager(commands, file, describe, _agent_state, log, run_to_the_end, former)
 
 
-def launchd_plist(log: Path, spec: ServiceSpec) -> str:
+def launchd_plist(log: Path, command: Command, environment: Mapping[str, str], stop_seconds: int) -> str:
     """A property list for a user's agent."""
-    command = "".join(f"<string>{escape(word)}</string>" for word in spec.command)
-    variables = "".join(
-        f"<key>{name}</key><string>{escape(value)}</string>" for name, value in spec.environment.items()
-    )
-    return _described(PLIST, spec, command=command, variables=variables, log=escape(str(log)))
+    entries = (f"<key>{name}</key><string>{escape(value)}</string>" for name, value in environment.items())
+    texts = {"command": "".join(f"<string>{escape(word)}</string>" for word in command), "log": escape(str(log))}
+    return _described(PLIST, variables="".join(entries), stop_seconds=stop_seconds, **texts)
 
 
 def _agent_state(done: Ended) -> _ServiceState:
@@ -257,7 +245,7 @@ def install() -> None:
     for name in config.models:
         resolve(name)
     manager = find_manager(os.environ)
-    manager.install(ServiceSpec([*own_program(sys.argv[0]), "serve"], seen, int(config.drain_seconds) + STOP_SECONDS))
+    manager.install([*own_program(sys.argv[0]), "serve"], seen, int(config.drain_seconds) + STOP_SECONDS)
     typer.echo(f"The server starts now and when you log in; {manager.file} says how.")
     typer.echo(f"Its settings are those of {config_file(seen)}; after a change install it again.")
     for name in os.environ:

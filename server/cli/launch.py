@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,9 @@ LONGEST_ANSWER_TOKENS = 32_000
 
 Variables = Mapping[str, str | None]
 """None removes the shell's variable."""
+
+# Standard output is the agent's.
+_tell = partial(typer.echo, err=True)
 
 
 @dataclass(frozen=True)
@@ -219,8 +223,3 @@ def _run(recipe: _Recipe, served: Served, arguments: Sequence[str]) -> int:
     _tell(savings_between(before, _read_totals(served)))
     # The shell's exit status of a program ended by a signal.
     return status if status >= 0 else 128 - status
-
-
-def _tell(text: str) -> None:
-    # Standard output is the agent's.
-    typer.echo(text, err=True)

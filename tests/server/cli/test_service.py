@@ -12,12 +12,13 @@ import pytest
 
 from server.app.config import StartError
 from server.cli import at_login
-from server.cli.at_login import ServiceManager, ServiceSpec, launchd, launchd_plist, passed_on, systemd_unit
+from server.cli.at_login import ServiceManager, launchd, launchd_plist, passed_on, systemd_unit
 from server.cli.at_login import systemd as systemd_manager
 from server.cli.main import execute
 
 COMMAND = ["/home/a b/bin/mlx-serve", "serve", '50% of $HOME "x" \\']
-SPEC = ServiceSpec(COMMAND, {"HF_HOME": "/models <100%>"}, 42)
+ENVIRONMENT = {"HF_HOME": "/models <100%>"}
+SPEC = (COMMAND, ENVIRONMENT, 42)
 
 
 class Programs:
@@ -62,9 +63,9 @@ def manager(request: pytest.FixtureRequest, programs: Programs, tmp_path: Path) 
 
 
 def test_launchd_reads_what_was_meant() -> None:
-    entries = plistlib.loads(launchd_plist(Path("/logs/mlx-serve.log"), SPEC).encode())
-    assert entries["ProgramArguments"] == list(SPEC.command)
-    assert entries["EnvironmentVariables"] == SPEC.environment
+    entries = plistlib.loads(launchd_plist(Path("/logs/mlx-serve.log"), *SPEC).encode())
+    assert entries["ProgramArguments"] == COMMAND
+    assert entries["EnvironmentVariables"] == ENVIRONMENT
     assert entries["KeepAlive"] == {"SuccessfulExit": False} and entries["RunAtLoad"]
     assert entries["ExitTimeOut"] == 42
     assert entries["StandardErrorPath"] == "/logs/mlx-serve.log"
@@ -72,7 +73,7 @@ def test_launchd_reads_what_was_meant() -> None:
 
 
 def test_a_unit_says_when_to_start_again_and_when_not() -> None:
-    lines = systemd_unit(SPEC).splitlines()
+    lines = systemd_unit(*SPEC).splitlines()
     assert r'ExecStart="/home/a b/bin/mlx-serve" "serve" "50%% of $$HOME \"x\" \\"' in lines
     assert 'Environment="HF_HOME=/models <100%%>"' in lines
     for line in ("Restart=on-failure", "RestartPreventExitStatus=2", "TimeoutStopSec=42", "WantedBy=default.target"):
@@ -84,7 +85,7 @@ def test_a_unit_says_when_to_start_again_and_when_not() -> None:
 def test_systemd_understands_the_unit(command: list[str], tmp_path: Path) -> None:
     unit = tmp_path / "mlx-serve.service"
     # Its manual page is not installed here.
-    text = systemd_unit(ServiceSpec(command, SPEC.environment, 10)).replace("Documentation=", "#")
+    text = systemd_unit(command, ENVIRONMENT, 10).replace("Documentation=", "#")
     unit.write_text(text)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "SYSTEMD_LOG_LEVEL": "notice"}
     ended = subprocess.run(
@@ -110,10 +111,10 @@ def test_it_is_removed_without_a_trace(manager: ServiceManager, programs: Progra
     assert not manager.state().is_installed
     assert not manager.remove()
     assert programs.commands == []
-    manager.install(SPEC)
-    assert manager.file.read_text() == manager.describe(SPEC)
+    manager.install(*SPEC)
+    assert manager.file.read_text() == manager.describe(*SPEC)
     assert manager.state().is_installed
-    manager.install(SPEC)
+    manager.install(*SPEC)
     assert manager.remove()
     assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.endswith(".wants")] == []
     assert not manager.state().is_installed
@@ -121,7 +122,7 @@ def test_it_is_removed_without_a_trace(manager: ServiceManager, programs: Progra
 
 def test_systemd_is_told_in_order(programs: Programs, tmp_path: Path) -> None:
     manager = systemd_manager({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
-    manager.install(SPEC)
+    manager.install(*SPEC)
     assert programs.commands == [
         "systemctl --user daemon-reload",
         "systemctl --user enable mlx-serve.service",
@@ -137,7 +138,7 @@ def test_systemd_is_told_in_order(programs: Programs, tmp_path: Path) -> None:
 
 
 def test_launchd_is_told_in_order(programs: Programs, tmp_path: Path) -> None:
-    launchd(tmp_path, programs).install(SPEC)
+    launchd(tmp_path, programs).install(*SPEC)
     domain = f"gui/{os.getuid()}"
     assert programs.commands == [
         f"launchctl bootout {domain}/mlx-serve",
@@ -153,7 +154,7 @@ def test_launchd_is_waited_for_until_the_agent_before_has_ended(programs: Progra
     pauses: list[float] = []
     manager = launchd(tmp_path, programs, pauses.append)
     programs.ending, programs.early = 3, 2
-    manager.install(SPEC)
+    manager.install(*SPEC)
     assert [line.split()[1] for line in programs.commands] == [
         *("bootout", "print", "print", "print", "print", "bootout", "print"),
         *("enable", "bootstrap", "bootstrap", "bootstrap"),
@@ -161,7 +162,7 @@ def test_launchd_is_waited_for_until_the_agent_before_has_ended(programs: Progra
     assert len(pauses) == 5
     programs.early = 1000
     with pytest.raises(StartError, match="Bootstrap failed: 5: Input/output error"):
-        manager.install(SPEC)
+        manager.install(*SPEC)
     assert len(pauses) < 20
 
 
@@ -171,14 +172,14 @@ def test_launchd_needs_somebody_at_the_screen_and_the_error_says_so(tmp_path: Pa
         return subprocess.CompletedProcess(command, 125, "", said)
 
     with pytest.raises(StartError, match=r"failed: 125: .*; launchd starts agents of users who are logged in at the"):
-        launchd(tmp_path, over_ssh).install(SPEC)
+        launchd(tmp_path, over_ssh).install(*SPEC)
 
 
 def test_the_agent_of_an_older_version_goes_with_the_next_install(programs: Programs, tmp_path: Path) -> None:
     manager, former = launchd(tmp_path, programs), tmp_path / "Library" / "LaunchAgents" / "mlx-serve.plist"
     former.parent.mkdir(parents=True)
-    former.write_text(launchd_plist(tmp_path, SPEC))
-    manager.install(SPEC)
+    former.write_text(launchd_plist(tmp_path, *SPEC))
+    manager.install(*SPEC)
     assert not former.exists() and manager.state().is_installed
 
 
@@ -187,7 +188,7 @@ def test_a_program_that_does_not_answer_is_an_error_in_words(tmp_path: Path) -> 
         raise subprocess.TimeoutExpired(command, 120)
 
     with pytest.raises(StartError, match=r"launchctl cannot be run: .*timed out after 120 seconds"):
-        launchd(tmp_path, hang).install(SPEC)
+        launchd(tmp_path, hang).install(*SPEC)
 
 
 @pytest.mark.parametrize("failing", ["daemon-reload", "enable", "restart", "bootstrap"])
@@ -196,20 +197,20 @@ def test_a_failure_leaves_what_was_there(failing: str, manager: ServiceManager, 
     if not any(failing in command for command in _commands_of(manager, programs)):
         pytest.skip("the other manager's")
     with pytest.raises(StartError, match="failed: Failed to connect to bus"):
-        manager.install(SPEC)
+        manager.install(*SPEC)
     assert not manager.file.exists()
     programs.failing = ""
-    manager.install(SPEC)
+    manager.install(*SPEC)
     before = manager.file.read_text()
     programs.failing = failing
     with pytest.raises(StartError):
-        manager.install(ServiceSpec(["/bin/other"], {}, 1))
+        manager.install(["/bin/other"], {}, 1)
     assert manager.file.read_text() == before
 
 
 def _commands_of(manager: ServiceManager, programs: Programs) -> list[str]:
     failing, programs.failing = programs.failing, ""
-    manager.install(SPEC)
+    manager.install(*SPEC)
     manager.remove()
     programs.failing = failing
     return programs.commands
@@ -218,7 +219,7 @@ def _commands_of(manager: ServiceManager, programs: Programs) -> list[str]:
 def test_the_file_of_somebody_else_is_left_alone(manager: ServiceManager, programs: Programs) -> None:
     manager.file.parent.mkdir(parents=True)
     manager.file.write_text("mine")
-    for action in (lambda: manager.install(SPEC), manager.remove, manager.state):
+    for action in (lambda: manager.install(*SPEC), manager.remove, manager.state):
         with pytest.raises(StartError, match="was not written by mlx-serve"):
             action()
     assert manager.file.read_text() == "mine"
@@ -236,7 +237,7 @@ def test_the_state_of_a_unit(
     output: str, is_running: bool, pid: int | None, detail: str, programs: Programs, tmp_path: Path
 ) -> None:
     manager = systemd_manager({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
-    manager.install(SPEC)
+    manager.install(*SPEC)
     programs.output = output
     state = manager.state()
     assert (state.is_running, state.pid, state.detail) == (is_running, pid, detail)
@@ -254,7 +255,7 @@ def test_the_state_of_an_agent(
     output: str, is_running: bool, pid: int | None, detail: str, programs: Programs, tmp_path: Path
 ) -> None:
     manager = launchd(tmp_path, programs)
-    manager.install(SPEC)
+    manager.install(*SPEC)
     programs.output = output
     state = manager.state()
     assert (state.is_running, state.pid, state.detail) == (is_running, pid, detail)
@@ -266,7 +267,7 @@ def test_a_machine_without_the_program_is_told(tmp_path: Path) -> None:
 
     manager = systemd_manager({"XDG_CONFIG_HOME": str(tmp_path)}, missing)
     with pytest.raises(StartError, match="systemctl cannot be run"):
-        manager.install(SPEC)
+        manager.install(*SPEC)
 
 
 # ---------------------------------------------------------------------------------------------------- commands
