@@ -97,7 +97,9 @@ def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
         code = Code.INVALID_TYPE if problem["type"].endswith("_type") else Code.INVALID_VALUE
         if problem["type"] == "missing":
             code = Code.MISSING_PARAMETER
-        raise wrong(param_name((*place, *problem["loc"])), problem["msg"], code) from error
+        raise wrong(
+            param_name((*place, *problem["loc"])), problem["msg"].removeprefix("Value error, "), code
+        ) from error
 
 
 def param_name(location: tuple[int | str, ...]) -> str:

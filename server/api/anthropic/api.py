@@ -5,7 +5,7 @@ with `anthropic-version`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, NotRequired, TypeAlias
@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from cache.snapshots import RestorePointKind
 from models.errors import ModelError
 from models.prompt.shapes import Message
-from server.api.answer import Answer, Exchange, Question
+from server.api.answer import Answer, Exchange
 from server.api.anthropic import conversation
 from server.api.anthropic.content import AnswerContent
 from server.api.anthropic.tool_search import SEARCH_TOOLS, SearchFailed, find_tools
@@ -174,12 +174,15 @@ def count_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     return {"input_tokens": len(source.render().tokens)}
 
 
-_OWN_WORDS: Final = (MissReason.SYSTEM_CHANGED, MissReason.TOOLS_CHANGED, MissReason.MODEL_CHANGED)
-_OTHER_MESSAGES: Final = (
+_MESSAGES_CHANGED: Final = (
     *(MissReason.MESSAGES_CHANGED, MissReason.HISTORY_TRIMMED, MissReason.REPLY_CHANGED, MissReason.THOUGHTS_REMOVED),
     *(MissReason.BRANCHED, MissReason.NOTE_MOVED, MissReason.SIDE_REQUEST),
 )
-"""Reasons that are `messages_changed`. Others are `unavailable`."""
+_MISS_TYPES: Final[Mapping[MissReason, str]] = {
+    **{one: one.value for one in (MissReason.SYSTEM_CHANGED, MissReason.TOOLS_CHANGED, MissReason.MODEL_CHANGED)},
+    **dict.fromkeys(_MESSAGES_CHANGED, "messages_changed"),
+}
+"""Other reasons are `unavailable`."""
 
 
 class MessagesUsage(TypedDict):
@@ -237,11 +240,10 @@ def diagnostics_of(started: Started, session_id: str | None, finished: Finished 
     """The reuse; for a finished request also times."""
     miss = started.reuse.miss
     reason: CacheMissReason | None = None
-    if miss is not None:
-        kind = "messages_changed" if miss.reason in _OTHER_MESSAGES else miss.reason.value
+    if miss is not None and miss.reason in _MISS_TYPES:
+        reason = {"type": _MISS_TYPES[miss.reason], "cache_missed_input_tokens": miss.lost_tokens}
+    elif miss is not None:
         reason = {"type": "unavailable"}
-        if miss.reason in (*_OWN_WORDS, *_OTHER_MESSAGES):
-            reason = {"type": kind, "cache_missed_input_tokens": miss.lost_tokens}
     body: DiagnosticsBody = {"cache_miss_reason": reason, "cache": cache_of(started, session_id)}
     if finished is not None:
         body["timings"] = timings_of(finished.timings)
@@ -272,45 +274,30 @@ class MessageAnswer(TypedDict):
 def create_message(context: ApiContext, incoming: Incoming) -> Exchange:
     """Answers the last message of a conversation."""
     body = parse_body(conversation.MessagesBody, incoming.fields, conversation.IN_MESSAGES)
-    return _open(context, incoming, body, conversation.find_model(context, body.model))
-
-
-def _open(
-    context: ApiContext, incoming: Incoming, body: conversation.MessagesBody, model: ServedModel
-) -> "MessageExchange":
-    source = conversation.read_conversation(body, model, context.config, namespace_of(incoming.http, body.cache_salt))
-    question = ask(incoming, model, source, conversation.read_params(body, model))
-    if question.request.is_prefix_only:
-        # A prompt that is only evaluated has no answer for the next turn.
-        question = replace(question, conversation=None)
-
-    def open_part(longer: conversation.MessagesBody, number: int) -> MessageExchange:
-        # The model is held, but may take no other requests any more, so it is not looked up again.
-        return _open(context, replace(incoming, request_id=f"{incoming.request_id}-{number}"), longer, model)
-
-    return MessageExchange(body, question, open_part)
+    return MessageExchange(context, incoming, body, conversation.find_model(context, body.model))
 
 
 class MessageExchange(Exchange):
     """Writes one message. After tool searches another exchange goes on."""
 
     def __init__(
-        self,
-        body: conversation.MessagesBody,
-        question: Question,
-        open_part: Callable[[conversation.MessagesBody, int], "MessageExchange"],
+        self, context: ApiContext, incoming: Incoming, body: conversation.MessagesBody, model: ServedModel
     ) -> None:
-        """`open_part` takes a longer body and the part's number."""
+        """Raises ApiError and the renderer's errors."""
+        namespace = namespace_of(incoming.http, body.cache_salt)
+        source = conversation.read_conversation(body, model, context.config, namespace)
+        question = ask(incoming, model, source, conversation.read_params(body, model))
+        if question.request.is_prefix_only:
+            # A prompt that is only evaluated has no answer for the next turn.
+            question.conversation = None
         super().__init__(question, is_streamed=body.stream is True)
-        self._body = body
+        self._context, self._incoming, self._body = context, incoming, body
         searches = {tool.name for tool in body.tools or () if tool.type in SEARCH_TOOLS}
         shows = body.thinking is None or body.thinking.display != "omitted"
         self._content = AnswerContent(shows_thinking=shows, searches=searches)
-        self._open_part = open_part
-        self._message: Mapping[str, Any] = {}
-        self._edits: dict[str, Any] = (
-            {} if body.context_management is None else {"context_management": {"applied_edits": []}}
-        )
+        self._message: Payload = {}
+        edits = {"context_management": {"applied_edits": list[Any]()}}
+        self._edits: Payload = {} if body.context_management is None else edits
         self._finished: list[Finished] = []
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
@@ -327,44 +314,48 @@ class MessageExchange(Exchange):
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
         reply = conversation.InputMessage.model_validate({"role": "assistant", "content": self._content.so_far})
-        said, *found = conversation.template_messages([reply])
-        if found:
+        if any(block.type == "tool_search_tool_result" for block in reply.content):
             # Only reading the next request tells how definitions are worded.
             return []
+        said = conversation.assistant_message(reply.content)
         return [said if self.conversation is None else self.conversation.whole(said)]
 
     async def _events(self, answer: Answer) -> AsyncIterator[Payload]:
-        part, started = self, None
+        part = self
         async for event in answer.events():
             match event:
+                case Started() if part is self:
+                    self._message = self._begun(event)
+                    yield {"type": "message_start", "message": self._message}
+                    yield {"type": "ping"}
                 case Started():
-                    if started is None:
-                        started, self._message = event, self._begun(event)
-                        yield {"type": "message_start", "message": self._message}
-                        yield {"type": "ping"}
+                    pass
                 case Finished():
                     self._finished.append(event)
-                    searches = [block for block in part._content.so_far if block["type"] == "server_tool_use"]
-                    for told in self._content.add_results(
-                        [await asyncio.to_thread(self._run, one) for one in searches]
-                    ):
+                    called = [block for block in part._content.so_far if block["type"] == "server_tool_use"]
+                    found = [await asyncio.to_thread(self._run, search) for search in called]
+                    for told in self._content.add_results(found):
                         yield told
                     following = await self._next_part(part)
                     if following is not None and answer.go_on(following):
                         part = following
                         continue
-                    assert started is not None, "a request starts before it finishes"
-                    stop = {"stop_reason": self._stop_reason(event), "stop_sequence": event.stop_text}
-                    usage = usage_at_end(self._message["usage"], self._finished)
-                    costs = {"usage": usage, "diagnostics": diagnostics_of(started, self.request.session_id, event)}
-                    self._message = {**self._message, **stop, **costs}
-                    yield {"type": "message_delta", "delta": stop, **costs, **self._edits}
-                    yield {"type": "message_stop"}
+                    for told in self._ended(event):
+                        yield told
                 case _:
                     if part is not self:
                         part._content.add(event)
                     for told in self._content.add(event):
                         yield told
+
+    def _ended(self, last: Finished) -> Sequence[dict[str, Any]]:
+        first = self._finished[0].started
+        assert first is not None, "a request starts before it finishes"
+        stop = {"stop_reason": self._stop_reason(last), "stop_sequence": last.stop_text}
+        usage = usage_at_end(self._message["usage"], self._finished)
+        costs: Payload = {"usage": usage, "diagnostics": diagnostics_of(first, self.request.session_id, last)}
+        self._message = {**self._message, **stop, **costs}
+        return {"type": "message_delta", "delta": stop, **costs, **self._edits}, {"type": "message_stop"}
 
     async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
         finished, kinds = self._finished[-1], {block["type"] for block in part._content.so_far}
@@ -373,7 +364,7 @@ class MessageExchange(Exchange):
         if is_over or is_for_client or len(self._finished) >= MAX_PARTS:
             return None
         try:
-            return await asyncio.to_thread(self._open_part, self._longer(), len(self._finished) + 1)
+            return await asyncio.to_thread(self._open_next)
         except (ApiError, ModelError):  # no space is left: the client may continue the answer
             return None
 
@@ -392,16 +383,18 @@ class MessageExchange(Exchange):
             content = {"type": "tool_search_tool_result_error", "error_code": str(error)}
         return {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": content}
 
-    def _longer(self) -> conversation.MessagesBody:
+    def _open_next(self) -> "MessageExchange":
         messages, said = self._body.messages, self._content.so_far
         if self.conversation is not None and self.conversation.continues:
             messages, said = messages[:-1], [*messages[-1].model_dump()["content"], *said]
         reply = conversation.InputMessage.model_validate({"role": "assistant", "content": said})
         longer: dict[str, Any] = {"messages": [*messages, reply], "max_tokens": self._num_left}
         choice = self._body.tool_choice
-        if choice is not None and choice.type in ("any", "tool"):
+        if choice is not None and choice.is_forced:
             longer["tool_choice"] = choice.model_copy(update={"type": "auto"})
-        return self._body.model_copy(update=longer)
+        part = replace(self._incoming, request_id=f"{self._incoming.request_id}-{len(self._finished) + 1}")
+        # The model is held, but may take no other requests any more, so it is not looked up again.
+        return MessageExchange(self._context, part, self._body.model_copy(update=longer), self.model)
 
     def _begun(self, started: Started) -> Payload:
         return {
@@ -419,8 +412,7 @@ class MessageExchange(Exchange):
 
     def _stop_reason(self, finished: Finished) -> str:
         if finished.reason is FinishReason.LENGTH:
-            spent = sum(part.timings.predicted_tokens for part in self._finished)
-            return "model_context_window_exceeded" if spent < self._body.max_tokens else "max_tokens"
+            return "model_context_window_exceeded" if self._num_left > 0 else "max_tokens"
         if finished.stop_text is not None:
             return "stop_sequence"
         kinds = [block["type"] for block in self._content.so_far]

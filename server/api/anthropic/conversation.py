@@ -1,7 +1,7 @@
 """Bodies of the Messages API, and how they are read."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -11,14 +11,14 @@ from pydantic_core.core_schema import ValidationInfo
 
 from models.inference.sampling_params import check
 from models.prompt.shapes import Message
-from models.prompt.tool_definitions import Tool
+from models.prompt.tool_definitions import Tool, ToolDefinitions
 from server.api import params
 from server.api.anthropic.content import reasoning_of
 from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
 from server.api.bodies import BodyModel, Rules, Whole, refused
 from server.api.conversation import Conversation, ThinkingWish, check_continuable
 from server.api.dialect import ApiContext
-from server.api.errors import ApiError, wrong
+from server.api.errors import wrong
 from server.app.config import ServerConfig
 from server.pool.names import ModelUnknown
 from server.pool.served import ServedModel
@@ -72,13 +72,12 @@ def _known(value: Any) -> Any:
     if not isinstance(kind, str) or (kind in _READ and not is_elsewhere):
         return value
     if kind in _NOT_TEXT:
-        raise PydanticCustomError("no_images", "this model takes no images and no documents, only text")
+        raise ValueError("this model takes no images and no documents, only text")
     if kind == "server_tool_use" or kind.endswith("_tool_result"):
-        reason = "{kind} is of a tool that runs on Anthropic's servers, and here there is none"
-        raise PydanticCustomError("no_server_tools", reason, {"kind": kind[:100]})
+        raise ValueError(f"{kind[:100]} is of a tool that runs on Anthropic's servers, and here there is none")
     text = _text_of(value)
     if text is None:
-        raise PydanticCustomError("unknown_block", "{kind} is no block that is known here", {"kind": kind[:100]})
+        raise ValueError(f"{kind[:100]} is no block that is known here")
     return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
 
 
@@ -137,17 +136,10 @@ class RedactedThinkingBlock(BodyModel):
     data: str
 
 
-def _own_tool(kind: Any) -> Any:
-    if isinstance(kind, str) and kind != "custom" and kind not in SEARCH_TOOLS:
-        message = "{kind} is known to Anthropic's servers and models only; give the tool a name and an input_schema"
-        raise PydanticCustomError("no_server_tools", message, {"kind": kind[:100]})
-    return kind
-
-
 class ToolDefinition(MarkedBody):
     """A tool of the client, or a search that runs here."""
 
-    type: Annotated[str | None, BeforeValidator(_own_tool)] = None
+    type: str | None = None
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
     input_schema: dict[str, Any]
@@ -160,10 +152,13 @@ class ToolDefinition(MarkedBody):
     @classmethod
     def _as_function(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
-        name = kind.removesuffix(VERSION) if isinstance(kind, str) else ""
-        if name not in SEARCH_TOOLS:
+        if not isinstance(kind, str) or kind == "custom":
             return value
-        return {"cache_control": value.get("cache_control"), **SEARCH_TOOLS[name], "type": name, "name": name}
+        name = kind.removesuffix(VERSION)
+        if name in SEARCH_TOOLS:
+            return {"cache_control": value.get("cache_control"), **SEARCH_TOOLS[name], "type": name, "name": name}
+        why = "is known to Anthropic's servers and models only; give the tool a name and an input_schema"
+        raise ValueError(f"{kind[:100]} {why}")
 
 
 class FoundTools(BodyModel):
@@ -182,30 +177,25 @@ class ToolSearchResultBlock(MarkedBody):
     content: FoundTools
 
 
-class ChangedTool(BodyModel):
-    """A tool by its name or definition."""
+class KnownTool(BodyModel):
+    """A tool of the request, by its name."""
 
-    type: Literal["tool_reference", "tool_definition"]
-    name: str | None = None
-    definition: ToolDefinition | None = None
+    type: Literal["tool_reference"]
+    name: str
 
-    @property
-    def tool_name(self) -> str:
-        return self.definition.name if self.definition is not None else self.name or ""
 
-    @model_validator(mode="after")
-    def _is_named(self) -> "ChangedTool":
-        if (self.name if self.type == "tool_reference" else self.definition) is None:
-            needed = "name" if self.type == "tool_reference" else "definition"
-            raise PydanticCustomError("missing", "A {type} needs a {needed}", {"type": self.type, "needed": needed})
-        return self
+class DefinedTool(BodyModel):
+    """A new tool."""
+
+    type: Literal["tool_definition"]
+    definition: ToolDefinition
 
 
 class ToolChangeBlock(MarkedBody):
     """A tool becomes callable, or stops being so."""
 
     type: Literal["tool_addition", "tool_removal"]
-    tool: ChangedTool
+    tool: Annotated[KnownTool | DefinedTool, Field(discriminator="type")]
 
 
 AnswerBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock | ToolSearchResultBlock
@@ -225,8 +215,7 @@ class InputMessage(BodyModel):
         role = info.data.get("role", "user")
         for index, block in enumerate(blocks):
             if block.type not in _BLOCKS_OF[role]:
-                message = "block {index} is a {kind}, which no message of the role {role} holds"
-                raise PydanticCustomError("wrong_role", message, {"index": index, "kind": block.type, "role": role})
+                raise ValueError(f"block {index} is a {block.type}, which no message of the role {role} holds")
         return blocks
 
 
@@ -236,6 +225,10 @@ class ToolChoiceOption(BodyModel):
     type: Literal["auto", "any", "tool", "none"]
     name: Annotated[str | None, Field(validate_default=True)] = None
     disable_parallel_tool_use: bool | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        return self.type in ("any", "tool")
 
     @property
     def is_single(self) -> bool:
@@ -306,16 +299,10 @@ class PromptBody(MarkedBody):
 
     def num_cache_points(self) -> int:
         """The number of restore points requested."""
-        return sum(marked.cache_control is not None for marked in [self, *(self.tools or ()), *self._blocks()])
-
-    def _blocks(self) -> Iterator[Any]:
-        yield from self.system or ()
-        for message in self.messages:
-            for block in message.content:
-                if isinstance(block, MarkedBody):
-                    yield block
-                if isinstance(block, ToolResultBlock):
-                    yield from block.content or ()
+        blocks: list[Any] = [block for message in self.messages for block in message.content]
+        inner = [part for block in blocks if isinstance(block, ToolResultBlock) for part in block.content or ()]
+        marked = [self, *(self.tools or ()), *(self.system or ()), *blocks, *inner]
+        return sum(getattr(one, "cache_control", None) is not None for one in marked)
 
 
 class MessagesBody(PromptBody):
@@ -359,9 +346,6 @@ IN_MESSAGES: Rules = IN_PROMPT | refused("""
 
 _ERROR_PREFIX = "Error: "
 
-Define: TypeAlias = Callable[[Sequence[str], Mapping[str, Tool], str], str]
-"""From names, tools by name and a place in the conversation to definitions."""
-
 
 def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig, namespace: str) -> Conversation:
     """The prompt's source; raises ApiError."""
@@ -380,12 +364,8 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
     shows = params.shows_tools(model, body.tools, forbids_calls=body.forbids_calls)
     texts = [block.text for block in body.messages[0].content if isinstance(block, TextBlock)]
-    first = hashlib.sha256(repr(texts).encode()).digest()
-
-    def define(names: Sequence[str], tools: Mapping[str, Tool], place: str) -> str:
-        return model.renderer.definitions.block(names, tools, (namespace, first, place))
-
-    reader = _Reader(body.tools or (), define)
+    key = namespace, hashlib.sha256(repr(texts).encode()).digest()
+    reader = _Reader(body.tools or (), model.renderer.definitions, key)
     messages = [*system, *reader.read(body.messages)]
     return Conversation(
         model.renderer,
@@ -403,66 +383,65 @@ def _check_begun(body: PromptBody, model: ServedModel) -> None:
     """Raises ApiError."""
     check_continuable(model)
     blocks = body.messages[-1].content
-    if any(block.type == "tool_use" for block in blocks):
-        raise _cannot_begin("it holds tool_use, whose tool_result is to follow in a message of the user's")
-    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
-    if not text:
-        raise _cannot_begin("it holds no text")
-    if text[-1].isspace():
-        raise _cannot_begin("its text ends with white space, behind which models go on badly")
-    if body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
-        raise _cannot_begin("tool_choice has the answer begin with a call")
+    kinds, text = {one.type for one in blocks}, "".join(one.text for one in blocks if isinstance(one, TextBlock))
+    faults = {
+        "it holds tool_use, whose tool_result is to follow in a message of the user's": "tool_use" in kinds,
+        "it holds no text": not text,
+        "its text ends with white space, behind which models go on badly": text[-1:].isspace(),
+        "tool_choice has the answer begin with a call": body.tool_choice is not None and body.tool_choice.is_forced,
+    }
+    for why, is_so in faults.items():
+        if is_so:
+            raise wrong("messages", f"the last one is the assistant's, and cannot be continued: {why}")
 
 
-def _cannot_begin(why: str) -> ApiError:
-    return wrong("messages", f"the last one is the assistant's, and cannot be continued: {why}")
+_RESULTS: Final = (ToolResultBlock, ToolSearchResultBlock)
 
 
 class _Reader:
     """Converts messages, and tracks which tools may be called."""
 
-    def __init__(self, tools: Sequence[ToolDefinition], define: Define) -> None:
+    def __init__(self, tools: Sequence[ToolDefinition], definitions: ToolDefinitions, key: tuple[str, bytes]) -> None:
+        """`key` tells this conversation's definitions from those of others."""
         self._tools = {tool.name: tool for tool in tools}
-        self._define = define
+        self._definitions, self._key = definitions, key
         self._callable = {name for name, tool in self._tools.items() if not tool.defer_loading}
 
     def callable_tools(self) -> list[Tool]:
         return [as_function(tool) for name, tool in self._tools.items() if name in self._callable]
 
-    def read(self, messages: Sequence[InputMessage]) -> list[Message]:
-        return [shown for place, message in enumerate(messages) for shown in self._read(message, place)]
-
-    def _read(self, message: InputMessage, place: int) -> Iterator[Message]:
-        said: list[Any] = []
-        for number, block in enumerate(message.content):
-            if isinstance(block, ToolResultBlock | ToolSearchResultBlock):
-                if said:
+    def read(self, messages: Sequence[InputMessage]) -> Iterator[Message]:
+        """Yields messages for templates: each result of a tool is one of its own."""
+        for place, message in enumerate(messages):
+            for is_result, group in groupby(enumerate(message.content), lambda one: isinstance(one[1], _RESULTS)):
+                if is_result:
+                    yield from (self._result(block) for _, block in group)
+                else:
+                    said = [self._changed(block, f"{place}.{number}") for number, block in group]
                     yield _message(message.role, said)
-                    said = []
-                yield self._result(block)
-            elif isinstance(block, ToolChangeBlock):
-                said.append(self._changed(block, f"{place}.{number}"))
-            else:
-                said.append(block)
-        if said or not message.content:
-            yield _message(message.role, said)
+            if not message.content:
+                yield _message(message.role, [])
 
-    def _changed(self, block: ToolChangeBlock, place: str) -> TextBlock:
-        name = block.tool.tool_name
+    def _changed(self, block: Any, place: str) -> Any:
+        """The text that tells of a change of tools; any other block as it is."""
+        if not isinstance(block, ToolChangeBlock):
+            return block
+        tool = block.tool
+        name = tool.name if isinstance(tool, KnownTool) else tool.definition.name
         if block.type == "tool_removal":
             self._callable.discard(name)
             return TextBlock(type="text", text=f"{name} is no longer available.", cache_control=block.cache_control)
-        if block.tool.definition is not None:
-            self._tools[name] = block.tool.definition
-            place += block.tool.definition.model_dump_json()
+        if isinstance(tool, DefinedTool):
+            self._tools[name] = tool.definition
+            place += tool.definition.model_dump_json()
         return TextBlock(type="text", text=self._loaded([name], place), cache_control=block.cache_control)
 
     def _loaded(self, names: Sequence[str], place: str) -> str:
         tools = {name: as_function(self._tools[name]) for name in names if name in self._tools}
         self._callable.update(tools)
-        return self._define(names, tools, place)
+        return self._definitions.block(names, tools, (*self._key, place))
 
-    def _result(self, block: ToolResultBlock | ToolSearchResultBlock) -> Message:
+    def _result(self, block: Any) -> Message:
         if isinstance(block, ToolResultBlock):
             parts = self._result_parts(block)
             first, *others = parts or [{"text": ""}]
@@ -473,8 +452,7 @@ class _Reader:
             names, error = [one.tool_name for one in block.content.tool_references], block.content.error_code
             failed = f"{_ERROR_PREFIX}{error}" if error else "No tool was found."
             parts = [{"text": self._loaded(names, block.tool_use_id) if names else failed}]
-        message: dict[str, Any] = {"role": "tool", "content": parts, "tool_call_id": block.tool_use_id}
-        return _marked(message, [block])
+        return _marked({"role": "tool", "content": parts, "tool_call_id": block.tool_use_id}, [block])
 
     def _result_parts(self, block: ToolResultBlock) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = []
@@ -488,19 +466,19 @@ class _Reader:
         return parts
 
 
-def template_messages(messages: Sequence[InputMessage]) -> list[Message]:
-    """Messages for templates, without changes of tools."""
-    return _Reader((), lambda names, tools, place: "").read(messages)
-
-
 def _message(role: str, blocks: Sequence[Any]) -> Message:
-    return _assistant_message(blocks) if role == "assistant" else {"role": role, "content": _parts(blocks)}
+    return assistant_message(blocks) if role == "assistant" else {"role": role, "content": _parts(blocks)}
 
 
-def _assistant_message(blocks: Sequence[Any]) -> Message:
+def assistant_message(blocks: Sequence[Any]) -> Message:
+    """The assistant's blocks, but for results of searches, for templates."""
     reasoning = [reasoning_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
     texts = [one.text for one in blocks if isinstance(one, TextBlock)]
-    calls = [_call(one) for one in blocks if isinstance(one, ToolUseBlock)]
+    calls = [
+        {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.input}}
+        for use in blocks
+        if isinstance(use, ToolUseBlock)
+    ]
     # Text may be split into blocks anywhere, so its parts are joined unchanged.
     message: dict[str, Any] = {"role": "assistant", "content": [{"text": "".join(texts)}] if texts else []}
     if any(reasoning):
@@ -508,10 +486,6 @@ def _assistant_message(blocks: Sequence[Any]) -> Message:
     if calls:
         message["tool_calls"] = calls
     return _marked(message, blocks)
-
-
-def _call(use: ToolUseBlock) -> dict[str, Any]:
-    return {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.input}}
 
 
 def _marked(made: dict[str, Any], blocks: Sequence[Any]) -> dict[str, Any]:
@@ -550,11 +524,9 @@ def read_params(body: MessagesBody, model: ServedModel) -> params.GenerationPara
     """A checked body's parameters; raises ApiError or InvalidParameter."""
     sampling = params.changed_sampling(model.sampling, body, model.vocab_size)
     check(sampling, model.vocab_size)
-    choice, forced = body.tool_choice or ToolChoiceOption(type="auto"), None
-    if choice.type in ("any", "tool"):
-        forced = params.ForcedCalls(
-            (choice.name,) if choice.type == "tool" and choice.name else None, choice.is_single
-        )
+    choice = body.tool_choice or ToolChoiceOption(type="auto")
+    names = (choice.name,) if choice.type == "tool" and choice.name else None
+    forced = params.ForcedCalls(names, choice.is_single) if choice.is_forced else None
     return params.GenerationParams(
         sampling=sampling,
         max_tokens=body.max_tokens,

@@ -552,7 +552,7 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "role user"),
         ({"messages": [HI, answered({"type": "tool_result", "tool_use_id": "a"}), HI]}, "role assistant"),
         ({"messages": [HI, answered({"type": "server_tool_use"}), HI]}, "Anthropic's servers"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: web_search_20250305"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: web_search_20250305"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
