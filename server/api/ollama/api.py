@@ -9,12 +9,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
-from typing import Any, Final, Literal, NotRequired, TypeAlias, TypeVar
+from typing import Any, Final, Literal, NotRequired, TypeAlias
 
 from pydantic import Field
 from starlette.requests import Request
@@ -23,11 +22,11 @@ from typing_extensions import TypedDict
 
 from models import names
 from models.errors import ModelError, ModelfileError, ModelNotFound, RepositoryNotFound, StoreError
-from models.hub import PullChecking, PullEvent, PullProgress, pull
+from models.hub import PlannedFile, PullChecking, PullEvent, PullProgress, pull
 from models.store import library
 from models.store.library import parse_free_name
 from models.store.modelfile import Modelfile, modelfile_of, parameters_of, parse_modelfile
-from models.store.stored_model import ExampleMessage, WeightsPlace
+from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel, WeightsPlace
 from server.api import PRODUCT
 from server.api.bodies import BodyModel, parse_body, refused
 from server.api.call import AnswerStream, inspect
@@ -35,14 +34,14 @@ from server.api.dialect import ApiContext, Endpoint, Operation, context_of, desc
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import read_owners_body
 from server.api.ollama import generate
-from server.api.ollama.generate import OllamaDialect, find_model, line, thinks
+from server.api.ollama.generate import OllamaDialect, find_named, line, thinks
 from server.api.openapi import explain_unknown_path
 from server.api.params import Incoming
 from server.api.wire import JsonBody, Payload
 from server.app.config import ServerConfig
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
 from server.app.pulls import Pulls
-from server.pool.names import LATEST, ModelNameNeeded, ModelNotLoaded, ModelSource, ModelUnknown, PoolError
+from server.pool.names import LATEST, ModelSource
 from server.pool.served import ListedModel, ServedModel
 
 OLLAMA_VERSION: Final = "0.12.6"
@@ -146,35 +145,39 @@ async def ps(request: Request) -> Response:
 
 @inspect
 def show(context: ApiContext, incoming: Incoming) -> Payload:
-    """Describes one model."""
-    body = parse_body(ShowBody, incoming.fields)
-    try:
-        model = find_model(context, body.named)
-    except ModelNotLoaded as error:
-        return _with_name(_shown(context.pool.describe(error.source.name)), error.source.name, error.source.id)
-    return _with_name(_shown(model), model.id, model.parent_id)
-
-
-def _with_name(shown: ShownBody, name: str, base: str | None) -> ShownBody:
-    try:
-        stored = names.find_stored(name)
-    except StoreError:
-        return shown
-    if stored is None or base in (None, name):
-        return shown
-    defaults = stored.defaults
-    more: ShownBody = {
-        **shown,
-        "license": stored.license,
-        "modelfile": modelfile_of(stored, base),
-        "modified_at": _time(int(stored.modified.timestamp())),
-        "parameters": shown["parameters"] or _parameter_lines(list(parameters_of(defaults))),
+    """Describes one model; of an unloaded one, what its files tell."""
+    model = find_named(context.pool.describe, parse_body(ShowBody, incoming.fields).named)
+    served, stored = model.served, _stored(model)
+    defaults = ModelDefaults() if stored is None else stored.defaults
+    parameters = list(parameters_of(defaults) if served is None else _parameters(served))
+    plain = "\n".join([f"FROM {model.id}", *(f"PARAMETER {name} {value}" for name, value in parameters)])
+    shown: ShownBody = {
+        "license": "" if stored is None else stored.license,
+        "modelfile": plain if stored is None else modelfile_of(stored, model.parent_id),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameters),
+        "template": model.facts.chat_template,
+        "details": _details(model),
+        "model_info": _model_info(model),
+        "capabilities": ["completion"] if served is None else _capabilities(served),
+        "modified_at": _time(model.created if stored is None else stored.modified.timestamp()),
     }
     if defaults.system:
-        more["system"] = defaults.system
+        shown["system"] = defaults.system
     if defaults.messages:
-        more["messages"] = [{"role": one.role, "content": one.content} for one in defaults.messages]
-    return more
+        shown["messages"] = [{"role": one.role, "content": one.content} for one in defaults.messages]
+    return shown
+
+
+def _stored(model: ListedModel) -> StoredModel | None:
+    with suppress(StoreError):
+        return None if model.parent_id in (None, model.id) else names.find_stored(model.id)
+    return None
+
+
+def _capabilities(model: ServedModel) -> list[str]:
+    # Without "tools" if calls would come as text.
+    can = {"completion": True, "tools": model.tool_calls == "parsed", "thinking": thinks(model)}
+    return [name for name, is_there in can.items() if is_there]
 
 
 def _tag(model: ListedModel) -> TagBody:
@@ -193,26 +196,6 @@ def _running(model: ServedModel, idle_seconds_left: float) -> RunningBody:
     }
 
 
-def _shown(model: ServedModel | ListedModel) -> ShownBody:
-    """A description; of an unloaded model, what its files tell."""
-    parameters: list[tuple[str, str]] = []
-    template, can = "", {"completion": True}
-    if isinstance(model, ServedModel):
-        parameters, template = list(_parameters(model)), model.facts.chat_template
-        # Without "tools" if calls would come as text.
-        can |= {"tools": model.tool_calls == "parsed", "thinking": thinks(model)}
-    return {
-        "license": "",
-        "modelfile": "\n".join([f"FROM {model.id}", *(f"PARAMETER {name} {value}" for name, value in parameters)]),
-        "parameters": _parameter_lines(parameters),
-        "template": template,
-        "details": _details(model),
-        "model_info": _model_info(model),
-        "capabilities": [name for name, is_there in can.items() if is_there],
-        "modified_at": _time(model.created),
-    }
-
-
 def _details(model: ServedModel | ListedModel) -> DetailsBody:
     facts = model.facts
     return {
@@ -225,7 +208,7 @@ def _details(model: ServedModel | ListedModel) -> DetailsBody:
     }
 
 
-def _model_info(model: ServedModel | ListedModel) -> Mapping[str, Any]:
+def _model_info(model: ListedModel) -> Mapping[str, Any]:
     facts = model.facts
     return {
         "general.architecture": facts.architecture,
@@ -246,10 +229,6 @@ def _parameters(model: ServedModel) -> Iterator[tuple[str, str]]:
         yield "stop", json.dumps(text, ensure_ascii=False)
 
 
-def _parameter_lines(parameters: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"{name:<30} {value}" for name, value in parameters)
-
-
 def _head(model: ServedModel | ListedModel) -> NamedBody:
     # Ollama's clients expect a name with a tag.
     name = model.id if ":" in model.id else model.id + LATEST
@@ -257,7 +236,7 @@ def _head(model: ServedModel | ListedModel) -> NamedBody:
     return {"name": name, "model": name, "digest": digest, "details": _details(model)}
 
 
-def _time(seconds: int) -> str:
+def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -269,8 +248,6 @@ def _count_text(count: int) -> str:
         return f"{count / 10**9:.1f}B"
     return f"{count / 10**6:.2f}M" if count >= 10**6 else f"{count / 10**3:.2f}K"
 
-
-Result = TypeVar("Result")
 
 STEPS = ("reading model metadata", "creating system layer", "writing manifest", "success")
 """Clients show these while a model is made."""
@@ -322,8 +299,7 @@ CreateStatus: TypeAlias = dict[Literal["status"], str]
 async def create_model(request: Request) -> Response:
     """Makes a model from another; raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CreateBody, _IN_CREATE, "names models")
-    places = "model", "from", "parameters"
-    await asyncio.to_thread(_create, context_of(request), body.named, partial(_asked, body), places)
+    await asyncio.to_thread(_create, context_of(request), body.named, _asked(body), "model")
     if body.stream is False:
         return JsonBody({"status": STEPS[-1]})
     lines = b"".join(line({"status": step}) for step in STEPS)
@@ -333,8 +309,7 @@ async def create_model(request: Request) -> Response:
 async def copy_model(request: Request) -> Response:
     """Gives a model another name, whatever had it. Raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CopyBody, {}, "names models")
-    places, told = ("destination", "source", "destination"), partial(Modelfile, body.source)
-    await asyncio.to_thread(_create, context_of(request), body.destination, told, places)
+    await asyncio.to_thread(_create, context_of(request), body.destination, Modelfile(body.source), "destination")
     return JsonBody({})
 
 
@@ -345,20 +320,17 @@ async def delete_model(request: Request) -> Response:
     return JsonBody({})
 
 
-def _create(context: ApiContext, named: str, ask: Callable[[], Modelfile], params: tuple[str, str, str]) -> None:
-    """`params` are the fields of the name, of the base and of all else."""
-    name, told = _free(context, named, params[0]), ask()
-    source = _source(context, told.base, params[1])
-    _done(lambda: library.create(name, _place(source), replace(told, base=source.name)), params[2])
+def _create(context: ApiContext, named: str, told: Modelfile, param: str) -> None:
+    name, source = _free(context, named, param), _source(context, told.base)
+    with _refusing("parameters"):
+        library.create(name, _place(source), replace(told, base=source.name))
 
 
 def _asked(body: CreateBody) -> Modelfile:
     """Raises ApiError."""
     if body.modelfile:
-        try:
+        with _refusing("modelfile"):
             return parse_modelfile(body.modelfile)
-        except ModelfileError as error:
-            raise wrong("modelfile", str(error)) from error
     if not body.from_:
         raise wrong("from", "name the model that it is made from", Code.MISSING_PARAMETER)
     messages = [ExampleMessage(one.role, one.content) for one in body.messages or ()]
@@ -367,10 +339,11 @@ def _asked(body: CreateBody) -> Modelfile:
 
 
 def _delete(context: ApiContext, name: str) -> None:
-    if _done(lambda: names.find_stored(name), "model") is not None:
-        _done(lambda: library.remove(name), "model")
-        return
-    source = _source(context, name, "model")
+    with _refusing("model"):
+        if names.find_stored(name) is not None:
+            library.remove(name)
+            return
+    source = _source(context, name)
     why = "its weights may be other programs', too; mlx-serve rm removes them, at the server's own machine"
     raise ApiError(Code.INVALID_VALUE, f"{source.name} is no name that was given here: {why}", "model")
 
@@ -387,36 +360,29 @@ def _free(context: ApiContext, name: str, param: str) -> str:
     return free
 
 
-def _source(context: ApiContext, name: str, param: str) -> ModelSource:
-    """Raises ApiError (404)."""
-    try:
-        source = context.pool.source_of(name or None)
-    except (ModelUnknown, ModelNameNeeded) as error:
-        instead = error.instead if isinstance(error, ModelUnknown) else str(error)
-        raise ApiError(Code.MODEL_NOT_FOUND, f"model {name[:200]!r} not found: {instead}", param) from error
-    except PoolError as error:
-        raise ApiError(Code.MODEL_UNUSABLE, str(error), param) from error
+def _source(context: ApiContext, name: str) -> ModelSource:
+    """Raises ApiError and PoolError."""
+    source = find_named(context.pool.source_of, name)
     if source.adapter is not None:
-        raise wrong(param, f"{source.adapter} is an adapter, which has no name but the one of --adapter")
+        raise wrong("model", f"{source.adapter} is an adapter, which has no name but the one of --adapter")
     return source
 
 
 def _place(source: ModelSource) -> WeightsPlace:
-    """A model's name if it leads to the weights, else their folder."""
+    """The place that the model's id names if it is the source's, else the source's folder."""
     folder = os.path.realpath(source.path)
-    for name in (source.name, source.id):
-        with suppress(ModelNotFound):
-            stored = names.find_stored(name)
-            place = names.installed_place(name) if stored is None else stored.weights
-            if os.path.realpath(names.folder_of(place)) == folder:
-                return place
+    with suppress(ModelNotFound):
+        place = names.installed_place(source.id)
+        if os.path.realpath(names.folder_of(place)) == folder:
+            return place
     return WeightsPlace("folder", folder)
 
 
-def _done(work: Callable[[], Result], param: str) -> Result:
-    """Raises ApiError (400, 503)."""
+@contextmanager
+def _refusing(param: str) -> Iterator[None]:
+    """Raises ApiError: 400 for a Modelfile's or parameter's fault, in the field `param`, 503 for the machine's."""
     try:
-        return work()
+        yield
     except ModelfileError as error:
         raise wrong(param, str(error)) from error
     except ModelError as error:
@@ -442,10 +408,7 @@ class PullStatus(TypedDict):
 async def pull_model(request: Request) -> Response:
     """Downloads a model; raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, PullBody, {}, "downloads models")
-    context = context_of(request)
-    name = _wanted(body.named)
-    steps = context.kept(pulls_of).steps(name)
-    lines = _lines(steps)
+    lines = _lines(context_of(request).kept(pulls_of).steps(_wanted(body.named)))
     if body.stream is False:
         async for _ in lines:
             pass
@@ -472,28 +435,19 @@ def _wanted(name: str) -> str:
 async def _lines(steps: AsyncIterator[PullEvent]) -> AsyncIterator[bytes]:
     """Yields progress; raises ApiError for wrong names, and failures of machine or hub."""
     yield line(PullStatus(status="pulling manifest"))
-    try:
-        async for event in steps:
-            for status in _told(event):
-                yield line(status)
-    except (ModelNotFound, RepositoryNotFound) as error:
-        raise ApiError(Code.MODEL_NOT_FOUND, f"pull model manifest: {error}", "model") from error
-    except ModelError as error:
-        raise ApiError(Code.MODEL_UNUSABLE, str(error), "model") from error
+    with _refusing("model"):
+        try:
+            async for event in steps:
+                match event:
+                    case PullProgress(file=PlannedFile(digest=digest, num_bytes=total), file_bytes=here):
+                        status, whole = f"pulling {digest[:12]}", f"sha256:{digest}"
+                        yield line(PullStatus(status=status, digest=whole, total=total, completed=here))
+                    case PullChecking():
+                        yield line(PullStatus(status="verifying sha256 digest"))
+        except (ModelNotFound, RepositoryNotFound) as error:
+            raise ApiError(Code.MODEL_NOT_FOUND, f"pull model manifest: {error}", "model") from error
     yield line(PullStatus(status="writing manifest"))
     yield line(PullStatus(status="success"))
-
-
-def _told(event: PullEvent) -> list[PullStatus]:
-    match event:
-        case PullProgress(file=file, file_bytes=here) if file is not None:
-            digest = f"sha256:{file.digest}"
-            status = f"pulling {file.digest[:12]}"
-            return [{"status": status, "digest": digest, "total": file.num_bytes, "completed": here}]
-        case PullChecking():
-            return [{"status": "verifying sha256 digest"}]
-        case _:
-            return []
 
 
 _ROUTES = (

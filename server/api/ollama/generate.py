@@ -5,16 +5,14 @@ lacks the template's text after a reply; the next message is therefore rendered 
 """
 
 import json
-import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from cache.snapshots import RestorePoint, RestorePointKind
@@ -33,15 +31,14 @@ from server.api.conversation import Conversation, ThinkingWish, can_continue
 from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation, namespace_of
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
-from server.api.openai.types import FunctionSpec
+from server.api.openai.types import Format, FunctionSpec
 from server.api.record import CacheBody, cache_of
 from server.api.wire import Payload, json_text
 from server.engine.request import Finished
 from server.pool.names import ModelNotLoaded, ModelUnknown, parse_keep_alive
 from server.pool.served import ServedModel
 
-logger = logging.getLogger(__name__)
-
+Found = TypeVar("Found")
 
 ErrorText: TypeAlias = dict[Literal["error"], str]
 
@@ -76,30 +73,7 @@ def line(payload: Mapping[str, Any]) -> bytes:
     return json_text(payload).encode() + b"\n"
 
 
-def _format(value: Any) -> Any:
-    if value in (None, ""):
-        return None
-    if value == "json":
-        return dict(params.ANY_OBJECT)
-    if isinstance(value, dict):
-        return value
-    raise PydanticCustomError("format", 'Input should be "json" or a JSON schema, an object')
-
-
-def _think(value: Any) -> Any:
-    if value is None or isinstance(value, bool) or value in ("high", "medium", "low", "max"):
-        return value
-    raise PydanticCustomError("think", 'Input should be true, false, "high", "medium", "low" or "max"')
-
-
-def _keep_alive(value: Any) -> Any:
-    try:
-        return None if value is None else parse_keep_alive(value)
-    except ValueError as error:
-        raise PydanticCustomError("keep_alive", "{reason}", {"reason": str(error)}) from error
-
-
-KeepAlive = Annotated[float | None, BeforeValidator(_keep_alive)]
+KeepAlive = Annotated[float | None, BeforeValidator(lambda value: None if value is None else parse_keep_alive(value))]
 """Seconds, infinite for "for ever", in any form that clients write; None if the request does not say."""
 
 
@@ -109,19 +83,19 @@ class OllamaBody(BodyModel):
     model: str | None = None
     stream: bool | None = None
     """Streamed unless false."""
-    format: Annotated[dict[str, Any] | None, BeforeValidator(_format)] = None
+    format: Format = None
     """"json" allows any object."""
-    think: Annotated[bool | str | None, BeforeValidator(_think)] = None
+    think: Literal[True, False, "high", "medium", "low", "max"] | None = None
     options: params.Options | None = None
     keep_alive: KeepAlive = None
 
 
-def find_model(context: ApiContext, name: str | None) -> ServedModel:
-    """The named model; raises ApiError (400, 404) in words that clients look for."""
+def find_named(find: Callable[[str], Found], name: str | None) -> Found:
+    """What the pool finds by name; raises ApiError (400, 404) in words that clients look for, and PoolError."""
     if not name:
         raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
     try:
-        return context.pool.find(name)
+        return find(name)
     except ModelUnknown as error:
         raise ApiError(Code.MODEL_NOT_FOUND, f"model {name[:200]!r} not found: {error.instead}", "model") from error
 
@@ -212,12 +186,12 @@ def head_of(name: str) -> OllamaHead:
 
 
 def answer_loading(context: ApiContext, body: OllamaBody, said: Mapping[str, Any]) -> ModelReady:
-    """Answers a request that only loads or unloads a model; raises as `find_model`."""
+    """Answers a request that only loads or unloads a model; raises as `find_named`."""
     is_unloading = body.keep_alive == 0
     end: OllamaEnd = {"done": True, "done_reason": "unload" if is_unloading else "load"}
     answer = {**head_of(body.model or ""), **said, **end}
     try:
-        return ModelReady(find_model(context, body.model), answer, body.keep_alive)
+        return ModelReady(find_named(context.pool.find, body.model), answer, body.keep_alive)
     except ModelNotLoaded:
         if not is_unloading:
             raise
@@ -240,71 +214,68 @@ class OllamaExchange(Exchange):
         self.keep_alive_seconds = body.keep_alive
         self._name = body.model or self.model.id
         self._began = began
-        self._text = ""
-        self._reasoning = ""
+        self._said: dict[str, Any] = {"content": "", "thinking": "", "tool_calls": []}
         self._call: dict[str, Any] = {}
         self._arguments = ""
         """Of `_call`, the open one."""
-        self._calls: list[dict[str, Any]] = []
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields text, reasoning and complete calls, then the end."""
         async for event in answer.events():
             if isinstance(event, Finished):
-                yield line(self.written({}, event))
-            elif (said := self._keep(event)) is not None:
-                yield line(self.written(said, None))
+                yield line(self._written({}, event))
+            elif said := self._keep(event):
+                yield line(self._written(said, None))
 
     async def body(self, answer: Answer) -> Payload:
         """The whole answer."""
         events, finished = await answer.read()
         for event in events:
             self._keep(event)
-        return self.written(self._said(), finished)
+        return self._written(self._whole(), finished)
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back: without ids of calls."""
-        calls = [{"function": call["function"]} for call in self._calls]
-        said = _template_message(OllamaMessage.model_validate({**_MESSAGE, **self._said(), "tool_calls": calls}))
+        calls = [{"function": call["function"]} for call in self._said["tool_calls"]]
+        said = _template_message(OllamaMessage.model_validate({**_MESSAGE, **self._whole(), "tool_calls": calls}))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    def _keep(self, event: OutputEvent) -> Payload | None:
-        """Adds an event. Returns what a stream sends: a complete call, or the text of a call that failed."""
+    def _keep(self, event: OutputEvent) -> Payload:
+        """Adds an event. Returns what a stream sends: text, a complete call, or the text of a call that failed."""
+        said: dict[str, Any] = {}
         match event:
             case Text(text) | ToolCallFailed(text):
-                self._text += text
-                return {"content": text}
+                said["content"] = text
             case Reasoning(text):
-                self._reasoning += text
-                return {"thinking": text}
+                said["thinking"] = text
             case ToolCallStarted(call_id, name):
-                self._call = {"id": call_id, "function": {"index": len(self._calls), "name": name}}
+                index = len(self._said["tool_calls"])
+                self._call = {"id": call_id, "function": {"index": index, "name": name}}
                 self._arguments = ""
             case ToolArguments(text):
                 self._arguments += text
             case ToolCallEnded():
                 self._call["function"]["arguments"] = json.loads(well_formed_json(self._arguments))
-                self._calls.append(self._call)
-                return {"tool_calls": [self._call]}
-        return None
+                said["tool_calls"] = [self._call]
+        for name, value in said.items():
+            self._said[name] += value
+        return said
 
-    def _said(self) -> Payload:
-        said = {"content": self._text, "thinking": self._reasoning, "tool_calls": self._calls}
-        return {name: value for name, value in said.items() if value}
-
-    def written(self, said: Payload, finished: Finished | None) -> Payload:
-        """The object for `said`; the last if `finished`."""
-        return {**head_of(self._name), **self.content(said, finished), **self._end(finished)}
+    def _whole(self) -> Payload:
+        return {name: value for name, value in self._said.items() if value}
 
     def content(self, said: Payload, finished: Finished | None) -> Payload:
         """The fields that hold what was said."""
         return {"message": {**_MESSAGE, **said}}
 
-    def _end(self, finished: Finished | None) -> OllamaEnd:
+    def _written(self, said: Payload, finished: Finished | None) -> Payload:
+        """The object for `said`; the last if `finished`."""
+        begun = {**head_of(self._name), **self.content(said, finished)}
         if finished is None:
-            return {"done": False}
+            return {**begun, "done": False}
         timings = finished.timings
         return {
+            **begun,
             "done": True,
             "done_reason": finished.reason.value,
             "total_duration": _whole_nanoseconds(1000 * (time.monotonic() - self._began)),
@@ -342,32 +313,24 @@ def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | 
     body = parse_body(OllamaGenerateBody, incoming.fields, IN_GENERATE)
     if not body.prompt:
         return answer_loading(context, body, {"response": ""})
-    model = find_model(context, body.model)
-    namespace = namespace_of(incoming.http, None)
-    conversation = None if body.raw else _conversation(body, model, namespace)
-    prompt = _prompt(body, model, conversation)
+    model, namespace = find_named(context.pool.find, body.model), namespace_of(incoming.http, None)
     wishes = replace(read_params(body, model), prompt_param="prompt")
-    request = params.build_request(incoming, model, prompt, wishes, namespace)
-    # A prompt that continues tokens is no conversation, so its next prompt cannot be foreseen.
-    known = None if body.context else conversation
-    return OllamaGenerateExchange(body, Question(model, request, prompt, known), began)
-
-
-def _conversation(body: OllamaGenerateBody, model: ServedModel, namespace: str) -> Conversation:
-    said = (("system", body.system), ("user", body.prompt))
-    messages: list[Message] = [{"role": role, "content": [{"text": text}]} for role, text in said if text]
-    conversation = Conversation(model.renderer, messages, (), template_arguments(body, model), namespace)
-    # Tokens to be continued already hold the model's system prompt.
-    return conversation if body.context else conversation.prepared_for(model)
-
-
-def _prompt(body: OllamaGenerateBody, model: ServedModel, conversation: Conversation | None) -> RenderedPrompt:
-    if conversation is not None:
-        return follow_up(model, body.context, conversation) if body.context else conversation.render()
-    if body.system or body.context:
+    if body.raw and (body.system or body.context):
         message = "raw mode does not support template, system, or context"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "raw")
-    return model.renderer.encode(body.prompt or "")
+    if body.raw:
+        prompt = model.renderer.encode(body.prompt)
+    else:
+        said = (("system", body.system), ("user", body.prompt))
+        messages: list[Message] = [{"role": role, "content": [{"text": text}]} for role, text in said if text]
+        asked = Conversation(model.renderer, messages, (), template_arguments(body, model), namespace)
+        if not body.context:
+            return OllamaGenerateExchange(body, params.ask(incoming, model, asked.prepared_for(model), wishes), began)
+        # Tokens to be continued already hold the model's system prompt.
+        prompt = follow_up(model, body.context, asked)
+    # No conversation, so the next prompt cannot be foreseen.
+    request = params.build_request(incoming, model, prompt, wishes, namespace)
+    return OllamaGenerateExchange(body, Question(model, request, prompt), began)
 
 
 class OllamaGenerateExchange(OllamaExchange):
@@ -446,26 +409,22 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
     body = parse_body(OllamaChatBody, incoming.fields, IN_BOTH)
     if not body.messages:
         return answer_loading(context, body, {"message": _MESSAGE})
-    model = find_model(context, body.model)
+    model = find_named(context.pool.find, body.model)
     namespace = namespace_of(incoming.http, None)
     shows = params.shows_tools(model, body.tools, forbids_calls=False)
     for index, message in enumerate(body.messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
+    last = body.messages[-1]
     conversation = Conversation(
         model.renderer,
         messages=list(map(_template_message, body.messages)),
         tools=incoming.fields["tools"] if shows else (),
         template_arguments=template_arguments(body, model),
         namespace=namespace,
-        continues=_continues(body.messages, model),
+        # A last message that cannot be continued is answered.
+        continues=last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model),
     ).prepared_for(model, hygiene=context.config.prompt_hygiene)
     return OllamaExchange(body, params.ask(incoming, model, conversation, read_params(body, model)), began)
-
-
-def _continues(messages: Sequence[OllamaMessage], model: ServedModel) -> bool:
-    """A last message that cannot be continued is answered."""
-    last = messages[-1]
-    return last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model)
 
 
 def _template_message(message: OllamaMessage) -> Message:
@@ -477,10 +436,6 @@ def _template_message(message: OllamaMessage) -> Message:
 _SHOWN: Final = {"tool_name", "tool_call_id", "thinking", "tool_calls"}
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class _VectorsBody(BodyModel):
     model: str | None = None
     keep_alive: KeepAlive = None
@@ -490,7 +445,11 @@ class EmbedBody(_VectorsBody):
     """Body of `POST /api/embed`."""
 
     input: Annotated[
-        list[str], Field(max_length=MAX_TEXTS), BeforeValidator(_as_list, json_schema_input_type=str | list[str])
+        list[str],
+        Field(max_length=MAX_TEXTS),
+        BeforeValidator(
+            lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
+        ),
     ]
     truncate: bool | None = None
     """False: a long text is an error."""
@@ -518,7 +477,7 @@ def embed(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
     """Answers with the vectors of texts."""
     began = time.monotonic()
     body = parse_body(EmbedBody, incoming.fields)
-    reader = TextReader(find_model(context, body.model), cuts=body.truncate is not False)
+    reader = TextReader(find_named(context.pool.find, body.model), cuts=body.truncate is not False)
     texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
 
     def write(vectors: Sequence[Vector]) -> str:
@@ -534,7 +493,7 @@ def embed(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
 def embed_prompt(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
     """Answers with the vector of one text."""
     body = parse_body(EmbeddingPromptBody, incoming.fields)
-    reader = TextReader(find_model(context, body.model), cuts=True)
+    reader = TextReader(find_named(context.pool.find, body.model), cuts=True)
     texts = [reader.read(body.prompt, "prompt")] if body.prompt else []
 
     def write(vectors: Sequence[Vector]) -> str:

@@ -48,6 +48,7 @@ def _schema(value: Any) -> Any:
 
 
 Schema = Annotated[dict[str, Any] | None, BeforeValidator(_schema)]
+Format = Annotated[Schema, BeforeValidator(lambda value: dict(params.ANY_OBJECT) if value == "json" else value)]
 GrammarText = Annotated[str | None, BeforeValidator(lambda value: None if value == "" else value)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
@@ -89,9 +90,7 @@ class BoundBody(BodyModel):
     structured_outputs: StructuredOutputs | None = None
     json_schema: Schema = None
     guided_json: Schema = None
-    format: Annotated[
-        Schema, BeforeValidator(lambda value: dict(params.ANY_OBJECT) if value == "json" else value)
-    ] = None
+    format: Format = None
     """"json" for any object, or a schema."""
     guided_regex: GrammarText = None
     regex: GrammarText = None
