@@ -6,10 +6,9 @@ show nothing of any request: whoever asks may not be its sender.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Final, NotRequired
+from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -25,7 +24,7 @@ from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context
 from server.api.errors import ApiError, Code, retry_later
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import read_conversation, text_prompt
-from server.api.openai.types import ChatBody, GenerationBody, as_limit, read_params
+from server.api.openai.types import NO_LIMIT, ChatBody, GenerationBody, as_limit, read_params
 from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CostsAtEnd, costs_of
 from server.api.wire import JsonBody, Payload, body_of, sse_event
@@ -44,10 +43,7 @@ class LlamaCppError(TypedDict):
     type: str
 
 
-class LlamaCppErrorBody(TypedDict):
-    """An error's body."""
-
-    error: LlamaCppError
+LlamaCppErrorBody: TypeAlias = dict[Literal["error"], LlamaCppError]
 
 
 class LlamaCppDialect(Dialect):
@@ -56,14 +52,10 @@ class LlamaCppDialect(Dialect):
     error_type = LlamaCppErrorBody
     own_paths = ("/slots", "/infill", "/lora-adapters", "/embedding")
 
-    def error_body(self, error: ApiError) -> LlamaCppErrorBody:
+    def error_body(self, error: ApiError) -> Payload:
         """An object whose `code` is the status."""
         kind = ERRORS.get(error.status, "server" if error.status >= 500 else "invalid_request")
         return {"error": {"code": error.status, "message": error.message, "type": f"{kind}_error"}}
-
-
-NO_LIMIT: Final = -1
-RETRY_SECONDS: Final = 1
 
 
 class SlotBody(TypedDict):
@@ -125,7 +117,7 @@ async def slots(request: Request) -> Response:
     engine = context.running_engine(model)
     found: list[bool] = await engine.execute(describe_slots)
     if request.query_params.get("fail_on_no_slot") == "1" and all(found):
-        raise retry_later(Code.NO_FREE_SLOT, "no slot is free", RETRY_SECONDS)
+        raise retry_later(Code.NO_FREE_SLOT, "no slot is free", 1)
     told = {"n_ctx": model.context_tokens, "speculative": engine.stats().drafts is not None}
     return JsonBody([{"id": index, **told, "is_processing": is_leased} for index, is_leased in enumerate(found)])
 
@@ -133,11 +125,10 @@ async def slots(request: Request) -> Response:
 async def props(request: Request) -> Response:
     """Describes the server."""
     model = _model_asked(request)
-    settings: GenerationSettings = {"n_ctx": model.context_tokens, "params": params_body(model.sampling)}
     body = body_of(
         PropsBody,
         model.facts,
-        default_generation_settings=settings,
+        default_generation_settings={"n_ctx": model.context_tokens, "params": params_body(model.sampling)},
         total_slots=context_of(request).config.slots,
         model_alias=model.id,
         model_path=model.id,
@@ -157,28 +148,16 @@ def params_body(sampling: SamplingParams, n_predict: int = NO_LIMIT, stop: Seque
     return body_of(DefaultParams, sampling, n_predict=n_predict, repeat_penalty=repeat, stop=texts)
 
 
-class TemplateText(TypedDict):
-    """The text of a prompt."""
-
-    prompt: str
-
-
-class InputTokensBody(TypedDict):
-    """How many tokens a prompt has."""
-
-    input_tokens: int
-
-
 @inspect
 def apply_template(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with a conversation's prompt."""
-    return TemplateText(prompt=rendered(context, incoming).text)
+    return {"prompt": rendered(context, incoming).text}
 
 
 @inspect
 def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with the length of a conversation's prompt."""
-    return InputTokensBody(input_tokens=len(rendered(context, incoming).tokens))
+    return {"input_tokens": len(rendered(context, incoming).tokens)}
 
 
 def rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
@@ -227,29 +206,19 @@ class TokensBody(TypedDict):
     max_model_len: NotRequired[int]
 
 
-class ContentBody(TypedDict):
-    """The text, in llama.cpp's and vLLM's name."""
-
-    content: str
-    prompt: str
-
-
 @inspect
 def tokenize(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with the tokens of a text."""
     body = parse_body(TokenizeBody, incoming.fields)
-    model = context.pool.find(body.model)
-    if "messages" in incoming.fields:
+    model, is_chat = context.pool.find(body.model), "messages" in incoming.fields
+    if is_chat:
         found = rendered(context, incoming).tokens.tolist()
     else:
-        wants_special = (body.add_special, body.add_special_tokens)
-        found = model.renderer.tokenize(
-            body.content or body.prompt or "",
-            add_special=True in wants_special or (body.prompt is not None and False not in wants_special),
-            parse_special=body.parse_special is not False,
-        )
+        wishes, text = (body.add_special, body.add_special_tokens), body.content or body.prompt or ""
+        adds = True in wishes or (body.prompt is not None and False not in wishes)
+        found = model.renderer.tokenize(text, add_special=adds, parse_special=body.parse_special is not False)
     answer: TokensBody = {"tokens": found}
-    if body.prompt is not None or "messages" in incoming.fields:
+    if is_chat or body.prompt is not None:
         answer |= {"count": len(found), "max_model_len": model.context_tokens}
     if body.with_pieces:
         answer["tokens"] = [_piece(token, model.token_texts.piece(token)) for token in found]
@@ -263,7 +232,7 @@ def detokenize(context: ApiContext, incoming: Incoming) -> Payload:
     model = context.pool.find(body.model)
     check_token_ids(body.tokens or (), model.vocab_size, "tokens")
     text = model.token_texts.text(body.tokens or ())
-    return ContentBody(content=text, prompt=text)
+    return {"content": text, "prompt": text}
 
 
 def _piece(token: int, piece: bytes) -> TokenPiece:
@@ -291,8 +260,9 @@ def _one_prompt(value: Any) -> Any:
     parts = value if isinstance(value, list) else [0, value]
     if all(isinstance(part, str) or type(part) is int for part in parts) and any(type(part) is int for part in parts):
         return value
-    reason = "Input should be a text, or a list of token ids and texts; /v1/completions takes several prompts"
-    raise PydanticCustomError("prompt_type", reason)
+    raise ValueError(
+        "Input should be a text, or a list of token ids and texts; /v1/completions takes several prompts"
+    )
 
 
 def _bias_object(value: Any) -> Any:
@@ -349,12 +319,11 @@ def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int
     if isinstance(prompt, str):
         return prompt
     tokens: list[int] = []
-    for index, part in enumerate(prompt):
+    for part in prompt:
         if isinstance(part, int):
             tokens.append(part)
         else:
-            renderer = model.renderer
-            tokens.extend(renderer.tokenize(part) if index else renderer.encode(part).tokens.tolist())
+            tokens += model.renderer.tokenize(part) if tokens else model.renderer.encode(part).tokens.tolist()
         if len(tokens) >= model.context_tokens:
             break  # other values are already refused
     return tokens
@@ -421,15 +390,14 @@ class LlamaCompletionExchange(Exchange):
         }
 
 
+_COUNTING = Operation(ChatBody, dict[Literal["input_tokens"], int])
 _ROUTES = (
     Endpoint("/tokenize", tokenize, Operation(TokenizeBody, TokensBody)),
-    Endpoint("/detokenize", detokenize, Operation(DetokenizeBody, ContentBody)),
-    Endpoint("/apply-template", apply_template, Operation(ChatBody, TemplateText)),
+    Endpoint("/detokenize", detokenize, Operation(DetokenizeBody, dict[Literal["content", "prompt"], str])),
+    Endpoint("/apply-template", apply_template, Operation(ChatBody, dict[Literal["prompt"], str])),
     Endpoint("/completion", complete, Operation(LlamaCompletionBody, LlamaCompletion, stream=LlamaCompletion)),
     Endpoint("/slots", slots, Operation(answer=list[SlotBody], query=("model", "fail_on_no_slot"))),
     Endpoint("/props", props, Operation(answer=PropsBody, query=("model",))),
-    *with_and_without_v1(
-        [Endpoint("/chat/completions/input_tokens", count_input_tokens, Operation(ChatBody, InputTokensBody))]
-    ),
+    *with_and_without_v1([Endpoint("/chat/completions/input_tokens", count_input_tokens, _COUNTING)]),
 )
 LLAMA_CPP = LlamaCppDialect(_ROUTES)

@@ -8,17 +8,14 @@ from server.api.errors import Code
 from server.api.llama_cpp.api import (
     ERRORS,
     IN_COMPLETION,
-    ContentBody,
     DefaultParams,
     DetokenizeBody,
     GenerationSettings,
-    InputTokensBody,
     LlamaCompletion,
     LlamaCompletionBody,
     LlamaCppError,
     PropsBody,
     SlotBody,
-    TemplateText,
     TokenizeBody,
     TokenPiece,
     TokensBody,
@@ -51,8 +48,15 @@ def test_every_field_that_only_completion_refuses_is_named() -> None:
 
 
 def test_every_other_field_and_type_of_error_is_named() -> None:
-    kinds = (TokensBody, TokenPiece, ContentBody, TemplateText, InputTokensBody, DefaultParams, GenerationSettings)
-    names = {"vision", "audio", *(name for kind in kinds for name in get_type_hints(kind))}
+    kinds = (TokensBody, TokenPiece, DefaultParams, GenerationSettings)
+    names = {
+        "vision",
+        "audio",
+        "content",
+        "prompt",
+        "input_tokens",
+        *(name for kind in kinds for name in get_type_hints(kind)),
+    }
     assert all(f"`{name}`" in PAGE for name in names)
     assert all(f'"{name}"' in PAGE for name in get_type_hints(LlamaCppError))
     kinds_of_errors = {*ERRORS.values(), "server", "invalid_request"}
