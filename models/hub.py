@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -19,36 +19,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import httpx2
-from huggingface_hub import HfApi, hf_hub_url, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils import (  # type: ignore[attr-defined]  # made on demand there
-    build_hf_headers,
-    filter_repo_objects,
-    get_session,
-    hf_raise_for_status,
-    tqdm,
-)
+from huggingface_hub import HfApi, errors, hf_hub_url, snapshot_download
+from huggingface_hub.utils import build_hf_headers, filter_repo_objects, get_session, hf_raise_for_status, tqdm  # type: ignore[attr-defined]
 
+from models import names
 from models.errors import ModelError, ModelNotFound, PullFailed, RepositoryNotFound
-from models.names import (
-    BUILT_IN,
-    IGNORED_PATTERNS,
-    ORGANIZATION,
-    PULLED_PATTERNS,
-    RepositoryName,
-    cache_folder,
-    parse_repository,
-    resolve,
-    suggest,
-    suggest_smaller,
-)
 from models.texts import size_text
 from models.weights import MTP_FILE, find_weight_files, other_formats, read_header, read_json, total_bytes
 
@@ -94,6 +69,7 @@ TellPull: TypeAlias = Callable[[PullEvent], None]
 """Called on the downloading thread; an exception ends the download, which keeps its bytes."""
 
 
+_PATTERNS: Mapping[str, Any] = {"allow_patterns": names.PULLED_PATTERNS, "ignore_patterns": names.IGNORED_PATTERNS}
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5
 _PAUSE_SECONDS = 1.0
@@ -104,7 +80,7 @@ _TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class _Download:
-    repository: RepositoryName
+    repository: names.RepositoryName
     commit: str
     files: tuple[PlannedFile, ...]
     others: tuple[str, ...]
@@ -134,24 +110,20 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
 
     Weights above `max_weights_bytes` are not fetched. Raises ModelNotFound and PullFailed; fetched bytes are kept.
     """
-    if name in BUILT_IN:
-        return resolve(name)
-    repository = parse_repository(name)
+    if name in names.BUILT_IN:
+        return names.resolve(name)
+    repository = names.parse_repository(name)
     if repository is None:
-        raise ModelNotFound(f"{name!r} is no repository org/name: {suggest(name)}")
+        raise ModelNotFound(f"{name!r} is no repository org/name: {names.suggest(name)}")
     with _explained(repository):
         download = _plan(repository)
         _require_weights(download)
         if max_weights_bytes is not None:
-            _require_memory(download, name, max_weights_bytes)
+            weights_bytes = sum(file.num_bytes for file in download.files if file.name.endswith(".safetensors"))
+            _require(download, name, weights_bytes, max_weights_bytes, "of memory for weights", "this machine")
         _fetch_weights(download, name, tell)
-        folder = snapshot_download(
-            repository.repository,
-            revision=repository.revision,
-            allow_patterns=PULLED_PATTERNS,
-            ignore_patterns=IGNORED_PATTERNS,
-            tqdm_class=_SilentBar,
-        )
+        revision = repository.revision
+        folder = snapshot_download(repository.repository, revision=revision, tqdm_class=_SilentBar, **_PATTERNS)
         tell(PullProgress(None, 0, download.num_bytes, download.num_bytes))
         return Path(folder)
 
@@ -159,13 +131,13 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
 def find_mtp(name: str, folder: Path) -> str | None:
     """A repository with the MTP module that a downloaded model declares and lacks, if any."""
     # Qwen3.5-9B-MTP-4bit is for Qwen3.5-9B-4bit and Qwen3.5-9B-MLX-4bit.
-    repository = parse_repository(name)
+    repository = names.parse_repository(name)
     parts = re.fullmatch(r"[^/]+/(.+?)(?:-MLX)?-(\d+bit|bf16)", repository.repository if repository else "")
     if parts is None or not _lacks_mtp(folder):
         return None
     for bits in dict.fromkeys((parts[2], "4bit")):
-        with suppress(HfHubHTTPError, httpx2.HTTPError, OSError):
-            return HfApi().model_info(f"{ORGANIZATION}/{parts[1]}-MTP-{bits}", timeout=_TIMEOUT_SECONDS).id
+        with suppress(errors.HfHubHTTPError, httpx2.HTTPError, OSError):
+            return HfApi().model_info(f"{names.ORGANIZATION}/{parts[1]}-MTP-{bits}", timeout=_TIMEOUT_SECONDS).id
     return None
 
 
@@ -204,7 +176,7 @@ def pull_mtp(folder: Path, module: _Download, check: Callable[[Path], None], tel
 
 def mtp_of(source: str) -> _Download:
     """The download of an MTP module, the only file of weights in its repository. Raises PullFailed."""
-    repository = parse_repository(source)
+    repository = names.parse_repository(source)
     if repository is None:
         raise PullFailed(f"{source!r} is no repository org/name with an MTP module")
     with _explained(repository):
@@ -217,66 +189,39 @@ def mtp_of(source: str) -> _Download:
     return replace(plan, files=(found[0],))
 
 
-def _plan(repository: RepositoryName) -> _Download:
+def _plan(repository: names.RepositoryName) -> _Download:
     info = HfApi().model_info(repository.repository, revision=repository.revision, files_metadata=True)
-    siblings = {file.rfilename: file for file in info.siblings or ()}
-    wanted = list(filter_repo_objects(siblings, allow_patterns=PULLED_PATTERNS, ignore_patterns=IGNORED_PATTERNS))
-    files = (
-        PlannedFile(name, siblings[name].size or 0, lfs.sha256 if (lfs := siblings[name].lfs) else "")
-        for name in wanted
-    )
-    others = tuple(name for name in siblings if name not in wanted)
-    blobs = cache_folder() / f"models--{repository.repository.replace('/', '--')}" / "blobs"
+    siblings = info.siblings or ()
+    wanted = list(filter_repo_objects(siblings, key=lambda one: one.rfilename, **_PATTERNS))
+    files = (PlannedFile(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs else "") for one in wanted)
+    others = tuple(one.rfilename for one in siblings if one not in wanted)
+    blobs = names.cache_folder() / f"models--{repository.repository.replace('/', '--')}" / "blobs"
     return _Download(repository, info.sha or repository.revision, tuple(files), others, blobs)
 
 
 def _require_weights(download: _Download) -> None:
-    names = {file.name for file in download.files}
-    if "config.json" not in names or not any(fnmatch(name, "model*.safetensors") for name in names):
+    found = {file.name for file in download.files}
+    if "config.json" not in found or not any(fnmatch(name, "model*.safetensors") for name in found):
         raise PullFailed(
             f"{download.repository} holds no weights that MLX can load (config.json and model*.safetensors)"
             f"{other_formats(download.others) or '; look for a conversion of it under mlx-community'}"
         )
 
 
-def _require_memory(download: _Download, name: str, limit_bytes: int) -> None:
-    weights_bytes = sum(file.num_bytes for file in download.files if file.name.endswith(".safetensors"))
-    _require(
-        lambda needed, left: f"takes {needed} of memory, and this machine has {left} for weights",
-        download,
-        name,
-        weights_bytes,
-        limit_bytes,
-    )
-
-
-def _require_space(download: _Download, name: str) -> None:
-    needed_bytes = download.num_bytes - sum(map(download.bytes_here, download.files))
-    place = next(one for one in (cache_folder(), *cache_folder().parents) if one.exists())
-    free_bytes = shutil.disk_usage(place).free
-    _require(
-        lambda needed, left: f"needs {needed} more, and {place} has {left} left",
-        download,
-        name,
-        needed_bytes,
-        free_bytes,
-    )
-
-
-def _require(
-    problem: Callable[[str, str], str], download: _Download, name: str, needed_bytes: int, limit_bytes: int
-) -> None:
+def _require(download: _Download, name: str, needed_bytes: int, limit_bytes: int, what: str, place: object) -> None:
     if needed_bytes > limit_bytes:
-        smaller = suggest_smaller(name, limit_bytes)
+        smaller = names.suggest_smaller(name, limit_bytes)
+        needed, left = size_text(needed_bytes), size_text(max(limit_bytes, 0))
         hint = "" if smaller is None else f"; {smaller} would fit"
-        sizes = size_text(needed_bytes), size_text(max(limit_bytes, 0))
-        raise PullFailed(f"{download.repository} {problem(*sizes)}{hint}")
+        raise PullFailed(f"{download.repository} needs {needed} {what}, and {place} has {left} left{hint}")
 
 
 def _fetch_weights(download: _Download, name: str, tell: TellPull) -> None:
-    _require_space(download, name)
+    place = next(one for one in (names.cache_folder(), *names.cache_folder().parents) if one.exists())
+    here_bytes = sum(map(download.bytes_here, download.files))
+    _require(download, name, download.num_bytes - here_bytes, shutil.disk_usage(place).free, "more", place)
     tell(PullPlanned(str(download.repository), download.files))
-    tell(PullProgress(None, 0, sum(map(download.bytes_here, download.files)), download.num_bytes))
+    tell(PullProgress(None, 0, here_bytes, download.num_bytes))
     for file in download.files:
         if file.digest and not download.is_here(file):
             _fetch(download, file, tell)
@@ -313,7 +258,7 @@ def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, tell
         before_bytes = target.tell()
         try:
             return _receive(download, file, target, report)
-        except (httpx2.TransportError, HfHubHTTPError) as error:
+        except (httpx2.TransportError, errors.HfHubHTTPError) as error:
             num_futile = 0 if target.tell() > before_bytes else num_futile + 1
             pause_seconds = _pause_after(error)
             if num_futile == _MAX_FUTILE_ATTEMPTS or pause_seconds is None:
@@ -322,9 +267,9 @@ def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, tell
     return None
 
 
-def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
+def _pause_after(error: httpx2.TransportError | errors.HfHubHTTPError) -> float | None:
     """The seconds until another attempt; None if that makes no sense."""
-    if not isinstance(error, HfHubHTTPError):
+    if not isinstance(error, errors.HfHubHTTPError):
         return _PAUSE_SECONDS
     if error.response.status_code not in _BUSY:
         return None
@@ -355,34 +300,34 @@ class _SilentBar(tqdm):
 
 
 @contextmanager
-def _explained(repository: RepositoryName) -> Iterator[None]:
+def _explained(repository: names.RepositoryName) -> Iterator[None]:
     try:
         yield
     except (httpx2.HTTPError, OSError) as error:
         raise _explanation(repository, HfApi().endpoint, error) from error
 
 
-def _explanation(repository: RepositoryName, endpoint: str, error: Exception) -> PullFailed:
+def _explanation(repository: names.RepositoryName, endpoint: str, error: Exception) -> PullFailed:
     match error:
-        case OfflineModeIsEnabled():
+        case errors.OfflineModeIsEnabled():
             return PullFailed("HF_HUB_OFFLINE is set, so nothing can be downloaded")
-        case GatedRepoError():
+        case errors.GatedRepoError():
             return PullFailed(
                 f"{repository} asks for consent: accept its terms on {endpoint}/{repository.repository}, set "
                 f"HF_TOKEN to a token of {endpoint}/settings/tokens, and pull it again"
             )
-        case RevisionNotFoundError():
+        case errors.RevisionNotFoundError():
             return RepositoryNotFound(f"{repository.repository} has no revision {repository.revision!r}")
-        case RepositoryNotFoundError():
+        case errors.RepositoryNotFoundError():
             hint = "or it is private; if it is yours, set HF_TOKEN"
             return RepositoryNotFound(f"There is no repository {repository.repository}, {hint}")
-        case HfHubHTTPError(response=response) if response.status_code in (401, 403):
-            return PullFailed(f"{endpoint} does not take the token; set HF_TOKEN to another, or unset it")
-        case HfHubHTTPError(response=response) if response.status_code == httpx2.codes.TOO_MANY_REQUESTS:
-            return PullFailed(f"{endpoint} is asked too often from here; try again later, or set HF_TOKEN")
-        case HfHubHTTPError(response=response):
-            return PullFailed(f"{endpoint} answered with status {response.status_code}; try again later")
-        case httpx2.HTTPError() | ConnectionError() | LocalEntryNotFoundError():
+        case errors.HfHubHTTPError(response=response):
+            wrong_token = "does not take the token; set HF_TOKEN to another, or unset it"
+            busy = "is asked too often from here; try again later, or set HF_TOKEN"
+            other = f"answered with status {response.status_code}; try again later"
+            told = {401: wrong_token, 403: wrong_token, 429: busy}.get(response.status_code, other)
+            return PullFailed(f"{endpoint} {told}")
+        case httpx2.HTTPError() | ConnectionError() | errors.LocalEntryNotFoundError():
             proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
             way = f" through the proxy of HTTPS_PROXY, {proxy.rpartition('@')[2]}" if proxy else ""
             return PullFailed(f"{endpoint} cannot be reached{way}; is there a network?")

@@ -338,7 +338,7 @@ def test_a_family_is_the_largest_of_its_models_that_fits(hub: FakeHub, person: P
 
 def test_what_the_machine_has_no_memory_for_is_only_fetched_by_force(hub: FakeHub, person: Person) -> None:
     little = LITTLE_MEMORY.format(3 * 10**8)
-    words = "takes 12.0 MB of memory, and this machine has 1.6 MB for weights"
+    words = "needs 12.0 MB of memory for weights, and this machine has 1.6 MB left"
     says_one_sentence(person.types("pull", "org/model", before=little), words)
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
     assert person.types("pull", "--force", "org/model", before=little).status == 0
