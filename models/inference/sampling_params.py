@@ -1,5 +1,6 @@
 """How a sequence's tokens are chosen, and which values are allowed. Knows no logits and no MLX."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
@@ -103,6 +104,21 @@ class SamplingParams:
             repeat_last_n=ALL_TOKENS if repeat is not None and repeat >= num_tokens else repeat,
             dry_penalty_last_n=num_tokens if self.is_dry and not 0 <= dry < num_tokens else dry,
         )
+
+
+def settled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name, with `SamplingParams`' own for those by which clients switch something off."""
+    found = dict(values)
+    if found.get("seed") is not None and found["seed"] < 0:
+        found["seed"] = None
+    if found.get("top_k", 0) < 0:
+        found["top_k"] = 0
+    if found.get("typical_p") == 0:
+        found["typical_p"] = 1.0
+    if found.get("top_p") == 0:
+        # A mass of 0 leaves only the likeliest token.
+        found |= {"top_p": 1.0, "top_k": 1}
+    return found
 
 
 def check(params: SamplingParams, vocab_size: int) -> None:

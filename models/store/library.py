@@ -6,8 +6,8 @@ Elsewhere only the headers of weights are checked, and their length.
 
 import hashlib
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -82,42 +82,34 @@ _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 """SHA-256, or Git's SHA-1."""
 
 
-@dataclass(frozen=True)
-class FileFault:
-    """A file and its fault."""
-
-    name: str
-    fault: str
-
-
-def verify(folder: Path) -> tuple[list[FileFault], int, int]:
+def verify(folder: Path) -> tuple[Mapping[str, str], int, int]:
     """Faults by file, the number of files, and of those whose hash is known. Reads about a gigabyte a second."""
     files = sorted(path for path in folder.iterdir() if not path.is_dir())
     missing = missing_files(folder)
-    faults, num_compared = [FileFault(name, "missing") for name in missing], 0
+    faults, num_compared = dict.fromkeys(missing, "missing"), 0
     for file in files:
         if file.name in missing:
             continue
         linked = file.readlink().name if file.is_symlink() else ""
         expected = linked if _HASH.fullmatch(linked) else None
         num_compared += expected is not None
-        faults += [FileFault(file.name, fault) for fault in _fault(file, expected)]
-    return sorted(faults, key=lambda fault: fault.name), len(files), num_compared
+        if (fault := _fault(file, expected)) is not None:
+            faults[file.name] = fault
+    return dict(sorted(faults.items())), len(files), num_compared
 
 
-def _fault(file: Path, expected: str | None) -> Iterator[str]:
+def _fault(file: Path, expected: str | None) -> str | None:
     if not file.exists():
-        yield "missing"
-        return
+        return "missing"
     try:
         if file.suffix == ".safetensors":
             read_header(file)
-        if expected is not None and _hash(file, expected) != expected:
-            yield "damaged: its hash is not the hub's"
+        is_damaged = expected is not None and _hash(file, expected) != expected
     except ModelBroken as error:
-        yield str(error).removeprefix(f"{file} is ")
+        return str(error).removeprefix(f"{file} is ")
     except OSError as error:
-        yield f"not readable: {reason(error)}"
+        return f"not readable: {reason(error)}"
+    return "damaged: its hash is not the hub's" if is_damaged else None
 
 
 def _hash(file: Path, expected: str) -> str:

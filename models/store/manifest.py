@@ -7,6 +7,7 @@
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.errors import InvalidParameter, StoreDamaged, StoreError, reason
+from models.errors import InvalidParameter, StoreDamaged, StoreError, reason, told_as
 from models.store.stored_model import StoredModel, find_full_name
 
 if TYPE_CHECKING:
@@ -34,13 +35,10 @@ class Manifest:
     """One folder's stored models. For any thread and several processes."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.path = folder / FILE_NAME
+        self._fault = f"{self.path} cannot be used"
         self._last: tuple[tuple[int, int, int], Mapping[str, StoredModel]] | None = None
         self._lock = threading.Lock()
-
-    @property
-    def path(self) -> Path:
-        return self._folder / FILE_NAME
 
     def models(self) -> Mapping[str, StoredModel]:
         """All stored models by full name.
@@ -70,31 +68,26 @@ class Manifest:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         with self._lock:
-            with _used(self._folder):
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                descriptor = os.open(self._folder / f"{FILE_NAME}.lock", flags, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with told_as(StoreError, self._fault):
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                lock = open(f"{self.path}.lock", "ab", opener=_as_owner)  # noqa: SIM115
+            with lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 yield
-            finally:
-                os.close(descriptor)
-
-    def _stamp(self) -> tuple[int, int, int] | None:
-        with _used(self.path), contextlib.suppress(FileNotFoundError):
-            found = self.path.stat()
-            return found.st_ino, found.st_mtime_ns, found.st_size
-        return None
 
     def _read(self) -> Mapping[str, StoredModel]:
         """Reads the file only if changed; raises StoreError, and `_DAMAGE` for a malformed one."""
-        stamp = self._stamp()
-        if stamp is None:
-            return {}
-        if self._last is None or self._last[0] != stamp:
-            with _used(self.path):
-                self._last = stamp, _parse(self.path.read_bytes(), self.path)
-        return self._last[1]
+        with told_as(StoreError, self._fault):
+            try:
+                found = self.path.stat()
+            except FileNotFoundError:
+                return {}
+            stamp = found.st_ino, found.st_mtime_ns, found.st_size
+            if self._last is not None and self._last[0] == stamp:
+                return self._last[1]
+            text = self.path.read_bytes()
+        self._last = stamp, (models := _parse(text, self.path))
+        return models
 
     def _read_or_set_aside(self) -> Mapping[str, StoredModel]:
         """For the lock's holder; raises StoreDamaged and StoreError."""
@@ -103,28 +96,34 @@ class Manifest:
         except _DAMAGE as error:
             names = (f"{FILE_NAME}.damaged-{number}" for number in itertools.count(1))
             aside = next(path for path in map(self.path.with_name, names) if not path.exists())
-            with _used(self.path):
+            with told_as(StoreError, self._fault):
                 self.path.rename(aside)
-            raise StoreDamaged(
-                f"{self.path} is damaged ({reason(error)}) and was set aside as {aside.name}; mend it and move it "
-                "back, or create the names anew"
-            ) from error
+            advice = "mend it and move it back, or create the names anew"
+            damage = f"{self.path} is damaged ({reason(error)}) and was set aside as {aside.name}"
+            raise StoreDamaged(f"{damage}; {advice}") from error
 
     def _write(self, models: Mapping[str, StoredModel]) -> None:
         found = _adapter().dump_python([models[name] for name in sorted(models)], mode="json")
         text = json.dumps({"version": VERSION, "models": found}, indent=2, ensure_ascii=False).encode() + b"\n"
         beside = self.path.with_name(f"{FILE_NAME}.new")
-        with _used(self.path):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
+        with told_as(StoreError, self._fault):
+            with open(beside, "wb", opener=_as_owner) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(self.path)
-            _sync_folder(self._folder)
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
-_DAMAGE = (ValueError, RecursionError)
+def _as_owner(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+_DAMAGE = (ValueError, RecursionError, InvalidParameter)
 
 
 def _parse(text: bytes, path: Path) -> Mapping[str, StoredModel]:
@@ -146,8 +145,6 @@ def _parse(text: bytes, path: Path) -> Mapping[str, StoredModel]:
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except InvalidParameter as error:
-        raise ValueError(str(error)) from error
     return {model.name: model for model in models}
 
 
@@ -158,26 +155,9 @@ def _adapter() -> "TypeAdapter[list[StoredModel]]":
     return TypeAdapter(list[StoredModel])
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _used(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{path} cannot be used: {reason(error)}") from error
-
-
-_manifests: dict[Path, Manifest] = {}
+_manifest_in = functools.cache(Manifest)
 
 
 def user_manifest() -> Manifest:
     """This user's manifest, the same object each time."""
-    folder = data_folder(os.environ)
-    return _manifests.setdefault(folder, Manifest(folder))
+    return _manifest_in(data_folder(os.environ))

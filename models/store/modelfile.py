@@ -7,11 +7,14 @@ lines; `#` begins a comment.
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.errors import InvalidParameter, ModelfileError
-from models.store.stored_model import SAMPLING_DEFAULTS, ExampleMessage, ModelDefaults, StoredModel
+from models.inference.sampling_params import settled
+from models.store.stored_model import SAMPLING_DEFAULTS, WITHOUT_EFFECT, ExampleMessage, ModelDefaults, StoredModel
+from models.texts import read_object
 
 _SAMPLING = {
     "repeat_penalty" if name == "repetition_penalty" else name: (name, kind)
@@ -21,11 +24,6 @@ _SAMPLING = {
 _LIMITS = {"num_ctx": "context_tokens", "num_predict": "max_tokens"}
 _STOP, _TEMPLATE_ARGUMENTS = "stop", "chat_template_kwargs"
 PARAMETERS = (*_SAMPLING, *_LIMITS, _STOP, _TEMPLATE_ARGUMENTS)
-_OF_LOADING = (
-    "num_batch num_gpu main_gpu num_thread num_keep use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only "
-    "embedding_only tfs_z mirostat mirostat_tau mirostat_eta penalize_newline draft_num_predict"
-)
-WITHOUT_EFFECT = frozenset(_OF_LOADING.split())
 
 
 def with_parameters(defaults: ModelDefaults, told: Iterable[tuple[str, Any]]) -> ModelDefaults:
@@ -36,7 +34,8 @@ def with_parameters(defaults: ModelDefaults, told: Iterable[tuple[str, Any]]) ->
     changes: dict[str, Any] = {"sampling": dict(defaults.sampling)}
     for name, value in told:
         _take_parameter(changes, name.lower(), value)
-    changed = replace(defaults, **changes)
+    sampling = {name: value for name, value in settled(changes["sampling"]).items() if value is not None}
+    changed = replace(defaults, **{**changes, "sampling": sampling})
     try:
         changed.check()
     except InvalidParameter as error:
@@ -63,11 +62,10 @@ def _take_parameter(changes: dict[str, Any], name: str, value: Any) -> None:
     if name in _SAMPLING:
         ours, kind = _SAMPLING[name]
         changes["sampling"][ours] = _number(name, value, kind)
-        _settle(changes["sampling"], ours)
     elif name in _LIMITS:
         number = _number(name, value, int)
         # Ollama writes -1 for an answer without a limit.
-        changes[_LIMITS[name]] = None if name == "num_predict" and number < 1 else int(number)
+        changes[_LIMITS[name]] = None if name == "num_predict" and number < 1 else number
     elif name == _STOP:
         texts = value if isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in texts):
@@ -82,36 +80,17 @@ def _take_parameter(changes: dict[str, Any], name: str, value: Any) -> None:
         raise ModelfileError(f"there is no parameter {name[:60]!r}; {hint}")
 
 
-def _settle(sampling: dict[str, int | float], name: str) -> None:
-    if name == "top_k" and sampling[name] < 0:
-        sampling[name] = 0
-    if name == "seed" and sampling[name] < 0:
-        del sampling[name]
-    if name == "typical_p" and sampling.get(name) == 0:
-        sampling[name] = 1.0
-    if name == "top_p" and sampling.get(name) == 0:
-        # No mass at all means the likeliest token alone.
-        sampling |= {"top_p": 1.0, "top_k": 1}
-
-
-def _number(name: str, value: Any, kind: type) -> int | float:
-    try:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError
-        number = kind(value)
-        if kind is int and isinstance(value, float) and value != number:
-            raise ValueError
-    except (ValueError, OverflowError):
-        whole = "whole " if kind is int else ""
-        raise ModelfileError(f"{name} is a {whole}number, not {str(value)[:60]!r}") from None
-    return int(number) if kind is int else float(number)
+def _number(name: str, value: Any, kind: type) -> Any:
+    is_number = isinstance(value, str | int | float) and not isinstance(value, bool)
+    with suppress(ValueError, OverflowError):
+        if is_number and (isinstance(value, str) or kind(value) == value):
+            return kind(value)
+    whole = "whole " if kind is int else ""
+    raise ModelfileError(f"{name} is a {whole}number, not {str(value)[:60]!r}")
 
 
 def _object(value: Any) -> Mapping[str, Any]:
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        found = None
+    found = read_object(value) if isinstance(value, str) else value
     if not isinstance(found, dict):
         raise ModelfileError(f'{_TEMPLATE_ARGUMENTS} is an object in JSON, such as {{"enable_thinking": false}}')
     return found

@@ -14,6 +14,12 @@ SAMPLING_DEFAULTS: Mapping[str, type] = {
     name: int if name in ("top_k", "seed", "repeat_last_n") else float
     for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", *_PENALTIES)
 }
+_OF_LOADING = (
+    "num_batch num_gpu main_gpu num_thread num_keep use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only "
+    "embedding_only tfs_z mirostat mirostat_tau mirostat_eta penalize_newline draft_num_predict"
+)
+WITHOUT_EFFECT = frozenset(_OF_LOADING.split())
+"""Ollama's parameters that take none here."""
 MIN_CONTEXT_TOKENS = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -50,8 +56,10 @@ class ModelDefaults:
         if len(self.stop) > MAX_STOP_STRINGS or not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop):
             message = f"stop: at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
             raise InvalidParameter("stop", message)
-        _check_least("num_predict", self.max_tokens, 1)
-        _check_least("num_ctx", self.context_tokens, MIN_CONTEXT_TOKENS)
+        limits = {"num_predict": (self.max_tokens, 1), "num_ctx": (self.context_tokens, MIN_CONTEXT_TOKENS)}
+        for name, (value, least) in limits.items():
+            if value is not None and value < least:
+                raise InvalidParameter(name, f"{name} must be at least {least}, not {value}")
 
     def sampling_over(self, sampling: SamplingParams) -> SamplingParams:
         """`sampling` overridden by these defaults; raises InvalidParameter."""
@@ -63,19 +71,13 @@ class ModelDefaults:
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Messages after the examples, with the system prompt if they have none."""
-        has_system = bool(messages) and messages[0].get("role") in _SYSTEM_ROLES
-        system = [messages[0]] if has_system else [_message("system", self.system)] if self.system else []
-        examples = [_message(example.role, example.content) for example in self.messages]
-        return [*system, *examples, *messages[1 if has_system else 0 :]]
-
-
-def _message(role: str, content: str) -> Mapping[str, Any]:
-    return {"role": role, "content": [{"type": "text", "text": content}]}
-
-
-def _check_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise InvalidParameter(name, f"{name} must be at least {least}, not {value}")
+        own = messages[:1] if messages and messages[0].get("role") in _SYSTEM_ROLES else messages[:0]
+        system = () if own or not self.system else (ExampleMessage("system", self.system),)
+        shown = [
+            {"role": one.role, "content": [{"type": "text", "text": one.content}]}
+            for one in (*system, *self.messages)
+        ]
+        return [*own, *shown, *messages[len(own) :]]
 
 
 LATEST = "latest"

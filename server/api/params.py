@@ -18,15 +18,16 @@ from pydantic import Field
 from starlette.requests import Request
 
 from models.errors import GrammarFailed, InvalidGrammar, TokenizerFailed
-from models.inference.sampling_params import MAX_WINDOW, SamplingParams
+from models.inference.sampling_params import MAX_WINDOW, SamplingParams, settled
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGrammar, close_objects, describes_members
 from models.output.tool_calls import CallMarkers, ToolFormat
 from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
+from models.store.stored_model import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, WITHOUT_EFFECT
 from server.api.answer import Question
 from server.api.bodies import BodyModel, Whole
 from server.api.conversation import Conversation
-from server.api.dialect import context_of, dialect_of
+from server.api.dialect import context_of, dialect_of, namespace_of
 from server.api.errors import ApiError, Code, context_exceeded, wrong
 from server.engine.request import GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
@@ -96,6 +97,10 @@ class Incoming:
     http: Request
     fields: Mapping[str, Any]
     request_id: str
+
+    def namespace(self, cache_salt: str | None = None) -> str:
+        """The name under which its sender's requests share state."""
+        return namespace_of(self.http, cache_salt)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -331,8 +336,6 @@ def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
     return json.dumps({**close_objects(schema), "x-guidance": {**JSON_STYLE, "lenient": is_lenient}})
 
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024
 MAX_NAMED_OPTIONS = 500
 
 StopStrings = Annotated[
@@ -390,10 +393,7 @@ class Options(SampledBody):
         return tuple(text for text in self.stop or () if text)
 
 
-IGNORED_OPTIONS = """
-    num_ctx num_keep num_batch num_gpu main_gpu num_thread use_mmap use_mlock numa low_vram f16_kv logits_all
-    vocab_only embedding_only draft_num_predict tfs_z mirostat mirostat_tau mirostat_eta penalize_newline
-"""
+IGNORED_OPTIONS = {"num_ctx", *WITHOUT_EFFECT}
 """Ollama's options that have no effect here."""
 
 
@@ -401,7 +401,7 @@ def options_sampling(options: Options | None, model: ServedModel) -> SamplingPar
     """The model's defaults, changed by the options; logs unknown ones."""
     if options is None:
         return model.sampling
-    unknown = sorted((options.model_extra or {}).keys() - IGNORED_OPTIONS.split())
+    unknown = sorted((options.model_extra or {}).keys() - IGNORED_OPTIONS)
     if unknown:
         logger.warning("options without meaning here: %s", repr(unknown)[:MAX_NAMED_OPTIONS])
     return changed_sampling(model.sampling, options, model.vocab_size, repetition_penalty=options.repeat_penalty)
@@ -410,16 +410,9 @@ def options_sampling(options: Options | None, model: ServedModel) -> SamplingPar
 def changed_sampling(defaults: SamplingParams, body: BodyModel, vocab_size: int, **others: Any) -> SamplingParams:
     """`defaults`, changed by a checked body and `others`; None changes nothing."""
     wishes = {**{name: getattr(body, name) for name in PLAIN_FIELDS & type(body).model_fields.keys()}, **others}
-    given = {name: value for name, value in wishes.items() if value is not None}
-    if given.get("seed", 0) < 0:
-        given["seed"] = None
-    if "top_k" in given and not 0 < given["top_k"] < vocab_size:
+    given = settled({name: value for name, value in wishes.items() if value is not None})
+    if given.get("top_k", 0) >= vocab_size:
         given["top_k"] = 0
     if "top_n_sigma" in given:
         given["top_n_sigma"] = max(given["top_n_sigma"], 0.0)
-    if given.get("top_p") == 0:
-        # A mass of 0 leaves only the likeliest token.
-        given |= {"top_p": 1.0, "top_k": 1}
-    if given.get("typical_p") == 0:
-        given["typical_p"] = 1.0
     return replace(defaults, **given)

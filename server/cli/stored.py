@@ -13,8 +13,8 @@ import typer
 from models import names
 from models.errors import ModelfileError, ModelNotFound, StoreError, told_as
 from models.store import library
-from models.store.modelfile import WITHOUT_EFFECT, Modelfile, modelfile_of, parameters_of, parse_modelfile
-from models.store.stored_model import ModelDefaults, StoredModel, WeightsPlace
+from models.store.modelfile import Modelfile, modelfile_of, parameters_of, parse_modelfile
+from models.store.stored_model import WITHOUT_EFFECT, ModelDefaults, StoredModel, WeightsPlace
 from models.texts import grouped, size_text
 from server.app.config import StartError
 from server.cli.options import AnyModel, Force, Json, OwnName, plain_table, tell
@@ -127,15 +127,15 @@ def check_files(
     place = names.place_of(name)
     folder = names.files_of(place)
     found, num_files, num_compared = library.verify(folder)
-    damaged = [one.name for one in found if (folder / one.name).exists()]
+    damaged = [file for file in found if (folder / file).exists()]
     removed = damaged if removes_damaged and place.kind == "repository" else []
     for file in removed:
         (folder / file).resolve().unlink()
-    faults = [{"file": one.name, "fault": one.fault} for one in found]
+    faults = [{"file": file, "fault": fault} for file, fault in found.items()]
     record = {"name": name, "files": num_files, "compared": num_compared, "faults": faults, "removed": removed}
     unknown = f"; of {num_files - num_compared} no hash is known" if num_files > num_compared else ""
     whole = f"{name} is whole: {num_compared} files have the hub's hash{unknown}."
-    tell(record, "\n".join(f"{one.name}: {one.fault}" for one in found) or whole, as_json)
+    tell(record, "\n".join(f"{file}: {fault}" for file, fault in found.items()) or whole, as_json)
     if found and not as_json:
         typer.echo(f"mlx-serve: {_advice(name, place, are_removed=bool(removed))}", err=True)
     raise typer.Exit(1 if found else 0)

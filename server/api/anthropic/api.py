@@ -21,15 +21,7 @@ from server.api.anthropic.content import AnswerContent
 from server.api.anthropic.tool_search import SEARCH_TOOLS, SearchFailed, find_tools
 from server.api.bodies import parse_body
 from server.api.call import generate, inspect
-from server.api.dialect import (
-    ApiContext,
-    Dialect,
-    Endpoint,
-    Operation,
-    describe_models,
-    namespace_of,
-    with_and_without_v1,
-)
+from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, describe_models, with_and_without_v1
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.params import Incoming, ask
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
@@ -170,7 +162,7 @@ def count_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts a prompt's tokens; evaluates nothing."""
     body = parse_body(conversation.PromptBody, incoming.fields, conversation.IN_PROMPT)
     model = conversation.find_model(context, body.model)
-    source = conversation.read_conversation(body, model, context.config, namespace_of(incoming.http, None))
+    source = conversation.read_conversation(body, model, context.config, incoming.namespace())
     return {"input_tokens": len(source.render().tokens)}
 
 
@@ -284,7 +276,7 @@ class MessageExchange(Exchange):
         self, context: ApiContext, incoming: Incoming, body: conversation.MessagesBody, model: ServedModel
     ) -> None:
         """Raises ApiError and the renderer's errors."""
-        namespace = namespace_of(incoming.http, body.cache_salt)
+        namespace = incoming.namespace(body.cache_salt)
         source = conversation.read_conversation(body, model, context.config, namespace)
         question = ask(incoming, model, source, conversation.read_params(body, model))
         if question.request.is_prefix_only:

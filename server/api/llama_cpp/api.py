@@ -20,7 +20,7 @@ from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
 from server.api.bodies import BodyModel, Rules, parse_body, refused
 from server.api.call import generate, inspect
-from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, namespace_of, with_and_without_v1
+from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, with_and_without_v1
 from server.api.errors import ApiError, Code, retry_later
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import read_conversation, text_prompt
@@ -164,7 +164,7 @@ def rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
     """Returns a conversation's prompt; raises ApiError."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
     model = context.pool.find(body.model)
-    namespace = namespace_of(incoming.http, body.cache_salt)
+    namespace = incoming.namespace(body.cache_salt)
     return read_conversation(body, incoming, model, context.config, namespace).render()
 
 
@@ -311,7 +311,7 @@ def complete(context: ApiContext, incoming: Incoming) -> Exchange:
     model = context.pool.find(body.model)
     prompt = text_prompt(_joined(body.prompt, model), model)
     params = replace(read_params(body, model), prompt_param="prompt")
-    request = build_request(incoming, model, prompt, params, namespace_of(incoming.http, body.cache_salt))
+    request = build_request(incoming, model, prompt, params, incoming.namespace(body.cache_salt))
     return LlamaCompletionExchange(body, Question(model, request, prompt))
 
 

@@ -28,7 +28,7 @@ from server.api.answer import Answer, Exchange, OutputEvent, Question
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
 from server.api.call import compute, generate
 from server.api.conversation import Conversation, ThinkingWish, can_continue
-from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation, namespace_of
+from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
 from server.api.openai.types import Format, FunctionSpec
@@ -313,7 +313,7 @@ def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | 
     body = parse_body(OllamaGenerateBody, incoming.fields, IN_GENERATE)
     if not body.prompt:
         return answer_loading(context, body, {"response": ""})
-    model, namespace = find_named(context.pool.find, body.model), namespace_of(incoming.http, None)
+    model, namespace = find_named(context.pool.find, body.model), incoming.namespace()
     wishes = replace(read_params(body, model), prompt_param="prompt")
     if body.raw and (body.system or body.context):
         message = "raw mode does not support template, system, or context"
@@ -410,7 +410,7 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
     if not body.messages:
         return answer_loading(context, body, {"message": _MESSAGE})
     model = find_named(context.pool.find, body.model)
-    namespace = namespace_of(incoming.http, None)
+    namespace = incoming.namespace()
     shows = params.shows_tools(model, body.tools, forbids_calls=False)
     for index, message in enumerate(body.messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")

@@ -156,7 +156,7 @@ COUNTED = message_count_tokens_params.MessageCountTokensParams.__annotations__
         (input_token_count_params.InputTokenCountParams.__annotations__, KNOWN),
         (_types.ChatRequest.model_fields, {*IN_OLLAMA, *OF_OLLAMA, *fields(OllamaChatBody)}),
         (_types.GenerateRequest.model_fields, {*IN_GENERATE, *OF_OLLAMA, *fields(OllamaGenerateBody)}),
-        (ollama.Options.model_fields, {*IGNORED_OPTIONS.split(), *fields(Options)}),
+        (ollama.Options.model_fields, {*IGNORED_OPTIONS, *fields(Options)}),
         (ollama.Message.model_fields, {*IN_OLLAMA_MESSAGE, *fields(OllamaMessage)}),
     ],
 )

@@ -55,7 +55,7 @@ def test_what_has_no_effect_and_what_is_unknown_changes_nothing(
 ) -> None:
     caplog.set_level(logging.WARNING, "server")
     without = dict.fromkeys(Page("ollama.md").without_effect("Fields of both endpoints"), ASKING)
-    options = dict.fromkeys(IGNORED_OPTIONS.split(), ASKING)
+    options = dict.fromkeys(IGNORED_OPTIONS, ASKING)
     assert post(client, path).status_code == 200
     assert post(client, path, **without, unheard_of=1, options={**options, "seeed": 3}).status_code == 200
     plain, other = engine.requests
