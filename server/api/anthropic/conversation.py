@@ -65,11 +65,15 @@ _BLOCKS_OF: Final = {
 _READ: Final = {"tool_reference"}.union(*_BLOCKS_OF.values())
 
 
-def _known(value: Any) -> Any:
-    """An unknown block as its text; refuses any other."""
+def _known(value: Any, info: ValidationInfo) -> Any:
+    """An unknown block as its text; refuses any other, and those of another role."""
     kind = value.get("type") if isinstance(value, dict) else None
-    is_elsewhere = kind == "server_tool_use" and value.get("name") not in SEARCH_TOOLS
-    if not isinstance(kind, str) or (kind in _READ and not is_elsewhere):
+    if not isinstance(kind, str):
+        return value
+    if kind in _READ and (kind != "server_tool_use" or value.get("name") in SEARCH_TOOLS):
+        role = info.data.get("role", "")
+        if kind not in _BLOCKS_OF.get(role, _READ):
+            raise ValueError(f"it is a {kind}, which no message of the role {role} holds")
         return value
     if kind in _NOT_TEXT:
         raise ValueError("this model takes no images and no documents, only text")
@@ -209,15 +213,6 @@ class InputMessage(BodyModel):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[ContentBlock], BeforeValidator(_as_blocks)]
 
-    @field_validator("content")
-    @classmethod
-    def _fits_its_role(cls, blocks: list[Any], info: ValidationInfo) -> list[Any]:
-        role = info.data.get("role", "user")
-        for index, block in enumerate(blocks):
-            if block.type not in _BLOCKS_OF[role]:
-                raise ValueError(f"block {index} is a {block.type}, which no message of the role {role} holds")
-        return blocks
-
 
 class ToolChoiceOption(BodyModel):
     """Whether and which tools are to be called."""
@@ -289,10 +284,8 @@ class PromptBody(MarkedBody):
 
     def thinking_wish(self) -> ThinkingWish:
         """The body's wishes for thinking."""
-        option, effort = (
-            self.thinking or ThinkingOption(type="adaptive"),
-            (self.output_config or OutputConfig()).effort,
-        )
+        option = self.thinking or ThinkingOption(type="adaptive")
+        effort = (self.output_config or OutputConfig()).effort
         is_enabled = {"enabled": True, "disabled": False}.get(option.type)
         budget = option.budget_tokens if is_enabled else None
         return ThinkingWish(is_enabled, _EFFORTS.get(effort or "", effort), budget)

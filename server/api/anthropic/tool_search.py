@@ -90,21 +90,20 @@ def _matches(pattern: str, functions: _Functions, seconds_left: Callable[[], flo
     least = re.findall(r"\{[^}\d]*(\d+)", re.sub(r"\s", "", pattern))
     if math.prod([2 ** pattern.count("+"), *(int(number) + 1 for number in least)]) > _MAX_COPIES:
         raise SearchFailed("invalid_tool_input")
+
+    def matches(text: str) -> bool:
+        # A pattern may take exponential time; other threads go on meanwhile.
+        timeout = min(_SECONDS_PER_TEXT, seconds_left())
+        return compiled.search(text, timeout=timeout, concurrent=True) is not None
+
     try:
         compiled = regex.compile(pattern, regex.IGNORECASE)
-        return [_match(compiled, list(_texts(function)), seconds_left) for function in functions]
+        texts = map(_texts, functions)
+        return [2.0 if matches(name) else float(matches("\n".join(others))) for name, *others in texts]
     except regex.error as error:
         raise SearchFailed("invalid_tool_input") from error
     except TimeoutError as error:
         raise SearchFailed("execution_time_exceeded") from error
-
-
-def _match(pattern: Any, texts: Sequence[str], seconds_left: Callable[[], float]) -> float:
-    for score, text in ((2.0, texts[0]), (1.0, "\n".join(texts[1:]))):
-        # A pattern may take exponential time; other threads go on meanwhile.
-        if pattern.search(text, timeout=min(_SECONDS_PER_TEXT, seconds_left()), concurrent=True):
-            return score
-    return 0.0
 
 
 def _relevance(query: str, functions: _Functions, seconds_left: Callable[[], float]) -> list[float]:
