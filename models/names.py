@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from models.errors import ModelBroken, ModelError, ModelNotFound, reason
+from models.errors import ModelBroken, ModelError, ModelNotFound, told_as
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel, WeightsPlace
 from models.weights import ADVICE, MTP_FILE, other_formats, read_json
@@ -63,9 +63,10 @@ class ShortName:
     """Estimated, of the weights."""
 
 
-def _bits(kind: str) -> float:
-    """A quantization's bits for each weight, scales included."""
-    return {"bf16": 16.0, "mxfp4": 4.25}.get(kind) or int(kind.removesuffix("bit")) + 0.5
+def _num_bytes(num_weights: float, kind: str) -> int:
+    """Estimated, a quantization's scales included."""
+    bits = {"bf16": 16.0, "mxfp4": 4.25}.get(kind) or int(kind.removesuffix("bit")) + 0.5
+    return int(num_weights * bits / 8 * _OVERHEAD)
 
 
 SHORT_NAMES: dict[str, ShortName] = {}
@@ -77,22 +78,17 @@ def _read(families: Mapping[str, Mapping[str, dict[str, Any]]]) -> None:
     for family, sizes in families.items():
         for size, entry in sizes.items():
             num_weights = entry.pop("parameters") * 1e9
-            for number, (kind, model) in enumerate(entry.items()):
-                repository, num_bytes = f"{ORGANIZATION}/{model}", int(num_weights * _bits(kind) / 8 * _OVERHEAD)
-                if number == 0:
-                    usual = SHORT_NAMES[f"{family}:{size}"] = ShortName(f"{family}:{size}", repository, num_bytes)
-                    FAMILIES.setdefault(family, []).append(usual)
-                name = f"{family}:{size}-{kind}"
-                SHORT_NAMES[name] = ShortName(name, repository, num_bytes)
+            models = [
+                ShortName(f"{family}:{size}-{kind}", f"{ORGANIZATION}/{model}", _num_bytes(num_weights, kind))
+                for kind, model in entry.items()
+            ]
+            usual = replace(models[0], name=f"{family}:{size}")
+            SHORT_NAMES.update({one.name: one for one in (usual, *models)})
+            FAMILIES.setdefault(family, []).append(usual)
         FAMILIES[family].sort(key=lambda one: one.num_bytes)
 
 
 _read(tomllib.loads(Path(__file__).with_name("short_names.toml").read_text(encoding="utf-8")))
-
-
-def find_short_name(text: str) -> ShortName | None:
-    """The known name of `text`, in any case."""
-    return SHORT_NAMES.get(text.lower())
 
 
 def find_family(text: str) -> Sequence[ShortName]:
@@ -148,7 +144,7 @@ def shorten(name: str) -> str:
 def parse_repository(name: str) -> RepositoryName | None:
     """The repository of a name, short name or address, if possible."""
     head, at, revision = shorten(name).partition("@")
-    short = find_short_name(head)
+    short = SHORT_NAMES.get(head.lower())
     full = head if short is None else short.repository
     if len(full) > 96 or not _REPOSITORY.fullmatch(full + at + revision):
         return None
@@ -196,10 +192,8 @@ def place_of(name: str) -> WeightsPlace:
 def _find_folder(name: str) -> Path | None:
     """Raises ModelNotFound for any other path."""
     path = Path(name).expanduser()
-    try:
+    with told_as(ModelBroken, f"{name} is not readable"):
         is_folder, is_file = path.is_dir(), path.is_file()
-    except OSError as error:
-        raise ModelBroken(f"{name} is not readable: {reason(error)}") from error
     if is_folder:
         return path
     if name.lower().endswith(".gguf"):
@@ -246,9 +240,7 @@ def _largest_here(name: str) -> str:
     family = find_family(name)
     found = [one.name for one in family if _find_download(RepositoryName(one.repository)) is not None]
     if family and not found:
-        raise ModelNotFound(
-            f"No model of the family {name} is on this machine yet; download one: mlx-serve pull {name}"
-        )
+        raise ModelNotFound(f"No model of the family {name} is on this machine; download one: mlx-serve pull {name}")
     return found[-1] if found else name
 
 
@@ -285,10 +277,8 @@ def folder_of(place: WeightsPlace) -> Path:
     }[place.kind]
     if place.kind == "repository" and not _has_small_files(place):
         raise ModelBroken(f"{what} is not complete; {advice}")
-    try:
+    with told_as(ModelBroken, f"{what} is not readable"):
         missing = missing_files(folder)
-    except OSError as error:
-        raise ModelBroken(f"{what} is not readable: {reason(error)}") from error
     if missing:
         hint = other_formats(folder.iterdir()) if any(name.endswith(".safetensors") for name in missing) else ""
         raise ModelBroken(f"{what} lacks {', '.join(missing[:3])}{hint or f'; {advice}'}")
@@ -301,11 +291,10 @@ def _has_small_files(place: WeightsPlace) -> bool:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns: dict[str, Any] = {"allow_patterns": FILE_PATTERNS, "ignore_patterns": IGNORED_PATTERNS}
-    try:
+    with contextlib.suppress(LocalEntryNotFoundError):  # also where files are missing
         snapshot_download(place.name, revision=place.commit, local_files_only=True, **patterns)
-    except LocalEntryNotFoundError:  # also where files are missing
-        return False
-    return True
+        return True
+    return False
 
 
 def identity_of(place: WeightsPlace) -> str:
@@ -384,10 +373,9 @@ def _can_chat(folder: Path) -> bool:
 
 
 def _is_complete(folder: Path) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return not missing_files(folder)
-    except OSError:
-        return False
+    return False
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -454,11 +442,8 @@ def suggest_smaller(name: str, limit_bytes: int) -> str | None:
     Models of the same family come first, then of a similar one, then all.
     """
     everything = [one for family in FAMILIES.values() for one in family]
-    for candidates in (_within(name, "[^a-z0-9]"), _within(name, "[^a-z]"), FAMILIES[GENERAL], everything):
-        found = largest(candidates, limit_bytes)
-        if found is not None:
-            return found.name
-    return None
+    candidates = (_within(name, "[^a-z0-9]"), _within(name, "[^a-z]"), FAMILIES[GENERAL], everything)
+    return next((found.name for some in candidates if (found := largest(some, limit_bytes)) is not None), None)
 
 
 def _within(name: str, ignored: str) -> Sequence[ShortName]:

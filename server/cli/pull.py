@@ -172,7 +172,7 @@ def offer(name: str) -> str | None:
         names.resolve(name)
         return None
     limit_bytes = comfortable_weights_bytes(this_machine())
-    chosen = choose(name, limit_bytes) or names.find_short_name(name)
+    chosen = choose(name, limit_bytes) or names.SHORT_NAMES.get(name.lower())
     wanted = names.shorten(name) if chosen is None else chosen.name
     if names.parse_repository(wanted) is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return None
