@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.requests import Request
 
 from models.errors import GrammarFailed, InvalidGrammar, TokenizerFailed
-from models.inference.sampling_params import MAX_WINDOW, SamplingParams, settled
+from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check, settled
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGrammar, close_objects, describes_members
 from models.output.tool_calls import CallMarkers, ToolFormat
 from models.output.tool_formats import BareFormat, HarmonyFormat
@@ -408,11 +408,13 @@ def options_sampling(options: Options | None, model: ServedModel) -> SamplingPar
 
 
 def changed_sampling(defaults: SamplingParams, body: BodyModel, vocab_size: int, **others: Any) -> SamplingParams:
-    """`defaults`, changed by a checked body and `others`; None changes nothing."""
+    """`defaults`, changed by a body and `others`; None changes nothing. Raises InvalidParameter."""
     wishes = {**{name: getattr(body, name) for name in PLAIN_FIELDS & type(body).model_fields.keys()}, **others}
     given = settled({name: value for name, value in wishes.items() if value is not None})
     if given.get("top_k", 0) >= vocab_size:
         given["top_k"] = 0
     if "top_n_sigma" in given:
         given["top_n_sigma"] = max(given["top_n_sigma"], 0.0)
-    return replace(defaults, **given)
+    sampling = replace(defaults, **given)
+    check(sampling, vocab_size)
+    return sampling

@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from models.inference.sampling_params import check
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool, ToolDefinitions
 from server.api import params
@@ -515,13 +514,11 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
 
 def read_params(body: MessagesBody, model: ServedModel) -> params.GenerationParams:
     """A checked body's parameters; raises ApiError or InvalidParameter."""
-    sampling = params.changed_sampling(model.sampling, body, model.vocab_size)
-    check(sampling, model.vocab_size)
     choice = body.tool_choice or ToolChoiceOption(type="auto")
     names = (choice.name,) if choice.type == "tool" and choice.name else None
     forced = params.ForcedCalls(names, choice.is_single) if choice.is_forced else None
     return params.GenerationParams(
-        sampling=sampling,
+        sampling=params.changed_sampling(model.sampling, body, model.vocab_size),
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         max_thinking_tokens=body.thinking_wish().max_tokens,

@@ -6,7 +6,6 @@ and weights are never deleted.
 
 import asyncio
 import hashlib
-import json
 import math
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -107,7 +106,9 @@ class ShownBody(TypedDict):
     messages: NotRequired[list[Mapping[str, str]]]
 
 
-class _NamingBody(BodyModel):
+class OllamaNameBody(BodyModel):
+    """Names a model."""
+
     model: str | None = None
     name: str | None = None
 
@@ -117,10 +118,6 @@ class _NamingBody(BodyModel):
         if not (self.model or self.name):
             raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
         return self.model or self.name or ""
-
-
-class ShowBody(_NamingBody):
-    """Body of `POST /api/show`."""
 
 
 async def root(request: Request) -> Response:
@@ -146,10 +143,10 @@ async def ps(request: Request) -> Response:
 @inspect
 def show(context: ApiContext, incoming: Incoming) -> Payload:
     """Describes one model; of an unloaded one, what its files tell."""
-    model = find_named(context.pool.describe, parse_body(ShowBody, incoming.fields).named)
+    model = find_named(context.pool.describe, parse_body(OllamaNameBody, incoming.fields).named)
     served, stored = model.served, _stored(model)
     defaults = ModelDefaults() if stored is None else stored.defaults
-    parameters = list(parameters_of(defaults) if served is None else _parameters(served))
+    parameters = list(parameters_of(defaults if served is None else _defaults(served)))
     plain = "\n".join([f"FROM {model.id}", *(f"PARAMETER {name} {value}" for name, value in parameters)])
     shown: ShownBody = {
         "license": "" if stored is None else stored.license,
@@ -220,13 +217,10 @@ def _model_info(model: ListedModel) -> Mapping[str, Any]:
     }
 
 
-def _parameters(model: ServedModel) -> Iterator[tuple[str, str]]:
-    yield "num_ctx", str(model.context_tokens)
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        yield name, f"{getattr(model.sampling, name):g}"
-    yield "repeat_penalty", f"{model.sampling.repetition_penalty:g}"
-    for text in model.defaults.stop:
-        yield "stop", json.dumps(text, ensure_ascii=False)
+def _defaults(model: ServedModel) -> ModelDefaults:
+    told = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    sampling = {name: getattr(model.sampling, name) for name in told}
+    return ModelDefaults(sampling=sampling, stop=model.defaults.stop, context_tokens=model.context_tokens)
 
 
 def _head(model: ServedModel | ListedModel) -> NamedBody:
@@ -260,10 +254,6 @@ class CopyBody(BodyModel):
     destination: str
 
 
-class DeleteBody(_NamingBody):
-    """Body of `DELETE /api/delete`."""
-
-
 class FirstMessage(BodyModel):
     """A message at the head of each conversation."""
 
@@ -271,7 +261,7 @@ class FirstMessage(BodyModel):
     content: str
 
 
-class CreateBody(_NamingBody):
+class CreateBody(OllamaNameBody):
     """Body of `POST /api/create`."""
 
     from_: str | None = Field(default=None, alias="from")
@@ -315,7 +305,7 @@ async def copy_model(request: Request) -> Response:
 
 async def delete_model(request: Request) -> Response:
     """Removes a name, and no weights; raises ApiError (400, 403, 404)."""
-    body = await read_owners_body(request, DeleteBody, {}, "names models")
+    body = await read_owners_body(request, OllamaNameBody, {}, "names models")
     await asyncio.to_thread(_delete, context_of(request), body.named)
     return JsonBody({})
 
@@ -389,7 +379,7 @@ def _refusing(param: str) -> Iterator[None]:
         raise ApiError(Code.MODEL_UNUSABLE, str(error), "model") from error
 
 
-class PullBody(_NamingBody):
+class PullBody(OllamaNameBody):
     """Body of `POST /api/pull`."""
 
     stream: bool | None = None
@@ -452,14 +442,14 @@ async def _lines(steps: AsyncIterator[PullEvent]) -> AsyncIterator[bytes]:
 
 _ROUTES = (
     Endpoint("/api/tags", describe_models(_tag, lambda models: {"models": models}), Operation(answer=TagList)),
-    Endpoint("/api/show", show, Operation(ShowBody, ShownBody)),
+    Endpoint("/api/show", show, Operation(OllamaNameBody, ShownBody)),
     Endpoint("/api/ps", ps, Operation(answer=RunningList)),
     Endpoint("/api/version", version, Operation(answer=dict[Literal["version"], str])),
     Endpoint("/", root, Operation(answer=str, answer_type="text/plain")),
     Endpoint("/api/pull", pull_model, Operation(PullBody, PullStatus, PullStatus)),
     Endpoint("/api/create", create_model, Operation(CreateBody, CreateStatus, CreateStatus)),
     Endpoint("/api/copy", copy_model, Operation(CopyBody)),
-    Endpoint("/api/delete", delete_model, Operation(DeleteBody), ["DELETE"]),
+    Endpoint("/api/delete", delete_model, Operation(OllamaNameBody), ["DELETE"]),
     *generate.ROUTES,
 )
 OLLAMA = OllamaDialect(_ROUTES)

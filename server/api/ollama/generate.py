@@ -17,7 +17,6 @@ from typing_extensions import TypedDict
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.formats import Vector
-from models.inference.sampling_params import check
 from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
@@ -119,7 +118,6 @@ def read_params(body: OllamaBody, model: ServedModel) -> params.GenerationParams
     """A checked body's parameters; raises ApiError or InvalidParameter."""
     options = body.options or params.Options()
     sampling = params.options_sampling(options, model)
-    check(sampling, model.vocab_size)
     grammar = None if body.format is None else params.AnswerGrammar("format", params.json_grammar(body.format))
     return params.GenerationParams(sampling=sampling, max_tokens=options.limit, stop=options.stops, grammar=grammar)
 
@@ -150,11 +148,14 @@ IN_BOTH: Rules = refused("""
     a prompt is only shown with an answer to it: _debug_render_only=false
 """)
 
-IN_GENERATE: Rules = IN_BOTH | refused("""
-    no model here takes images, only text: images=[]
+IN_GENERATE: Rules = (
+    IN_BOTH
+    | IN_MESSAGE
+    | refused("""
     no model here fills in what stands before a text: suffix=""
     prompts are made by the model's own template; send a whole prompt with raw: template=""
 """)
+)
 
 
 class OllamaHead(TypedDict):
@@ -410,7 +411,6 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
     if not body.messages:
         return answer_loading(context, body, {"message": _MESSAGE})
     model = find_named(context.pool.find, body.model)
-    namespace = incoming.namespace()
     shows = params.shows_tools(model, body.tools, forbids_calls=False)
     for index, message in enumerate(body.messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
@@ -420,7 +420,7 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
         messages=list(map(_template_message, body.messages)),
         tools=incoming.fields["tools"] if shows else (),
         template_arguments=template_arguments(body, model),
-        namespace=namespace,
+        namespace=incoming.namespace(),
         # A last message that cannot be continued is answered.
         continues=last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model),
     ).prepared_for(model, hygiene=context.config.prompt_hygiene)
@@ -428,12 +428,10 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
 
 
 def _template_message(message: OllamaMessage) -> Message:
-    given = message.model_dump(include=_SHOWN, exclude_none=True, by_alias=True)
+    shown = {"tool_name", "tool_call_id", "thinking", "tool_calls"}
+    given = message.model_dump(include=shown, exclude_none=True, by_alias=True)
     said = [{"text": message.content}] if message.content else []
     return {"role": message.role, "content": said, **{name: value for name, value in given.items() if value}}
-
-
-_SHOWN: Final = {"tool_name", "tool_call_id", "thinking", "tool_calls"}
 
 
 class _VectorsBody(BodyModel):

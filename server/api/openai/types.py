@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from models.inference.sampling_params import MAX_REPEATED, MAX_TOP_LOGPROBS, SamplingParams, check
+from models.inference.sampling_params import MAX_REPEATED, MAX_TOP_LOGPROBS, SamplingParams
 from models.output.grammar import Grammar, GrammarKind
 from models.prompt.shapes import Message
 from models.texts import read_object
@@ -567,7 +567,6 @@ def tier_of(priority: Priority) -> str:
 def read_params(body: GenerationBody, model: ServedModel) -> params.GenerationParams:
     """A checked body's parameters; raises ApiError or InvalidParameter."""
     sampling = _with_one_window(_sampling(body, model), body)
-    check(sampling, model.vocab_size)
     params.check_token_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
     grammar = body.answer_grammar()
     if grammar is not None:
