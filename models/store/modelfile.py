@@ -133,10 +133,8 @@ def parse_modelfile(text: str) -> Modelfile:
 def modelfile_of(stored: StoredModel, base: str | None = None) -> str:
     """A Modelfile for the same model, from `base` if given, of the same weights."""
     defaults = stored.defaults
-    lines = [
-        f"FROM {base or stored.weights}",
-        *(f"PARAMETER {name} {value}" for name, value in parameters_of(defaults)),
-    ]
+    lines = [f"FROM {base or stored.weights}"]
+    lines += [f"PARAMETER {name} {value}" for name, value in parameters_of(defaults)]
     if defaults.system:
         lines.append(f'SYSTEM """{defaults.system}"""')
     lines += [f'MESSAGE {one.role} """{one.content}"""' for one in defaults.messages]

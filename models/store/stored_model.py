@@ -41,7 +41,7 @@ class ModelDefaults:
 
     system: str = ""
     messages: tuple[ExampleMessage, ...] = ()
-    sampling: Mapping[str, int | float] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     """Longest answer; None: the server's limit."""
@@ -66,17 +66,14 @@ class ModelDefaults:
         unknown = next((name for name in self.sampling if name not in SAMPLING_DEFAULTS), None)
         if unknown is not None:
             raise InvalidParameter(unknown, f"{unknown} is no parameter of sampling that a model may set")
-        named: dict[str, Any] = {**self.sampling}
-        return replace(sampling, **named)
+        return replace(sampling, **self.sampling)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Messages after the examples, with the system prompt if they have none."""
         own = messages[:1] if messages and messages[0].get("role") in _SYSTEM_ROLES else messages[:0]
         system = () if own or not self.system else (ExampleMessage("system", self.system),)
-        shown = [
-            {"role": one.role, "content": [{"type": "text", "text": one.content}]}
-            for one in (*system, *self.messages)
-        ]
+        told = (*system, *self.messages)
+        shown = [{"role": one.role, "content": [{"type": "text", "text": one.content}]} for one in told]
         return [*own, *shown, *messages[len(own) :]]
 
 

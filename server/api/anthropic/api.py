@@ -204,24 +204,21 @@ class DiagnosticsBody(TypedDict):
     """Only in a complete answer."""
 
 
-def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: bool) -> MessagesUsage:
-    """The counts at the start; with `caches_all` all of the prompt is cached."""
+def usage_of(
+    request: GenerationRequest, started: Started, parts: Sequence[Finished], *, caches_all: bool
+) -> MessagesUsage:
+    """The counts of the first part's prompt, and of all output; with `caches_all` all of the prompt is cached."""
     num_prompt, num_read = started.prompt_tokens, started.hit_tokens
     explicit = (point.offset for point in request.restore_points if point.kind is RestorePointKind.EXPLICIT)
     # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
     marked = num_prompt if caches_all else max(explicit, default=0)
     num_created = max(0, min(marked, num_prompt) - num_read)
-    return {
+    usage: MessagesUsage = {
         "input_tokens": num_prompt - num_read - num_created,
         "cache_creation_input_tokens": num_created,
         "cache_read_input_tokens": num_read,
-        "output_tokens": 0,
+        "output_tokens": sum(part.timings.predicted_tokens for part in parts),
     }
-
-
-def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> MessagesUsage:
-    """A finished answer's counts: its first part's prompt, all output."""
-    usage: MessagesUsage = {**at_start, "output_tokens": sum(part.timings.predicted_tokens for part in parts)}
     counts = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
     if counts:
         usage["output_tokens_details"] = {"thinking_tokens": sum(counts)}
@@ -344,8 +341,7 @@ class MessageExchange(Exchange):
         first = self._finished[0].started
         assert first is not None, "a request starts before it finishes"
         stop = {"stop_reason": self._stop_reason(last), "stop_sequence": last.stop_text}
-        usage = usage_at_end(self._message["usage"], self._finished)
-        costs: Payload = {"usage": usage, "diagnostics": diagnostics_of(first, self.request.session_id, last)}
+        costs = self._costs(first, last)
         self._message = {**self._message, **stop, **costs}
         return {"type": "message_delta", "delta": stop, **costs, **self._edits}, {"type": "message_stop"}
 
@@ -397,10 +393,13 @@ class MessageExchange(Exchange):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage_at_start(self.request, started, caches_all=self._body.cache_control is not None),
-            "diagnostics": diagnostics_of(started, self.request.session_id),
+            **self._costs(started),
             **self._edits,
         }
+
+    def _costs(self, started: Started, last: Finished | None = None) -> Payload:
+        usage = usage_of(self.request, started, self._finished, caches_all=self._body.cache_control is not None)
+        return {"usage": usage, "diagnostics": diagnostics_of(started, self.request.session_id, last)}
 
     def _stop_reason(self, finished: Finished) -> str:
         if finished.reason is FinishReason.LENGTH:

@@ -343,9 +343,8 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     """The prompt's source; raises ApiError."""
     last = body.messages[-1]
     # The answer continues after the results of its own search, as after any result.
-    continues = last.role == "assistant" and not (
-        last.content and isinstance(last.content[-1], ToolSearchResultBlock)
-    )
+    ends_with = [block.type for block in last.content[-1:]]
+    continues = last.role == "assistant" and ends_with != ["tool_search_tool_result"]
     if continues:
         _check_begun(body, model)
     num_points = body.num_cache_points()

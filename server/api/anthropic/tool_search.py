@@ -28,15 +28,11 @@ _SATURATION, _LENGTH_WEIGHT = 1.2, 0.75
 
 
 def _shown_as(how: str, query: str) -> Mapping[str, Any]:
-    schema = {
-        "type": "object",
-        "properties": {"query": {"type": "string", "description": query}},
-        "required": ["query"],
-    }
+    argument = {"type": "string", "description": query}
     return {
         "description": f"Searches the names, descriptions and arguments of tools that are not loaded yet, {how}. "
         f"Returns the definitions of up to {MAX_FOUND} tools, which may be called from then on.",
-        "input_schema": schema,
+        "input_schema": {"type": "object", "properties": {"query": argument}, "required": ["query"]},
     }
 
 

@@ -260,9 +260,7 @@ def _one_prompt(value: Any) -> Any:
     parts = value if isinstance(value, list) else [0, value]
     if all(isinstance(part, str) or type(part) is int for part in parts) and any(type(part) is int for part in parts):
         return value
-    raise ValueError(
-        "Input should be a text, or a list of token ids and texts; /v1/completions takes several prompts"
-    )
+    raise ValueError("Input should be a text, or a list of token ids and texts; /v1/completions takes several")
 
 
 def _bias_object(value: Any) -> Any:
