@@ -14,8 +14,7 @@ from pathlib import Path
 from models.errors import ModelBroken, ModelfileError, StoreError, reason
 from models.names import BUILT_IN, find_family, find_stored, folder_of, missing_files, parse_repository
 from models.store.manifest import user_manifest
-from models.store.modelfile import Modelfile, with_parameters
-from models.store.stored_model import LATEST, ModelDefaults, StoredModel, WeightsPlace, parse_full_name
+from models.store.stored_model import LATEST, ModelDefaults, Modelfile, StoredModel, WeightsPlace, parse_full_name
 from models.weights import read_header
 
 
@@ -28,7 +27,7 @@ def create(name: str, weights: WeightsPlace, told: Modelfile, *, replaces: bool 
     parent = find_stored(told.base)
     if parent is None:
         folder_of(weights)
-    defaults = with_parameters(ModelDefaults() if parent is None else parent.defaults, told.parameters)
+    defaults = (ModelDefaults() if parent is None else parent.defaults).with_parameters(told.parameters)
     _check_template_arguments(defaults)
     system = defaults.system if told.system is None else told.system
     defaults = replace(defaults, system=system, messages=tuple(told.messages) or defaults.messages)

@@ -24,8 +24,7 @@ from models.errors import ModelNotFound, StoreError, told_as
 from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, find_mtp, mtp_of, pull, pull_mtp
 from models.store.library import create, parse_free_name
 from models.store.manifest import data_folder
-from models.store.modelfile import Modelfile
-from models.store.stored_model import WeightsPlace
+from models.store.stored_model import Modelfile, WeightsPlace
 from models.texts import size_text
 from models.weights import find_weight_files, read_header, read_json, total_bytes
 from server.app.config import ConfigError, StartError

@@ -13,8 +13,7 @@ import typer
 from models import names
 from models.errors import ModelfileError, ModelNotFound, StoreError, told_as
 from models.store import library
-from models.store.modelfile import Modelfile, modelfile_of, parameters_of, parse_modelfile
-from models.store.stored_model import WITHOUT_EFFECT, ModelDefaults, StoredModel, WeightsPlace
+from models.store.stored_model import WITHOUT_EFFECT, ModelDefaults, Modelfile, StoredModel, WeightsPlace
 from models.texts import grouped, size_text
 from server.app.config import StartError
 from server.cli.options import AnyModel, Force, Json, OwnName, plain_table, tell
@@ -68,7 +67,7 @@ def show(
     if as_modelfile:
         if stored is None:
             raise StoreError(f"{name} is no name of your own, and has no Modelfile; make one with mlx-serve create")
-        typer.echo(modelfile_of(stored))
+        typer.echo(stored.modelfile())
         return
     model = names.describe(name if stored is None else stored.short_name, names.folder_of(place))
     record = _record(model, place, stored)
@@ -96,7 +95,7 @@ def create(
     """Makes a model from a Modelfile; raises ModelError and StartError."""
     text, folder = _read(file)
     with told_as(ModelfileError, file, ModelfileError):
-        told = parse_modelfile(text)
+        told = Modelfile.parse(text)
         # A path is relative to the Modelfile's folder.
         is_path = told.base.startswith(("./", "../")) or told.base in (".", "..")
         base = str(folder / told.base) if is_path else told.base
@@ -159,7 +158,7 @@ def _record(model: names.InstalledModel, place: WeightsPlace, stored: StoredMode
         "architecture": model.architecture,
         "quantization": model.quantization or None,
         "context_tokens": _context(model, defaults.context_tokens),
-        "parameters": list(map(list, parameters_of(defaults))),
+        "parameters": list(map(list, defaults.parameters())),
         "system": None if stored is None else defaults.system,
         "messages": [[one.role, one.content] for one in defaults.messages],
         "license": None if stored is None else stored.license,

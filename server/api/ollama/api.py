@@ -24,8 +24,7 @@ from models.errors import ModelError, ModelfileError, ModelNotFound, RepositoryN
 from models.hub import PlannedFile, PullChecking, PullEvent, PullProgress, pull
 from models.store import library
 from models.store.library import parse_free_name
-from models.store.modelfile import Modelfile, modelfile_of, parameters_of, parse_modelfile
-from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel, WeightsPlace
+from models.store.stored_model import ExampleMessage, ModelDefaults, Modelfile, StoredModel, WeightsPlace
 from server.api import PRODUCT
 from server.api.bodies import BodyModel, parse_body, refused
 from server.api.call import AnswerStream, inspect
@@ -146,11 +145,11 @@ def show(context: ApiContext, incoming: Incoming) -> Payload:
     model = find_named(context.pool.describe, parse_body(OllamaNameBody, incoming.fields).named)
     served, stored = model.served, _stored(model)
     defaults = ModelDefaults() if stored is None else stored.defaults
-    parameters = list(parameters_of(defaults if served is None else _defaults(served)))
+    parameters = list((defaults if served is None else _defaults(served)).parameters())
     plain = "\n".join([f"FROM {model.id}", *(f"PARAMETER {name} {value}" for name, value in parameters)])
     shown: ShownBody = {
         "license": "" if stored is None else stored.license,
-        "modelfile": plain if stored is None else modelfile_of(stored, model.parent_id),
+        "modelfile": plain if stored is None else stored.modelfile(model.parent_id),
         "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameters),
         "template": model.facts.chat_template,
         "details": _details(model),
@@ -320,7 +319,7 @@ def _asked(body: CreateBody) -> Modelfile:
     """Raises ApiError."""
     if body.modelfile:
         with _refusing("modelfile"):
-            return parse_modelfile(body.modelfile)
+            return Modelfile.parse(body.modelfile)
     if not body.from_:
         raise wrong("from", "name the model that it is made from", Code.MISSING_PARAMETER)
     messages = [ExampleMessage(one.role, one.content) for one in body.messages or ()]

@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from models.errors import ModelfileError
-from models.store.modelfile import modelfile_of, parameters_of, parse_modelfile, with_parameters
-from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel, WeightsPlace
+from models.store.stored_model import ExampleMessage, ModelDefaults, Modelfile, StoredModel, WeightsPlace
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
 EXAMPLE = '''\
@@ -38,7 +37,7 @@ LICENSE "MIT"
 
 
 def test_an_example_is_read_as_ollama_reads_it() -> None:
-    found = parse_modelfile(EXAMPLE)
+    found = Modelfile.parse(EXAMPLE)
     assert found.base == "qwen3:8b"
     assert found.system == 'You are Mario.\n# This is no comment.\n"Answer" as he does.\n'
     assert found.messages == [
@@ -47,7 +46,7 @@ def test_an_example_is_read_as_ollama_reads_it() -> None:
         ExampleMessage("user", "Two\nlines"),
     ]
     assert found.license == "MIT"
-    assert with_parameters(ModelDefaults(), found.parameters) == ModelDefaults(
+    assert ModelDefaults().with_parameters(found.parameters) == ModelDefaults(
         sampling={"temperature": 0.25, "repetition_penalty": 1.1},
         stop=("<|end|>\n", "AI:"),
         context_tokens=4096,
@@ -72,7 +71,7 @@ def test_an_example_is_read_as_ollama_reads_it() -> None:
 )
 def test_what_is_wrong_is_told_with_its_line(text: str, said: str) -> None:
     with pytest.raises(ModelfileError, match=said):
-        parse_modelfile(text)
+        Modelfile.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +93,14 @@ def test_what_is_wrong_is_told_with_its_line(text: str, said: str) -> None:
 )
 def test_a_parameter_that_cannot_be_honoured_is_an_error(name: str, value: Any, said: str) -> None:
     with pytest.raises(ModelfileError, match=said):
-        with_parameters(ModelDefaults(), [(name, value)])
+        ModelDefaults().with_parameters([(name, value)])
 
 
 def test_what_is_said_later_goes_before_what_the_parent_has() -> None:
     parent = ModelDefaults(sampling={"temperature": 0.1, "top_p": 0.5}, stop=("a",), max_tokens=5)
-    child = with_parameters(parent, [("temperature", 0.9), ("stop", ["b", "c"]), ("num_predict", -1)])
+    child = parent.with_parameters([("temperature", 0.9), ("stop", ["b", "c"]), ("num_predict", -1)])
     assert child == ModelDefaults(sampling={"temperature": 0.9, "top_p": 0.5}, stop=("b", "c"))
-    assert with_parameters(parent, []) == parent
+    assert parent.with_parameters([]) == parent
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_what_is_said_later_goes_before_what_the_parent_has() -> None:
     [("top_k", -1, {"top_k": 0}), ("seed", -1, {}), ("top_p", 0, {"top_p": 1.0, "top_k": 1})],
 )
 def test_values_that_turn_something_off_mean_the_same(name: str, value: int, expected: dict[str, float]) -> None:
-    assert with_parameters(ModelDefaults(), [(name, value)]).sampling == expected
+    assert ModelDefaults().with_parameters([(name, value)]).sampling == expected
 
 
 TEXTS = st.text(
@@ -128,18 +127,18 @@ TEXTS = st.text(
 def test_what_is_written_is_read_again(system: str, stop: list[str], temperature: int, said: str) -> None:
     defaults = ModelDefaults(system, (ExampleMessage("user", said),), {"temperature": temperature / 10}, tuple(stop))
     stored = StoredModel("a:latest", WeightsPlace("repository", "org/name", "c" * 40), NOW, NOW, defaults)
-    found = parse_modelfile(modelfile_of(stored))
+    found = Modelfile.parse(stored.modelfile())
     assert found.base == f"org/name@{'c' * 40}"
     assert found.system == system
     assert found.messages == list(defaults.messages)
-    assert with_parameters(ModelDefaults(), found.parameters) == ModelDefaults(
+    assert ModelDefaults().with_parameters(found.parameters) == ModelDefaults(
         sampling=defaults.sampling, stop=defaults.stop
     )
-    assert dict(parameters_of(defaults))["temperature"] == f"{temperature / 10:g}"
+    assert dict(defaults.parameters())["temperature"] == f"{temperature / 10:g}"
 
 
 @given(st.text(max_size=300))
 def test_any_text_is_read_or_refused(text: str) -> None:
     for tried in (text, f"FROM a\n{text}", f'FROM a\nSYSTEM """{text}'):
         with contextlib.suppress(ModelfileError):
-            with_parameters(ModelDefaults(), parse_modelfile(tried).parameters)
+            ModelDefaults().with_parameters(Modelfile.parse(tried).parameters)
