@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
-from models.errors import InvalidParameter, ModelfileError, StoreError
+from models.errors import InvalidParameter, ModelfileError, StoreError, told_as
 from models.inference.sampling_params import SamplingParams, check, settled
 from models.texts import read_object
 
@@ -200,11 +200,17 @@ def _take_parameter(changes: dict[str, Any], name: str, value: Any) -> None:
         if texts:
             changes["stop"] = (*changes.get("stop", ()), *texts)
     elif name == _TEMPLATE_ARGUMENTS:
-        changes["template_arguments"] = _object(value)
+        found = read_object(value) if isinstance(value, str) else value
+        if not isinstance(found, dict):
+            raise ModelfileError(f'{_TEMPLATE_ARGUMENTS} is an object in JSON, such as {{"enable_thinking": false}}')
+        changes["template_arguments"] = found
     elif name not in WITHOUT_EFFECT:
-        near = difflib.get_close_matches(name, PARAMETERS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PARAMETERS)}"
-        raise ModelfileError(f"there is no parameter {name[:60]!r}; {hint}")
+        raise ModelfileError(f"there is no parameter {name[:60]!r}; {_hint(name, PARAMETERS)}")
+
+
+def _hint(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
@@ -216,20 +222,13 @@ def _number(name: str, value: Any, kind: type) -> Any:
     raise ModelfileError(f"{name} is a {whole}number, not {str(value)[:60]!r}")
 
 
-def _object(value: Any) -> Mapping[str, Any]:
-    found = read_object(value) if isinstance(value, str) else value
-    if not isinstance(found, dict):
-        raise ModelfileError(f'{_TEMPLATE_ARGUMENTS} is an object in JSON, such as {{"enable_thinking": false}}')
-    return found
-
-
 ROLES = ("system", "user", "assistant")
 _REFUSED = {
     "template": "TEMPLATE is not taken: a model's template comes with its files, and is written in Jinja, not in Go",
     "adapter": "ADAPTER is not taken: start the server with --adapter NAME=FOLDER to serve a LoRA adapter beside "
     "a model",
 }
-_KNOWN = ("from", "parameter", "system", "message", "license", *_REFUSED)
+_KNOWN = ("FROM", "PARAMETER", "SYSTEM", "MESSAGE", "LICENSE", *map(str.upper, _REFUSED))
 _LONG_QUOTE = '"""'
 
 
@@ -248,10 +247,8 @@ class Modelfile:
         """Raises ModelfileError, which names the line."""
         found = cls()
         for number, instruction, argument in _instructions(text):
-            try:
+            with told_as(ModelfileError, f"line {number}", ModelfileError):
                 _take_instruction(found, instruction, argument)
-            except ModelfileError as error:
-                raise ModelfileError(f"line {number}: {error}") from error
         if not found.base:
             raise ModelfileError("there is no FROM: begin with FROM and the model that it is made from")
         return found
@@ -307,19 +304,16 @@ def _take_instruction(found: Modelfile, instruction: str, text: str) -> None:
         case refused if refused in _REFUSED:
             raise ModelfileError(_REFUSED[refused])
         case _:
-            near = difflib.get_close_matches(instruction, _KNOWN, n=1)
-            hint = f"did you mean {near[0].upper()}?" if near else f"there are {', '.join(_KNOWN).upper()}"
-            raise ModelfileError(f"there is no instruction {instruction[:40].upper()!r}; {hint}")
+            named = instruction.upper()
+            raise ModelfileError(f"there is no instruction {named[:40]!r}; {_hint(named, _KNOWN)}")
 
 
 def _parameter_text(name: str, value: str) -> str:
     """A quoted stop string may hold escapes."""
-    if name.lower() != "stop" or not (len(value) > 1 and value[0] == value[-1] == '"'):
-        return _unquoted(value)
-    try:
-        return str(json.loads(value))
-    except ValueError:
-        return _unquoted(value)
+    if name.lower() == "stop" and value[0] == value[-1] == '"':
+        with suppress(ValueError):
+            return str(json.loads(value))
+    return _unquoted(value)
 
 
 def _message(text: str) -> ExampleMessage:
