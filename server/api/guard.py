@@ -15,10 +15,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -232,14 +232,22 @@ class ErrorBoundary:
         headers = {"x-request-id": request_id, "server": PRODUCT, "x-served-by": self._server_name}
         headers.update(dialect.answer_headers(request_id))
         scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect, answer_headers=headers, key=None)
-        tracked = _TrackedSend(send, headers)
+        has_started = False
+
+        async def tracked(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message).update(headers)
+            await send(message)
+
         try:
             self._check(Request(scope))
             await self._app(scope, receive, tracked)
         except Exception as error:  # the border of the process: no exception may pass
             answer = explain(error, request_id)
             _note_refusal(Request(scope), answer)
-            if tracked.has_started:
+            if has_started:
                 raise
             await dialect.error_response(answer)(scope, receive, tracked)
 
@@ -267,20 +275,6 @@ def _note_refusal(request: Request, error: ApiError) -> None:
         param, message = error.param and cut(error.param, MAX_PATH_LENGTH), cut(error.message, MAX_REASON_LENGTH)
         kept = (time.time(), cut(path, MAX_PATH_LENGTH), error.status, code, param, message)
         context_of(request).refusals.record(Refusal(state.request_id, namespace, session_id, *kept))
-
-
-class _TrackedSend:
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
-        self._send = send
-        self._headers = headers
-        self.has_started = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.has_started = True
-            added = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-            message = {**message, "headers": [*message.get("headers", ()), *added]}
-        await self._send(message)
 
 
 def raise_http_error(request: Request, error: Exception) -> Response:

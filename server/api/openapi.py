@@ -114,38 +114,23 @@ def _json(schema: JsonSchema) -> JsonSchema:
 
 
 OTHER_APIS: Mapping[str, str] = {
-    "Anthropic's Text Completions API": "complete",
-    "Anthropic's Message Batches API": "messages/batches",
-    "OpenAI's audio API": "audio",
-    "OpenAI's images API": "images",
-    "OpenAI's videos API": "videos",
-    "OpenAI's moderations": "moderations",
-    "the files of OpenAI's and Anthropic's APIs": "files",
-    "the skills of OpenAI's and Anthropic's APIs": "skills",
-    "OpenAI's uploads and stores of files": "uploads vector_stores containers",
-    "the compaction of OpenAI's Responses API": "responses/compact",
-    "OpenAI's batches": "batches",
-    "OpenAI's fine-tuning": "fine_tuning",
-    "OpenAI's Assistants API": "assistants threads",
-    "OpenAI's Realtime API": "realtime live",
-    "OpenAI's evals": "evals",
-    "OpenAI's ChatKit": "chatkit",
-    "the part of OpenAI's API that is about its own platform": (
-        "content_provenance_checks decisions safety webhook_endpoints webhook_event_types"
-    ),
-    "the agents that OpenAI and Anthropic run themselves": (
-        "agents deployments deployment_runs dreams environments memory_stores tunnels vaults"
-    ),
-    "the accounts at OpenAI and Anthropic": "organization organizations projects user_profiles",
+    "another of OpenAI's APIs": """
+        audio images videos moderations uploads vector_stores containers responses/compact batches fine_tuning
+        assistants threads realtime live evals chatkit content_provenance_checks decisions safety webhook_endpoints
+        webhook_event_types
+    """,
+    "another of Anthropic's APIs": "complete messages/batches",
+    "the files, agents and accounts of OpenAI and Anthropic": """
+        files skills agents deployments deployment_runs dreams environments memory_stores tunnels vaults
+        organization organizations projects user_profiles
+    """,
     "Azure OpenAI": "openai/deployments",
-    "the rest of LM Studio's own API": (
-        "api/v0 api/v1/chat api/v1/models/load api/v1/models/unload api/v1/models/download"
-    ),
-    "the part of Ollama's API that gives models to others, or takes files": "api/push api/blobs",
-    "Ollama's accounts and web search": "api/me api/signout api/web_search api/web_fetch",
+    "the rest of LM Studio's own API": """
+        api/v0 api/v1/chat api/v1/models/load api/v1/models/unload api/v1/models/download
+    """,
+    "the rest of Ollama's API": "api/push api/blobs api/me api/signout api/web_search api/web_fetch",
     "Google's Gemini API": "v1beta",
-    "llama.cpp's infilling": "infill",
-    "llama.cpp's adapters and embeddings": "lora-adapters embedding",
+    "the rest of llama.cpp's API": "infill lora-adapters embedding",
     "text-generation-inference's own API": "generate generate_stream",
     "a scoring API": "reranking score",
 }

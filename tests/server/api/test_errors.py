@@ -304,12 +304,10 @@ def test_what_a_template_says_of_a_conversation_stays_out_of_the_log(caplog: pyt
 @pytest.mark.parametrize(
     ("method", "path", "name"),
     [
-        ("POST", "/v1/complete", "Anthropic's Text Completions API"),
-        ("POST", "/v1/messages/batches", "Anthropic's Message Batches API"),
-        ("POST", "/v1/moderations", "OpenAI's moderations"),
-        ("POST", "/v1/audio/transcriptions", "OpenAI's audio API"),
-        ("POST", "/v1/images/generations", "OpenAI's images API"),
-        ("POST", "/v1/responses/compact", "the compaction of OpenAI's Responses API"),
+        ("POST", "/v1/complete", "another of Anthropic's APIs"),
+        ("POST", "/v1/moderations", "another of OpenAI's APIs"),
+        ("POST", "/v1/files", "the files, agents and accounts of OpenAI and Anthropic"),
+        ("POST", "/v1/responses/compact", "another of OpenAI's APIs"),
         ("POST", "/v1/v1/chat/completions", "leave it out of the address"),
     ],
 )

@@ -171,9 +171,9 @@ def test_an_answer_is_bound_to_a_format(client: TestClient, engine: FakeEngine) 
 @pytest.mark.parametrize(
     ("method", "path", "status", "word"),
     [
-        ("POST", "/api/push", 404, "the part of Ollama's API that gives models to others, or takes files"),
+        ("POST", "/api/push", 404, "the rest of Ollama's API"),
         ("HEAD", "/api/blobs/sha256:00", 404, ""),
-        ("POST", "/api/web_search", 404, "Ollama's accounts and web search"),
+        ("POST", "/api/web_search", 404, "the rest of Ollama's API"),
         ("GET", "/api/v0/models", 404, "LM Studio's own API"),
         ("GET", "/api/chat", 405, "does not take the method GET"),
         ("GET", "/api/unheard_of", 404, "there is no GET /api/unheard_of here"),
