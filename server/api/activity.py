@@ -13,8 +13,8 @@ from typing import Any
 
 from cache.budget import CacheEvent
 from models.adapter import client_namespace
-from server.api.record import OpenRequest, RequestRecord
-from server.api.sessions import Recent
+from server.api.record import OpenRequest, RequestRecord, counts_of
+from server.api.sessions import Recent, TokenCounts
 from server.api.wire import json_text
 from server.diagnosis.causes import Miss
 from server.engine.request import Delta, Progress, Started, Timings
@@ -166,18 +166,14 @@ class LostTokens:
     tokens: int = 0
 
 
-@dataclass
-class Sums:
+@dataclass(kw_only=True)
+class Sums(TokenCounts):
     """Sums of ended requests since the start."""
 
     requests: int = 0
     succeeded: int = 0
     failed: int = 0
     cancelled: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    evaluated_tokens: int = 0
-    completion_tokens: int = 0
     lost_tokens: int = 0
     saved_seconds: float = 0.0
     restored_tokens: dict[str, int] = field(default_factory=lambda: {"live": 0, "memory": 0, "disk": 0})
@@ -192,10 +188,9 @@ class Sums:
         self.succeeded += first.has_ended
         self.failed += first.error is not None
         self.cancelled += not first.has_ended and first.error is None
-        if turn is None:
+        if first.started is None:
             return
-        for name, count in vars(record.counts).items():
-            setattr(self, name, getattr(self, name) + count)
+        self.add_counts(turn)
         self.saved_seconds += record.saved_seconds
         if turn.tier is not None:
             self.restored_tokens[turn.tier] += turn.cached_tokens
@@ -212,57 +207,35 @@ class Sums:
         self.misses.sort(key=lambda one: -one.tokens)
 
 
-class Totals:
-    """The sums of all requests and by namespace."""
-
-    def __init__(self) -> None:
-        self._all = Sums()
-        self._by_namespace = Recent[Sums](MAX_NAMESPACES)
-
-    def of(self, namespace: str | None) -> Sums:
-        """The sums of one namespace; None for all."""
-        return self._all if namespace is None else self._by_namespace.find(namespace, "") or Sums()
-
-    def add(self, record: RequestRecord) -> None:
-        """Adds a request."""
-        namespace = record.first.request.namespace
-        own = self.of(namespace)
-        self._by_namespace.put(namespace, "", own)
-        for sums in (self._all, own):
-            sums.add(record)
-
-
 PACE_TOKENS = 64
 """Fewer are too short to measure the time per token."""
 
 
-class Pace:
-    """Seconds per prompt token of each model, by its last long prompt."""
+class Activity:
+    """One server's open requests, log of events, sums, and pace."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, EnginePort]]) -> None:
+        self.log = log
+        self._engines = engines
+        self._open: dict[OpenRequest, None] = {}
+        self._sums_of_all, self._sums = Sums(), Recent[Sums](MAX_NAMESPACES)
         self._seconds_per_token = dict[str, float]()
+        """By model, of its last long prompt."""
+        log.on_wanted = self._watch_all
 
-    def note(self, model_id: str, timings: Timings) -> None:
+    def sums_of(self, namespace: str | None) -> Sums:
+        """The sums of one namespace; None for all."""
+        return self._sums_of_all if namespace is None else self._sums.find(namespace, "") or Sums()
+
+    def note_pace(self, model_id: str, timings: Timings) -> None:
         """Learns from a successful request."""
         if timings.evaluated_tokens >= PACE_TOKENS:
             self._seconds_per_token[model_id] = timings.prompt_ms / 1000 / timings.evaluated_tokens
 
-    def seconds(self, model_id: str, num_tokens: int) -> float | None:
-        """The time for `num_tokens`; None until the pace is known."""
+    def seconds_for(self, model_id: str, num_tokens: int) -> float | None:
+        """The time to evaluate `num_tokens`; None until the model's pace is known."""
         each = self._seconds_per_token.get(model_id)
         return None if each is None else num_tokens * each
-
-
-class Activity:
-    """One server's open requests, log of events, and sums."""
-
-    def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, EnginePort]]) -> None:
-        self.log = log
-        self.pace = Pace()
-        self.totals = Totals()
-        self._engines = engines
-        self._open: dict[OpenRequest, None] = {}
-        log.on_wanted = self._watch_all
 
     def open_requests(self, namespace: str | None) -> Sequence[OpenRequest]:
         """Open requests of one namespace or all, oldest first."""
@@ -281,7 +254,11 @@ class Activity:
 
     def tell(self, record: RequestRecord) -> None:
         """Sums an ended request, and publishes the end of its choices."""
-        self.totals.add(record)
+        namespace = record.first.request.namespace
+        own = self.sums_of(namespace)
+        self._sums.put(namespace, "", own)
+        for sums in (self._sums_of_all, own):
+            sums.add(record)
         for one in reversed(record.choices):
             self._open.pop(one, None)
             if self.log.is_wanted:
@@ -328,7 +305,7 @@ def running_event(one: OpenRequest, event: Started | Progress | Delta | None) ->
                 **sampling,
             }
         case Started():
-            queue_ms = _ms(one.started_at - one.arrival.received) - event.restore_ms
+            queue_ms = 1000 * (one.started_at - one.arrival.received) - event.restore_ms
             return "request.started", {
                 "slot": event.slot,
                 "prompt_tokens": event.prompt_tokens,
@@ -342,24 +319,19 @@ def running_event(one: OpenRequest, event: Started | Progress | Delta | None) ->
         case Progress():
             return "request.progress", {"evaluated": event.evaluated, "total": event.total}
         case Delta():
-            assert one.first_text_at is not None, "a first token was counted"
-            return "request.first_token", {"ms": _ms(one.first_text_at - one.arrival.received)}
+            return "request.first_token", {"ms": one.first_text_ms}
 
 
 def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
     """Fields of the event about a choice's end."""
-    timings, turn = one.timings, record.turn if one is record.first else None
+    timings, is_first = one.timings, one is record.first
     return {
         "finish": one.outcome or "cancelled",
-        **vars(one.counts),
+        **vars(counts_of([one])),
         "prompt_ms": None if timings is None else round(timings.prompt_ms, 1),
         "predicted_ms": None if timings is None else round(timings.predicted_ms, 1),
-        "total_ms": _ms(record.total_seconds),
+        "total_ms": round(1000 * record.total_seconds, 1),
         "tier": one.tier,
-        "lost_tokens": turn.lost_tokens if turn is not None else 0,
-        "miss": turn.miss if turn is not None else None,
+        "lost_tokens": record.turn.lost_tokens if is_first else 0,
+        "miss": record.turn.miss if is_first else None,
     }
-
-
-def _ms(seconds: float) -> float:
-    return round(1000 * seconds, 1)

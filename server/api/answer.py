@@ -371,13 +371,13 @@ class Answer:
         self._num_recorded = len(self.runs)
         if not runs:
             return
-        first, pace, number = runs[0], self.context.activity.pace, None
+        first, activity, number = runs[0], self.context.activity, None
         if first.timings is not None:
-            pace.note(first.model_id, first.timings)
+            activity.note_pace(first.model_id, first.timings)
         if first.name is not None:
             session = self.context.sessions.find(first.name.namespace, first.name.id)
             number = 1 if session is None else session.num_turns + 1
-        saved_seconds = pace.seconds(first.model_id, counts_of(runs).cached_tokens) or 0.0
+        saved_seconds = activity.seconds_for(first.model_id, counts_of(runs).cached_tokens) or 0.0
         record = RequestRecord(runs, number, saved_seconds, self.is_refused)
         for tell in self.context.subscribers:
             tell(record)

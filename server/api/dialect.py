@@ -238,8 +238,9 @@ class ApiContext:
         self.subscribers = [self._keep_turn, self.activity.tell, log_end, self.metrics.tell]
 
     def _keep_turn(self, record: RequestRecord) -> None:
-        if record.first.name is not None and record.turn is not None:
-            self.sessions.record(record.first.name, record.turn)
+        first = record.first
+        if first.name is not None and first.started is not None:
+            self.sessions.record(first.name, record.turn)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
         """What a dialect keeps, made by the first call. For any thread."""

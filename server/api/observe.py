@@ -86,32 +86,31 @@ class Metrics:
 
 
 def _observed(record: RequestRecord) -> Iterator[tuple[str, float]]:
-    one, turn, received = record.first, record.turn, record.first.arrival.received
+    one, received = record.first, record.first.arrival.received
     yield "e2e_request_latency_seconds", record.total_seconds
-    if one.started is None or turn is None:
+    if one.started is None:
         return
     yield "request_queue_time_seconds", max(one.started_at - received, 0.0)
     yield "request_restore_time_seconds", one.started.restore_ms / 1000
-    yield "request_prompt_tokens", turn.prompt_tokens
-    yield "request_generation_tokens", turn.completion_tokens
+    yield "request_prompt_tokens", record.turn.prompt_tokens
+    yield "request_generation_tokens", record.turn.completion_tokens
     if one.first_text_at is not None:
         yield "time_to_first_token_seconds", one.first_text_at - received
     if one.timings is not None:
-        seconds, num_later = one.timings.predicted_ms / 1000, one.timings.predicted_tokens - 1
         yield "request_prefill_time_seconds", one.timings.prompt_ms / 1000
-        yield "request_decode_time_seconds", seconds
-        if num_later > 0:
-            yield "request_time_per_output_token_seconds", seconds / num_later
+        yield "request_decode_time_seconds", one.timings.predicted_ms / 1000
+        if one.timings.token_ms is not None:
+            yield "request_time_per_output_token_seconds", one.timings.token_ms / 1000
 
 
 def _counted(record: RequestRecord) -> Iterator[tuple[str, float, *tuple[str, ...]]]:
     """Yields a counter's name, how much is added, and values of its own labels."""
     turn = record.turn
     if record.failure is None:
-        yield "request_success", 1, record.first.outcome or ""
+        yield "request_success", 1, turn.finish
     else:
         yield "request_failure", 1, record.failure
-    if turn is None:
+    if record.first.started is None:
         return
     yield "prompt_tokens", turn.prompt_tokens
     yield "prefix_cache_queries", turn.prompt_tokens
@@ -252,34 +251,34 @@ class Tracing:
 
 def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
     """The attributes of a request's span."""
-    first, counts, turn = record.first, record.counts, record.turn
+    first, turn = record.first, record.turn
     request, sampling = first.request, first.request.sampling
     found: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if first.arrival.endpoint in _COMPLETIONS else "chat",
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": first.model_id,
-        "gen_ai.response.model": first.model_id,
-        "gen_ai.response.id": request.request_id,
+        "gen_ai.request.model": turn.model,
+        "gen_ai.response.model": turn.model,
+        "gen_ai.response.id": turn.id,
         "gen_ai.request.max_tokens": request.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.usage.input_tokens": counts.prompt_tokens,
-        "gen_ai.usage.output_tokens": counts.completion_tokens,
+        "gen_ai.usage.input_tokens": turn.prompt_tokens,
+        "gen_ai.usage.output_tokens": turn.completion_tokens,
         "url.path": first.arrival.endpoint,
-        "mlx_serve.cached_tokens": counts.cached_tokens,
-        "mlx_serve.evaluated_tokens": counts.evaluated_tokens,
+        "mlx_serve.cached_tokens": turn.cached_tokens,
+        "mlx_serve.evaluated_tokens": turn.evaluated_tokens,
     }
     if request.session_id is not None:
         found["gen_ai.conversation.id"] = request.session_id
     if sampling.seed is not None:
         found["gen_ai.request.seed"] = sampling.seed
     if record.failure is None:
-        found["gen_ai.response.finish_reasons"] = (first.outcome,)
+        found["gen_ai.response.finish_reasons"] = (turn.finish,)
     else:
         found["error.type"] = record.failure
-    if first.tier is not None:
-        found["mlx_serve.tier"] = str(first.tier)
-    if turn is not None and turn.miss is not None:
+    if turn.tier is not None:
+        found["mlx_serve.tier"] = str(turn.tier)
+    if turn.miss is not None:
         found["mlx_serve.lost_tokens"] = turn.lost_tokens
         found["mlx_serve.miss"] = turn.miss.reason
     return found

@@ -18,7 +18,7 @@ from server.api.sessions import TokenCounts, TurnRecord
 from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
-from server.diagnosis.causes import Miss
+from server.diagnosis.causes import Miss, Reuse
 from server.engine.request import (
     Delta,
     Event,
@@ -104,12 +104,13 @@ class OpenRequest:
         return self.timings is not None
 
     @property
-    def counts(self) -> TokenCounts:
-        return counts_of((self,))
-
-    @property
     def failure(self) -> str | None:
         return None if self.error is None else type(self.error).__name__
+
+    @property
+    def first_text_ms(self) -> float | None:
+        """From the arrival."""
+        return None if self.first_text_at is None else round(1000 * (self.first_text_at - self.arrival.received), 1)
 
     @property
     def phase(self) -> str:
@@ -191,11 +192,6 @@ class RequestRecord:
     def first(self) -> OpenRequest:
         return self.choices[0]
 
-    @cached_property
-    def counts(self) -> TokenCounts:
-        """Tokens of all choices."""
-        return counts_of(self.choices)
-
     @property
     def total_seconds(self) -> float:
         return self.ended - self.first.arrival.received
@@ -206,17 +202,15 @@ class RequestRecord:
         return None if self.first.has_ended else self.first.failure or "cancelled"
 
     @cached_property
-    def turn(self) -> TurnRecord | None:
-        """A turn of its session; None if the request never held a slot."""
-        first = self.first
-        if first.started is None:
-            return None
+    def turn(self) -> TurnRecord:
+        """What the request cost: a turn of its session, if the request held a slot."""
+        first, counts = self.first, counts_of(self.choices)
+        reuse = first.started.reuse if first.started is not None else Reuse()
+        lost_tokens = min(reuse.lost_tokens, first.evaluated_tokens)
         # For an answer that was cut off, the time so far.
-        prompt_ms = 1000 * ((first.first_text_at or self.ended) - first.started_at)
+        prompt_ms = 1000 * ((first.first_text_at or self.ended) - (first.started_at or self.ended))
         if first.timings is not None:
             prompt_ms = first.timings.prompt_ms
-        counts, reuse = self.counts, first.started.reuse
-        lost_tokens = min(reuse.lost_tokens, first.evaluated_tokens)
         return TurnRecord(
             id=first.request.request_id,
             previous=first.previous_id,
@@ -234,6 +228,9 @@ class RequestRecord:
         )
 
 
+_LOGGED = ("model", "prompt_tokens", "cached_tokens", "evaluated_tokens", "finish", "kept", "tier")
+
+
 def log_end(record: RequestRecord) -> None:
     """Logs the request's entry, unless the client got an error only."""
     if not record.is_refused and logger.isEnabledFor(logging.INFO):
@@ -241,46 +238,29 @@ def log_end(record: RequestRecord) -> None:
 
 
 def ended_entry(record: RequestRecord) -> RequestEnded:
-    """The log entry of a request."""
-    first, turn, counts = record.first, record.turn, record.counts
-    received, first_text_at = first.arrival.received, first.first_text_at
+    """The log entry of a request, without its prompt's changed words, which may be private."""
+    first, turn, miss, miss_figures = record.first, record.turn, record.turn.miss, None
+    if miss is not None:
+        place = (miss.reason, miss.cause, miss.message_index, miss.role, miss.token)
+        miss_figures = MissFigures(*place, turn.lost_tokens, round(turn.lost_seconds, 3))
     known = as_api_error(first.error) if first.error is not None else None
+    timed = [one.timings for one in record.choices if one.timings is not None]
+    token_ms = first.timings.token_ms if first.timings is not None else None
     return RequestEnded(
-        request_id=first.request.request_id,
+        request_id=turn.id,
         session_id=first.session_id,
-        model=first.model_id,
         turn=record.turn_number,
-        prompt_tokens=counts.prompt_tokens,
-        cached_tokens=counts.cached_tokens,
-        evaluated_tokens=counts.evaluated_tokens,
-        predicted_tokens=counts.completion_tokens,
-        first_token_ms=None if first_text_at is None else round(1000 * (first_text_at - received), 1),
+        predicted_tokens=turn.completion_tokens,
+        first_token_ms=first.first_text_ms,
         total_ms=round(1000 * record.total_seconds, 1),
-        tokens_per_second=_speed_of(first.timings) if first.timings else None,
-        drafted_tokens=sum(one.timings.drafted_tokens for one in record.choices if one.timings),
-        accepted_tokens=sum(one.timings.accepted_tokens for one in record.choices if one.timings),
-        finish=first.outcome or "cancelled",
+        tokens_per_second=round(1000 / token_ms, 2) if token_ms else None,
+        drafted_tokens=sum(one.drafted_tokens for one in timed),
+        accepted_tokens=sum(one.accepted_tokens for one in timed),
         error=known.message if known else first.failure,
-        kept=turn.kept if turn else None,
-        tier=turn.tier if turn else None,
-        miss=_miss_of(turn) if turn else None,
+        miss=miss_figures,
         key=first.arrival.key_name,
+        **{name: getattr(turn, name) for name in _LOGGED},
     )
-
-
-def _speed_of(timings: Timings) -> float | None:
-    """Tokens per second, from the first token to the last."""
-    seconds, num_later = timings.predicted_ms / 1000, timings.predicted_tokens - 1
-    return round(num_later / seconds, 2) if seconds > 0 and num_later > 0 else None
-
-
-def _miss_of(turn: TurnRecord) -> MissFigures | None:
-    """Leaves out the prompt's changed words, which may be private."""
-    miss = turn.miss
-    if miss is None:
-        return None
-    told = (miss.reason, miss.cause, miss.message_index, miss.role, miss.token)
-    return MissFigures(*told, turn.lost_tokens, round(turn.lost_seconds, 3))
 
 
 class TimingsBody(TypedDict):

@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
@@ -32,19 +32,24 @@ MAX_TURNS = 32
 """The sums include dropped turns."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TokenCounts:
     """Tokens of all choices; a shared prompt counts once."""
 
-    prompt_tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    completion_tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    evaluated_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add_counts(self, more: "TokenCounts") -> None:
+        """Adds other tokens to these."""
+        for counted in fields(TokenCounts):
+            setattr(self, counted.name, getattr(self, counted.name) + getattr(more, counted.name))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TurnRecord(TokenCounts):
-    """One request of a session that held a slot."""
+    """One request of a session. Never changed."""
 
     id: str
     previous: str | None
@@ -112,7 +117,7 @@ class Recent(Generic[Value]):
 
 
 @dataclass(kw_only=True)
-class SessionRecord:
+class SessionRecord(TokenCounts):
     """A session's sums and last state."""
 
     id: str
@@ -124,10 +129,6 @@ class SessionRecord:
     created: float
     last_used: float = 0.0
     num_turns: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    evaluated_tokens: int = 0
-    completion_tokens: int = 0
     lost_tokens: int = 0
     lost_seconds: float = 0.0
     kept: float | None = None
@@ -141,9 +142,6 @@ class SessionDetail(SessionRecord):
     turns: list[TurnRecord] = field(default_factory=list)
 
 
-_SUMMED = ("prompt_tokens", "cached_tokens", "evaluated_tokens", "completion_tokens", "lost_tokens", "lost_seconds")
-
-
 class SessionRecords(Recent[SessionDetail]):
     """The sessions of all namespaces. Event loop only."""
 
@@ -155,8 +153,9 @@ class SessionRecords(Recent[SessionDetail]):
         new = SessionDetail(id=name.id, named=name.is_named, namespace=name.namespace, created=turn.ended)
         session = self.find(name.namespace, name.id) or new
         session.num_turns += 1
-        for summed in _SUMMED:
-            setattr(session, summed, getattr(session, summed) + getattr(turn, summed))
+        session.add_counts(turn)
+        session.lost_tokens += turn.lost_tokens
+        session.lost_seconds += turn.lost_seconds
         session.model, session.last_used, session.kept = turn.model, turn.ended, turn.kept
         session.last_miss = turn.miss or session.last_miss
         session.turns = [*session.turns, turn][-MAX_TURNS:]

@@ -129,6 +129,11 @@ class Timings:
     accepted_tokens: int = 0
     """Of `drafted_tokens`; the answer's tokens that needed no decode step of their own."""
 
+    @property
+    def token_ms(self) -> float | None:
+        """The mean time between two tokens; None below two."""
+        return self.predicted_ms / (self.predicted_tokens - 1) if self.predicted_tokens > 1 else None
+
 
 @dataclass(frozen=True)
 class Started:

@@ -176,7 +176,7 @@ async def get_edge(request: Request) -> Response:
         tokens=num_tokens,
         text=await asyncio.to_thread(model.token_texts.text, edge.first_tokens.tolist()),
         truncated=num_tokens > len(edge.first_tokens),
-        seconds=context_of(request).activity.pace.seconds(model.id, num_tokens),
+        seconds=context_of(request).activity.seconds_for(model.id, num_tokens),
     )
     return JsonBody(body)
 

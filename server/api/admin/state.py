@@ -24,7 +24,7 @@ from server.api.call import AnswerStream
 from server.api.dialect import ApiContext, Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code, stopped
 from server.api.guard import is_owner, key_of, listed_namespace, read_owners_body
-from server.api.record import OpenRequest
+from server.api.record import OpenRequest, counts_of
 from server.api.wire import JsonBody, body_of, number_asked, sse_comment
 from server.engine.request import DraftStats, EngineStats, RequestCounts
 from server.pool.names import ModelSource
@@ -211,7 +211,7 @@ async def get_stats(request: Request) -> Response:
         "models": [_model_body(context, model_id, one.stats()) for model_id, one in context.pool.engines.items()],
         "loading": [{"id": model_id, "step": step} for model_id, step in context.pool.loading.items()],
         "requests": [_request_body(one, now) for one in context.activity.open_requests(namespace)],
-        "totals": context.activity.totals.of(namespace),
+        "totals": context.activity.sums_of(namespace),
         "sessions": len(context.sessions.of(namespace)),
     }
     return JsonBody(body)
@@ -240,7 +240,7 @@ def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
         received=round(time.time() - now + one.arrival.received, 3),
         seconds=round(now - one.arrival.received, 3),
         **one.who,
-        **vars(one.counts),
+        **vars(counts_of([one])),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server.api.activity import Activity, Totals
+from server.api.activity import Activity, Sums
 from server.api.answer import Run
 from server.api.app import create_pool_app
 from server.api.call import Call
@@ -34,7 +34,7 @@ STAGES: list[tuple[type[Any], str]] = [
     (ChatExchange, "take"),
     (Run, "_keep_turn"),
     (Activity, "note"),
-    (Totals, "add"),
+    (Sums, "add"),
     (JsonBody, "render"),
 ]
 """Methods through which a request for chat goes, in about this order; each is a stage at each of its calls."""

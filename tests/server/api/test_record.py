@@ -61,22 +61,17 @@ BEFORE = [("queue", 100.0, 101.5), ("restore", 101.5, 102.0)]
 
 def test_a_turn_has_the_costs_of_its_request() -> None:
     turn = WELL.turn
-    assert turn is not None
     assert (turn.id, turn.model, turn.ended, turn.finish) == ("r-1", "tiny", 2000.0, "stop")
     assert (turn.prompt_tokens, turn.cached_tokens, turn.evaluated_tokens, turn.completion_tokens) == (50, 30, 20, 5)
     assert (turn.prompt_ms, turn.tier, turn.kept, turn.lost_tokens) == (400.0, "disk", 0.5, 8)
     assert turn.lost_seconds == pytest.approx(0.4 * 8 / 20) and turn.miss == MISS
-    assert QUEUED.turn is None, "it never held a slot"
-    assert LEFT.turn is not None and (LEFT.turn.finish, LEFT.turn.prompt_ms) == ("cancelled", 3000.0)
+    assert (LEFT.turn.finish, LEFT.turn.prompt_ms) == ("cancelled", 3000.0)
+    assert (QUEUED.turn.prompt_ms, QUEUED.turn.misses) == (0.0, []), "it never held a slot"
 
 
 def test_nothing_evaluated_costs_no_time() -> None:
     started = recorded(opened([STARTED, Progress(30, 50)])).turn
-    assert started is not None and (started.evaluated_tokens, started.lost_tokens, started.lost_seconds) == (
-        0,
-        0,
-        0.0,
-    )
+    assert (started.evaluated_tokens, started.lost_tokens, started.lost_seconds) == (0, 0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +110,7 @@ def test_an_event_tells_the_figures_of_its_own_choice() -> None:
     )
     assert (second["lost_tokens"], second["miss"]) == (0, None), "the first choice tells of the turn"
     assert (second["prompt_tokens"], second["cached_tokens"]) == (50, 30), "each choice tells of its prompt"
-    assert (record.counts.prompt_tokens, record.counts.cached_tokens, record.counts.completion_tokens) == (50, 30, 10)
+    assert (record.turn.prompt_tokens, record.turn.cached_tokens, record.turn.completion_tokens) == (50, 30, 10)
 
 
 @pytest.mark.parametrize(

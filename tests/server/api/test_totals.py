@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from server.api.activity import MAX_NAMESPACES, PACE_TOKENS, LostTokens, Pace, Totals
+from server.api.activity import MAX_NAMESPACES, PACE_TOKENS, Activity, EventLog, LostTokens
 from server.api.record import Arrival, OpenRequest, RequestRecord
 from server.diagnosis.causes import Miss, MissReason, Reuse
 from server.engine.request import (
@@ -25,6 +25,10 @@ MISS = Miss(MissReason.EVICTED, lost_tokens=40)
 
 
 REQUEST = GenerationRequest("r", np.zeros(100, np.int32), 9)
+
+
+def make() -> Activity:
+    return Activity(EventLog("e", wall=lambda: 0.0, clock=lambda: 0.0), dict)
 
 
 def opened(namespace: str = "", events: Sequence[Event] = ()) -> OpenRequest:
@@ -49,42 +53,42 @@ def answered(
 
 
 def test_sums_are_kept_by_namespace_and_of_all() -> None:
-    totals = Totals()
-    totals.add(answered("ours", (MISS,), 1.5))
-    totals.add(answered("ours", saved=0.5, tier="disk"))
-    totals.add(answered("theirs", saved=1.0))
-    ours, every = totals.of("ours"), totals.of(None)
+    totals = make()
+    totals.tell(answered("ours", (MISS,), 1.5))
+    totals.tell(answered("ours", saved=0.5, tier="disk"))
+    totals.tell(answered("theirs", saved=1.0))
+    ours, every = totals.sums_of("ours"), totals.sums_of(None)
     assert (ours.requests, ours.succeeded, ours.prompt_tokens, ours.cached_tokens) == (2, 2, 200, 120)
     assert ours.evaluated_tokens == 80 and ours.completion_tokens == 10 and ours.saved_seconds == 2.0
     assert ours.restored_tokens == {"live": 0, "memory": 60, "disk": 60}
     assert ours.misses == [LostTokens("evicted", count=1, tokens=40)]
     assert (every.requests, every.saved_seconds) == (3, 3.0)
-    assert totals.of("nobody").requests == 0
+    assert totals.sums_of("nobody").requests == 0
 
 
 def test_how_requests_ended_is_told_apart() -> None:
-    totals = Totals()
+    totals = make()
     failed = RequestRecord((opened(events=[Failed(StepFailed("x"))]),))
     for record in (failed, answered(has_left=True), answered()):
-        totals.add(record)
-    sums = totals.of(None)
+        totals.tell(record)
+    sums = totals.sums_of(None)
     assert (sums.requests, sums.succeeded, sums.failed, sums.cancelled) == (3, 1, 1, 1)
     assert sums.prompt_tokens == 200, "one that never held a slot has looked for nothing"
 
 
 def test_only_so_many_namespaces_are_remembered() -> None:
-    totals = Totals()
+    totals = make()
     for number in range(MAX_NAMESPACES + 5):
-        totals.add(answered(f"n{number}"))
-        totals.add(answered("n0"))
-    assert totals.of("n1").requests == 0 and totals.of("n0").requests == MAX_NAMESPACES + 6
-    assert totals.of(None).requests == 2 * (MAX_NAMESPACES + 5)
+        totals.tell(answered(f"n{number}"))
+        totals.tell(answered("n0"))
+    assert totals.sums_of("n1").requests == 0 and totals.sums_of("n0").requests == MAX_NAMESPACES + 6
+    assert totals.sums_of(None).requests == 2 * (MAX_NAMESPACES + 5)
 
 
 def test_the_pace_is_that_of_the_last_long_prompt() -> None:
-    pace = Pace()
-    assert pace.seconds("m", 10) is None
-    pace.note("m", Timings(0, PACE_TOKENS, 640.0, 1, 1.0))
-    pace.note("m", Timings(0, PACE_TOKENS - 1, 1.0, 1, 1.0))
-    assert pace.seconds("m", 10) == pytest.approx(0.1)
-    assert pace.seconds("other", 10) is None
+    pace = make()
+    assert pace.seconds_for("m", 10) is None
+    pace.note_pace("m", Timings(0, PACE_TOKENS, 640.0, 1, 1.0))
+    pace.note_pace("m", Timings(0, PACE_TOKENS - 1, 1.0, 1, 1.0))
+    assert pace.seconds_for("m", 10) == pytest.approx(0.1)
+    assert pace.seconds_for("other", 10) is None
