@@ -72,7 +72,7 @@ def create_pool_app(
     )
     # Making the document takes a fifth of a second, and few clients ask for it.
     app.state.describe = lru_cache(maxsize=1)(partial(openapi_document, apis))
-    context = app.state.api = ApiContext(config, pool, keys=read_keys(config) if keys is None else keys)
+    context = app.state.api = ApiContext(config, pool, read_keys(config) if keys is None else keys)
     if config.otlp is not None:
         context.tracing = Tracing(config.otlp, name)
         context.subscribers.append(context.tracing.tell)

@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import KW_ONLY, dataclass, field
-from functools import wraps
+from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any, TypeAlias
 
 from sse_starlette.sse import EventSourceResponse
@@ -48,35 +48,25 @@ Called again once the model is loaded: before that, changes nothing.
 
 
 def generate(id_prefix: str, *, may_stream: bool = True) -> Callable[[OpenExchange], Handler]:
-    """Makes an endpoint for output; a disconnect is no error.
-
-    Without `may_stream` the body's wish for a stream is ignored.
-    """
-    return lambda open_exchange: _endpoint(open_exchange, id_prefix, may_stream=may_stream)
+    """Makes an endpoint for output; without `may_stream` a body's wish for a stream is ignored."""
+    return partial(_endpoint, id_prefix=id_prefix, may_stream=may_stream)
 
 
 def inspect(describe: Callable[[ApiContext, Incoming], Payload]) -> Handler:
     """Makes an endpoint beyond a key's limits. `describe` works as `OpenExchange`."""
-
     opened = wraps(describe)(lambda context, incoming: ModelReady(None, describe(context, incoming)))
-    return _endpoint(opened, is_limited=False, may_stream=False)
+    return _endpoint(opened, is_limited=False)
 
 
 def compute(open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Handler:
     """Makes an endpoint for vectors. Works as `OpenExchange`."""
-    return _endpoint(open_work, may_stream=False)
+    return _endpoint(open_work)
 
 
-def _endpoint(
-    open_plan: Callable[[ApiContext, Incoming], Plan],
-    id_prefix: str = "",
-    *,
-    is_limited: bool = True,
-    may_stream: bool,
-) -> Handler:
+def _endpoint(open_plan: Callable[[ApiContext, Incoming], Plan], **options: Any) -> Handler:
     @wraps(open_plan)
     async def respond(request: Request) -> Response:
-        return await Call(request, open_plan, id_prefix, is_limited=is_limited, may_stream=may_stream).respond()
+        return await Call(request, open_plan, **options).respond()
 
     return respond
 
@@ -89,8 +79,6 @@ class AnswerStream(EventSourceResponse):
         request: Request,
         frames: AsyncIterator[bytes],
         heartbeat: Callable[[], bytes],
-        *,
-        drain_seconds: float | None = None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
         config, dialect = context_of(request).config, dialect_of(request)
@@ -101,7 +89,7 @@ class AnswerStream(EventSourceResponse):
             ping=config.heartbeat_seconds,
             # Sends heartbeats as bytes, unchanged, like the frames.
             ping_message_factory=heartbeat,  # type: ignore[arg-type]
-            shutdown_grace_period=config.drain_seconds if drain_seconds is None else drain_seconds,
+            shutdown_grace_period=config.drain_seconds,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,11 +119,10 @@ class Call:
 
     _http: Request
     _open_plan: Callable[[ApiContext, Incoming], Plan]
-    _id_prefix: str
-    _: KW_ONLY
-    is_limited: bool
+    id_prefix: str = ""
+    is_limited: bool = True
     """The key's limits and the server's end count."""
-    may_stream: bool
+    may_stream: bool = False
     _received: float = field(default_factory=time.monotonic)
     _raw: bytes = b""
     _wants_stream: bool = False
@@ -220,7 +207,7 @@ class Call:
         self._wants_stream = self.may_stream and self._dialect.wants_stream(fields)
         check_messages(fields)
         name = self._http.state.request_id.removeprefix("req_")
-        plan = self._open_plan(self._context, Incoming(self._http, fields, self._id_prefix + name))
+        plan = self._open_plan(self._context, Incoming(self._http, fields, self.id_prefix + name))
         if not is_finite:
             # No typed field refused the number, so it is inside an object with unchecked content.
             raise ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
@@ -274,21 +261,17 @@ class Call:
 
     def _begin(self, exchange: Exchange) -> Answer:
         """Raises QueueFull and ApiError (429, 503)."""
+        http = self._http
         if exchange.request.session_id is not None:
-            self._http.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
-        arrival = Arrival(
-            endpoint=self._http.url.path,
-            received=self._received,
-            key_name=key_name_of(self._http),
-            trace_parent=self._http.headers.get("traceparent"),
-        )
+            http.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
+        arrival = Arrival(http.url.path, self._received, key_name_of(http), http.headers.get("traceparent"))
         answer = self._charged = Answer(self._context, arrival, exchange)
         self._stack.callback(answer.close)
         exchange.begun(answer, self._stack)
         return answer
 
-    def _stream(self, frames: AsyncIterator[bytes]) -> "AnswerStream":
-        return AnswerStream(self._http, frames, self._heartbeat, on_close=self._stack.close)
+    def _stream(self, frames: AsyncIterator[bytes]) -> Response:
+        return AnswerStream(self._http, frames, self._heartbeat, self._stack.close)
 
     def _heartbeat(self) -> bytes:
         answer = self._charged
@@ -304,16 +287,9 @@ class Call:
     async def _compute(self, work: EmbeddingWork) -> Response:
         self._charged = work
         response = await work.run(self._context.running_engine(work.model))
-        entry = TextsEmbedded(
-            request_id=self._http.state.request_id,
-            path=self._http.url.path,
-            model=work.model.id,
-            num_texts=len(work.texts),
-            prompt_tokens=work.num_tokens,
-            total_ms=round(1000 * (time.monotonic() - self._received), 1),
-            key=key_name_of(self._http),
-        )
-        logger.info(entry)
+        total_ms = round(1000 * (time.monotonic() - self._received), 1)
+        counts, http = (work.model.id, len(work.texts), work.num_tokens, total_ms), self._http
+        logger.info(TextsEmbedded(http.state.request_id, http.url.path, *counts, key_name_of(http)))
         return response
 
 

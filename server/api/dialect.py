@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -204,38 +204,26 @@ def namespace_of(request: Request, cache_salt: str | None) -> str:
 Kept = TypeVar("Kept")
 
 
-@dataclass(eq=False)
 class ApiContext:
     """What all endpoints share. Event loop only, unless a member says otherwise."""
 
-    config: ServerConfig
-    pool: ModelPool
-    keys: KeyRing = field(default_factory=KeyRing)
-    """Replaced while the server runs; running answers go on."""
-    rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
-    sessions: SessionRecords = field(default_factory=SessionRecords)
-    refusals: Refusals = field(default_factory=Refusals)
-    conversations: Conversations = field(default_factory=Conversations)
-    planning: Planning = field(default_factory=Planning)
-    is_draining: bool = False
-
-    background: set["asyncio.Task[None]"] = field(default_factory=set)
-    metrics: Metrics = field(init=False)
-    activity: Activity = field(init=False)
-    started: float = field(default_factory=time.monotonic)
-    """`time.monotonic()`."""
-    subscribers: list[Callable[[RequestRecord], None]] = field(init=False)
-    """Told of ended requests."""
-    tracing: Tracing | None = None
-    _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.conversations.is_whole = self.config.cache_disk_bytes is None
-        self.metrics = Metrics(lambda: self.pool.engines, self.config.slots)
+    def __init__(self, config: ServerConfig, pool: ModelPool, keys: KeyRing) -> None:
+        self.config, self.pool = config, pool
+        self.keys = keys
+        """Replaced while the server runs; running answers go on."""
+        self.rate_limits, self.planning = RateLimits(time.monotonic), Planning()
+        self.sessions, self.refusals, self.conversations = SessionRecords(), Refusals(), Conversations()
+        self.conversations.is_whole = config.cache_disk_bytes is None
+        self.started, self.is_draining = time.monotonic(), False
         log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
-        self.activity = Activity(log, lambda: self.pool.engines)
+        self.activity = Activity(log, lambda: pool.engines)
+        self.metrics = Metrics(lambda: pool.engines, config.slots)
+        self.tracing: Tracing | None = None
         self.subscribers = [self._keep_turn, self.activity.tell, log_end, self.metrics.tell]
+        """Told of ended requests."""
+        self.background = set["asyncio.Task[None]"]()
+        self._kept = dict[Callable[[ServerConfig], Any], Any]()
+        self._lock = threading.Lock()
 
     def _keep_turn(self, record: RequestRecord) -> None:
         first = record.first

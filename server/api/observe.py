@@ -267,21 +267,15 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
         "url.path": first.arrival.endpoint,
         "mlx_serve.cached_tokens": turn.cached_tokens,
         "mlx_serve.evaluated_tokens": turn.evaluated_tokens,
+        "gen_ai.conversation.id": request.session_id,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.response.finish_reasons": (turn.finish,) if record.failure is None else None,
+        "error.type": record.failure,
+        "mlx_serve.tier": turn.tier,
+        "mlx_serve.lost_tokens": turn.lost_tokens if turn.miss is not None else None,
+        "mlx_serve.miss": turn.miss.reason if turn.miss is not None else None,
     }
-    if request.session_id is not None:
-        found["gen_ai.conversation.id"] = request.session_id
-    if sampling.seed is not None:
-        found["gen_ai.request.seed"] = sampling.seed
-    if record.failure is None:
-        found["gen_ai.response.finish_reasons"] = (turn.finish,)
-    else:
-        found["error.type"] = record.failure
-    if turn.tier is not None:
-        found["mlx_serve.tier"] = str(turn.tier)
-    if turn.miss is not None:
-        found["mlx_serve.lost_tokens"] = turn.lost_tokens
-        found["mlx_serve.miss"] = turn.miss.reason
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:

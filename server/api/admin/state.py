@@ -269,7 +269,7 @@ async def get_events(request: Request) -> Response:
     seconds = number_asked(request, "seconds", MAX_SECONDS)
     listener = log.listen(listed_namespace(request), request.headers.get("last-event-id"))
     frames, heartbeat = _frames(log, listener, seconds), partial(sse_comment, "listening")
-    return AnswerStream(request, frames, heartbeat, drain_seconds=0.0, on_close=partial(log.leave, listener))
+    return AnswerStream(request, frames, heartbeat, partial(log.leave, listener))
 
 
 async def _frames(log: EventLog, listener: Listener, seconds: int | None) -> AsyncIterator[bytes]:
