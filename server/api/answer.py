@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,15 +23,7 @@ from server.api.conversation import Conversation, next_turn_requests
 from server.api.dialect import ApiContext
 from server.api.record import Arrival, OpenRequest, RequestRecord, counts_of
 from server.api.wire import Payload
-from server.diagnosis.account import (
-    Conversations,
-    EvaluatedTurn,
-    Name,
-    Rendered,
-    declined,
-    explain,
-    with_missing_bytes,
-)
+from server.diagnosis import account
 from server.diagnosis.causes import Cause, Reuse
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, prompt_of
 from server.engine.commands import pin_turn
@@ -45,12 +37,14 @@ from server.engine.request import (
     GenerationRequest,
     Progress,
     Started,
+    Timings,
 )
 from server.pool.served import EnginePort, ServedModel
 
 logger = logging.getLogger(__name__)
 
 OutputEvent: TypeAlias = Started | Piece | Finished
+_TOTALS = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
 
 
 @dataclass(eq=False)
@@ -131,7 +125,7 @@ class Run(OpenRequest):
         self.finished: Finished | None = None
         """None unless the run ended well."""
         self._context = answer.context
-        self._conversations = answer.context.conversations if self.is_first else Conversations()
+        self._conversations = answer.context.conversations if self.is_first else account.Conversations()
         self._generation = answer.engine.submit(exchange.request)
         self._texts: list[str] = []
         self._is_kept = False
@@ -178,31 +172,30 @@ class Run(OpenRequest):
         if self.started is not None and self.error is None:
             self._keep_turn(None)
 
-    def withdraw(self) -> None:
-        """Cancels the request without a trace, since another choice was refused."""
-        self._context.activity.forget(self)
-        self._generation.cancel()
-
     async def _explained(self, started: Started) -> Started:
         """The event with reasons for misses; the engine's reason stays."""
         request = self.request
         if request.is_prefix_only:
-            self.name = Name(request.namespace, request.session_id) if request.session_id is not None else None
+            self.name = (
+                account.Name(request.namespace, request.session_id) if request.session_id is not None else None
+            )
             return started
-        rendered = Rendered(self.exchange.asked, request.tokens, request.outline)
+        rendered = account.Rendered(self.exchange.asked, request.tokens, request.outline)
         self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
         self.previous_id = previous.request_id if previous is not None else None
         if started.reuse.misses:
             return started
         is_asked = request.cache_prompt
-        reuse = await self._reuse(started, previous, rendered) if is_asked else declined(previous, rendered)
+        reuse = await self._reuse(started, previous, rendered) if is_asked else account.declined(previous, rendered)
         return replace(started, reuse=reuse)
 
-    async def _reuse(self, started: Started, previous: EvaluatedTurn | None, rendered: Rendered) -> Reuse:
+    async def _reuse(
+        self, started: Started, previous: account.EvaluatedTurn | None, rendered: account.Rendered
+    ) -> Reuse:
         """Compares long texts on another thread."""
         match, hit = started.match_tokens, started.hit_tokens
         is_unseen = self._conversations.is_unseen(rendered)
-        why = partial(explain, previous, rendered, match=match, hit=hit, is_unseen=is_unseen)
+        why = partial(account.explain, previous, rendered, match=match, hit=hit, is_unseen=is_unseen)
         if previous is None or hit >= min(len(previous.tokens), len(rendered.tokens) - 1):
             return why()
         reuse = await asyncio.to_thread(why)
@@ -211,7 +204,7 @@ class Run(OpenRequest):
             return reuse
         cache = engine.stats().cache
         needed = self._conversations.num_tokens_since(self.name, rendered) * cache.bytes_per_token
-        return with_missing_bytes(reuse, int(needed) - cache.budget_bytes)
+        return account.with_missing_bytes(reuse, int(needed) - cache.budget_bytes)
 
     def _remember_reply(self, finished: Finished) -> None:
         exchange = self.exchange
@@ -231,7 +224,7 @@ class Run(OpenRequest):
             tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])
         messages = exchange.reply_messages() if finished is not None else []
         said = part_of(messages[0]) if messages else Part(PLAIN, reply)
-        turn = EvaluatedTurn(
+        turn = account.EvaluatedTurn(
             exchange.asked,
             said if finished is not None else None,
             tokens=tokens,
@@ -259,7 +252,8 @@ class Answer:
                 self._submit(choice)
         except BaseException:
             for run in self.runs:
-                run.withdraw()
+                run.give_up()
+                context.activity.forget(run)
             raise
 
     def _submit(self, exchange: Exchange) -> None:
@@ -315,26 +309,18 @@ class Answer:
         well = [run.finished for run in self.runs if run.finished is not None]
         if self._num_choices == 1:
             return well[-1]
-        counts = counts_of(self.runs)
-        spent = [end.timings for end in well]
-        timings = replace(
-            spent[0],
+        counts, spent = counts_of(self.runs), [end.timings for end in well]
+        timings = Timings(
             cache_tokens=counts.cached_tokens,
             evaluated_tokens=counts.evaluated_tokens,
-            predicted_tokens=counts.completion_tokens,
             prompt_ms=max(one.prompt_ms for one in spent),
+            predicted_tokens=counts.completion_tokens,
             predicted_ms=max(one.predicted_ms for one in spent),
             drafted_tokens=sum(one.drafted_tokens for one in spent),
             accepted_tokens=sum(one.accepted_tokens for one in spent),
         )
-        return replace(
-            well[0],
-            prompt_tokens=counts.prompt_tokens,
-            timings=timings,
-            reasoning_tokens=_total(end.reasoning_tokens for end in well),
-            accepted_prediction_tokens=_total(end.accepted_prediction_tokens for end in well),
-            rejected_prediction_tokens=_total(end.rejected_prediction_tokens for end in well),
-        )
+        totals: dict[str, Any] = {name: _total(getattr(end, name) for end in well) for name in _TOTALS}
+        return replace(well[0], prompt_tokens=counts.prompt_tokens, timings=timings, **totals)
 
     @property
     def progress(self) -> str:

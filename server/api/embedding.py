@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from models.errors import PromptTooLong
 from models.formats import JUDGED_PREFIX, JUDGED_SUFFIX, Reading, Vector
-from server.api.errors import ApiError, Code, context_exceeded, wrong
+from server.api.errors import ApiError, Code, ContextExceeded, wrong
 from server.api.params import check_token_ids
 from server.api.wire import json_text
 from server.engine.request import TokenArray
@@ -81,12 +81,12 @@ class TextReader:
         try:
             return self.model.renderer.tokenize(text, **options, max_tokens=None if self._cuts else limit)
         except PromptTooLong as error:
-            raise context_exceeded(error.num_tokens, limit, place, is_exact=False) from error
+            raise ContextExceeded(error.num_tokens, limit, place, is_exact=False) from error
 
     def _taken(self, tokens: list[int], place: str) -> TokenArray:
         limit = self.model.context_tokens
         if len(tokens) > limit and not self._cuts:
-            raise context_exceeded(len(tokens), limit, place)
+            raise ContextExceeded(len(tokens), limit, place)
         if self.model.embedding is not None:
             tokens = self.model.embedding.cut(tokens, limit)
         self.num_tokens += len(tokens)

@@ -85,20 +85,14 @@ class ApiError(Exception):
         return self.code.status
 
 
-@dataclass(eq=False)
 class ContextExceeded(ApiError):
-    """A prompt of `num_tokens` or more, where `max_tokens` fit, that leaves no space for an answer."""
+    """A prompt of `num_tokens`, or more unless `is_exact`, that leaves no space for an answer."""
 
-    num_tokens: int = 0
-    max_tokens: int = 0
-
-
-def context_exceeded(num_tokens: int, max_tokens: int, param: str | None, *, is_exact: bool = True) -> ApiError:
-    """The error for a prompt of `num_tokens`, or more unless `is_exact`."""
-    length = f"{num_tokens} tokens" if is_exact else f"{num_tokens} tokens or more"
-    context = f"this model's context of {max_tokens + 1} tokens holds at most {max_tokens} and an answer"
-    message = f"the prompt has {length}; {context}"
-    return ContextExceeded(Code.CONTEXT_EXCEEDED, message, param, num_tokens=num_tokens, max_tokens=max_tokens)
+    def __init__(self, num_tokens: int, max_tokens: int, param: str | None, *, is_exact: bool = True) -> None:
+        length = f"{num_tokens} tokens" if is_exact else f"{num_tokens} tokens or more"
+        context = f"this model's context of {max_tokens + 1} tokens holds at most {max_tokens} and an answer"
+        super().__init__(Code.CONTEXT_EXCEEDED, f"the prompt has {length}; {context}", param)
+        self.num_tokens, self.max_tokens = num_tokens, max_tokens
 
 
 def wrong(param: str, why: str, code: Code = Code.INVALID_VALUE) -> ApiError:
@@ -145,7 +139,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case PoolError():
             return ApiError(_CODES.get(type(error), Code.MODEL_UNUSABLE), str(error), "model")
         case PromptTooLong():
-            return context_exceeded(error.num_tokens, error.max_tokens, error.param, is_exact=False)
+            return ContextExceeded(error.num_tokens, error.max_tokens, error.param, is_exact=False)
         case PromptTooLarge():
             return ApiError(Code.CONTEXT_EXCEEDED, str(error))
         case EngineError():

@@ -168,8 +168,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = {model_id: engine.stats() for model_id, engine in self._engines().items()}
-        gauges = [*_ENGINE_GAUGES, ("slots", "Slots by activity.", "state", self._slots)]
-        for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, _ENGINE_COUNTERS)):
+        slots = ("slots", "Slots by activity.", "state", lambda found: found.requests.slots(self._num_slots))
+        for family, table in ((GaugeMetricFamily, [*_ENGINE_GAUGES, slots]), (CounterMetricFamily, _ENGINE_COUNTERS)):
             for name, text, label, read in table:
                 labels = ("model", label) if label else ("model",)
                 metric: GaugeMetricFamily | CounterMetricFamily = family(f"{PREFIX}_{name}", text, labels=labels)
@@ -178,11 +178,6 @@ class _EngineCollector(Collector):
                     for part, value in values.items() if isinstance(values, Mapping) else [("", values)]:
                         metric.add_metric((model_id, part)[: len(labels)], value)
                 yield metric
-
-    def _slots(self, stats: EngineStats) -> Mapping[str, float]:
-        prefilling, decoding = stats.requests.prefilling, stats.requests.decoding
-        idle = max(self._num_slots - prefilling - decoding, 0)
-        return {"prefilling": prefilling, "decoding": decoding, "idle": idle}
 
 
 PROVIDER = "mlx_serve"

@@ -28,7 +28,7 @@ from server.api.answer import Question
 from server.api.bodies import BodyModel, Whole
 from server.api.conversation import Conversation
 from server.api.dialect import context_of, dialect_of, namespace_of
-from server.api.errors import ApiError, Code, context_exceeded, wrong
+from server.api.errors import ApiError, Code, ContextExceeded, wrong
 from server.engine.request import GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
 
@@ -180,7 +180,7 @@ def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: Served
         raise wrong(params.prompt_param, "the prompt is empty", Code.EMPTY_PROMPT)
     num_left = model.context_tokens - num_prompt
     if num_left < 1:
-        raise context_exceeded(num_prompt, model.context_tokens - 1, params.prompt_param)
+        raise ContextExceeded(num_prompt, model.context_tokens - 1, params.prompt_param)
     wanted = model.defaults.max_tokens if params.max_tokens is None else params.max_tokens
     if wanted is None:
         wanted = context_of(incoming.http).config.default_max_tokens or num_left
@@ -211,7 +211,7 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
         reason = f"there is no tool {missing[0]!r}" if missing else "there are no tools to be called"
         raise wrong("tool_choice", reason)
     allowed = [tool["function"] for tool in tools if forced.names is None or tool["function"]["name"] in forced.names]
-    lead, *rules = _rules_of_calls(model, allowed, "tool_choice", "calls cannot be forced with")
+    lead, *rules = _rules_of_calls(model, allowed, "tool_choice")
     start = f"start: {'call' if forced.is_single else _CALLS}"
     return replace(_lark("tool_choice", start, f"call: {lead} body", *rules), forces_calls=True)
 
@@ -274,7 +274,7 @@ def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], want
         why = "beside tools only JSON can be asked for; else set tool_choice to none"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
     functions = [tool["function"] for tool in tools]
-    lead, *rules = _rules_of_calls(model, functions, wanted.param, "an answer cannot be bound beside tools with")
+    lead, *rules = _rules_of_calls(model, functions, wanted.param)
     is_lenient = wanted.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
     answer = f"answer: %json {_schema(json.loads(wanted.grammar.text), is_lenient=is_lenient)}"
     return _lark(wanted.param, f"start: answer | {_CALLS}", answer, f"call: {lead} body", *rules)
@@ -288,7 +288,7 @@ def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> Answ
     free = {"parameters": _ANY_ARGUMENTS}
     bound = [function if _is_strict(function) else {**function, **free} for function in functions]
     try:
-        lead, *rules = _rules_of_calls(model, bound, "tools", "calls cannot be bound with")
+        lead, *rules = _rules_of_calls(model, bound, "tools")
     except ApiError:
         return None
     # A marker that is a token ends the text; a marker of several tokens ends it once complete.
@@ -301,13 +301,11 @@ def _lark(param: str, *lines: str) -> AnswerGrammar:
     return AnswerGrammar(param, Grammar(GrammarKind.LARK, "\n".join(lines)))
 
 
-def _rules_of_calls(
-    model: ServedModel, functions: Sequence[Mapping[str, Any]], param: str, what: str
-) -> Sequence[str]:
+def _rules_of_calls(model: ServedModel, functions: Sequence[Mapping[str, Any]], param: str) -> Sequence[str]:
     """The marker before a call; the rule `body` of what follows it, and one per function. Raises ApiError (400)."""
     syntax = model.tool_syntax
     if model.grammars is None or not isinstance(syntax, ToolFormat) or not syntax.writes_json:
-        why = f"{what} the model {model.id!r}, whose calls are not written as JSON between markers"
+        why = f"the model {model.id!r} does not write calls as JSON between markers, so no grammar binds them"
         raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
     try:
         start, end = model.grammars.spell(syntax.start), model.grammars.spell(syntax.end)

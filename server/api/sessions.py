@@ -222,16 +222,8 @@ def ascii_text(value: str) -> str:
 
 
 SESSION_HEADERS = (
-    "x-session-id",
-    "x-claude-code-session-id",
-    "session-id",
-    "session_id",
-    "thread-id",
-    "x-session-affinity",
-    "x-openwebui-chat-id",
-    "x-conversation-id",
-    "x-litellm-session-id",
-    "x-smg-routing-key",
+    *("x-session-id", "x-claude-code-session-id", "session-id", "session_id", "thread-id", "x-session-affinity"),
+    *("x-openwebui-chat-id", "x-conversation-id", "x-litellm-session-id", "x-smg-routing-key"),
 )
 SESSION_METADATA = ("session_id", "chat_id", "conversation_id")
 MAX_SESSION_ID_CHARACTERS = 256

@@ -16,7 +16,7 @@ EngineError
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -271,6 +271,11 @@ class RequestCounts:
     waiting: int = 0
     prefilling: int = 0
     decoding: int = 0
+
+    def slots(self, total: int) -> dict[Any, int]:
+        """The slots by what they do."""
+        idle = max(total - self.prefilling - self.decoding, 0)
+        return {"prefilling": self.prefilling, "decoding": self.decoding, "idle": idle}
 
 
 class DraftSource(StrEnum):

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from functools import partial
 from importlib import metadata
-from typing import NotRequired
+from typing import Literal, NotRequired
 
 from prometheus_client.exposition import choose_encoder
 from pydantic import Field
@@ -68,22 +68,9 @@ class HealthBody(TypedDict):
     """By model; only for those who may send requests."""
 
 
-class ReadyBody(TypedDict):
-    """Whether one more request would be taken."""
-
-    status: str
-    """"ok", "full" (queue), "draining" or "stopped"."""
-
-
-class ServerVersionBody(TypedDict):
-    """The release of this server."""
-
-    version: str
-
-
 async def version(request: Request) -> Response:
     """Names the release of this server."""
-    return JsonBody(ServerVersionBody(version=metadata.version("mlx-serve")))
+    return JsonBody({"version": metadata.version("mlx-serve")})
 
 
 async def health(request: Request) -> Response:
@@ -98,13 +85,13 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answers 200 if every model would take one more request, else 503. Needs no key."""
+    """Answers 200 if every model would take one more request, else 503 and why: `full`, or as in `health`."""
     context = context_of(request)
     status = status_of(context)
     max_open = context.config.slots + context.config.max_waiting
     if status == "ok" and any(engine.stats().num_open >= max_open for engine in context.pool.engines.values()):
         status = "full"
-    return JsonBody(ReadyBody(status=status), status_code=200 if status == "ok" else 503)
+    return JsonBody({"status": status}, status_code=200 if status == "ok" else 503)
 
 
 def status_of(context: ApiContext) -> str:
@@ -120,32 +107,16 @@ def _counts(stats: EngineStats) -> EngineCounts:
     return {"preemptions": stats.num_preempted, "cache": cache, "open_requests": stats.num_open}
 
 
-class SlotCountsBody(TypedDict):
-    """A model's slots by what they do."""
-
-    total: int
-    prefilling: int
-    decoding: int
-    idle: int
-
-
 class ModelStatsBody(EngineCounts):
     """What a loaded model does and holds."""
 
     id: str
     waiting: int
-    slots: SlotCountsBody
+    slots: dict[Literal["total", "prefilling", "decoding", "idle"], int]
     moved: MovedState
     disk_budget_bytes: int | None
     drafts: DraftStats | None
     """None where no answer is drafted."""
-
-
-class LoadingBody(TypedDict):
-    """A model being loaded."""
-
-    id: str
-    step: str
 
 
 class OpenRequestBody(TypedDict):
@@ -189,7 +160,7 @@ class StatsBody(TypedDict):
     """`namespace` if all is of one namespace, else `all`."""
     memory: MemoryBody
     models: list[ModelStatsBody]
-    loading: list[LoadingBody]
+    loading: list[dict[Literal["id", "step"], str]]
     requests: list[OpenRequestBody]
     totals: Sums
     sessions: int
@@ -218,12 +189,11 @@ async def get_stats(request: Request) -> Response:
 
 
 def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> ModelStatsBody:
-    requests, total = stats.requests, context.config.slots
-    idle = max(total - requests.prefilling - requests.decoding, 0)
+    slots = context.config.slots
     return {
         "id": model_id,
-        "waiting": requests.waiting,
-        "slots": body_of(SlotCountsBody, requests, total=total, idle=idle),
+        "waiting": stats.requests.waiting,
+        "slots": {"total": slots, **stats.requests.slots(slots)},
         **_counts(stats),
         "moved": stats.cache.moved,
         "disk_budget_bytes": context.config.cache_disk_bytes if stats.cache.keeps_on_disk else None,
@@ -338,7 +308,7 @@ V1_ROUTES = (
 ROUTES = (
     Endpoint("/metrics", metrics, Operation(answer=str, answer_type="text/plain")),
     Endpoint("/health", health, Operation(answer=HealthBody)),
-    Endpoint("/ready", ready, Operation(answer=ReadyBody)),
+    Endpoint("/ready", ready, Operation(answer=dict[Literal["status"], str])),
     Endpoint("/ping", health, Operation(answer=HealthBody), ["GET", "POST"]),
-    Endpoint("/version", version, Operation(answer=ServerVersionBody)),
+    Endpoint("/version", version, Operation(answer=dict[Literal["version"], str])),
 )
