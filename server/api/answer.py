@@ -213,23 +213,21 @@ class Run(OpenRequest):
 
     def _keep_turn(self, finished: Finished | None) -> None:
         """Keeps the turn, once; None: the answer broke off."""
-        request, exchange, reply = self.request, self.exchange, "".join(self._texts)
+        request, exchange = self.request, self.exchange
         if self._is_kept or self.name is None or request.is_prefix_only or not request.cache_prompt:
             return
         self._is_kept = True
-        num_evaluated = self.cached_tokens + self.evaluated_tokens
+        num_evaluated, num_prompt = self.cached_tokens + self.evaluated_tokens, len(request.tokens)
         tokens = request.tokens[:num_evaluated]
-        if num_evaluated == len(request.tokens):
+        if num_evaluated == num_prompt:
             reply_ids = self.token_ids if _is_whole(finished) else self.token_ids[:-1]
             tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])
-        messages = exchange.reply_messages() if finished is not None else []
-        said = part_of(messages[0]) if messages else Part(PLAIN, reply)
+        said = None
+        if finished is not None:
+            messages = exchange.reply_messages()
+            said = part_of(messages[0]) if messages else Part(PLAIN, "".join(self._texts))
         turn = account.EvaluatedTurn(
-            exchange.asked,
-            said if finished is not None else None,
-            tokens=tokens,
-            num_prompt_tokens=len(request.tokens),
-            request_id=request.request_id,
+            exchange.asked, said, tokens=tokens, num_prompt_tokens=num_prompt, request_id=request.request_id
         )
         self._conversations.record(self.name, turn)
 

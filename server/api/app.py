@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.admin import cache, sessions, state
+from server.api.admin import cache, state
 from server.api.admin.console import PAGE_ROUTES
 from server.api.anthropic.api import ANTHROPIC
 from server.api.dialect import ApiContext, Dialect, Endpoint, find_dialect, routes_of, with_and_without_v1
@@ -40,7 +40,7 @@ async def openapi(request: Request) -> Response:
 
 
 ADMIN_ROUTES = (
-    *with_and_without_v1((*sessions.ROUTES, *cache.ROUTES, *state.V1_ROUTES)),
+    *with_and_without_v1((*state.V1_ROUTES, *cache.ROUTES)),
     Endpoint("/openapi.json", openapi),
     *state.ROUTES,
 )

@@ -150,15 +150,8 @@ class OpenRequest:
         now = time.monotonic()
         if now < self._log_due or progress.evaluated >= progress.total - 1:
             return
-        entry = PrefillProgress(
-            request_id=self.request.request_id,
-            session_id=self.session_id,
-            evaluated_tokens=progress.evaluated,
-            prompt_tokens=progress.total,
-            tokens_per_second=self.evaluated_tokens / (now - self.started_at),
-            number=self._num_logged,
-        )
-        logger.info(entry)
+        tokens = (progress.evaluated, progress.total, self.evaluated_tokens / (now - self.started_at))
+        logger.info(PrefillProgress(self.request.request_id, self.session_id, *tokens, self._num_logged))
         self._log_due, self._num_logged = now + PROGRESS_SECONDS, self._num_logged + 1
 
 

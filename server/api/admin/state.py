@@ -1,15 +1,16 @@
-"""Health, statistics, metrics, events; loading models by hand.
+"""Health, statistics, metrics, events, sessions; loading models by hand.
 
 Statistics answer at once, without waiting for a worker. A request sees its own namespace; the server's owner sees
 all, or `?namespace=`. Everybody sees what models do.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from functools import partial
 from importlib import metadata
-from typing import Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
 from prometheus_client.exposition import choose_encoder
 from pydantic import Field
@@ -23,10 +24,13 @@ from server.api.bodies import BodyModel
 from server.api.call import AnswerStream
 from server.api.dialect import ApiContext, Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code, stopped
-from server.api.guard import is_owner, key_of, listed_namespace, read_owners_body
+from server.api.guard import is_owner, key_of, listed_namespace, read_owners_body, visible_namespace
 from server.api.record import OpenRequest, counts_of
+from server.api.sessions import Refusal, SessionDetail, SessionRecord
 from server.api.wire import JsonBody, body_of, number_asked, sse_comment
-from server.engine.request import DraftStats, EngineStats, RequestCounts
+from server.app.keys import KeyRing
+from server.engine.commands import forget_session
+from server.engine.request import DraftStats, EngineStats, EngineStopped, RequestCounts
 from server.pool.names import ModelSource
 
 
@@ -255,6 +259,68 @@ async def _frames(log: EventLog, listener: Listener, seconds: int | None) -> Asy
             yield b"".join(event.frame for event in read)
 
 
+class SessionList(TypedDict):
+    """Sessions, the last used first, and refusals."""
+
+    object: str
+    data: list[SessionRecord]
+    refused: list[Refusal]
+
+
+class DeletedBody(TypedDict):
+    """A session that was forgotten."""
+
+    id: str
+    object: str
+    deleted: bool
+
+
+async def list_sessions(request: Request) -> Response:
+    """Lists the namespace's sessions, for the owner all."""
+    context = context_of(request)
+    namespace = listed_namespace(request)
+    sessions = [_shown(session, context.keys) for session in context.sessions.of(namespace)]
+    data = [{name: value for name, value in shown.items() if name != "turns"} for shown in sessions]
+    return JsonBody({"object": "list", "data": data, "refused": context.refusals.of(namespace)})
+
+
+async def get_session(request: Request) -> Response:
+    """Describes one session with its last turns; raises ApiError (404)."""
+    return JsonBody(_shown(_found(request), context_of(request).keys))
+
+
+async def delete_session(request: Request) -> Response:
+    """Forgets one session; raises ApiError (404)."""
+    context, session = context_of(request), _found(request)
+    namespace, session_id = session.namespace, session.id
+    for model in context.pool.served:
+        engine = context.pool.engines.get(model.base_id)
+        if engine is None:
+            continue
+        # A stopped engine holds no state.
+        with contextlib.suppress(EngineStopped):
+            await engine.execute(forget_session, model.state_namespace(namespace), session_id)
+    context.pool.forget_session_of_unloaded(namespace, session_id)
+    context.sessions.forget(namespace, session_id)
+    context.conversations.forget(namespace, session_id)
+    context.refusals.forget_session(namespace, session_id)
+    return JsonBody(DeletedBody(id=session_id, object="session.deleted", deleted=True))
+
+
+def _found(request: Request) -> SessionDetail:
+    session_id = request.path_params["session_id"]
+    session = context_of(request).sessions.find(visible_namespace(request), session_id)
+    if session is None:
+        unnamed = "the path names no session; GET /v1/sessions lists them"
+        message = f"there is no session {session_id[:256]!r}" if session_id else unnamed
+        raise ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
+    return session
+
+
+def _shown(session: SessionDetail, keys: KeyRing) -> dict[str, Any]:
+    return {**vars(session), "key": keys.name_of(session.namespace)}
+
+
 class ModelNameBody(BodyModel):
     """Names a model."""
 
@@ -302,6 +368,9 @@ V1_ROUTES = (
     Endpoint(
         "/events", get_events, Operation(answer=str, answer_type="text/event-stream", query=(*_QUERY, "seconds"))
     ),
+    Endpoint("/sessions", list_sessions, Operation(answer=SessionList, query=_QUERY)),
+    Endpoint("/sessions/{session_id:path}", get_session, Operation(answer=SessionDetail, query=_QUERY)),
+    Endpoint("/sessions/{session_id:path}", delete_session, Operation(answer=DeletedBody, query=_QUERY), ["DELETE"]),
     Endpoint("/models/load", load_model, Operation(ModelNameBody, ModelStateBody)),
     Endpoint("/models/unload", unload_model, Operation(ModelNameBody, ModelStateBody)),
 )

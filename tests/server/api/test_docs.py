@@ -19,8 +19,7 @@ from server.api.admin.cache import (
     PinnedBody,
     PrimedBody,
 )
-from server.api.admin.sessions import DeletedBody, SessionList
-from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody
+from server.api.admin.state import CacheCountsBody, DeletedBody, EngineBody, HealthBody, SessionList
 from server.api.app import ADMIN_ROUTES, APIS
 from server.api.bodies import Rule, Rules
 from server.api.dialect import ErrorObject
