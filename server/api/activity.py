@@ -15,7 +15,7 @@ from cache.budget import CacheEvent
 from models.adapter import client_namespace
 from server.api.record import OpenRequest, RequestRecord, counts_of
 from server.api.sessions import Recent, TokenCounts
-from server.api.wire import json_text
+from server.api.wire import sse_event
 from server.diagnosis.causes import Miss
 from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.names import ModelChange
@@ -38,9 +38,7 @@ class LiveEvent:
     @cached_property
     def frame(self) -> bytes:
         """Encoded once for all listeners."""
-        return (
-            f"id: {self.id}\nevent: {self.name}\ndata: {json_text({'type': self.name, **self.fields})}\n\n".encode()
-        )
+        return f"id: {self.id}\n".encode() + sse_event({"type": self.name, **self.fields}, self.name)
 
 
 class EventLog:
@@ -50,16 +48,13 @@ class EventLog:
         """`epoch` names this process's events; `wall` reads seconds since 1970."""
         self.on_wanted: Callable[[bool], None] = lambda is_wanted: None
         """Called when events begin to be kept, and when they are no longer."""
-        self._epoch = epoch
-        self._wall = wall
-        self._clock = clock
+        self._epoch, self._wall, self._clock = epoch, wall, clock
         self._events: deque[LiveEvent] = deque(maxlen=CAPACITY)
         self._num_published = 0
         self.listeners: list[Listener] = []
         self._left_at: float | None = None
         """None while somebody listens."""
-        self._is_wanted = False
-        self.is_closed = False
+        self._is_wanted = self.is_closed = False
 
     @property
     def is_wanted(self) -> bool:
@@ -121,15 +116,12 @@ class Listener:
     """What one client has yet to read."""
 
     def __init__(self, log: EventLog, namespace: str | None, place_id: str, *, is_known: bool) -> None:
-        """Unless the place `is_known`, an unknown number of events was lost before it."""
-        self.place_id = place_id
-        """Of the event before the first."""
+        """`place_id` is of the event before the first; unless it `is_known`, an unknown number is lost before."""
+        self.place_id = self._lost_id = place_id
         self.wake = asyncio.Event()
-        self._log = log
-        self._namespace = namespace
-        self._unread: deque[LiveEvent] = deque(maxlen=CAPACITY)
+        self._log, self._namespace = log, namespace
+        self._unread = deque[LiveEvent](maxlen=CAPACITY)
         self._num_lost: int | None = 0 if is_known else None
-        self._lost_id = place_id
         if not is_known:
             self.wake.set()
 
@@ -146,9 +138,8 @@ class Listener:
     def take(self) -> list[LiveEvent]:
         """The unread events, oldest first. If events were lost, the first one tells how many."""
         lost = [] if self._num_lost == 0 else [self._log.event(self._lost_id, "lost", None, count=self._num_lost)]
-        taken = [*lost, *self._unread]
+        taken, self._num_lost = [*lost, *self._unread], 0
         self._unread.clear()
-        self._num_lost = 0
         self.wake.clear()
         return taken
 

@@ -92,9 +92,9 @@ class Exchange(Question, ABC):
     def begun(self, answer: "Answer", held: ExitStack) -> None:
         """Called once the engine has the request; may take over `held`. Raises ApiError (429)."""
 
-    @abstractmethod
     def frames(self, answer: "Answer") -> AsyncIterator[bytes]:
-        """Yields the stream, its proper end included."""
+        """Yields the stream, its proper end included. Never called where no answer is streamed."""
+        raise NotImplementedError
 
     @abstractmethod
     async def body(self, answer: "Answer") -> Payload:

@@ -178,13 +178,11 @@ def routes_of(dialects: Sequence[Dialect]) -> list[Endpoint]:
 
 def find_dialect(dialects: Sequence[Dialect], scope: Scope) -> Dialect:
     """A path's dialect; for an unknown path its owner, the header's, or the first."""
-    for route in routes_of(dialects):
-        if route.matches(scope)[0] is not Match.NONE:
-            return route.dialect
     headers, path = Headers(scope=scope), f"{scope['path']}/"
+    served = (route.dialect for route in routes_of(dialects) if route.matches(scope)[0] is not Match.NONE)
     asked = (one for one in dialects if path.startswith(tuple(f"{own}/" for own in one.own_paths)))
     spoken = (one for one in dialects if one.own_header is not None and one.own_header in headers)
-    return next(chain(asked, spoken), dialects[0])
+    return next(chain(served, asked, spoken), dialects[0])
 
 
 def dialect_of(request: Request) -> Dialect:

@@ -155,9 +155,7 @@ def is_owner(request: Request) -> bool:
     if context_of(request).config.needs_key:
         key = key_of(request)
         return key is not None and key.is_operator
-    if dialect_of(request).api_key(request.headers):
-        return False
-    return is_from_this_machine(request)
+    return not dialect_of(request).api_key(request.headers) and is_from_this_machine(request)
 
 
 async def read_owners_body(request: Request, kind: type[Body], rules: Rules, what: str) -> Body:

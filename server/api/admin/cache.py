@@ -7,7 +7,7 @@ change its tokens: an answer follows a user's or tool's message, a user's messag
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ from server.api.openai.types import ChatBody, read_params
 from server.api.params import Incoming, build_request
 from server.api.wire import JsonBody, Payload, body_of, number_asked
 from server.engine import commands
-from server.pool.names import ModelNotLoaded, ModelSource
+from server.pool.names import ModelNotLoaded
 from server.pool.served import EnginePort, ServedModel
 
 MAX_NODES = 256
@@ -183,30 +183,19 @@ async def get_edge(request: Request) -> Response:
 
 async def clear_cache(request: Request) -> Response:
     """Forgets a namespace's state that no request uses."""
-    namespace = visible_namespace(request)
+    context, namespace = context_of(request), visible_namespace(request)
     try:
         model, engine, states = _asked(request)
+        name, freed = model.id, await engine.execute(commands.clear_cache, states)
     except ModelNotLoaded as error:
-        return _clear_unloaded(request, error.source, namespace)
-    freed: tuple[int, int, int] = await engine.execute(commands.clear_cache, states)
-    context_of(request).conversations.note_cleared(namespace)
-    return _cleared(model.id, *freed)
-
-
-def _clear_unloaded(request: Request, source: ModelSource, namespace: str) -> Response:
-    """Only a running engine changes the disk."""
-    context = context_of(request)
-    # The states of an adapter are known only once the adapter is loaded.
-    if context.config.cache_disk_bytes is not None or source.adapter is not None:
-        raise ModelNotLoaded(source)
-    num_tokens, num_bytes = context.pool.forget_unloaded(source, namespace)
+        # Only a running engine changes the disk; the states of an adapter are known only once the adapter is loaded.
+        if context.config.cache_disk_bytes is not None or error.source.adapter is not None:
+            raise
+        name, freed = error.source.id, (*context.pool.forget_unloaded(error.source, namespace), 0)
     context.conversations.note_cleared(namespace)
-    return _cleared(source.id, num_tokens, num_bytes, 0)
-
-
-def _cleared(model_id: str, num_tokens: int, memory_bytes: int, disk_bytes: int) -> Response:
-    freed = {"freed_tokens": num_tokens, "freed_bytes": memory_bytes, "freed_disk_bytes": disk_bytes}
-    return JsonBody({"object": "cache.cleared", "model": model_id, **freed})
+    num_tokens, memory_bytes, disk_bytes = freed
+    amounts = {"freed_tokens": num_tokens, "freed_bytes": memory_bytes, "freed_disk_bytes": disk_bytes}
+    return JsonBody({"object": "cache.cleared", "model": name, **amounts})
 
 
 async def pin_session(request: Request) -> Response:
@@ -310,10 +299,6 @@ def prime_cache(context: ApiContext, incoming: Incoming) -> Exchange:
 
 class PrimeExchange(Exchange):
     """Writes what priming cost."""
-
-    def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Never called: a prime is not streamed."""
-        raise NotImplementedError
 
     async def body(self, answer: Answer) -> Payload:
         """The answer's body."""

@@ -311,8 +311,7 @@ def _found(request: Request) -> SessionDetail:
     session_id = request.path_params["session_id"]
     session = context_of(request).sessions.find(visible_namespace(request), session_id)
     if session is None:
-        unnamed = "the path names no session; GET /v1/sessions lists them"
-        message = f"there is no session {session_id[:256]!r}" if session_id else unnamed
+        message = f"there is no session {session_id[:256]!r}; GET /v1/sessions lists them"
         raise ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
     return session
 
