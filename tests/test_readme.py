@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from models.names import SHORT_NAMES
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.cli.main import app, execute
+from tests.support.apps import create_app
 from tests.support.live_server import running
 
 TEXT = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")

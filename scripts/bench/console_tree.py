@@ -10,8 +10,8 @@ import sys
 
 from playwright.sync_api import Page
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.browser import BROWSER, browser
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.live_server import running

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from models.inference.grammar import GrammarCompiler
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
 from scripts.clients.scripted_model import TOOL_RESULT
-from server.api.app import create_app
 from server.api.connections import HttpConfig, Limits
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine.engine import Engine
 from server.engine.messages import Generation
 from server.engine.request import Delta, Event, Finished, GenerationRequest, Started
+from tests.support.apps import create_app
 
 START_SECONDS = 30.0
 

@@ -26,9 +26,7 @@ from server.api.responses.api import RESPONSES
 from server.api.wire import JsonBody
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing, read_keys
-from server.pool.members import OpenedModel, PooledEngine
 from server.pool.pool import ModelPool
-from server.pool.served import ServedModel
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The first one also answers paths of none."""
@@ -44,17 +42,6 @@ ADMIN_ROUTES = (
     Endpoint("/openapi.json", openapi),
     *state.ROUTES,
 )
-
-
-def create_app(
-    engine: PooledEngine,
-    model: ServedModel,
-    config: ServerConfig,
-    apis: Sequence[Dialect] = APIS,
-    keys: KeyRing | None = None,
-) -> Starlette:
-    """The application that serves one model by `engine`."""
-    return create_pool_app(ModelPool.of(OpenedModel(model, engine)), config, apis, keys)
 
 
 def create_pool_app(

@@ -14,11 +14,12 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from server.api.admin.console import SOURCE
-from server.api.app import create_app, create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.pool.pool import ModelPool
 from tests.console.hostile import BARE, TEXTS
+from tests.support.apps import create_app
 from tests.support.browser import BROWSER
 from tests.support.fake_engine import DRAFTS, FakeEngine, Script, fake_model
 from tests.support.fake_hub import running_hub

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Error, Page, Route, expect
 
-from server.api.app import create_app
 from server.api.connections import Limits
 from server.app.config import ServerConfig
 from tests.console.test_console import problems_of
+from tests.support.apps import create_app
 from tests.support.browser import BROWSER
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running

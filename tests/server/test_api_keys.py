@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.app.config import ConfigError, ServerConfig
 from server.app.keys import KeyRing, digest_of, namespace_of_key, parse_keys, read_keys
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 
 TWO = """

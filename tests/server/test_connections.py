@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.app import create_app
 from server.api.connections import MAX_LINGERING, HttpConfig, Limits
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -9,11 +9,11 @@ from starlette.testclient import TestClient
 
 from cache.snapshots import RestorePointKind
 from models.output.tool_calls import CallMarkers
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.log_events import PrefillProgress, RequestEnded, RequestRefused
 from server.diagnosis.causes import Miss, MissReason
 from server.engine.request import FinishReason, Priority, PromptTooLarge
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
 CHAT = "/v1/chat/completions"

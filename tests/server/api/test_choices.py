@@ -10,13 +10,13 @@ import httpx
 import openai
 import pytest
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.log_events import RequestEnded
 from server.app.service import open_service
 from server.engine.request import GenerationRequest, OutOfMemory
 from tests.server.api.test_openai_client import SLOW, until
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

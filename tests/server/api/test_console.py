@@ -8,8 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.api.admin.console import POLICY, SOURCE
-from server.api.app import create_app
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 
 ROOT = Path(__file__).parents[3]

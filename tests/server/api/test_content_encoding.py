@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.api.errors import ApiError
 from server.api.wire import MAX_MEMBERS, expand
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 
 CHAT = "/v1/chat/completions"

@@ -10,11 +10,11 @@ from starlette.testclient import TestClient
 from models.names import DEMO
 from models.output.pieces import ReasoningFormat
 from models.output.tool_formats import HarmonyFormat
-from server.api.app import create_app
 from server.api.conversation import Conversation
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
 CHAT = "/v1/chat/completions"

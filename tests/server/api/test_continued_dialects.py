@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 
 from models.names import DEMO
 from models.output.tool_formats import HarmonyFormat
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
 
 COUNT: Any = {"role": "user", "content": "Count from 1 to 9."}

@@ -10,12 +10,12 @@ from starlette.testclient import TestClient
 
 from models.errors import PromptTooLong
 from models.prompt.chat_template import RenderedPrompt
-from server.api.app import create_app
 from server.api.conversation import next_turn_request
 from server.app.config import ServerConfig
 from server.app.log_events import RequestEnded
 from server.app.service import _engine_config
 from server.engine.request import GenerationRequest
+from tests.support.apps import create_app
 from tests.support.fake_engine import DRAFTS, FakeEngine, FakeRenderer, Script, fake_model
 
 HI: Any = [{"role": "user", "content": "Hi"}]

@@ -20,13 +20,13 @@ from models.formats import JUDGED_PREFIX, JUDGED_SUFFIX, EmbeddingFormat, Judgem
 from models.loader import load
 from models.names import DEMO
 from server.api import embedding
-from server.api.app import create_app
 from server.api.ollama.generate import EmbedBody, EmbeddingPromptBody
 from server.api.openai.api import IN_EMBEDDINGS, IN_RERANK, EmbeddingsBody, RerankBody
 from server.app.config import ServerConfig
 from server.app.log_events import RequestRefused, TextsEmbedded
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.docs import fields
 from tests.support.fake_engine import FakeEngine, fake_model
 

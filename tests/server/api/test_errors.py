@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from models.errors import InvalidParameter
 from models.prompt.chat_template import ChatTemplateError
 from server.api.admin.state import CacheCountsBody
-from server.api.app import ADMIN_ROUTES, APIS, create_app, start_draining
+from server.api.app import ADMIN_ROUTES, APIS, start_draining
 from server.api.errors import as_api_error
 from server.api.openapi import find_other_api
 from server.api.sessions import SessionIdError
@@ -31,6 +31,7 @@ from server.engine.request import (
     QueueFull,
     StepFailed,
 )
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 JSON = {"Content-Type": "application/json"}

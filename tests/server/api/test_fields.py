@@ -8,11 +8,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from server.api.app import create_app
 from server.api.openai.fields import IN_CHAT, IN_CHAT_PRIME, IN_TEXT, IN_TEXT_PRIME
 from server.api.openai.generate import CompletionBody
 from server.api.openai.types import ChatBody, GenerationBody
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.docs import Page, fields
 from tests.support.fake_engine import FakeEngine, fake_model
 

@@ -11,7 +11,6 @@ from starlette.testclient import TestClient
 
 from models.inference.grammar import GrammarCompiler
 from models.output.tool_formats import LLAMA_JSON, PYTHONIC, HarmonyFormat
-from server.api.app import create_app
 from server.api.conversation import Conversation
 from server.api.params import ForcedCalls, GenerationParams, answer_grammar, forced_calls, strict_calls
 from server.api.responses.output import CustomInput
@@ -19,6 +18,7 @@ from server.app.config import ServerConfig
 from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, fake_model
 
 CHAT = "/v1/chat/completions"

@@ -13,13 +13,13 @@ import httpx
 import openai
 import pytest
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.diagnosis.causes import Cause
 from server.doctor.findings import checkup_of, findings_of
 from server.engine.engine import Engine
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.live_server import running
 
 JSON = {"Content-Type": "application/json"}

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app, start_draining
+from server.api.app import start_draining
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.live_server import running
 

@@ -9,10 +9,10 @@ import numpy as np
 import openai
 import pytest
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.live_server import running
 
 HI: Any = [{"role": "user", "content": "Hi"}]

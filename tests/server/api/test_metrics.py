@@ -9,9 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import OutOfMemory
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 CHAT = "/v1/chat/completions"

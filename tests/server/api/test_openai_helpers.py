@@ -11,9 +11,9 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel
 
 from models.output.grammar import Grammar
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -7,9 +7,10 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import ADMIN_ROUTES, APIS, create_app, openapi_document
+from server.api.app import ADMIN_ROUTES, APIS, openapi_document
 from server.api.dialect import Endpoint
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 
 HERE, ELSEWHERE = "127.0.0.1", "192.168.1.9"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason
+from tests.support.apps import create_app
 from tests.support.fake_engine import VOCAB_SIZE, FakeEngine, Script, fake_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

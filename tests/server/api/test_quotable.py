@@ -6,8 +6,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.api import conversation
-from server.api.app import create_app
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 
 ASK: dict[str, Any] = {"role": "user", "content": 'What is in "a.py"?\n'}

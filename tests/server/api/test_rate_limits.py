@@ -8,9 +8,9 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.keys import ApiKey, KeyRing, OverLimit, RateLimits, digest_of, duration_text
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 CHAT = "/v1/chat/completions"

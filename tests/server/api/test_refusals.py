@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.api.sessions import MAX_ALL_REFUSALS, MAX_REFUSALS, Refusal, Refusals
 from server.app.config import ServerConfig
 from server.engine.request import OutOfMemory
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 CHAT = "/v1/chat/completions"

@@ -25,7 +25,7 @@ from models.output.pieces import (
 )
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
-from server.api.app import APIS, create_app
+from server.api.app import APIS
 from server.api.call import generate
 from server.api.conversation import Conversation
 from server.api.dialect import ApiContext, Dialect, Endpoint, namespace_of
@@ -36,6 +36,7 @@ from server.app.config import ServerConfig
 from server.engine.commands import pin_turn
 from server.engine.request import Finished, OutOfMemory, Started
 from tests.server.api.test_live import until
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
 JSON = {"Content-Type": "application/json"}

@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatTemplateError
 from server.api.answer import Run
-from server.api.app import create_app
 from server.api.openai.generate import ChatExchange, CompletionExchange
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 

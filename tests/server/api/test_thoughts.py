@@ -8,10 +8,10 @@ from starlette.testclient import TestClient
 
 from models.names import DEMO
 from models.output.pieces import ReasoningFormat
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_answers import CALL_TEXTS, TOOLS, ask
 from tests.server.api.test_live import Live, assistant, serving, until, user
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
 THINK = ReasoningFormat("<think>", "</think>", (5,))

@@ -10,9 +10,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.prompt.shapes import MAX_TOOL_BYTES, MAX_TOOLS, ToolOrders
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"

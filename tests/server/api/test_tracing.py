@@ -13,11 +13,11 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from server.api.app import create_app
 from server.api.observe import Tracing, check_otlp
 from server.app.config import ServerConfig, StartError
 from server.engine.request import StepFailed
 from tests.server.api.test_live import until
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -10,12 +10,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import CompletionBody
 from server.api.openai.types import ChatBody
 from server.app.config import ServerConfig
 from server.engine.request import Priority
+from tests.support.apps import create_app
 from tests.support.docs import fields
 from tests.support.fake_engine import VOCAB_SIZE, FakeEngine, FakeRenderer, fake_model
 

@@ -7,11 +7,11 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.api.errors import ApiError
 from server.api.guard import check_web_access
 from server.app.config import ConfigError, ServerConfig
 from server.cli.config import load_config
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 
 CHAT = "/v1/chat/completions"

@@ -17,7 +17,6 @@ import pytest
 from models.errors import ModelNotFound
 from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.cli.ask import Served
 from server.cli.chat import Chat, JoinedModels, Models, Opening, chat, find_image
@@ -29,6 +28,7 @@ from server.cli.repl.conversation import (
 )
 from server.cli.repl.local import LocalModels
 from server.cli.repl.terminal import Screen, history_file, open_history
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 from tests.support.local_models import local_models

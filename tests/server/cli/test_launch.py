@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import typer
 
-from server.api.app import create_app
 from server.app.config import ConfigError, ServerConfig, StartError
 from server.cli import launch as commands
 from server.cli.ask import Served, find_served
 from server.cli.launch import RECIPES, as_shell, command_of, environment_of, savings_between, started_server
 from server.cli.main import execute
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -12,12 +12,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from models.output.pieces import Reasoning, Text
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.cli.ask import KeyNeeded, Served, find_served
 from server.cli.chat import Chat, JoinedModels
 from server.cli.repl.terminal import Screen, WordWrap
 from server.engine.request import StepFailed
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

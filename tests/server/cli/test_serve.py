@@ -28,7 +28,6 @@ import pytest
 
 from models.inference.sampling_params import SamplingParams
 from models.names import model_id
-from server.api.app import create_app
 from server.api.connections import HttpConfig, Limits
 from server.api.responses.store import FILE_NAME, ResponseStore
 from server.app.config import ServerConfig, StartError
@@ -48,6 +47,7 @@ from server.cli.serve import (
 )
 from server.pool.loader import Around, on_thread
 from server.pool.memory import PoolMemory, Pressure
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.server_process import Process
 from tests.support.tiny_models import write

@@ -18,7 +18,7 @@ import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from server.api.app import create_app, create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ServerConfig, StartError
 from server.app.service import open_service
 from server.cli import ask
@@ -27,6 +27,7 @@ from server.cli.main import app
 from server.cli.top import BAR, TopPage, gauge, lines, speeds_between
 from server.pool.pool import ModelPool
 from tests.support import forked
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

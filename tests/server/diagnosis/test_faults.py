@@ -19,7 +19,7 @@ from anyio.from_thread import BlockingPortal
 from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
-from server.api.app import create_app, create_pool_app
+from server.api.app import create_pool_app
 from server.api.openai.recorded import ModelReader
 from server.app.config import ServerConfig
 from server.app.service import open_renderer, open_service
@@ -31,6 +31,7 @@ from server.engine.engine import Engine
 from server.pool.members import OpenedModel
 from server.pool.pool import ModelPool
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.faults import FAULTS, NEED_A_NAME, NUM_TURNS, Body, Fault, turns_of
 

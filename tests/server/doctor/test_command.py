@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.cli.main import execute
 from server.diagnosis.causes import Cause, Miss, MissReason
 from server.doctor.findings import NEGLIGIBLE_TOKENS
 from server.pool.memory import Pressure
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.diagnosis.causes import Cause
 from server.doctor.findings import Checkup, LinkedTurn, checkup_from, checkup_of
 from server.doctor.recorded import checkups_of, read_requests
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 
 Body = dict[str, Any]

@@ -11,7 +11,6 @@ from starlette.testclient import TestClient
 
 from cache.budget import PinLimit
 from models.prompt.chat_template import ChatRenderer
-from server.api.app import create_app
 from server.api.conversation import Conversation
 from server.app.config import ServerConfig
 from server.app.service import open_service
@@ -20,6 +19,7 @@ from server.engine.commands import pin_turn
 from tests.models.prompt.test_chat_template import make_tokenizer
 from tests.server.api.test_live import raw_post, until
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -14,12 +14,13 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from server.api.admin import state as endpoint
-from server.api.app import create_app, start_draining
+from server.api.app import start_draining
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine import engine as engine_module
 from tests.server.api.test_live import until
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.live_server import running
 

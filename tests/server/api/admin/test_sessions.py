@@ -8,11 +8,11 @@ from urllib.parse import quote
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.diagnosis.causes import Cause, Miss, MissReason, advice
 from server.engine.commands import forget_session
 from server.engine.request import FinishReason, StepFailed
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 CHAT = "/v1/chat/completions"

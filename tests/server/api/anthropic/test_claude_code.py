@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from cache.types import common_prefix_length
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import GenerationRequest
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 from models.names import DEMO
 from server.api.anthropic import api as messages_module
 from server.api.anthropic.tool_search import BM25, MAX_FOUND, MAX_SECONDS, REGEX, SearchFailed, find_tools
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.anthropic.test_messages import COUNT, HI, Served
 from tests.server.api.test_live import serving
+from tests.support.apps import create_app
 from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 

@@ -12,12 +12,12 @@ from models.output.pieces import ReasoningFormat
 from models.texts import enclose
 from server.api.anthropic.content import sign
 from server.api.anthropic.conversation import MAX_CACHE_POINTS, MessagesBody, read_conversation, read_params
-from server.api.app import create_app
 from server.api.params import answer_grammar
 from server.app.config import ServerConfig
 from server.diagnosis.causes import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory
 from tests.server.api.test_live import until
+from tests.support.apps import create_app
 from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
 
 PATH = "/v1/messages"

@@ -8,11 +8,11 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import EngineStopped, FinishReason, OutOfMemory, StepFailed
 from tests.server.api.conformance.surfaces import SURFACES, Surface, Told
 from tests.server.api.test_live import raw_post, until
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

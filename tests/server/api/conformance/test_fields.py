@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from server.api.anthropic.conversation import IN_MESSAGES, IN_PROMPT, MessagesBody, PromptBody
-from server.api.app import create_app
 from server.api.bodies import Rules
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
 from server.api.ollama.generate import IN_BOTH as IN_OLLAMA
@@ -27,6 +26,7 @@ from server.api.openai.types import ChatBody
 from server.api.params import IGNORED_OPTIONS, Options
 from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, WITHOUT_EFFECT, InputBody, ResponsesBody
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.docs import Page, fields
 from tests.support.fake_engine import FakeEngine, fake_model
 

@@ -13,10 +13,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.output.pieces import ReasoningFormat
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.diagnosis.causes import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory, QueueFull
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 FOLDER = Path(__file__).parents[1]

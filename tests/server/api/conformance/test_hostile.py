@@ -13,13 +13,13 @@ from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
 from models.texts import enclose
-from server.api.app import create_app
 from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
 from server.api.ollama.generate import OllamaChatBody, OllamaGenerateBody, OllamaMessage
 from server.api.params import Options
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 JSON = {"Content-Type": "application/json"}

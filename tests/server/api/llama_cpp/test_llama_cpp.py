@@ -9,12 +9,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason
 from server.pool.served import ModelFacts
 from tests.server.api.test_live import Live, raw_request, serving, until, user
 from tests.support import tiny_models
+from tests.support.apps import create_app
 from tests.support.fake_engine import DRAFTS, FakeEngine, FakeRenderer, Script, fake_model
 
 HI = [{"role": "user", "content": "Hi"}]

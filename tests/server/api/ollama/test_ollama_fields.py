@@ -9,10 +9,10 @@ from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import Grammar
-from server.api.app import create_app
 from server.api.ollama.generate import IN_BOTH, IN_GENERATE
 from server.api.params import IGNORED_OPTIONS
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.docs import Page
 from tests.support.fake_engine import FakeEngine, fake_model
 

@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import ReasoningFormat
 from models.output.tool_formats import HarmonyFormat
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.pool.served import ModelFacts, architecture_facts
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
 from tests.support.live_server import running
 

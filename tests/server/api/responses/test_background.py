@@ -10,7 +10,6 @@ import httpx
 import openai
 import pytest
 
-from server.api.app import create_app
 from server.api.responses import background
 from server.api.responses.create import UNFINISHED
 from server.api.responses.store import FILE_NAME, ResponseStore, StoredResponse
@@ -18,6 +17,7 @@ from server.app.config import ServerConfig
 from server.app.keys import ApiKey, KeyRing, digest_of
 from server.app.log_events import RequestEnded
 from server.engine.request import EngineStopped, FinishReason
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -11,9 +11,9 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from models.output.pieces import ReasoningFormat
-from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason, OutOfMemory
+from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 

@@ -8,8 +8,8 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.app import create_app
 from server.app.config import ServerConfig
+from tests.support.apps import create_app
 from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 
