@@ -286,7 +286,7 @@ class CacheBody(TypedDict):
     miss: Miss | None
 
 
-class Costs(TypedDict):
+class AnswerCosts(TypedDict):
     """What an answer cost."""
 
     timings: TimingsBody
@@ -300,7 +300,7 @@ class CostsAtEnd(TypedDict, total=False):
     cache: CacheBody | None
 
 
-def costs_of(finished: Finished, session_id: str | None) -> Costs:
+def costs_of(finished: Finished, session_id: str | None) -> AnswerCosts:
     """Timings and reuse of a finished request."""
     return {"timings": timings_of(finished.timings), "cache": cache_of(finished.started, session_id)}
 

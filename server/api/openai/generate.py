@@ -28,7 +28,7 @@ from server.api.errors import explain, wrong
 from server.api.openai import types
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.params import ForcedCalls, Incoming, ask, build_request, check_token_ids, shows_tools
-from server.api.record import Costs, CostsAtEnd, costs_of
+from server.api.record import AnswerCosts, CostsAtEnd, costs_of
 from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
 from server.engine.request import Delta, Failed, Finished, FinishReason, GenerationRequest, Started, TokenArray
@@ -365,7 +365,7 @@ class ChatChunk(AnswerHead, PromptIds, CostsAtEnd):
     usage: NotRequired[Usage | None]
 
 
-class ChatCompletion(AnswerHead, PromptIds, Costs):
+class ChatCompletion(AnswerHead, PromptIds, AnswerCosts):
     """The body of a whole answer."""
 
     choices: list[ChatChoice]
