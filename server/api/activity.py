@@ -289,12 +289,8 @@ def running_event(one: OpenRequest, event: Started | Progress | Delta | None) ->
     match event:
         case None:
             sampling = {name: getattr(one.request.sampling, name) for name in _TOLD_SAMPLING}
-            return "request.queued", {
-                "endpoint": one.arrival.endpoint,
-                "prompt_tokens": len(one.request.tokens),
-                "max_tokens": one.request.max_tokens,
-                **sampling,
-            }
+            tokens = {"prompt_tokens": len(one.request.tokens), "max_tokens": one.request.max_tokens}
+            return "request.queued", {"endpoint": one.arrival.endpoint, **tokens, **sampling}
         case Started():
             queue_ms = 1000 * (one.started_at - one.arrival.received) - event.restore_ms
             return "request.started", {

@@ -61,8 +61,7 @@ class Question:
         model, namespace, source = self.model.id, self.request.namespace, self.conversation
         if source is None:
             return Prompt((Part(PLAIN, self.prompt.text),), model=model, namespace=namespace)
-        made_of = (source.asked, source.tools, source.template_arguments)
-        return prompt_of(*made_of, model=model, namespace=namespace)
+        return prompt_of(source.asked, source.tools, source.template_arguments, model=model, namespace=namespace)
 
     def output_parser(self) -> OutputParser:
         """The answer's parser; without a conversation all is text."""
@@ -128,7 +127,6 @@ class Run(OpenRequest):
         self._conversations = answer.context.conversations if self.is_first else account.Conversations()
         self._generation = answer.engine.submit(exchange.request)
         self._texts: list[str] = []
-        self._is_kept = False
 
     async def events(self) -> AsyncIterator[OutputEvent]:
         """Yields start, output and end; raises the engine's error."""
@@ -169,16 +167,15 @@ class Run(OpenRequest):
         """Cancels a running request, and keeps the turn of a broken answer."""
         if self.outcome is None:
             self._generation.cancel()
-        if self.started is not None and self.error is None:
+        if self.started is not None and self.error is None and self.finished is None:
             self._keep_turn(None)
 
     async def _explained(self, started: Started) -> Started:
         """The event with reasons for misses; the engine's reason stays."""
         request = self.request
         if request.is_prefix_only:
-            self.name = (
-                account.Name(request.namespace, request.session_id) if request.session_id is not None else None
-            )
+            if request.session_id is not None:
+                self.name = account.Name(request.namespace, request.session_id)
             return started
         rendered = account.Rendered(self.exchange.asked, request.tokens, request.outline)
         self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
@@ -212,11 +209,10 @@ class Run(OpenRequest):
             exchange.model.renderer.remember_reply(exchange.prompt, "".join(self._texts), self.token_ids)
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Keeps the turn, once; None: the answer broke off."""
+        """Keeps the turn; None: the answer broke off."""
         request, exchange = self.request, self.exchange
-        if self._is_kept or self.name is None or request.is_prefix_only or not request.cache_prompt:
+        if self.name is None or request.is_prefix_only or not request.cache_prompt:
             return
-        self._is_kept = True
         num_evaluated, num_prompt = self.cached_tokens + self.evaluated_tokens, len(request.tokens)
         tokens = request.tokens[:num_evaluated]
         if num_evaluated == num_prompt:

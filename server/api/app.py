@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,11 +53,8 @@ def create_pool_app(
     layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis), server_name=name)]
     if config.cors:
         layers.insert(0, cross_origin_layer(config.cors))
-    app = Starlette(
-        routes=[*(PAGE_ROUTES if config.console else ()), *routes_of(apis), *ADMIN_ROUTES],
-        middleware=layers,
-        exception_handlers={404: raise_http_error, 405: raise_http_error},
-    )
+    routes = [*(PAGE_ROUTES if config.console else ()), *routes_of(apis), *ADMIN_ROUTES]
+    app = Starlette(routes=routes, middleware=layers, exception_handlers={HTTPException: raise_http_error})
     # Making the document takes a fifth of a second, and few clients ask for it.
     app.state.describe = lru_cache(maxsize=1)(partial(openapi_document, apis))
     context = app.state.api = ApiContext(config, pool, read_keys(config) if keys is None else keys)

@@ -35,11 +35,8 @@ _BEFORE_USER = (RestorePointKind.USER_START, RestorePointKind.SYSTEM_END)
 def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...]) -> RenderedPrompt:
     """A prompt up to its last restore point of these kinds, if any."""
     stop = max((point.offset for point in prompt.restore_points if point.kind in kinds), default=len(prompt.tokens))
-    return replace(
-        prompt,
-        tokens=prompt.tokens[:stop],
-        restore_points=tuple(point for point in prompt.restore_points if point.offset <= stop),
-    )
+    points = tuple(point for point in prompt.restore_points if point.offset <= stop)
+    return replace(prompt, tokens=prompt.tokens[:stop], restore_points=points)
 
 
 def next_turn_requests(

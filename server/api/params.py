@@ -219,11 +219,8 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
 def ask(incoming: Incoming, model: ServedModel, conversation: Conversation, params: GenerationParams) -> Question:
     """The request for a conversation's answer; raises ApiError, SessionIdError and the renderer's errors."""
     prompt = conversation.render()
-    params = replace(
-        params,
-        grammar=answer_grammar(model, conversation, params),
-        is_single_call=params.is_single_call and bool(conversation.callable_tools),
-    )
+    is_single_call = params.is_single_call and bool(conversation.callable_tools)
+    params = replace(params, grammar=answer_grammar(model, conversation, params), is_single_call=is_single_call)
     request = build_request(incoming, model, prompt, params, conversation.namespace)
     return Question(model, request, prompt, conversation)
 
@@ -336,9 +333,8 @@ def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
 
 MAX_NAMED_OPTIONS = 500
 
-StopStrings = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOP_STRINGS)
-]
+_FEW = Field(max_length=MAX_STOP_STRINGS)
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]], _FEW]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 PenaltyValue = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -377,10 +373,7 @@ class Options(SampledBody):
     """0 and 1 keep all tokens."""
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     """Below 0 means no seed."""
-    stop: (
-        Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOP_STRINGS)]
-        | None
-    ) = None
+    stop: Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]], _FEW] | None = None
 
     @property
     def limit(self) -> int | None:
