@@ -49,7 +49,7 @@ class PromptTooLong(ModelError):
 
 
 class InvalidParameter(ModelError):
-    """A sampling parameter cannot be honoured."""
+    """A field of a request cannot be honoured."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from models.errors import InvalidParameter
 from server.api.answer import Answer, Exchange
 from server.api.dialect import ApiContext, Dialect, ModelReady, context_of, dialect_of, namespace_of
 from server.api.embedding import EmbeddingWork
@@ -26,7 +27,7 @@ from server.api.errors import ApiError, Code, explain, stopped
 from server.api.guard import key_name_of
 from server.api.params import Incoming
 from server.api.record import Arrival
-from server.api.sessions import SessionIdError, ascii_text
+from server.api.sessions import ascii_text
 from server.api.wire import JsonBody, Payload, check_amount, check_messages, parse_object, read_body
 from server.app.log_events import TextsEmbedded
 from server.pool.names import ModelNotLoaded, ModelSource
@@ -218,7 +219,7 @@ class Call:
         salt = fields.get("cache_salt")
         try:
             session_id = self._dialect.session_id(fields, self._http.headers)
-        except SessionIdError:
+        except InvalidParameter:
             session_id = None
         return namespace_of(self._http, salt if isinstance(salt, str) else None), session_id
 

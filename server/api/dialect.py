@@ -87,7 +87,7 @@ class Dialect:
         return ApiError(Code.INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
 
     def session_id(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-        """The named session, if any; raises SessionIdError."""
+        """The named session, if any; raises InvalidParameter."""
         return resolve_session_id(fields, headers)
 
     def wants_stream(self, fields: Mapping[str, Any]) -> bool:

@@ -10,7 +10,6 @@ from enum import StrEnum
 
 from models.errors import EmbeddingUnsupported, InvalidParameter, PromptTooLong
 from models.prompt.chat_template import ChatTemplateError
-from server.api.sessions import SessionIdError
 from server.app.keys import OverLimit
 from server.engine.request import AnswerUnbound, EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
 from server.pool.names import ModelInUse, ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
@@ -130,7 +129,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case ChatTemplateError():
             message = f"the model's chat template refuses these messages: {error}"
             return ApiError(Code.TEMPLATE_ERROR, message, "messages")
-        case InvalidParameter() | SessionIdError() | EmbeddingUnsupported() | AnswerUnbound():
+        case InvalidParameter() | EmbeddingUnsupported() | AnswerUnbound():
             return ApiError(Code.INVALID_VALUE, str(error), error.param)
         case QueueFull() | OverLimit() | PoolBusy() | OutOfMemory():
             return retry_later(_CODES[type(error)], str(error) or "not enough memory", error.retry_after_seconds)

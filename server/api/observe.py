@@ -106,10 +106,7 @@ def _observed(record: RequestRecord) -> Iterator[tuple[str, float]]:
 def _counted(record: RequestRecord) -> Iterator[tuple[str, float, *tuple[str, ...]]]:
     """Yields a counter's name, how much is added, and values of its own labels."""
     turn = record.turn
-    if record.failure is None:
-        yield "request_success", 1, turn.finish
-    else:
-        yield "request_failure", 1, record.failure
+    yield ("request_success", 1, turn.finish) if record.failure is None else ("request_failure", 1, record.failure)
     if record.first.started is None:
         return
     yield "prompt_tokens", turn.prompt_tokens

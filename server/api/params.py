@@ -129,7 +129,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 def build_request(
     incoming: Incoming, model: ServedModel, prompt: RenderedPrompt, params: GenerationParams, namespace: str
 ) -> GenerationRequest:
-    """A valid request; raises ApiError or SessionIdError."""
+    """A valid request; raises ApiError or InvalidParameter."""
     options = {option.name: getattr(params, option.name) for option in fields(GenerationOptions)}
     return GenerationRequest(
         request_id=incoming.request_id,
@@ -217,7 +217,7 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
 
 
 def ask(incoming: Incoming, model: ServedModel, conversation: Conversation, params: GenerationParams) -> Question:
-    """The request for a conversation's answer; raises ApiError, SessionIdError and the renderer's errors."""
+    """The request for a conversation's answer; raises ApiError, InvalidParameter and the renderer's errors."""
     prompt = conversation.render()
     is_single_call = params.is_single_call and bool(conversation.callable_tools)
     params = replace(params, grammar=answer_grammar(model, conversation, params), is_single_call=is_single_call)

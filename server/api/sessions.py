@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
+from models.errors import InvalidParameter
 from models.texts import read_object
 from server.diagnosis.causes import Miss
 
@@ -233,16 +234,8 @@ _SESSION_SUFFIX = re.compile(
 )
 
 
-class SessionIdError(ValueError):
-    """`param` is the name's place in the request."""
-
-    def __init__(self, param: str, reason: str) -> None:
-        super().__init__(f"{param} {reason}")
-        self.param = param
-
-
 def resolve_session_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-    """The session's name, 1 to 256 printable characters, or None; raises SessionIdError for any other name.
+    """The session's name, 1 to 256 printable characters, or None; raises InvalidParameter for any other name.
 
     Null and empty texts count as absent.
     """
@@ -250,12 +243,12 @@ def resolve_session_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> s
         if value is None or value == "":
             continue
         if not isinstance(value, str):
-            raise SessionIdError(param, "must be a text")
+            raise InvalidParameter(param, f"{param} must be a text")
         if len(value) > MAX_SESSION_ID_CHARACTERS:
-            most = MAX_SESSION_ID_CHARACTERS
-            raise SessionIdError(param, f"has {len(value)} characters; at most {most} are allowed")
+            allowed = f"at most {MAX_SESSION_ID_CHARACTERS} are allowed"
+            raise InvalidParameter(param, f"{param} has {len(value)} characters; {allowed}")
         if not value.isprintable():
-            raise SessionIdError(param, "holds control characters")
+            raise InvalidParameter(param, f"{param} holds control characters")
         return value
     return None
 

@@ -140,11 +140,9 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
 def check_amount(raw: bytes) -> None:
     """Raises ApiError (400) for a body with too many values."""
     num_texts, num_values = _amounts(raw)
-    if num_texts > MAX_TEXTS:
-        message = f"the body holds more than {MAX_TEXTS} texts, names, objects and lists"
+    if num_texts > MAX_TEXTS or num_values > MAX_VALUES:
+        message = f"the body holds more than {MAX_TEXTS} texts, names, objects and lists, or {MAX_VALUES} values"
         raise ApiError(Code.INVALID_VALUE, message)
-    if num_values > MAX_VALUES:
-        raise ApiError(Code.INVALID_VALUE, f"the body holds more than {MAX_VALUES} values")
 
 
 def check_messages(fields: Mapping[str, Any]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from cache.types import TokenArray, common_prefix_length
-from models.errors import told_as
+from models.errors import InvalidParameter, told_as
 from models.prompt.shapes import with_constant_header
-from server.api.sessions import SessionIdError, resolve_session_id
+from server.api.sessions import resolve_session_id
 from server.app.config import StartError
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
 from server.diagnosis.compare import thoughts_apart
@@ -95,7 +95,7 @@ def _parse_line(line: str, place: str) -> Recorded:
         raise StartError(f"{place} holds no list of messages, as the body of a chat completion does")
     if "system" in body or "anthropic_version" in body:
         raise StartError(f"{place} is a body of the Messages API; only those of chat completions are read")
-    with told_as(StartError, place, SessionIdError):
+    with told_as(StartError, place, InvalidParameter):
         session_id = resolve_session_id(outer, {}) or resolve_session_id(body, _headers(outer))
     return Recorded(_prompt(outer, body, place), session_id, _time(outer, body), body, _reply(outer))
 

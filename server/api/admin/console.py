@@ -45,17 +45,9 @@ class PageRoute(Route):
         return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
 
 
-async def page(request: Request) -> Response:
-    """Answers with the page; raises ApiError (403)."""
-    return await _answer(request, "index.html")
-
-
 async def file(request: Request) -> Response:
-    """Answers with one of its files; raises ApiError (403, 404)."""
-    return await _answer(request, request.path_params["name"])
-
-
-async def _answer(request: Request, name: str) -> Response:
+    """Answers with the page, or the file of the path; raises ApiError (403, 404)."""
+    name = request.path_params.get("name", "index.html")
     if not context_of(request).config.needs_key and not is_from_this_machine(request):
         message = "without keys the console is for the server's own machine; --api-key makes it one for others"
         raise ApiError(Code.OPERATOR_ONLY, message)
@@ -67,5 +59,5 @@ async def _answer(request: Request, name: str) -> Response:
     return response
 
 
-PAGE_ROUTES = (PageRoute("/", page, methods=["GET"]), Route(CONSOLE + "{name:path}", file, methods=["GET"]))
+PAGE_ROUTES = (PageRoute("/", file, methods=["GET"]), Route(CONSOLE + "{name:path}", file, methods=["GET"]))
 """Must precede all other routes."""

@@ -20,7 +20,6 @@ from server.api.admin.state import CacheCountsBody
 from server.api.app import ADMIN_ROUTES, APIS, start_draining
 from server.api.errors import as_api_error
 from server.api.openapi import find_other_api
-from server.api.sessions import SessionIdError
 from server.app.config import ServerConfig
 from server.app.log_events import RequestRefused
 from server.engine.request import (
@@ -62,7 +61,6 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
 
 TABLE: list[tuple[Exception, int, str | None, str | None]] = [
     (ChatTemplateError("no such role"), 400, "messages", "template_error"),
-    (SessionIdError("session_id", "is long"), 400, "session_id", "invalid_value"),
     (InvalidParameter("top_p", "top_p is odd"), 400, "top_p", "invalid_value"),
     (QueueFull(3, 7), 429, None, "queue_full"),
     (EngineStopped("x"), 503, None, "server_stopping"),

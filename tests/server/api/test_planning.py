@@ -285,18 +285,17 @@ def test_a_body_is_counted_as_it_will_be_parsed(value: Any, block: int, ascii_on
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"),
+    "raw",
     [
-        (b'{"messages": [' + b'{"role": "user"},' * 80_000 + b"{}]}", "texts"),
-        (b'{"prompt": [' + b"1," * 2_000_001 + b"1]}", "values"),
-        (b"[" * 300_000, "texts"),
+        b'{"messages": [' + b'{"role": "user"},' * 80_000 + b"{}]}",
+        b'{"prompt": [' + b"1," * 2_000_001 + b"1]}",
+        b"[" * 300_000,
     ],
 )
-def test_more_than_may_be_parsed_is_refused(raw: bytes, words: str) -> None:
+def test_more_than_may_be_parsed_is_refused(raw: bytes) -> None:
     refused = refusal(lambda: check_amount(raw))
     assert refused is not None
     assert refused.code is Code.INVALID_VALUE
-    assert words in refused.message
 
 
 def test_text_is_no_structure() -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.sessions import SESSION_HEADERS, SessionIdError, resolve_session_id
+from models.errors import InvalidParameter
+from server.api.sessions import SESSION_HEADERS, resolve_session_id
 
 UUID = "0b7d3f6e-5a0c-4d0e-9f5a-2f8f1c1d2e3f"
 
@@ -109,7 +110,7 @@ def test_agents_put_the_session_into_the_name_of_the_user(user_id: Any, name: st
     ],
 )
 def test_a_hostile_name_is_refused_with_its_place(body: Any, headers: Any, param: str) -> None:
-    with pytest.raises(SessionIdError) as caught:
+    with pytest.raises(InvalidParameter) as caught:
         resolve_session_id(body, headers)
     assert caught.value.param == param
     assert param in str(caught.value)
@@ -134,7 +135,7 @@ FIELDS = ("session_id", "prompt_cache_key", "metadata", "previous_response_id", 
 def test_whatever_is_sent_the_answer_is_a_usable_name_none_or_the_error(body: Any, headers: Any) -> None:
     try:
         name = resolve_session_id(body, headers)
-    except SessionIdError:
+    except InvalidParameter:
         return
     assert name is None or (0 < len(name) <= 256 and name.isprintable())
 
