@@ -34,7 +34,6 @@ from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Refusal, ascii_text
 from server.api.wire import parse_object, read_body
 from server.app.config import ServerConfig
-from server.app.keys import ApiKey
 from server.app.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
 
 logger = logging.getLogger(__name__)
@@ -132,13 +131,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 CONSOLE = "/console/"
 
 
-def key_of(request: Request) -> ApiKey | None:
-    """The server's key that a request holds."""
-    return context_of(request).keys.find(dialect_of(request).api_key(request.headers))
-
-
 def key_name_of(request: Request) -> str | None:
-    """The name of the key that the request was let in with, if any."""
+    """The name of the server's key that the request holds, if any."""
     return request.state.key.name or None if request.state.key is not None else None
 
 
@@ -153,8 +147,7 @@ def is_owner(request: Request) -> bool:
     The latter counts only if the server requires no key and the request has none.
     """
     if context_of(request).config.needs_key:
-        key = key_of(request)
-        return key is not None and key.is_operator
+        return request.state.key is not None and request.state.key.is_operator
     return not dialect_of(request).api_key(request.headers) and is_from_this_machine(request)
 
 
@@ -210,8 +203,8 @@ _OF_STRANGERS = frozenset({Code.INVALID_API_KEY, Code.HOST_NOT_ALLOWED, Code.ORI
 
 
 class ErrorBoundary:
-    """Outermost layer. Below it, `scope["state"]` holds `request_id`, `dialect`, `key` (None if none is required) and
-    `answer_headers`, which may grow.
+    """Outermost layer. Below it, `scope["state"]` holds `request_id`, `dialect`, `key` and `answer_headers`, which
+    may grow. `key` is None where no key is required, or a path that needs none was asked without.
 
     All exceptions are caught only here; one after an answer's begin closes the connection.
     """
@@ -254,9 +247,9 @@ class ErrorBoundary:
         config, takes_any_type = context_of(request).config, dialect_of(request).takes_any_content_type
         check_web_access(config, request.method, request.headers, takes_any_type=takes_any_type)
         is_open = request.scope["path"] in OPEN_PATHS or (config.console and is_of_console(request.scope))
-        if config.needs_key and not is_open:
-            request.state.key = key_of(request)
-            if request.state.key is None:
+        if config.needs_key:
+            request.state.key = context_of(request).keys.find(dialect_of(request).api_key(request.headers))
+            if request.state.key is None and not is_open:
                 raise dialect_of(request).wrong_key()
 
 

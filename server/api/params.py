@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
 from pydantic import Field
@@ -203,14 +203,17 @@ class ForcedCalls:
     is_single: bool = False
 
 
-def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced: ForcedCalls) -> AnswerGrammar:
-    """The grammar of an answer that must call `tools`; raises ApiError (400)."""
-    names = [tool["function"]["name"] for tool in tools]
+Functions: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+def forced_calls(model: ServedModel, functions: Functions, forced: ForcedCalls) -> AnswerGrammar:
+    """The grammar of an answer that must call `functions`; raises ApiError (400)."""
+    names = [function["name"] for function in functions]
     missing = [name for name in forced.names or () if name not in names]
-    if not tools or missing:
+    if not functions or missing:
         reason = f"there is no tool {missing[0]!r}" if missing else "there are no tools to be called"
         raise wrong("tool_choice", reason)
-    allowed = [tool["function"] for tool in tools if forced.names is None or tool["function"]["name"] in forced.names]
+    allowed = [function for function in functions if forced.names is None or function["name"] in forced.names]
     lead, *rules = _rules_of_calls(model, allowed, "tool_choice")
     start = f"start: {'call' if forced.is_single else _CALLS}"
     return replace(_lark("tool_choice", start, f"call: {lead} body", *rules), forces_calls=True)
@@ -227,16 +230,16 @@ def ask(incoming: Incoming, model: ServedModel, conversation: Conversation, para
 
 def answer_grammar(model: ServedModel, conversation: Conversation, params: GenerationParams) -> AnswerGrammar | None:
     """What binds an answer: forced calls; else what is wanted, or calls; else the rest. Raises ApiError (400)."""
-    tools, wanted = conversation.callable_tools, params.grammar
+    functions, wanted = [tool["function"] for tool in conversation.callable_tools], params.grammar
     if params.forced is not None:
-        return forced_calls(model, tools, params.forced)
-    if wanted is None and params.ignore_eos:
+        return forced_calls(model, functions, params.forced)
+    if wanted is not None:
+        return replace(answer_or_calls(model, functions, wanted) if functions else wanted, begun=conversation.begun)
+    if params.ignore_eos:
         return None  # a request that only measures continues after the end of turn, where no grammar applies
-    if wanted is None and conversation.forbids_calls:
+    if conversation.forbids_calls:
         return _no_calls(model.tool_syntax) if model.tool_syntax is not None and can_forbid_calls(model) else None
-    if wanted is None:
-        return strict_calls(model, tools)
-    return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
+    return strict_calls(model, functions)
 
 
 def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_calls: bool) -> bool:
@@ -250,9 +253,8 @@ def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_call
 
 def can_forbid_calls(model: ServedModel) -> bool:
     """Whether calls of shown tools can be forbidden; if not, the prompt omits the tools."""
-    if isinstance(model.tool_syntax, HarmonyFormat):
-        return False
-    return model.tool_syntax is None or model.grammars is not None
+    syntax = model.tool_syntax
+    return not isinstance(syntax, HarmonyFormat) and (syntax is None or model.grammars is not None)
 
 
 def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
@@ -265,21 +267,19 @@ def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
     return _lark("tool_choice", "start: TEXT", f"TEXT: {terminal}")
 
 
-def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], wanted: AnswerGrammar) -> AnswerGrammar:
+def answer_or_calls(model: ServedModel, functions: Functions, wanted: AnswerGrammar) -> AnswerGrammar:
     """The grammar of calls or an answer as `wanted`; raises ApiError (400)."""
     if wanted.grammar.kind not in _JSON_KINDS:
         why = "beside tools only JSON can be asked for; else set tool_choice to none"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
-    functions = [tool["function"] for tool in tools]
     lead, *rules = _rules_of_calls(model, functions, wanted.param)
     is_lenient = wanted.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
     answer = f"answer: %json {_schema(json.loads(wanted.grammar.text), is_lenient=is_lenient)}"
     return _lark(wanted.param, f"start: answer | {_CALLS}", answer, f"call: {lead} body", *rules)
 
 
-def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> AnswerGrammar | None:
-    """The grammar of text and calls in which strict tools' calls follow their schemas, if possible."""
-    functions = [tool["function"] for tool in tools]
+def strict_calls(model: ServedModel, functions: Functions) -> AnswerGrammar | None:
+    """The grammar of text and calls in which strict functions' calls follow their schemas, if possible."""
     if not any(map(_is_strict, functions)):
         return None
     free = {"parameters": _ANY_ARGUMENTS}
@@ -298,7 +298,7 @@ def _lark(param: str, *lines: str) -> AnswerGrammar:
     return AnswerGrammar(param, Grammar(GrammarKind.LARK, "\n".join(lines)))
 
 
-def _rules_of_calls(model: ServedModel, functions: Sequence[Mapping[str, Any]], param: str) -> Sequence[str]:
+def _rules_of_calls(model: ServedModel, functions: Functions, param: str) -> Sequence[str]:
     """The marker before a call; the rule `body` of what follows it, and one per function. Raises ApiError (400)."""
     syntax = model.tool_syntax
     if model.grammars is None or not isinstance(syntax, ToolFormat) or not syntax.writes_json:

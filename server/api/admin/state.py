@@ -24,7 +24,7 @@ from server.api.bodies import BodyModel
 from server.api.call import AnswerStream
 from server.api.dialect import ApiContext, Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code, stopped
-from server.api.guard import is_owner, key_of, listed_namespace, read_owners_body, visible_namespace
+from server.api.guard import is_owner, listed_namespace, read_owners_body, visible_namespace
 from server.api.record import OpenRequest, counts_of
 from server.api.sessions import Refusal, SessionDetail, SessionRecord
 from server.api.wire import JsonBody, body_of, number_asked, sse_comment
@@ -82,7 +82,7 @@ async def health(request: Request) -> Response:
     context = context_of(request)
     status = status_of(context)
     body: HealthBody = {"status": status, "models": list(context.pool.engines), "loading": list(context.pool.loading)}
-    if not context.config.needs_key or key_of(request) is not None:
+    if not context.config.needs_key or request.state.key is not None:
         stats = {model_id: engine.stats() for model_id, engine in context.pool.engines.items()}
         body["engines"] = {name: {"requests": one.requests, **_counts(one)} for name, one in stats.items()}
     return JsonBody(body, status_code=200 if status == "ok" else 503)

@@ -267,7 +267,7 @@ def test_calls_are_bound_and_text_is_not(name: str, text: str, is_allowed: bool)
     tokenizer: Any = tiny_models.tokenizer()
     syntax = replace(JSON_TOOLS, start=f"<{name}>", end=f"</{name}>", writes_json=True)
     grammars = GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
-    wanted = strict_calls(fake_model(tool_syntax=syntax, grammars=grammars), TOOLS)
+    wanted = strict_calls(fake_model(tool_syntax=syntax, grammars=grammars), [tool["function"] for tool in TOOLS])
     assert wanted is not None
     matcher = grammars.compile(wanted.grammar).begin()
     tokens = tokenizer.encode(text.replace("C>", f"{name}>"), add_special_tokens=False)
@@ -388,7 +388,7 @@ def is_forced_to(schema: Any, arguments: str) -> bool:
     tokenizer: Any = tiny_models.tokenizer()
     grammars = GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
     model = fake_model(tool_syntax=replace(JSON_TOOLS, writes_json=True), grammars=grammars)
-    wanted = forced_calls(model, [{"function": {"name": "f", **schema}}], ForcedCalls())
+    wanted = forced_calls(model, [{"name": "f", **schema}], ForcedCalls())
     text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
     return follows(grammars.compile(wanted.grammar).begin(), tokenizer.encode(text, add_special_tokens=False))
 

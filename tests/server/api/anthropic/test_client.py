@@ -210,7 +210,7 @@ def test_errors_become_the_clients_own(client: anthropic.Anthropic, engine: Fake
         client.messages.create(**{**ASK, "messages": [{"role": "user", "content": "x" * 300}]})
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=address, api_key="guess", max_retries=0).models.list()
-    with pytest.raises(anthropic.NotFoundError, match="Message Batches"):
+    with pytest.raises(anthropic.NotFoundError, match="another of Anthropic's APIs"):
         client.messages.batches.list()
     with pytest.raises(anthropic.APIStatusError) as large:
         client.messages.create(**{**ASK, "messages": [{"role": "user", "content": "x" * 200_000}]})

@@ -637,4 +637,4 @@ def test_a_part_of_the_api_that_is_missing_says_so_in_its_shape() -> None:
     answer = Served().client.post("/v1/messages/batches", json={}, headers={"anthropic-version": "2023-06-01"})
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "not_found_error"
-    assert "Message Batches" in answer.json()["error"]["message"]
+    assert "another of Anthropic's APIs" in answer.json()["error"]["message"]
