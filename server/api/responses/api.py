@@ -20,9 +20,9 @@ from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
 from server.api.params import Incoming
-from server.api.responses.background import KEPT_SECONDS, BackgroundRun, BackgroundRuns
-from server.api.responses.create import ROUTES, UNFINISHED, ResponseBody, parse_known, with_ids
-from server.api.responses.items import Item, check_items
+from server.api.responses.create import KEPT_SECONDS, ROUTES, BackgroundRun, BackgroundRuns, ResponseBody
+from server.api.responses.items import UNFINISHED, check_items, parse_known, with_ids
+from server.api.responses.output import Item
 from server.api.responses.store import ResponseStore, StoredConversation, StoredResponse, store_of
 from server.api.responses.types import Metadata
 from server.api.wire import JsonBody, Payload, number_asked, sse_event
@@ -72,15 +72,15 @@ class NewItems(BodyModel):
 async def get_response(request: Request) -> Response:
     """Returns a stored response as it is, or with `stream` the events of one in the background, those to come too."""
     run, dialect = _run_of(request), dialect_of(request)
-    body = await _stored(request) if run is None else run.response
+    body = await _stored(request) if run is None else run.now()
     if request.query_params.get("stream") != "true":
         return JsonBody(body)
     number = number_asked(request, "starting_after", MAX_EVENTS)
     if run is None:
         why = f"events are kept of responses in the background, and {KEPT_SECONDS} s beyond their end; leave it out"
         raise wrong("stream", why, Code.UNSUPPORTED_PARAMETER)
-    events = run.events(0 if number is None else number + 1)
-    return AnswerStream(request, events, lambda: dialect.heartbeat(run.progress))
+    events = run.follow(0 if number is None else number + 1)
+    return AnswerStream(request, events, lambda: dialect.heartbeat(run.progress()))
 
 
 async def delete_response(request: Request) -> Response:
@@ -97,7 +97,7 @@ async def cancel_response(request: Request) -> Response:
     run = _run_of(request)
     if run is not None:
         await run.cancel()
-        return JsonBody(run.response)
+        return JsonBody(run.now())
     body = await _stored(request)
     if not body["background"]:
         message = "only a response in the background is cancelled; another one is by closing its connection"

@@ -1,40 +1,37 @@
-"""`POST /v1/responses`.
+"""`POST /v1/responses`: the answer, and the runs of answers in the background.
 
-Unlike in other dialects, an unknown field is refused. Every event and the store show the same response object. A
-planning thread waits for the store.
+Every event and the store show the same response object. A planning thread waits for the store. Runs are bounded in
+number by namespace, in bytes together, and in time. Event loop only.
 """
 
 import asyncio
-import hashlib
-import json
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
 
 from typing_extensions import TypedDict
 
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
-from server.api.bodies import Body, Rules, parse_body, validated
+from server.api.bodies import validated
 from server.api.call import generate, inspect
-from server.api.conversation import Conversation, can_continue
 from server.api.dialect import ApiContext, Endpoint, Operation, namespace_of
-from server.api.errors import ApiError, Code, explain, wrong
+from server.api.errors import ApiError, Code, explain, retry_later, wrong
 from server.api.openai.types import GenerationBody, read_params
-from server.api.params import Incoming, ask, shows_tools
+from server.api.params import Incoming, ask
 from server.api.record import CostsAtEnd, costs_of
-from server.api.responses.background import BackgroundRun, BackgroundRuns
-from server.api.responses.items import Item, check_items, read_messages, search_outputs
-from server.api.responses.output import AnswerOutput, ToolSet
-from server.api.responses.store import ResponseStore, StoredResponse, store_of
-from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, InputBody, ResponsesBody, read_tools
-from server.api.wire import MAX_MESSAGES, Payload, body_of, sse_event
+from server.api.responses.items import ID_PREFIX, UNFINISHED, ReadInput, parse_known, read_given, read_messages
+from server.api.responses.output import AnswerOutput, Item
+from server.api.responses.store import StoredResponse, store_of
+from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, InputBody, ResponsesBody
+from server.api.wire import Payload, body_of, sse_event
+from server.app.config import ServerConfig
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
-from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +101,6 @@ def usage_of(finished: Finished) -> ResponseUsage:
 InputTokenCount: TypeAlias = dict[Literal["object", "input_tokens"], str | int]
 
 
-def _failure(error: ApiError) -> str:
-    if error.status == 429:
-        return "rate_limit_exceeded"
-    return "context_length_exceeded" if error.code is Code.CONTEXT_EXCEEDED else "server_error"
-
-
 def begun_response(body: ResponsesBody, fields: Payload, request: GenerationRequest, model: str) -> ResponseBody:
     """A response before its first token; `fields` are as sent."""
     return body_of(
@@ -139,130 +130,118 @@ def begun_response(body: ResponsesBody, fields: Payload, request: GenerationRequ
     )
 
 
-ID_PREFIX = "resp_"
-UNFINISHED = ("queued", "in_progress")
-UNFINISHED_ITEMS = ("incomplete", "in_progress")
+MAX_RUNNING: Final = 16
+MAX_RUNS: Final = 256
+"""The most runs of all namespaces, ended ones included."""
+MAX_EVENT_BYTES: Final = 1 << 26
+"""The most bytes of all runs' events; beyond that, the first events of the oldest run are dropped."""
+MAX_SECONDS: Final = 7200
+KEPT_SECONDS: Final = 600
+"""How long the events of a run that has ended are kept."""
+RETRY_SECONDS: Final = 5
 
 
-@dataclass(frozen=True)
-class ReadInput:
-    """The source of a body's prompt."""
+class BackgroundRun:
+    """One response, unfinished or ended, and its events, for clients that come back."""
 
-    new: Sequence[Item]
-    """With ids; references are resolved."""
-    session: str | None
-    """The chain's name; None at its beginning."""
-    tools: ToolSet
-    conversation: Conversation
+    def __init__(
+        self, forget: Callable[[], None], response: "ResponseExchange", answer: Answer, held: ExitStack
+    ) -> None:
+        self.forget = forget
+        self.now: Callable[[], ResponseBody] = response.now
+        self.progress: Callable[[], str] = lambda: answer.progress
+        self.held = held.pop_all()
+        """The permit, the model and the slot of the request."""
+        self.is_cancelled = self.has_ended = False
+        self.events: list[bytes] = []
+        self.num_forgotten = 0
+        """Of the first events."""
+        self._grown = asyncio.Event()
+        self._task: asyncio.Task[Any] | None = None
 
+    async def wait(self) -> None:
+        """Returns at the next event, or at the end."""
+        await self._grown.wait()
 
-def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules, known: Set[str] = frozenset()) -> Body:
-    """Raises ApiError (400), also for a field that is neither the type's nor `known`."""
-    if unknown := sorted(fields.keys() - known - kind.model_fields.keys()):
-        name = unknown[0][:200]
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"{name} is not known here", name)
-    return parse_body(kind, fields, rules)
+    async def cancel(self) -> None:
+        """Ends the run, unless the response has ended; returns when the run has ended."""
+        assert self._task is not None, "a run is found once it is made"
+        if self.now()["status"] in UNFINISHED:
+            self.is_cancelled = True
+            self._task.cancel()
+        await asyncio.wait((self._task,))
 
+    async def follow(self, number: int = 0) -> AsyncIterator[bytes]:
+        """Yields the events from `number` on, future ones included; raises ApiError (400) for dropped ones."""
+        while True:
+            while number < self.num_forgotten + len(self.events):
+                if number < self.num_forgotten:
+                    why = f"the first {self.num_forgotten} events are not kept any more"
+                    raise wrong("starting_after", f"{why}; leave stream out to get the response")
+                yield self.events[number - self.num_forgotten]
+                number += 1
+            if self.has_ended:
+                return
+            await self.wait()
 
-def with_ids(items: Sequence[Item], name: str) -> list[Item]:
-    """Items as stored: ids made of `name`, a message's text as a part."""
-    return [_as_kept(item, f"in_{name}_{index}") for index, item in enumerate(items)]
+    async def make(self, events: AsyncIterator[bytes], note_bytes: Callable[[int], None]) -> None:
+        """Keeps all events; closes `held`."""
+        self._task = asyncio.current_task()
+        try:
+            with self.held:
+                async for event in events:
+                    self.events.append(event)
+                    note_bytes(len(event))
+                    self._wake()
+        finally:
+            response, self.has_ended = self.now(), True
+            # What made the response goes, and the prompt with it.
+            self.now, self.progress = (lambda: response), (lambda: "ended")
+            self._wake()
+            asyncio.get_running_loop().call_later(KEPT_SECONDS, self.forget)
 
-
-def _as_kept(item: Item, item_id: str) -> Item:
-    given = item.get("id")
-    kept = {**item, "id": given if isinstance(given, str) and given else item_id}
-    if item["type"] == "message" and isinstance(item["content"], str):
-        kind = "output_text" if item["role"] == "assistant" else "input_text"
-        part = {"type": kind, "text": item["content"]}
-        return {"status": "completed", **kept, "content": [{**part, "annotations": []} if kind[0] == "o" else part]}
-    return kept
-
-
-def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespace: str, name: str) -> ReadInput:
-    """A prompt's source; `name` is the base of new ids. Raises ApiError. Waits for the store."""
-    store = context.kept(store_of)
-    before, session = _history(body, store, namespace)
-    if len(before) + len(body.input) > MAX_MESSAGES:
-        raise wrong("input", f"at most {MAX_MESSAGES} items make a prompt")
-    checked = enumerate(check_items(body.input))
-    new = with_ids([_resolved(item, index, before, store, namespace) for index, item in checked], name)
-    items = [*before, *new]
-    given = read_tools(body.tools or ())
-    offered = given if shows_tools(model, given.shown, forbids_calls=body.forbids_calls) else ToolSet()
-    tools, found = _found_tools(offered, items, model, namespace)
-    instructions = {"type": "message", "role": "system", "content": body.instructions}
-    messages = read_messages([instructions, *items] if body.instructions else items, found)
-    if not messages:
-        raise wrong("input", "Field required", Code.MISSING_PARAMETER)
-    last = new[-1] if new else {}
-    conversation = Conversation(
-        model.renderer,
-        messages=messages,
-        tools=tools.shown,
-        changed_tools=tools.callable_tools,
-        forbids_calls=body.forbids_calls,
-        template_arguments=body.thinking_wish().template_arguments(),
-        namespace=namespace,
-        # The last item may be an answer that was cut off.
-        continues=last.get("role") == "assistant" and last.get("status") in UNFINISHED_ITEMS and can_continue(model),
-    ).prepared_for(model, hygiene=context.config.prompt_hygiene)
-    return ReadInput(new, session, tools, conversation)
+    def _wake(self) -> None:
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
 
 
-def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[list[Item], str | None]:
-    """Earlier items, and their chain's name."""
-    name, conversation = body.previous_response_id, body.conversation
-    if name is not None and conversation is not None:
-        raise wrong("conversation", "it cannot be given with previous_response_id")
-    if conversation is not None:
-        if store.find_conversation(namespace, conversation) is None:
-            raise _not_found("conversation", f"there is no conversation {conversation[:200]!r}")
-        return store.items(namespace, conversation), conversation
-    if name is None:
-        return [], None
-    chain = store.chain(namespace, name)
-    if not chain:
-        raise _not_found("previous_response_id", f"there is no stored response {name[:200]!r}")
-    if chain[0].parent is not None:
-        why = f"the response {chain[0].parent!r}, which it goes on from, is not stored any more"
-        raise _not_found("previous_response_id", why)
-    if chain[-1].body.get("status") in UNFINISHED:
-        raise wrong("previous_response_id", f"the response {name!r} has not reached its end")
-    return [item for response in chain for item in response.items], chain[0].session
+class BackgroundRuns:
+    """All runs, the oldest first, by namespace and id of the response."""
 
+    def __init__(self, config: ServerConfig) -> None:
+        self._runs: dict[tuple[str, str], BackgroundRun] = {}
+        self._num_bytes = 0
 
-def _resolved(item: Item, index: int, before: Sequence[Item], store: ResponseStore, namespace: str) -> Item:
-    if item["type"] != "item_reference":
-        return item
-    wanted = item["id"]
-    found = next((one for one in before if one.get("id") == wanted), None)
-    if found is None and wanted.count("_") == 2:
-        response = store.find(namespace, f"resp_{wanted.split('_')[1]}")
-        found = next((one for one in response.items if one.get("id") == wanted), None) if response else None
-    if found is None:
-        raise _not_found(f"input[{index}].id", f"there is no stored item {wanted[:200]!r}")
-    return found
+    def find(self, namespace: str, name: str) -> BackgroundRun | None:
+        """A run that is kept."""
+        return self._runs.get((namespace, name))
 
+    def add(self, response: "ResponseExchange", answer: Answer, held: ExitStack) -> BackgroundRun:
+        """A new run, to be made, which takes over `held`; raises ApiError (429), which refuses the answer."""
+        place = response.request.namespace, response.request.request_id
+        running = [space for (space, _), run in self._runs.items() if not run.has_ended]
+        if running.count(place[0]) >= MAX_RUNNING or len(running) >= MAX_RUNS:
+            answer.is_refused = True
+            why = f"{len(running)} responses are made in the background; wait for one, or cancel one"
+            raise retry_later(Code.QUEUE_FULL, why, RETRY_SECONDS)
+        if len(self._runs) >= MAX_RUNS:
+            next(run for run in self._runs.values() if run.has_ended).forget()
+        run = self._runs[place] = BackgroundRun(partial(self._forget, place), response, answer, held)
+        return run
 
-def _not_found(param: str, why: str) -> ApiError:
-    return wrong(param, why, Code.RESPONSE_NOT_FOUND)
+    def note_bytes(self, num_bytes: int) -> None:
+        """Counts a new event, and forgets the first half of a run's events while all are too large."""
+        self._num_bytes += num_bytes
+        for run in list(self._runs.values()) if self._num_bytes > MAX_EVENT_BYTES else ():
+            while self._num_bytes > MAX_EVENT_BYTES and run.events:
+                num_gone = (len(run.events) + 1) // 2
+                self._num_bytes -= sum(map(len, run.events[:num_gone]))
+                del run.events[:num_gone]
+                run.num_forgotten += num_gone
 
-
-def _found_tools(
-    tools: ToolSet, items: Sequence[Item], model: ServedModel, namespace: str
-) -> tuple[ToolSet, dict[str, str]]:
-    """The tools, found ones included, and definitions of found tools by call id."""
-    definitions: dict[str, str] = {}
-    for item in search_outputs(items):
-        found = read_tools(item["tools"], "input.tools", defers=False)
-        shown = {tool["function"]["name"]: tool for tool in found.shown}
-        first = json.dumps(next((one.get("content") for one in items if one.get("role") == "user"), None))
-        place = (namespace, hashlib.sha256(first.encode()).digest(), item["call_id"])
-        text = model.renderer.definitions.block(list(shown), shown, place) if shown else "No tool was found."
-        definitions[item["call_id"]] = text
-        tools = tools.with_found(found)
-    return tools, definitions
+    def _forget(self, place: tuple[str, str]) -> None:
+        if (run := self._runs.pop(place, None)) is not None:
+            self._num_bytes -= sum(map(len, run.events))
 
 
 @inspect
@@ -310,30 +289,25 @@ class ResponseExchange(Exchange):
         name = self.request.request_id.removeprefix(ID_PREFIX)
         self._output = AnswerOutput(name, given.tools, is_summary=is_summary, is_enclosed=is_enclosed)
         self._run: BackgroundRun | None = None
-        self._num_events = 0
 
     def begun(self, answer: Answer, held: ExitStack) -> None:
         """Begins a response in the background; raises ApiError (429)."""
         if self._keeper is not None and self._response["background"]:
-            self._run = self._keeper.kept(BackgroundRuns).add(self, answer)
-            self._keeper.in_background(self._run.make(held.pop_all()))
+            runs = self._keeper.kept(BackgroundRuns)
+            self._run = runs.add(self, answer, held)
+            self._keeper.in_background(self._run.make(self._written(answer), runs.note_bytes))
 
     def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields numbered events; the last holds the whole response."""
-        return self.written(answer) if self._run is None else self._run.events()
-
-    async def written(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields numbered events, whoever reads them."""
-        async for event in self._told(answer):
-            yield self._numbered(event)
+        return self._written(answer) if self._run is None else self._run.follow()
 
     async def body(self, answer: Answer) -> Payload:
         """The whole response; in the background, as it is once it is stored."""
         if self._run is not None:
             await self._run.wait()
-            return self.now()
-        async for _ in self._events(answer):
-            pass
+        else:
+            async for _ in self._events(answer):
+                pass
         return self.now()
 
     def reply_messages(self) -> list[Message]:
@@ -348,32 +322,39 @@ class ResponseExchange(Exchange):
         is_open = self._response["status"] in UNFINISHED
         return {**self._response, "output": self._output.so_far} if is_open else self._response
 
-    async def broken_off(self, error: ApiError | None) -> bytes:
-        """As `Written.broken_off`."""
-        return self._numbered(await self._cut("cancelled" if error is None else "failed", error))
-
-    def _numbered(self, event: Payload) -> bytes:
-        self._num_events += 1
-        return sse_event({"type": event["type"], "sequence_number": self._num_events - 1, **event}, event["type"])
+    async def _written(self, answer: Answer) -> AsyncIterator[bytes]:
+        number = 0
+        async for event in self._told(answer):
+            yield sse_event({"type": event["type"], "sequence_number": number, **event}, event["type"])
+            number += 1
 
     async def _told(self, answer: Answer) -> AsyncIterator[Payload]:
-        if self._run is not None:
-            await self._keep()
-        yield {"type": "response.created", "response": self._response}
-        yield {"type": f"response.{self._response['status']}", "response": self._response}
+        limit = asyncio.timeout(None if self._run is None else MAX_SECONDS)
         try:
-            async for event in self._events(answer):
-                yield event
+            async with limit:
+                if self._run is not None:
+                    await self._keep()
+                yield {"type": "response.created", "response": self._response}
+                yield {"type": f"response.{self._response['status']}", "response": self._response}
+                async for event in self._events(answer):
+                    yield event
+        except asyncio.CancelledError:
+            if self._run is None or not self._run.is_cancelled:
+                raise
+            yield await self._cut("cancelled")
         except Exception as error:  # the status is sent, so the stream must report the error
-            yield await self._cut("failed", explain(error, self.request.request_id))
+            late = ApiError(Code.REQUEST_TIMEOUT, f"a response in the background may take {MAX_SECONDS} s")
+            yield await self._cut("failed", late if limit.expired() else explain(error, self.request.request_id))
 
-    async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None) -> Payload:
+    async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None = None) -> Payload:
         """The last event of a cut-off response."""
         self._output.close("incomplete")
         self._response = {**self._response, "status": status, "output": self._output.ended}
         if error is not None:
-            self._response["error"] = {"code": _failure(error), "message": error.message}
+            code = "context_length_exceeded" if error.code is Code.CONTEXT_EXCEEDED else "server_error"
+            self._response["error"] = {"code": code, "message": error.message}
         if self._run is not None:
+            self._run.held.close()
             await self._keep()
         return {"type": f"response.{status}", "response": self._response}
 

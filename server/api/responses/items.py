@@ -1,23 +1,30 @@
-"""Items of prompts and answers, and messages read from them.
+"""Items of prompts, and the conversation that a body's items make.
 
 What the assistant does between two messages of others is one message.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from models.prompt.shapes import Message
-from server.api.bodies import BodyModel, validated
-from server.api.errors import Code, wrong
+from server.api.bodies import Body, BodyModel, Rules, parse_body, validated
+from server.api.conversation import Conversation, can_continue
+from server.api.dialect import ApiContext
+from server.api.errors import ApiError, Code, wrong
 from server.api.openai.types import ChatMessage, template_message
-from server.api.responses.output import INPUT, SEARCH, joined_name, reasoning_of
-
-Item: TypeAlias = dict[str, Any]
-"""Items that were read have a `type`."""
+from server.api.params import shows_tools
+from server.api.responses.output import INPUT, SEARCH, Item, ToolSet, joined_name, reasoning_of
+from server.api.responses.store import ResponseStore, store_of
+from server.api.responses.types import InputBody, read_tools
+from server.api.wire import MAX_MESSAGES
+from server.pool.served import ServedModel
 
 LOCAL_SHELL: Final = "local_shell"
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -41,89 +48,101 @@ def _part_text(part: Any) -> str:
     return text
 
 
-ItemText = Annotated[str, BeforeValidator(_text)]
+_ItemText = Annotated[str, BeforeValidator(_text)]
 
 
-class MessageItem(BodyModel):
-    """What somebody said."""
-
+class _Message(BodyModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: ItemText
+    content: _ItemText
+
+    def said(self) -> Mapping[str, Any]:
+        return {"role": self.role, "content": self.content}
 
 
-class FunctionCallItem(BodyModel):
-    """A call of a function."""
-
+class _Call(BodyModel):
     call_id: str
+
+    def called(self) -> tuple[str, str]:
+        raise NotImplementedError
+
+    def said(self) -> Mapping[str, Any]:
+        name, arguments = self.called()
+        call = {"id": self.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"role": "assistant", "tool_calls": [call]}
+
+
+class _FunctionCall(_Call):
     name: str
     arguments: str
     namespace: str | None = None
 
+    def called(self) -> tuple[str, str]:
+        return joined_name(self.namespace, self.name), self.arguments
 
-class CustomCallItem(BodyModel):
-    """A call of a tool that takes a text."""
 
-    call_id: str
+class _CustomCall(_Call):
     name: str
     input: str
     namespace: str | None = None
 
+    def called(self) -> tuple[str, str]:
+        return joined_name(self.namespace, self.name), json.dumps({INPUT: self.input}, ensure_ascii=False)
 
-class ShellCallItem(BodyModel):
-    """A call of older clients' local shell."""
 
-    call_id: str
+class _ShellCall(_Call):
     action: dict[str, Any]
 
-
-class OutputItem(BodyModel):
-    """What a call came to."""
-
-    call_id: str | None = None
-    id: str | None = None
-    output: ItemText
+    def called(self) -> tuple[str, str]:
+        return LOCAL_SHELL, json.dumps(self.action, ensure_ascii=False)
 
 
-class SearchCallItem(BodyModel):
-    """A search for tools that the client ran."""
-
-    call_id: str | None = None
+class _SearchCall(_Call):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
+    def called(self) -> tuple[str, str]:
+        return SEARCH, json.dumps(self.arguments, ensure_ascii=False)
 
-class SearchOutputItem(BodyModel):
-    """The tools that the client has found."""
 
-    call_id: str | None = None
+class _SearchOutput(BodyModel):
+    call_id: str
     tools: list[dict[str, Any]]
 
 
-class ReasoningItem(BodyModel):
-    """The model's reasoning."""
+class _Output(BodyModel):
+    call_id: str | None = None
+    id: str | None = None
+    output: _ItemText
 
-    summary: ItemText = ""
-    content: ItemText | None = None
+    def said(self) -> Mapping[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id or self.id, "content": self.output}
+
+
+class _Reasoning(BodyModel):
+    summary: _ItemText = ""
+    content: _ItemText | None = None
     encrypted_content: str | None = None
 
+    def said(self) -> Mapping[str, Any]:
+        reasoning = reasoning_of(self.encrypted_content, self.content, self.summary)
+        return {"role": "assistant", "reasoning_content": reasoning}
 
-class ReferenceItem(BodyModel):
-    """An item that is stored."""
 
+class _Reference(BodyModel):
     id: str
 
 
-_KINDS: Mapping[str, type[BodyModel]] = {
-    "message": MessageItem,
-    "function_call": FunctionCallItem,
-    "function_call_output": OutputItem,
-    "custom_tool_call": CustomCallItem,
-    "custom_tool_call_output": OutputItem,
-    "local_shell_call": ShellCallItem,
-    "local_shell_call_output": OutputItem,
-    "tool_search_call": SearchCallItem,
-    "tool_search_output": SearchOutputItem,
-    "reasoning": ReasoningItem,
-    "item_reference": ReferenceItem,
+_KINDS: Final[Mapping[str, type[Any]]] = {
+    "message": _Message,
+    "function_call": _FunctionCall,
+    "function_call_output": _Output,
+    "custom_tool_call": _CustomCall,
+    "custom_tool_call_output": _Output,
+    "local_shell_call": _ShellCall,
+    "local_shell_call_output": _Output,
+    "tool_search_call": _SearchCall,
+    "tool_search_output": _SearchOutput,
+    "reasoning": _Reasoning,
+    "item_reference": _Reference,
 }
 ITEM_TYPES: Final = tuple(_KINDS)
 SKIPPED_ITEM_TYPES: Final = (
@@ -146,8 +165,7 @@ def _checked(item: Any, param: str, index: int) -> Item:
     if isinstance(kind, str) and _is_skipped(item):
         return item
     if not isinstance(kind, str) or kind not in _KINDS:
-        known = ", ".join(ITEM_TYPES)
-        raise wrong(f"{place}.type", f"Input should be one of {known}")
+        raise wrong(f"{place}.type", f"Input should be one of {', '.join(ITEM_TYPES)}")
     validated(_KINDS[kind], item, param, index)
     return {**item, "type": kind}
 
@@ -158,67 +176,144 @@ def _is_skipped(item: Item) -> bool:
     return item.get("type") in SKIPPED_ITEM_TYPES or (is_search and not item.get("call_id"))
 
 
-def search_outputs(items: Sequence[Item]) -> list[Item]:
-    """The results of the client's tool searches."""
-    return [item for item in items if item["type"] == "tool_search_output" and not _is_skipped(item)]
-
-
-def read_messages(items: Sequence[Item], found: Mapping[str, str] | None = None) -> list[Message]:
-    """Checked items as messages; references must be resolved.
-
-    `found` maps the call ids of tool searches to definitions.
-    """
-    return [template_message(ChatMessage.model_validate(one)) for one in _chat_messages(items, found or {})]
-
-
-def _chat_messages(items: Sequence[Item], found: Mapping[str, str]) -> list[dict[str, Any]]:
+def read_messages(items: Sequence[Item]) -> list[Message]:
+    """Checked items as messages; there are no references and results of tool searches any more."""
     messages: list[dict[str, Any]] = []
     previous = ""
     for item in items:
-        kind = item["type"]
         if _is_skipped(item):
             continue
-        said = _assistant_part(item)
-        if said is None:
-            messages.append(_other_message(item, found))
-        elif not messages or messages[-1]["role"] != "assistant" or (kind == previous == "message"):
-            messages.append({"role": "assistant", "content": "", **said})
+        said, kind = _KINDS[item["type"]].model_validate(item).said(), item["type"]
+        last = messages[-1] if messages else {}
+        if not last.get("role") == said["role"] == "assistant" or kind == previous == "message":
+            messages.append({"content": "", **said})
         else:
-            message = messages[-1]
-            message |= {name: message[name] + value if name in message else value for name, value in said.items()}
+            added = {name: value for name, value in said.items() if name != "role"}
+            last |= {name: last[name] + value if name in last else value for name, value in added.items()}
         previous = kind
-    return messages
+    return [template_message(ChatMessage.model_validate(one)) for one in messages]
 
 
-def _assistant_part(item: Item) -> dict[str, Any] | None:
-    match item["type"]:
-        case "message" if item["role"] == "assistant":
-            return {"content": _text(item["content"])}
-        case "reasoning":
-            sent = ReasoningItem.model_validate(item)
-            return {"reasoning_content": reasoning_of(sent.encrypted_content, sent.content, sent.summary)}
-        case "function_call":
-            name = joined_name(item.get("namespace"), item["name"])
-            return _call(item, name, item["arguments"])
-        case "custom_tool_call":
-            name = joined_name(item.get("namespace"), item["name"])
-            return _call(item, name, json.dumps({INPUT: item["input"]}, ensure_ascii=False))
-        case "tool_search_call":
-            return _call(item, SEARCH, json.dumps(item.get("arguments") or {}, ensure_ascii=False))
-        case "local_shell_call":
-            return _call(item, LOCAL_SHELL, json.dumps(item["action"], ensure_ascii=False))
-    return None
+ID_PREFIX = "resp_"
+UNFINISHED = ("queued", "in_progress")
+_CUT = ("incomplete", "in_progress")
+_not_found = partial(wrong, code=Code.RESPONSE_NOT_FOUND)
 
 
-def _call(item: Item, name: str, arguments: str) -> dict[str, Any]:
-    call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"tool_calls": [call]}
+@dataclass(frozen=True)
+class ReadInput:
+    """The source of a body's prompt."""
+
+    new: Sequence[Item]
+    """With ids; references are resolved."""
+    session: str | None
+    """The chain's name; None at its beginning."""
+    tools: ToolSet
+    conversation: Conversation
 
 
-def _other_message(item: Item, found: Mapping[str, str]) -> dict[str, Any]:
-    if item["type"] == "message":
-        return {"role": item["role"], "content": _text(item["content"])}
-    if item["type"] == "tool_search_output":
-        return {"role": "tool", "tool_call_id": item["call_id"], "content": found.get(item["call_id"], "")}
-    call_id = item.get("call_id") or item.get("id")
-    return {"role": "tool", "tool_call_id": call_id, "content": _text(item["output"])}
+def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules, known: Set[str] = frozenset()) -> Body:
+    """Raises ApiError (400), also for a field that is neither the type's nor `known`."""
+    if unknown := sorted(fields.keys() - known - kind.model_fields.keys()):
+        name = unknown[0][:200]
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"{name} is not known here", name)
+    return parse_body(kind, fields, rules)
+
+
+def with_ids(items: Sequence[Item], name: str) -> list[Item]:
+    """Items as stored: ids made of `name`, a message's text as a part."""
+    return [_as_kept(item, f"in_{name}_{index}") for index, item in enumerate(items)]
+
+
+def _as_kept(item: Item, item_id: str) -> Item:
+    given = item.get("id")
+    kept = {**item, "id": given if isinstance(given, str) and given else item_id}
+    if item["type"] == "message" and isinstance(item["content"], str):
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        part = {"type": kind, "text": item["content"]}
+        return {"status": "completed", **kept, "content": [{**part, "annotations": []} if kind[0] == "o" else part]}
+    return kept
+
+
+def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespace: str, name: str) -> ReadInput:
+    """A prompt's source; `name` is the base of new ids. Raises ApiError. Waits for the store."""
+    store = context.kept(store_of)
+    before, session = _history(body, store, namespace)
+    if len(before) + len(body.input) > MAX_MESSAGES:
+        raise wrong("input", f"at most {MAX_MESSAGES} items make a prompt")
+    checked = enumerate(check_items(body.input))
+    new = with_ids([_resolved(item, index, before, store, namespace) for index, item in checked], name)
+    items = [*before, *new]
+    given = read_tools(body.tools or ())
+    offered = given if shows_tools(model, given.shown, forbids_calls=body.forbids_calls) else ToolSet()
+    tools, items = _with_found(offered, items, model, namespace)
+    instructions = {"type": "message", "role": "system", "content": body.instructions}
+    messages = read_messages([instructions, *items] if body.instructions else items)
+    if not messages:
+        raise wrong("input", "Field required", Code.MISSING_PARAMETER)
+    last = new[-1] if new else {}
+    conversation = Conversation(
+        model.renderer,
+        messages=messages,
+        tools=tools.shown,
+        changed_tools=tools.callable_tools,
+        forbids_calls=body.forbids_calls,
+        template_arguments=body.thinking_wish().template_arguments(),
+        namespace=namespace,
+        # The last item may be an answer that was cut off.
+        continues=last.get("role") == "assistant" and last.get("status") in _CUT and can_continue(model),
+    ).prepared_for(model, hygiene=context.config.prompt_hygiene)
+    return ReadInput(new, session, tools, conversation)
+
+
+def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[list[Item], str | None]:
+    """Earlier items, and their chain's name."""
+    name, conversation = body.previous_response_id, body.conversation
+    if name is not None and conversation is not None:
+        raise wrong("conversation", "it cannot be given with previous_response_id")
+    if conversation is not None:
+        if store.find_conversation(namespace, conversation) is None:
+            raise _not_found("conversation", f"there is no conversation {conversation[:200]!r}")
+        return store.items(namespace, conversation), conversation
+    if name is None:
+        return [], None
+    chain = store.chain(namespace, name)
+    if not chain:
+        raise _not_found("previous_response_id", f"there is no stored response {name[:200]!r}")
+    if chain[0].parent is not None:
+        why = f"the response {chain[0].parent!r}, which it goes on from, is not stored any more"
+        raise _not_found("previous_response_id", why)
+    if chain[-1].body.get("status") in UNFINISHED:
+        raise wrong("previous_response_id", f"the response {name!r} has not reached its end")
+    return [item for response in chain for item in response.items], chain[0].session
+
+
+def _resolved(item: Item, index: int, before: Sequence[Item], store: ResponseStore, namespace: str) -> Item:
+    if item["type"] != "item_reference":
+        return item
+    wanted = item["id"]
+    found = next((one for one in before if one.get("id") == wanted), None)
+    if found is None and wanted.count("_") == 2:
+        response = store.find(namespace, f"resp_{wanted.split('_')[1]}")
+        found = next((one for one in response.items if one.get("id") == wanted), None) if response else None
+    if found is None:
+        raise _not_found(f"input[{index}].id", f"there is no stored item {wanted[:200]!r}")
+    return found
+
+
+def _with_found(
+    tools: ToolSet, items: Sequence[Item], model: ServedModel, namespace: str
+) -> tuple[ToolSet, list[Item]]:
+    """The tools, found ones included, and the items, with definitions as the results of searches."""
+    read: list[Item] = []
+    for item in items:
+        if item["type"] == "tool_search_output" and not _is_skipped(item):
+            found = read_tools(item["tools"], "input.tools", defers=False)
+            shown = {tool["function"]["name"]: tool for tool in found.shown}
+            first = json.dumps(next((one.get("content") for one in items if one.get("role") == "user"), None))
+            place = (namespace, hashlib.sha256(first.encode()).digest(), item["call_id"])
+            text = model.renderer.definitions.block(list(shown), shown, place) if shown else "No tool was found."
+            item = {"type": "function_call_output", "call_id": item["call_id"], "output": text}
+            tools = tools.with_found(found)
+        read.append(item)
+    return tools, read

@@ -8,11 +8,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from models.output import pieces
 from models.output.pieces import OutputPart, OutputParts, PartBody, PartEvent, PartStatus
 from models.texts import enclose, opened, read_object
+
+Item: TypeAlias = dict[str, Any]
+"""Items that were read have a `type`."""
 
 SEARCH: Final = "tool_search"
 INPUT: Final = "input"

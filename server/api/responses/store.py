@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from server.api.responses.items import Item
+from server.api.responses.output import Item
 from server.api.wire import json_text
 from server.app.config import ServerConfig
 

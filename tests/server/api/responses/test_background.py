@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from server.api.responses import background
-from server.api.responses.create import UNFINISHED
+from server.api.responses import create
+from server.api.responses.items import UNFINISHED
 from server.api.responses.store import FILE_NAME, ResponseStore, StoredResponse
 from server.app.config import ServerConfig
 from server.app.keys import ApiKey, KeyRing, digest_of
@@ -195,7 +195,7 @@ def test_no_key_or_salt_sees_anothers(address: str, client: openai.OpenAI, engin
 def test_each_namespace_has_so_many_at_once(
     address: str, client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MAX_RUNNING", 2)
+    monkeypatch.setattr(create, "MAX_RUNNING", 2)
     engine.script = ENDLESS
     first, _ = begin(client), begin(client)
     with pytest.raises(openai.RateLimitError, match="2 responses are made in the background") as caught:
@@ -209,8 +209,8 @@ def test_each_namespace_has_so_many_at_once(
 def test_events_are_bounded_in_bytes_and_runs_in_number(
     client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MAX_EVENT_BYTES", 12_000)
-    monkeypatch.setattr(background, "MAX_RUNS", 2)
+    monkeypatch.setattr(create, "MAX_EVENT_BYTES", 12_000)
+    monkeypatch.setattr(create, "MAX_RUNS", 2)
     engine.script = Script(WORDS)
     names = [ended(client, begin(client).id).id for _ in range(3)]
     assert client.responses.retrieve(names[-1]).output_text == "".join(WORDS)
@@ -225,7 +225,7 @@ def test_events_are_bounded_in_bytes_and_runs_in_number(
 def test_a_response_takes_so_long_and_no_longer(
     client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MAX_SECONDS", 1)
+    monkeypatch.setattr(create, "MAX_SECONDS", 1)
     engine.script = ENDLESS
     response = ended(client, begin(client).id)
     assert response.status == "failed" and "may take 1 s" in response.error.message and response.output_text
@@ -235,7 +235,7 @@ def test_a_response_takes_so_long_and_no_longer(
 def test_events_go_some_time_after_the_end(
     client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "KEPT_SECONDS", 0)
+    monkeypatch.setattr(create, "KEPT_SECONDS", 0)
     engine.script = Script()
     name = ended(client, begin(client).id).id
     wait_for(lambda: _is_refused(client, name))

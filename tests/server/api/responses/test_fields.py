@@ -3,8 +3,12 @@
 import re
 from typing import Any, get_type_hints
 
-from server.api.responses.background import KEPT_SECONDS, MAX_EVENT_BYTES, MAX_RUNNING, MAX_RUNS, MAX_SECONDS
 from server.api.responses.create import (
+    KEPT_SECONDS,
+    MAX_EVENT_BYTES,
+    MAX_RUNNING,
+    MAX_RUNS,
+    MAX_SECONDS,
     ResponseBody,
     ResponseUsage,
 )
