@@ -24,20 +24,26 @@ from server.api.bodies import parse_body, refuse_fields
 from server.api.call import generate
 from server.api.conversation import Conversation, check_continuable, check_template_arguments
 from server.api.dialect import ApiContext, Endpoint, ErrorObject, Operation, error_object, namespace_of
-from server.api.errors import explain, wrong
+from server.api.errors import context_exceeded, explain, wrong
 from server.api.openai import types
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.params import ForcedCalls, Incoming, ask, build_request, check_token_ids, shows_tools
 from server.api.record import AnswerCosts, CostsAtEnd, costs_of
 from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
-from server.engine.request import Delta, Failed, Finished, FinishReason, GenerationRequest, Started, TokenArray
+from server.engine.request import (
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    Priority,
+    Started,
+    TokenArray,
+)
 from server.pool.served import ServedModel
 
-FAILED = "error"
-"""Finish reason of a failed choice, if others succeeded."""
-MAX_SEED = 2**63
-DONE = b"data: [DONE]\n\n"
+MAX_EXPLICIT_POINTS = 16
 LEAST = -9999.0
 """Stands for a log-probability of minus infinity."""
 
@@ -123,8 +129,12 @@ class ChoiceExchange(Exchange):
     kind: ClassVar[str]
     """The answer's `object`."""
     chunk_kind: ClassVar[str]
-    nothing: ClassVar[Payload]
+    part: ClassVar[str]
+    """The field of a chunk's choice that holds what the chunk adds."""
+    nothing: ClassVar[Any]
     """What a choice's last chunk adds."""
+    opening: Any = None
+    """What the stream's first chunk adds, if it comes before any output."""
     others: "Sequence[ChoiceExchange]" = ()
     """Set by who makes the first choice."""
 
@@ -148,23 +158,20 @@ class ChoiceExchange(Exchange):
             "system_fingerprint": PRODUCT,
         }
         if body.service_tier is not None:
-            self._head["service_tier"] = types.tier_of(self.request.priority)
+            is_background = self.request.priority is Priority.BACKGROUND
+            self._head["service_tier"] = types.BACKGROUND_TIER if is_background else "default"
 
     @abstractmethod
-    def opening(self) -> Payload | None:
-        """What the stream's first chunk adds, if it comes before any output."""
-
-    @abstractmethod
-    def take(self, piece: Piece) -> Payload | None:
-        """Keeps a piece; returns what it adds to a chunk."""
+    def take(self, piece: Piece) -> Any:
+        """Keeps a piece; returns what it adds to a chunk; None for nothing."""
 
     @abstractmethod
     def whole(self, end: Finished | Failed) -> Payload:
         """What a whole answer's choice holds."""
 
     @abstractmethod
-    def logprobs(self) -> Any:
-        """The log-probabilities not yet written, if requested."""
+    def logprobs(self, told: Sequence[TokenLogprob]) -> Any:
+        """The log-probabilities of the next tokens as written."""
 
     def token_name(self, token: int) -> str:
         """A token's text, or the bytes of a part of a character; its number if requested."""
@@ -186,11 +193,6 @@ class ChoiceExchange(Exchange):
         if delta.text or self._tells_ids:
             self._logprobs.extend(delta.logprobs)
 
-    def untold(self) -> Sequence[TokenLogprob]:
-        """The log-probabilities not yet written."""
-        told, self._logprobs = self._logprobs, []
-        return told
-
     def prompt_ids(self) -> PromptIds:
         """The prompt's tokens, once, if requested."""
         told, self._prompt_ids = self._prompt_ids, {}
@@ -209,8 +211,8 @@ class ChoiceExchange(Exchange):
         """Yields all choices' chunks as they come, then the costs."""
         end = None
         for choice in self.choices:
-            if (added := choice.opening()) is not None:
-                yield sse_event({**self.chunk(choice, added), **choice.prompt_ids()})
+            if choice.opening is not None:
+                yield sse_event({**self.chunk(choice, choice.opening), **choice.prompt_ids()})
         async for index, event in answer.choice_events():
             choice = self.choices[index]
             if isinstance(event, Finished | Failed):
@@ -227,7 +229,7 @@ class ChoiceExchange(Exchange):
             yield sse_event(end)
             end = {**self._head, "choices": [], "usage": usage_of(answer.finished)}
         yield sse_event({**end, **costs_of(answer.finished, self.request.session_id)})
-        yield DONE
+        yield b"data: [DONE]\n\n"
 
     async def body(self, answer: Answer) -> Payload:
         """A whole answer, its choices in order."""
@@ -246,23 +248,26 @@ class ChoiceExchange(Exchange):
             **costs_of(answer.finished, self.request.session_id),
         }
 
-    def chunk(self, choice: "ChoiceExchange", added: Payload, end: Finished | Failed | None = None) -> dict[str, Any]:
+    def chunk(self, choice: "ChoiceExchange", added: Any, end: Finished | Failed | None = None) -> dict[str, Any]:
         """What a choice adds to the stream, or its end."""
-        entry = choice._entry({**added, "logprobs": choice.logprobs()}, end)
+        entry = choice._entry({self.part: added, "logprobs": choice._next_logprobs()}, end)
         chunk = {**self._head, "choices": [entry]}
         if self._wants_usage:
             so_far = token_counts(len(choice.request.tokens), choice._num_cached, choice._num_tokens)
             chunk["usage"] = so_far if self._wants_usage_always else None
         return chunk
 
+    def _next_logprobs(self) -> Any:
+        told, self._logprobs = self._logprobs, []
+        return self.logprobs(told) if told else None
+
     def _entry(self, held: Payload, end: Finished | Failed | None) -> Payload:
-        """The entry of this choice: `held`, and its end if it has ended."""
         reason, told = (None, {}) if end is None else self._end(end)
         return {"index": self.index, **held, "finish_reason": reason, **self.ids(), **told}
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
         if isinstance(end, Failed):
-            return FAILED, {"error": error_object(explain(end.error, self.request.request_id))}
+            return "error", {"error": error_object(explain(end.error, self.request.request_id))}
         token, text = end.stop_token, end.stop_text
         asked = token if token in self.request.stop_token_ids else None
         is_calls = self.parser.made_calls and end.reason is FinishReason.STOP
@@ -309,18 +314,8 @@ def request_of_choice(request: GenerationRequest, index: int, number: int) -> Ge
         return request
     sampling = request.sampling
     if sampling.seed is not None:
-        sampling = replace(sampling, seed=(sampling.seed + number) % MAX_SEED)
+        sampling = replace(sampling, seed=(sampling.seed + number) % 2**63)
     return replace(request, request_id=f"{request.request_id}-{index}", session_id=None, sampling=sampling)
-
-
-MAX_EXPLICIT_POINTS = 16
-
-
-class FunctionBody(TypedDict):
-    """A call's name and arguments."""
-
-    name: str
-    arguments: str
 
 
 class ToolCallBody(TypedDict):
@@ -328,7 +323,7 @@ class ToolCallBody(TypedDict):
 
     id: str
     type: str
-    function: FunctionBody
+    function: dict[Literal["name", "arguments"], str]
 
 
 class MessageBody(TypedDict):
@@ -436,38 +431,29 @@ def _predicted(body: types.ChatBody, model: ServedModel) -> TokenArray | None:
 class ChatExchange(ChoiceExchange):
     """Writes the answer to one request for chat."""
 
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    nothing: ClassVar[Payload] = {"delta": {}}
+    kind, chunk_kind, part = "chat.completion", "chat.completion.chunk", "delta"
+    nothing: ClassVar[Payload] = {}
 
     def __init__(self, body: types.ChatBody, question: Question, index: int = 0) -> None:
         super().__init__(body, question, index)
+        self.opening = {"role": "assistant", "content": "", "refusal": None}
         self._said = ""
         self._reasoning = ""
         self._calls: list[ToolCallBody] = []
         self._num_streamed = 0
         """Failed calls included."""
 
-    def opening(self) -> Payload:
-        """The role."""
-        return {"delta": {"role": "assistant", "content": "", "refusal": None}}
-
-    def take(self, piece: Piece) -> Payload | None:
-        """Keeps a piece; returns its delta, if any."""
-        delta = self._delta(piece)
-        return None if delta is None else {"delta": delta}
-
     def whole(self, end: Finished | Failed) -> Payload:
         """The message."""
-        return {"message": self._message, "logprobs": self.logprobs()}
+        return {"message": self._message, "logprobs": self._next_logprobs()}
 
-    def logprobs(self) -> ChatLogprobs | None:
-        """The next tokens' log-probabilities."""
+    def logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs:
+        """Each token, and the likeliest in its place."""
         content: list[TokenLogprobs] = []
-        for one in self.untold():
+        for one in told:
             top = [self._likely(*other) for other in one.top]
             content.append({**self._likely(one.token_id, one.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None} if content else None
+        return {"content": content, "refusal": None}
 
     def _likely(self, token: int, logprob: float) -> LikelyToken:
         piece = list(self.model.token_texts.piece(token))
@@ -478,7 +464,8 @@ class ChatExchange(ChoiceExchange):
         said = types.template_message(types.ChatMessage.model_validate(self._message))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    def _delta(self, piece: Piece) -> Payload | None:
+    def take(self, piece: Piece) -> Payload | None:
+        """Keeps a piece; returns its delta, if any."""
         match piece:
             case pieces.Text(text):
                 self._said += text
@@ -595,9 +582,7 @@ def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "promp
     if isinstance(prompt, str):
         return model.renderer.encode(prompt)
     if len(prompt) >= model.context_tokens:
-        error = PromptTooLong(len(prompt), model.context_tokens - 1)
-        error.param = place
-        raise error
+        raise context_exceeded(len(prompt), model.context_tokens - 1, place)
     check_token_ids(prompt, model.vocab_size, place)
     end = RestorePoint(len(prompt), RestorePointKind.PROMPT_END)
     return RenderedPrompt(np.array(prompt, dtype=np.int32), (end,) if prompt else ())
@@ -607,61 +592,54 @@ class CompletionExchange(ChoiceExchange):
     """Writes the continuation of one prompt."""
 
     kind = chunk_kind = "text_completion"
-    nothing: ClassVar[Payload] = {"text": ""}
+    part, nothing = "text", ""
 
     def __init__(self, body: CompletionBody, question: Question, index: int = 0, repeated: str = "") -> None:
         super().__init__(body, question, index)
+        self.opening = repeated or None
         self._texts = [repeated]
-        self._num_top = body.logprobs
         self._before = b""
         """Bytes of the tokens written so far; offsets count their characters."""
 
-    def opening(self) -> Payload | None:
-        """The echoed prompt, if any."""
-        return {"text": self._texts[0]} if self._texts[0] else None
-
-    def take(self, piece: Piece) -> Payload:
+    def take(self, piece: Piece) -> str:
         """Keeps more text; returns it."""
         assert isinstance(piece, pieces.Text), "a plain completion is text"
         self._texts.append(piece.text)
-        return {"text": piece.text}
+        return piece.text
 
     def whole(self, end: Finished | Failed) -> Payload:
         """The text, with its prompt's log-probabilities if requested."""
-        text = "".join(self._texts)
+        told = None
         if isinstance(end, Finished) and self.request.prompt_logprobs is not None:
-            return {"text": text, "logprobs": self._with_prompt(end.scored)}
-        return {"text": text, "logprobs": None if self._num_top is None else self._written(self.untold())}
+            told = self._with_prompt(end.scored)
+        elif self.request.sampling.top_logprobs is not None:
+            told = self.logprobs(self._logprobs)
+        return {"text": "".join(self._texts), "logprobs": told}
 
-    def logprobs(self) -> TextLogprobs | None:
-        """The next tokens' log-probabilities, if requested."""
-        told = self.untold()
-        return self._written(told) if told and self._num_top is not None else None
-
-    def _written(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
+    def logprobs(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
+        """Lists by token."""
         top = [{self.token_name(token): max(logprob, LEAST) for token, logprob in one.top} for one in told]
+        offsets = []
+        for one in told:
+            offsets.append(len(self._before.decode(errors="ignore")))
+            self._before += self.model.token_texts.piece(one.token_id)
         return {
             "tokens": [self.token_name(one.token_id) for one in told],
             "token_logprobs": [max(one.logprob, LEAST) for one in told],
-            "top_logprobs": [*top] if self._num_top else None,
-            "text_offset": [self._pass(one.token_id) for one in told],
+            "top_logprobs": [*top] if self.request.sampling.top_logprobs else None,
+            "text_offset": offsets,
         }
 
     def _with_prompt(self, scored: Sequence[TokenLogprob]) -> TextLogprobs:
         """The first token has no log-probability, and the tokenizer's prefix is not echoed."""
         prompt = self.request.tokens.tolist()
-        told = self._written([TokenLogprob(prompt[0], 0.0), *scored])
+        told = self.logprobs([TokenLogprob(prompt[0], 0.0), *scored])
         told["token_logprobs"][0] = None
         if told["top_logprobs"] is not None:
             told["top_logprobs"][0] = None
         num_hidden = len(self.model.token_texts.text(prompt)) - len(self._texts[0])
         told["text_offset"] = [max(0, offset - num_hidden) for offset in told["text_offset"]]
         return told
-
-    def _pass(self, token: int) -> int:
-        offset = len(self._before.decode(errors="ignore"))
-        self._before += self.model.token_texts.piece(token)
-        return offset
 
     def ids(self) -> Payload:
         """Tokens not yet written, if requested."""

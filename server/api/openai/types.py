@@ -4,12 +4,11 @@ All fields that the endpoints share are optional, and null means absent.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
@@ -21,20 +20,9 @@ from server.api import params
 from server.api.bodies import BodyModel, Whole, as_whole
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
+from server.api.params import AnswerGrammar, ForcedCalls
 from server.engine.request import Priority
 from server.pool.served import ServedModel
-
-DEFAULT_BREAKERS = ("\n", ":", '"', "*")
-"""The defaults of llama.cpp."""
-
-
-def breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int, ...]:
-    """Sorted tokens that hold one of `texts`, or the last token of a text that none holds."""
-    found: set[int] = set()
-    for text in DEFAULT_BREAKERS if texts is None else filter(None, texts):
-        last = model.renderer.tokenize(text)[-1:]
-        found.update(model.tokens_containing(text) or [token for token in last if token < model.vocab_size])
-    return tuple(sorted(found))
 
 
 def _schema(value: Any) -> Any:
@@ -48,9 +36,23 @@ def _schema(value: Any) -> Any:
 
 
 Schema = Annotated[dict[str, Any] | None, BeforeValidator(_schema)]
-Format = Annotated[Schema, BeforeValidator(lambda value: dict(params.ANY_OBJECT) if value == "json" else value)]
-GrammarText = Annotated[str | None, BeforeValidator(lambda value: None if value == "" else value)]
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+_Json = Annotated[Schema, AfterValidator(lambda schema: None if schema is None else params.json_grammar(schema))]
+_Format = Annotated[_Json, BeforeValidator(lambda value: dict(params.ANY_OBJECT) if value == "json" else value)]
+_AnyObject = Annotated[bool | None, AfterValidator(lambda on: params.json_grammar(params.ANY_OBJECT) if on else None)]
+_Regex = Annotated[str | None, AfterValidator(lambda text: Grammar(GrammarKind.REGEX, text) if text else None)]
+_Gbnf = Annotated[str | None, AfterValidator(lambda text: Grammar(GrammarKind.GBNF_OR_LARK, text) if text else None)]
+_Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1), AfterValidator(params.choice_grammar)
+]
+
+
+def format_grammar(param: str, kind: str, schema: Any, strict: bool | None = None) -> AnswerGrammar | None:
+    """The grammar of the format `param`, whose type is `kind`."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return AnswerGrammar(param, params.json_grammar(schema or params.ANY_OBJECT))
+    return AnswerGrammar(f"{param}.schema", params.json_grammar(schema or {}, is_strict=strict is True))
 
 
 class SchemaFormat(BodyModel):
@@ -71,15 +73,23 @@ class ResponseFormat(BodyModel):
     schema_: Annotated[Schema, Field(alias="schema")] = None
     """With `json_object`, as in llama.cpp."""
 
+    def answer_grammar(self) -> AnswerGrammar | None:
+        """The grammar; raises ApiError without the schema that the type needs."""
+        if self.type != "json_schema":
+            return format_grammar("response_format", self.type, self.schema_)
+        if (held := self.json_schema) is None:
+            raise wrong("response_format.json_schema", "Field required with this type", Code.MISSING_PARAMETER)
+        return format_grammar("response_format.json_schema", self.type, held.schema_, held.strict)
+
 
 class StructuredOutputs(BodyModel):
     """`structured_outputs`, as vLLM has it."""
 
-    json_: Annotated[Schema, Field(alias="json")] = None
-    regex: GrammarText = None
-    choice: Choices | None = None
-    grammar: GrammarText = None
-    json_object: Annotated[bool | None, BeforeValidator(lambda value: None if value is False else value)] = None
+    json_: Annotated[_Json, Field(alias="json")] = None
+    regex: _Regex = None
+    choice: _Choices | None = None
+    grammar: _Gbnf = None
+    json_object: _AnyObject = None
     structural_tag: None = None
 
 
@@ -88,71 +98,33 @@ class BoundBody(BodyModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    json_schema: Schema = None
-    guided_json: Schema = None
-    format: Format = None
+    json_schema: _Json = None
+    guided_json: _Json = None
+    format: _Format = None
     """"json" for any object, or a schema."""
-    guided_regex: GrammarText = None
-    regex: GrammarText = None
-    guided_choice: Choices | None = None
-    guided_grammar: GrammarText = None
-    grammar: GrammarText = None
-    ebnf: GrammarText = None
+    guided_regex: _Regex = None
+    regex: _Regex = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Gbnf = None
+    grammar: _Gbnf = None
+    ebnf: _Gbnf = None
 
-    def answer_grammar(self) -> params.AnswerGrammar | None:
+    def answer_grammar(self) -> AnswerGrammar | None:
         """The answer's grammar; raises ApiError if several fields bind it."""
-        structured = _made(self.structured_outputs) if self.structured_outputs is not None else ()
-        made = [*(("structured_outputs", grammar) for _, grammar in structured), *_made(self)]
-        wanted = [*self._of_response_format(), *(params.AnswerGrammar(*one) for one in made)]
+        fields = [*(("structured_outputs", value) for _, value in self.structured_outputs or ()), *self]
+        made = [AnswerGrammar(name, value) for name, value in fields if isinstance(value, Grammar)]
+        formatted = self.response_format and self.response_format.answer_grammar()
+        wanted = [formatted, *made] if formatted else made
         if len(wanted) > 1:
             first, second = wanted[0].param, wanted[1].param
             raise wrong(second, f"an answer is bound by one field only, and {first} is given too")
         return wanted[0] if wanted else None
 
-    def _of_response_format(self) -> Iterator[params.AnswerGrammar]:
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
-            return
-        if wanted.type == "json_object":
-            yield params.AnswerGrammar("response_format", params.json_grammar(wanted.schema_ or params.ANY_OBJECT))
-        elif wanted.json_schema is None:
-            raise wrong("response_format.json_schema", "Field required with this type", Code.MISSING_PARAMETER)
-        else:
-            schema = params.json_grammar(wanted.json_schema.schema_, is_strict=wanted.json_schema.strict is True)
-            yield params.AnswerGrammar("response_format.json_schema.schema", schema)
-
-
-_MAKERS: Mapping[str, Callable[[Any], Grammar]] = {
-    **dict.fromkeys(("json_", "json_schema", "guided_json", "format"), params.json_grammar),
-    "json_object": lambda _: params.json_grammar(params.ANY_OBJECT),
-    **dict.fromkeys(("guided_regex", "regex"), partial(Grammar, GrammarKind.REGEX)),
-    **dict.fromkeys(("choice", "guided_choice"), params.choice_grammar),
-    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), partial(Grammar, GrammarKind.GBNF_OR_LARK)),
-}
-
-
-def _made(fields: BodyModel) -> Iterator[tuple[str, Grammar]]:
-    for name, make in _MAKERS.items():
-        if name in type(fields).model_fields and (value := getattr(fields, name)) is not None:
-            yield name, make(value)
-
-
-MAX_STOP_TOKENS = 64
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARACTERS = 128
-MAX_BREAKERS = 64
-MAX_BREAKER_CHARACTERS = 64
-RANDOM_SEED = -1
-"""Means "no seed"."""
-
-NO_LIMIT = -1
-"""Means "until the context is full"."""
-
 
 def as_limit(value: Any) -> Any:
     """A limit, as a whole number; None for -1."""
     whole = as_whole(value)
-    return None if whole == NO_LIMIT else whole
+    return None if whole == -1 else whole
 
 
 def _stop_strings(value: Any) -> Any:
@@ -164,10 +136,11 @@ def _priority(value: Any) -> Any:
     return None if value == 0 and not isinstance(value, bool) else value
 
 
-_Breaker = Annotated[str, Field(max_length=MAX_BREAKER_CHARACTERS)]
-_BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
+_Breaker = Annotated[str, Field(max_length=64)]
+_BadWord = Annotated[str, Field(max_length=128)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _Mass = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+_Seed = Annotated[Whole, Field(ge=-1, lt=2**63)]
 _MinTokens = Annotated[Whole, Field(ge=0, lt=2**63)] | None
 _Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(as_limit)]
 
@@ -189,6 +162,11 @@ class SharedBody(BodyModel):
     model: str | None = None
     """Optional if only one model is served."""
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: params.Temperature | None = None
+    top_p: params.Share | None = None
+    seed: _Seed | None = None
+    """-1 means no seed."""
     session_id: str | None = None
     cache_prompt: bool | None = None
     """False: neither reuse nor keep this prompt's state."""
@@ -208,7 +186,6 @@ class SharedBody(BodyModel):
 class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     """Fields of a request for text."""
 
-    stream_options: StreamOptions | None = None
     max_tokens: _Limit = None
     """-1 means no limit."""
     max_completion_tokens: _Limit = None
@@ -225,8 +202,6 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     """0 and below keep all tokens."""
     xtc_probability: params.Share | None = None
     xtc_threshold: params.Share | None = None
-    seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
-    """-1 means no seed."""
     repetition_penalty: params.RepetitionPenalty | None = None
     """`repeat_penalty` is another name; the two must not differ."""
     repetition_context_size: params.Window | None = None
@@ -238,14 +213,14 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     dry_base: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None
     dry_allowed_length: Annotated[Whole, Field(ge=1, le=MAX_REPEATED)] | None = None
     dry_penalty_last_n: params.Window | None = None
-    dry_sequence_breakers: Annotated[list[_Breaker], Field(max_length=MAX_BREAKERS)] | None = None
+    dry_sequence_breakers: Annotated[list[_Breaker], Field(max_length=64)] | None = None
     logit_bias: dict[str, _Bias] | None = None
     """Keyed by token ids."""
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
-    bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=256)] | None = None
     """Texts excluded, as far as the answer spells them with the usual tokens."""
     stop: Annotated[params.StopStrings, BeforeValidator(_stop_strings)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Name tokens in `logprobs` as `token_id:42`."""
@@ -302,10 +277,6 @@ def _no_image(kind: Any) -> Any:
 
 
 _Budget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)]
-_BUDGETS = (
-    *("max_thinking_tokens", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget"),
-    *("reasoning_budget", "reasoning_budget_tokens"),
-)
 
 
 class CallingBody(BodyModel):
@@ -322,7 +293,7 @@ class CallingBody(BodyModel):
     def calls(self) -> dict[str, Any]:
         """The parameters of calls."""
         is_single, forced = self.parallel_tool_calls is False, self.tool_choice
-        if isinstance(forced, params.ForcedCalls):
+        if isinstance(forced, ForcedCalls):
             return {"forced": replace(forced, is_single=forced.is_single or is_single), "is_single_call": is_single}
         return {"is_single_call": is_single}
 
@@ -346,15 +317,15 @@ def tool_choice_reader(kinds: Collection[str], *, is_nested: bool) -> BeforeVali
     def read(value: Any) -> Any:
         if value in (None, "auto", "none"):
             return value
-        kind = value.get("type") if isinstance(value, dict) else None
         if value == "required":
-            return params.ForcedCalls()
+            return ForcedCalls()
+        kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind in kinds:
-            return params.ForcedCalls((named(value),), is_single=True)
+            return ForcedCalls((named(value),), is_single=True)
         allowed = inner(value, "allowed_tools") if kind == "allowed_tools" else {}
         tools = allowed.get("tools")
         if allowed.get("mode") == "required" and tools and isinstance(tools, list):
-            return params.ForcedCalls(tuple(map(named, tools)))
+            return ForcedCalls(tuple(map(named, tools)))
         why = 'Input should be "auto", "required", "none", a tool, or allowed_tools with the mode "required"'
         raise PydanticCustomError("tool_choice", why)
 
@@ -505,7 +476,9 @@ class ChatBody(GenerationBody, CallingBody):
         by_think = self.think if isinstance(self.think, bool) else None
         enabled = (self.enable_thinking, by_think, by_type, options.enabled)
         effort = self.reasoning_effort or options.effort or (self.think if isinstance(self.think, str) else None)
-        budgets = (options.max_tokens, limits.budget_tokens, *(getattr(self, name) for name in _BUDGETS))
+        budgets = [options.max_tokens, limits.budget_tokens, self.max_thinking_tokens, self.thinking_budget]
+        budgets += [self.thinking_budget_tokens, self.thinking_token_budget]
+        budgets += [self.reasoning_budget, self.reasoning_budget_tokens]
         is_enabled = next((value for value in enabled if value is not None), None)
         return ThinkingWish(is_enabled, effort, min((limit for limit in budgets if limit is not None), default=None))
 
@@ -556,12 +529,9 @@ _WINDOWS = {
     "frequency_context_size": ("frequency_penalty", 0.0),
 }
 """mlx-lm's windows: each one's penalty, and the value that switches the penalty off."""
+_BREAKERS = ("\n", ":", '"', "*")
+"""DRY's default, that of llama.cpp."""
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
-
-
-def tier_of(priority: Priority) -> str:
-    """The `service_tier` of answers."""
-    return BACKGROUND_TIER if priority is Priority.BACKGROUND else "default"
 
 
 def read_params(body: GenerationBody, model: ServedModel) -> params.GenerationParams:
@@ -595,9 +565,8 @@ def refuse_lone_stream_options(body: GenerationBody) -> None:
 
 def refuse_going_on(body: GenerationBody, why: str) -> None:
     """Raises ApiError (400) for fields that continue an answer."""
-    wishes = {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens, "min_new_tokens": body.min_new_tokens}
-    for name, wish in wishes.items():
-        if wish:
+    for name in ("ignore_eos", "min_tokens", "min_new_tokens"):
+        if getattr(body, name):
             raise wrong(name, why)
 
 
@@ -619,7 +588,7 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
         found = dict.fromkeys(tuple(model.renderer.tokenize(form)) for form in forms)
         given["bad_words"] = tuple(ids for ids in found if ids and max(ids) < model.vocab_size)
     if body.dry_multiplier:
-        given["dry_breakers"] = breaker_tokens(body.dry_sequence_breakers, model)
+        given["dry_breakers"] = _breaker_tokens(body.dry_sequence_breakers, model)
     return params.changed_sampling(params.options_sampling(body.options, model), body, model.vocab_size, **given)
 
 
@@ -639,3 +608,12 @@ def _biases(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, fl
         if not _TOKEN_ID.fullmatch(key) or int(key) >= vocab_size:
             raise wrong("logit_bias", f"{key[:40]!r} is no token id from 0 to {vocab_size - 1}")
     return tuple((int(key), bias) for key, bias in biases.items())
+
+
+def _breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int, ...]:
+    """Sorted tokens that hold one of `texts`, or the last token of a text that none holds."""
+    found: set[int] = set()
+    for text in _BREAKERS if texts is None else filter(None, texts):
+        last = model.renderer.tokenize(text)[-1:]
+        found.update(model.tokens_containing(text) or [token for token in last if token < model.vocab_size])
+    return tuple(sorted(found))

@@ -14,7 +14,7 @@ from server.api.bodies import BodyModel, Rules, Whole, refused, validated
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
 from server.api.openai import types
-from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar
+from server.api.params import AnswerGrammar
 from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 
 MAX_METADATA = 16
@@ -85,15 +85,11 @@ class InputBody(types.CallingBody):
 class ResponsesBody(InputBody, types.SharedBody):
     """Body of `POST /v1/responses`."""
 
-    stream_options: types.StreamOptions | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
     include: list[str] | None = None
     """`reasoning.encrypted_content`: reasoning in the form in which clients send it back."""
     metadata: Metadata | None = None
     max_tool_calls: Whole | None = None
-    seed: Annotated[Whole, Field(ge=types.RANDOM_SEED, lt=2**63)] | None = None
     background: bool | None = None
     """The response outlives its client."""
 
@@ -108,18 +104,14 @@ class ResponsesBody(InputBody, types.SharedBody):
 
     def generation(self) -> dict[str, Any]:
         """The fields that Chat Completions has, under its names."""
-        shared = self.model_dump(include={*types.SharedBody.model_fields, "temperature", "top_p", "seed"})
+        shared = self.model_dump(include={*types.SharedBody.model_fields})
         return {**shared, "max_tokens": self.max_output_tokens}
 
     def answer_grammar(self) -> AnswerGrammar | None:
         """The answer's grammar."""
-        wanted = self.text.format if self.text else None
-        if wanted is None or wanted.type == "text":
+        if self.text is None or (wanted := self.text.format) is None:
             return None
-        if wanted.type == "json_object":
-            return AnswerGrammar("text.format", json_grammar(ANY_OBJECT))
-        schema = wanted.schema_ if wanted.schema_ is not None else {}
-        return AnswerGrammar("text.format.schema", json_grammar(schema, is_strict=wanted.strict is True))
+        return types.format_grammar("text.format", wanted.type, wanted.schema_, wanted.strict)
 
 
 LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation")
