@@ -31,16 +31,7 @@ from server.api.params import ForcedCalls, Incoming, ask, build_request, check_t
 from server.api.record import AnswerCosts, CostsAtEnd, costs_of
 from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
-from server.engine.request import (
-    Delta,
-    Failed,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    Priority,
-    Started,
-    TokenArray,
-)
+from server.engine.request import Delta, Failed, Finished, FinishReason, Priority, Started, TokenArray
 from server.pool.served import ServedModel
 
 MAX_EXPLICIT_POINTS = 16
@@ -138,18 +129,14 @@ class ChoiceExchange(Exchange):
     others: "Sequence[ChoiceExchange]" = ()
     """Set by who makes the first choice."""
 
-    def __init__(self, body: types.GenerationBody, question: Question, index: int = 0) -> None:
+    def __init__(self, body: types.GenerationBody, question: Question) -> None:
         super().__init__(question, is_streamed=body.stream is True)
-        self.index = index
-        self._names_ids = body.return_tokens_as_token_ids is True
+        self._body = body
+        self._streaming = body.stream_options or types.StreamOptions()
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] = []
-        self._num_tokens = self._num_cached = 0
-        self._tells_ids = body.return_token_ids is True
-        self._prompt_ids: PromptIds = {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
-        options = body.stream_options or types.StreamOptions()
-        self._wants_usage = options.include_usage is True
-        self._wants_usage_always = options.continuous_usage_stats is True
+        tokens = self.request.tokens
+        self._prompt_ids: PromptIds = {"prompt_token_ids": tokens.tolist()} if body.return_token_ids else {}
         self._head: AnswerHead = {
             "id": self.request.request_id,
             "object": self.chunk_kind if self.is_streamed else self.kind,
@@ -175,7 +162,7 @@ class ChoiceExchange(Exchange):
 
     def token_name(self, token: int) -> str:
         """A token's text, or the bytes of a part of a character; its number if requested."""
-        if self._names_ids:
+        if self._body.return_tokens_as_token_ids:
             return f"token_id:{token}"
         piece = self.model.token_texts.piece(token)
         try:
@@ -188,9 +175,8 @@ class ChoiceExchange(Exchange):
 
         Tokens without text send log-probabilities only beside token ids: both lists have the same length.
         """
-        self._num_tokens += len(delta.token_ids)
         self._token_ids.extend(delta.token_ids)
-        if delta.text or self._tells_ids:
+        if delta.text or self._body.return_token_ids:
             self._logprobs.extend(delta.logprobs)
 
     def prompt_ids(self) -> PromptIds:
@@ -201,7 +187,7 @@ class ChoiceExchange(Exchange):
     def ids(self) -> Payload:
         """The tokens not yet written, if requested."""
         told, self._token_ids = self._token_ids, []
-        return {"token_ids": told} if self._tells_ids else {}
+        return {"token_ids": told} if self._body.return_token_ids else {}
 
     @property
     def choices(self) -> "Sequence[ChoiceExchange]":
@@ -210,22 +196,20 @@ class ChoiceExchange(Exchange):
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields all choices' chunks as they come, then the costs."""
         end = None
-        for choice in self.choices:
+        for index, choice in enumerate(self.choices):
             if choice.opening is not None:
-                yield sse_event({**self.chunk(choice, choice.opening), **choice.prompt_ids()})
+                yield sse_event({**self.chunk(answer, index, choice.opening), **choice.prompt_ids()})
         async for index, event in answer.choice_events():
             choice = self.choices[index]
             if isinstance(event, Finished | Failed):
                 # The last choice's end has the costs of all.
                 if end is not None:
                     yield sse_event(end)
-                end = self.chunk(choice, choice.nothing, event)
-            elif isinstance(event, Started):
-                choice._num_cached = event.hit_tokens
-            elif (added := choice.take(event)) is not None:
-                yield sse_event(self.chunk(choice, added))
+                end = self.chunk(answer, index, choice.nothing, event)
+            elif not isinstance(event, Started) and (added := choice.take(event)) is not None:
+                yield sse_event(self.chunk(answer, index, added))
         assert end is not None, "an answer ends"
-        if self._wants_usage:
+        if self._streaming.include_usage:
             yield sse_event(end)
             end = {**self._head, "choices": [], "usage": usage_of(answer.finished)}
         yield sse_event({**end, **costs_of(answer.finished, self.request.session_id)})
@@ -237,7 +221,7 @@ class ChoiceExchange(Exchange):
         async for index, event in answer.choice_events():
             choice = self.choices[index]
             if isinstance(event, Finished | Failed):
-                ended[index] = choice._entry(choice.whole(event), event)
+                ended[index] = choice._entry(index, choice.whole(event), event)
             elif not isinstance(event, Started):
                 choice.take(event)
         return {
@@ -248,22 +232,23 @@ class ChoiceExchange(Exchange):
             **costs_of(answer.finished, self.request.session_id),
         }
 
-    def chunk(self, choice: "ChoiceExchange", added: Any, end: Finished | Failed | None = None) -> dict[str, Any]:
-        """What a choice adds to the stream, or its end."""
-        entry = choice._entry({self.part: added, "logprobs": choice._next_logprobs()}, end)
+    def chunk(self, answer: Answer, index: int, added: Any, end: Finished | Failed | None = None) -> Payload:
+        """What choice `index` adds to the stream, or its end."""
+        choice, run = self.choices[index], answer.runs[index]
+        entry = choice._entry(index, {self.part: added, "logprobs": choice._next_logprobs()}, end)
         chunk = {**self._head, "choices": [entry]}
-        if self._wants_usage:
-            so_far = token_counts(len(choice.request.tokens), choice._num_cached, choice._num_tokens)
-            chunk["usage"] = so_far if self._wants_usage_always else None
+        if self._streaming.include_usage:
+            so_far = token_counts(len(run.request.tokens), run.cached_tokens, run.predicted_tokens)
+            chunk["usage"] = so_far if self._streaming.continuous_usage_stats else None
         return chunk
 
     def _next_logprobs(self) -> Any:
         told, self._logprobs = self._logprobs, []
         return self.logprobs(told) if told else None
 
-    def _entry(self, held: Payload, end: Finished | Failed | None) -> Payload:
+    def _entry(self, index: int, held: Payload, end: Finished | Failed | None) -> Payload:
         reason, told = (None, {}) if end is None else self._end(end)
-        return {"index": self.index, **held, "finish_reason": reason, **self.ids(), **told}
+        return {"index": index, **held, "finish_reason": reason, **self.ids(), **told}
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
         if isinstance(end, Failed):
@@ -289,10 +274,8 @@ def usage_of(finished: Finished) -> Usage:
     """A finished request's token counts."""
     timings = finished.timings
     usage = token_counts(finished.prompt_tokens, timings.cache_tokens, timings.predicted_tokens)
-    spent: dict[Spent, int | None] = {name: getattr(finished, name) for name in get_args(Spent)}
-    if known := {name: count for name, count in spent.items() if count is not None}:
-        usage["completion_tokens_details"] = known
-    return usage
+    spent = {name: count for name in get_args(Spent) if (count := getattr(finished, name)) is not None}
+    return {**usage, "completion_tokens_details": spent} if spent else usage
 
 
 def num_choices(body: types.GenerationBody, num_prompts: int, config: ServerConfig) -> int:
@@ -305,17 +288,18 @@ def num_choices(body: types.GenerationBody, num_prompts: int, config: ServerConf
     return count
 
 
-def request_of_choice(request: GenerationRequest, index: int, number: int) -> GenerationRequest:
-    """The request for choice `index`, answer `number` to its prompt, both from 0.
+def choice_of(question: Question, index: int, number: int) -> Question:
+    """The question for choice `index`, answer `number` to its prompt, both from 0.
 
     Seeds differ; the first answer is that of a single request.
     """
     if index == 0:
-        return request
-    sampling = request.sampling
+        return question
+    request, sampling = question.request, question.request.sampling
     if sampling.seed is not None:
         sampling = replace(sampling, seed=(sampling.seed + number) % 2**63)
-    return replace(request, request_id=f"{request.request_id}-{index}", session_id=None, sampling=sampling)
+    request_id = f"{request.request_id}-{index}"
+    return replace(question, request=replace(request, request_id=request_id, session_id=None, sampling=sampling))
 
 
 class ToolCallBody(TypedDict):
@@ -377,15 +361,10 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExc
     conversation = read_conversation(body, incoming, model, context.config, namespace)
     if isinstance(body.tool_choice, ForcedCalls):
         types.refuse_going_on(body, "an answer ends with the calls that are forced")
-    thinking, prediction = body.thinking_wish().max_tokens, _predicted(body, model)
-    params = replace(
-        types.read_params(body, model), max_thinking_tokens=thinking, prediction=prediction, **body.calls()
-    )
-    question = ask(incoming, model, conversation, params)
-    first, *first.others = [
-        ChatExchange(body, replace(question, request=request_of_choice(question.request, index, index)), index)
-        for index in range(num_choices(body, 1, context.config))
-    ]
+    params = replace(types.read_params(body, model), prediction=_predicted(body, model), **body.calls())
+    params = replace(params, max_thinking_tokens=body.thinking_wish().max_tokens)
+    question, count = ask(incoming, model, conversation, params), num_choices(body, 1, context.config)
+    first, *first.others = [ChatExchange(body, choice_of(question, index, index)) for index in range(count)]
     return first
 
 
@@ -434,8 +413,8 @@ class ChatExchange(ChoiceExchange):
     kind, chunk_kind, part = "chat.completion", "chat.completion.chunk", "delta"
     nothing: ClassVar[Payload] = {}
 
-    def __init__(self, body: types.ChatBody, question: Question, index: int = 0) -> None:
-        super().__init__(body, question, index)
+    def __init__(self, body: types.ChatBody, question: Question) -> None:
+        super().__init__(body, question)
         self.opening = {"role": "assistant", "content": "", "refusal": None}
         self._said = ""
         self._reasoning = ""
@@ -467,22 +446,19 @@ class ChatExchange(ChoiceExchange):
     def take(self, piece: Piece) -> Payload | None:
         """Keeps a piece; returns its delta, if any."""
         match piece:
-            case pieces.Text(text):
-                self._said += text
-                return {"content": text}
-            case pieces.ToolCallFailed(text):
-                self._calls.pop()
+            case pieces.Text(text) | pieces.ToolCallFailed(text):
+                if isinstance(piece, pieces.ToolCallFailed):
+                    self._calls.pop()
                 self._said += text
                 return {"content": text}
             case pieces.Reasoning(text):
                 self._reasoning += text
                 return {"reasoning_content": text, "reasoning": text}
             case pieces.ToolCallStarted(call_id, name):
-                self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+                call: ToolCallBody = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+                self._calls.append(call)
                 self._num_streamed += 1
-                first = {"name": name, "arguments": ""}
-                index = self._num_streamed - 1
-                return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": first}]}
+                return {"tool_calls": [{"index": self._num_streamed - 1, **call}]}
             case pieces.ToolArguments(text):
                 self._calls[-1]["function"]["arguments"] += text
                 return {"tool_calls": [{"index": self._num_streamed - 1, "function": {"arguments": text}}]}
@@ -570,9 +546,8 @@ def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange
             request = replace(request, prompt_logprobs=num_scored, cache_prompt=False)
         repeated = (written if isinstance(written, str) else model.token_texts.text(written)) if body.echo else ""
         for number in range(count):
-            index = len(exchanges)
-            question = Question(model, request_of_choice(request, index, number), prompt)
-            exchanges.append(CompletionExchange(body, question, index, repeated))
+            question = choice_of(Question(model, request, prompt), len(exchanges), number)
+            exchanges.append(CompletionExchange(body, question, repeated))
     first, *first.others = exchanges
     return first
 
@@ -594,8 +569,8 @@ class CompletionExchange(ChoiceExchange):
     kind = chunk_kind = "text_completion"
     part, nothing = "text", ""
 
-    def __init__(self, body: CompletionBody, question: Question, index: int = 0, repeated: str = "") -> None:
-        super().__init__(body, question, index)
+    def __init__(self, body: CompletionBody, question: Question, repeated: str) -> None:
+        super().__init__(body, question)
         self.opening = repeated or None
         self._texts = [repeated]
         self._before = b""

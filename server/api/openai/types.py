@@ -308,25 +308,19 @@ def tool_choice_reader(kinds: Collection[str], *, is_nested: bool) -> BeforeVali
         held = value.get(field) if is_nested and isinstance(value, dict) else value
         return held if isinstance(held, dict) else {}
 
-    def named(tool: Any) -> str:
-        name = inner(tool, "function").get("name")
-        if isinstance(name, str):
-            return name
-        raise PydanticCustomError("tool_choice", "Each tool should be named")
-
     def read(value: Any) -> Any:
         if value in (None, "auto", "none"):
             return value
         if value == "required":
             return ForcedCalls()
         kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind in kinds:
-            return ForcedCalls((named(value),), is_single=True)
-        allowed = inner(value, "allowed_tools") if kind == "allowed_tools" else {}
-        tools = allowed.get("tools")
-        if allowed.get("mode") == "required" and tools and isinstance(tools, list):
-            return ForcedCalls(tuple(map(named, tools)))
-        why = 'Input should be "auto", "required", "none", a tool, or allowed_tools with the mode "required"'
+        tools: Any = [value] if kind in kinds else None
+        if kind == "allowed_tools" and inner(value, kind).get("mode") == "required":
+            tools = inner(value, kind).get("tools")
+        names: list[Any] = [inner(tool, "function").get("name") for tool in tools] if isinstance(tools, list) else []
+        if names and all(isinstance(name, str) for name in names):
+            return ForcedCalls(tuple(names), is_single=kind in kinds)
+        why = 'Input should be "auto", "required", "none", a named tool, or allowed_tools with the mode "required"'
         raise PydanticCustomError("tool_choice", why)
 
     return BeforeValidator(read)
@@ -334,14 +328,12 @@ def tool_choice_reader(kinds: Collection[str], *, is_nested: bool) -> BeforeVali
 
 def _arguments(value: Any) -> Any:
     """Arguments as an object for templates; a text that is no object stays a text."""
+    if isinstance(value, str):
+        parsed = read_object(value, allow_nan=True) if value.strip() else {}
+        return value if parsed is None else parsed
     if value is None or isinstance(value, dict):
         return value or {}
-    if not isinstance(value, str):
-        raise PydanticCustomError("string_type", "Input should be a JSON text")
-    if not value.strip():
-        return {}
-    parsed = read_object(value, allow_nan=True)
-    return value if parsed is None else parsed
+    raise PydanticCustomError("string_type", "Input should be a JSON text")
 
 
 class ContentPart(BodyModel):
