@@ -151,8 +151,7 @@ def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
         raise wrong("instruction", f"{model.id} compares vectors of texts and takes no instruction")
     reader = TextReader(model, judges=how is not None)
     if how is not None:
-        asked = [(judged_text(body.query, document, body.instruction), place) for document, place in documents]
-        texts = [reader.read_pair(text, place) for text, place in asked]
+        texts = [reader.read_pair(judged_text(body.query, one, body.instruction), place) for one, place in documents]
     else:
         texts = [reader.read(text, place) for text, place in [(body.query, "query"), *documents]]
 
@@ -160,8 +159,7 @@ def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
         if how is not None:
             scores = [float(judgement[0]) for judgement in vectors]
         else:
-            query, *others = vectors
-            scores = [float(query @ other) for other in others]
+            scores = [float(vectors[0] @ document) for document in vectors[1:]]
         # Documents with equal scores keep their order.
         order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
         answer: RankedList = {

@@ -28,7 +28,7 @@ from server.api.record import CostsAtEnd, costs_of
 from server.api.responses.items import ID_PREFIX, UNFINISHED, ReadInput, parse_known, read_given, read_messages
 from server.api.responses.output import AnswerOutput, Item
 from server.api.responses.store import StoredResponse, store_of
-from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, InputBody, ResponsesBody
+from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, InputBody, ReasoningWish, ResponsesBody
 from server.api.wire import Payload, body_of, sse_event
 from server.app.config import ServerConfig
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
@@ -103,6 +103,7 @@ InputTokenCount: TypeAlias = dict[Literal["object", "input_tokens"], str | int]
 
 def begun_response(body: ResponsesBody, fields: Payload, request: GenerationRequest, model: str) -> ResponseBody:
     """A response before its first token; `fields` are as sent."""
+    wish = body.reasoning or ReasoningWish()
     return body_of(
         ResponseBody,
         body,
@@ -116,9 +117,9 @@ def begun_response(body: ResponsesBody, fields: Payload, request: GenerationRequ
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
         conversation=None if body.conversation is None else {"id": body.conversation},
-        reasoning=body.effort_and_summary,
+        reasoning={"effort": wish.effort, "summary": wish.summary or wish.generate_summary},
         service_tier=body.service_tier or "default",
-        store=body.is_stored,
+        store=body.store is not False,
         temperature=request.sampling.temperature,
         text={"format": {"type": "text"}, **(fields.get("text") or {})},
         tool_choice=fields.get("tool_choice") or "auto",
@@ -256,7 +257,7 @@ def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
 def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     """Answers items, and those that they go on from."""
     body = parse_known(ResponsesBody, incoming.fields, IN_RESPONSES, KNOWN)
-    if body.background and not body.is_stored:
+    if body.background and body.store is False:
         raise wrong("background", "a response that is made in the background is stored; leave store out")
     model = context.pool.find(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
@@ -264,12 +265,14 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     params = read_params(validated(GenerationBody, body.generation()), model)
     params = replace(params, grammar=body.answer_grammar(), prompt_param="input", **body.calls())
     if params.forced is not None:
-        params = replace(params, forced=replace(params.forced, names=given.tools.shown_names(params.forced.names)))
+        shown = {tool.name: name for name, tool in given.tools.by_name.items()}
+        names = params.forced.names and tuple(shown.get(name, name) for name in params.forced.names)
+        params = replace(params, forced=replace(params.forced, names=names))
     if given.session is not None:
         # The session is that of the chain's first response.
         incoming = replace(incoming, fields={**incoming.fields, "previous_response_id": given.session})
     question = ask(incoming, model, given.conversation, params)
-    return ResponseExchange(body, incoming.fields, question, given, context if body.is_stored else None)
+    return ResponseExchange(body, incoming.fields, question, given, context if body.store is not False else None)
 
 
 class ResponseExchange(Exchange):

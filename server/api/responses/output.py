@@ -38,24 +38,19 @@ class ToolSet:
 
     shown: Sequence[Mapping[str, Any]] = ()
     """Functions at the head of the prompt."""
-    loaded: Sequence[Mapping[str, Any]] = ()
     by_name: Mapping[str, ClientTool] = field(default_factory=dict)
-    """The model's name."""
+    """By the model's name."""
+    found: Sequence[Mapping[str, Any]] = ()
 
     @property
     def callable_tools(self) -> list[Mapping[str, Any]]:
-        return [*self.shown, *self.loaded]
+        return [*self.shown, *self.found]
 
     def with_found(self, found: "ToolSet") -> "ToolSet":
         """Adds found tools; a known one stays unchanged."""
         known = {tool["function"]["name"] for tool in self.callable_tools}
         new = [tool for tool in found.shown if tool["function"]["name"] not in known]
-        return ToolSet(self.shown, [*self.loaded, *new], {**found.by_name, **self.by_name})
-
-    def shown_names(self, names: Sequence[str] | None) -> tuple[str, ...] | None:
-        """The model's names for the client's."""
-        shown = {tool.name: name for name, tool in self.by_name.items()}
-        return None if names is None else tuple(shown.get(name, name) for name in names)
+        return ToolSet(self.shown, {**found.by_name, **self.by_name}, [*self.found, *new])
 
 
 def joined_name(namespace: str | None, name: str) -> str:
@@ -70,44 +65,6 @@ _WHOLE: Final = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*'
 )
 """JSON text up to an escape that may be incomplete."""
-
-
-class CustomInput:
-    """A custom tool's input, read from its growing JSON arguments."""
-
-    def __init__(self) -> None:
-        self._arguments = ""
-        self._read_to: int | None = None
-        """None before the input begins."""
-        self.told = ""
-        """What `feed` has returned."""
-
-    def feed(self, arguments: str) -> str:
-        """Takes more arguments; returns the input's new part."""
-        self._arguments += arguments
-        if self._read_to is None:
-            head = _HEAD.match(self._arguments)
-            if head is None:
-                return ""
-            self._read_to = head.end()
-        found = _WHOLE.match(self._arguments, self._read_to)
-        assert found is not None, "the pattern takes the empty text"
-        self._read_to = found.end()
-        added: str = json.loads(f'"{found.group()}"', strict=False)
-        self.told += added
-        return added
-
-    def finish(self) -> tuple[str, str]:
-        """The whole input, and its part that `feed` has not returned.
-
-        Other arguments are the input themselves, but for a single text under another name. If they were cut off, the
-        input is what was returned.
-        """
-        values, whole = read_object(self._arguments), self.told
-        if values is not None:
-            value = values.get(INPUT, next(iter(values.values())) if len(values) == 1 else None)
-            whole = value if isinstance(value, str) else self._arguments
-        return whole, whole.removeprefix(self.told) if whole.startswith(self.told) else ""
 
 
 def reasoning_of(enclosed: str | None, content: str | None, summary: str) -> str:
@@ -240,21 +197,34 @@ class _Call(_Item):
 
 
 class _CustomCall(_Call):
-    kind, prefix = "custom_tool_call", "ctc"
+    """Its input is read from its growing JSON arguments."""
 
-    def __init__(self, name: str, call_id: str, tool: ClientTool) -> None:
-        super().__init__(name, call_id, tool)
-        self._input = CustomInput()
+    kind, prefix = "custom_tool_call", "ctc"
+    _arguments = ""
+    _read_to: int | None = None
+    """None before the input begins."""
 
     def called(self) -> dict[str, Any]:
         return {**self._named, "input": self.text}
 
     def grow(self, text: str) -> list[PartEvent]:
-        return self._delta(self._input.feed(text))
+        self._arguments += text
+        if self._read_to is None:
+            if (head := _HEAD.match(self._arguments)) is None:
+                return []
+            self._read_to = head.end()
+        found = _WHOLE.match(self._arguments, self._read_to)
+        assert found is not None, "the pattern takes the empty text"
+        self._read_to = found.end()
+        return self._delta(json.loads(f'"{found.group()}"', strict=False))
 
     def closing(self) -> list[PartEvent]:
-        whole, rest = self._input.finish()
-        events = self._delta(rest)
+        """Other arguments are the input, but for a single text under another name; cut-off ones end as they were."""
+        values, whole = read_object(self._arguments), self.text
+        if values is not None:
+            value = values.get(INPUT, next(iter(values.values())) if len(values) == 1 else None)
+            whole = value if isinstance(value, str) else self._arguments
+        events = self._delta(whole.removeprefix(self.text) if whole.startswith(self.text) else "")
         self.text = whole
         return [*events, self.event("custom_tool_call_input.done", input=whole)]
 

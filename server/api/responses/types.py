@@ -93,15 +93,6 @@ class ResponsesBody(InputBody, types.SharedBody):
     background: bool | None = None
     """The response outlives its client."""
 
-    @property
-    def is_stored(self) -> bool:
-        return self.store is not False
-
-    @property
-    def effort_and_summary(self) -> dict[str, str | None]:
-        wish = self.reasoning or ReasoningWish()
-        return {"effort": wish.effort, "summary": wish.summary or wish.generate_summary}
-
     def generation(self) -> dict[str, Any]:
         """The fields that Chat Completions has, under its names."""
         shared = self.model_dump(include={*types.SharedBody.model_fields})

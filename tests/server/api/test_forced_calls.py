@@ -10,10 +10,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.grammar import GrammarCompiler
+from models.output.pieces import ToolArguments, ToolCallStarted
 from models.output.tool_formats import LLAMA_JSON, PYTHONIC, HarmonyFormat
 from server.api.conversation import Conversation
 from server.api.params import ForcedCalls, GenerationParams, answer_grammar, forced_calls, strict_calls
-from server.api.responses.output import CustomInput
+from server.api.responses.output import AnswerOutput, ClientTool, ToolSet
 from server.app.config import ServerConfig
 from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.server.api.test_live import Live, serving, user
@@ -426,6 +427,10 @@ def test_an_object_without_properties_among_the_arguments_is_any_object() -> Non
 
 
 def test_the_input_of_a_custom_call_that_was_cut_is_what_was_told() -> None:
-    call = CustomInput()
-    assert (call.feed('{"input": "a\\nb'), call.finish()) == ("a\nb", ("a\nb", ""))
-    assert (CustomInput().finish()) == ("", "")
+    for arguments, told in (('{"input": "a\\nb', "a\nb"), ("", "")):
+        output = AnswerOutput("x", ToolSet(by_name={"run": ClientTool("run", kind="custom_tool_call")}))
+        output.add(ToolCallStarted("call_1", "run"))
+        output.add(ToolArguments(arguments))
+        *_, done, _ = output.close("incomplete")
+        assert done["type"] == "response.custom_tool_call_input.done"
+        assert done["input"] == output.ended[0]["input"] == told
