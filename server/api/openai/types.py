@@ -383,11 +383,16 @@ class ChatMessage(BodyModel):
     function_call: None = None
 
 
-class FunctionSpec(BodyModel):
-    """A tool as the model is shown it."""
+class NamedTool(BodyModel):
+    """What all tools have that the client names."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
+
+
+class FunctionSpec(NamedTool):
+    """A tool as the model is shown it."""
+
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     """Whether unforced calls follow the schema, too."""

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,17 +27,9 @@ from server.api.responses.store import ResponseStore, StoredConversation, Stored
 from server.api.responses.types import Metadata
 from server.api.wire import JsonBody, Payload, number_asked, sse_event
 
-Found = TypeVar("Found")
 Ask: TypeAlias = Callable[[ResponseStore, str, str], Any]
 Deletion: TypeAlias = dict[Literal["id", "object", "deleted"], str | bool]
-DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
-MAX_EVENTS = 999_999_999
-_NAMED = {
-    "response_id": "stored response {}",
-    "conversation_id": "conversation {}",
-    "item_id": "item {} in the conversation",
-}
 
 
 class ItemList(TypedDict):
@@ -75,7 +67,7 @@ async def get_response(request: Request) -> Response:
     body = await _stored(request) if run is None else run.now()
     if request.query_params.get("stream") != "true":
         return JsonBody(body)
-    number = number_asked(request, "starting_after", MAX_EVENTS)
+    number = number_asked(request, "starting_after", 999_999_999)
     if run is None:
         why = f"events are kept of responses in the background, and {KEPT_SECONDS} s beyond their end; leave it out"
         raise wrong("stream", why, Code.UNSUPPORTED_PARAMETER)
@@ -121,13 +113,13 @@ async def _stored(request: Request) -> Mapping[str, Any]:
 
 async def list_input_items(request: Request) -> Response:
     """Returns the items before a response, newest first."""
-    chain = await _found(request, "response_id", ResponseStore.chain)
+    chain = await _found(request, "response_id", lambda *place: ResponseStore.chain(*place) or None)
     return JsonBody(page_of([*(item for one in chain[:-1] for item in one.items), *chain[-1].input], request))
 
 
 async def get_conversation(request: Request) -> Response:
     """Returns a conversation, without its items."""
-    return JsonBody(await _found_conversation(request))
+    return JsonBody(await _found(request, "conversation_id", ResponseStore.find_conversation))
 
 
 async def delete_conversation(request: Request) -> Response:
@@ -137,19 +129,19 @@ async def delete_conversation(request: Request) -> Response:
 
 async def list_items(request: Request) -> Response:
     """Returns a conversation's items, newest first."""
-    return JsonBody(page_of(await _items(request), request))
+    return JsonBody(page_of(await _found(request, "conversation_id", ResponseStore.items), request))
 
 
 async def get_item(request: Request) -> Response:
     """Returns one item of a conversation."""
     wanted = request.path_params["item_id"]
-    found = next((item for item in await _items(request) if item["id"] == wanted), None)
-    return JsonBody(_known(found, request, "item_id"))
+    items = await _found(request, "conversation_id", ResponseStore.items)
+    return JsonBody(_known(next((item for item in items if item["id"] == wanted), None), request, "item_id"))
 
 
 async def delete_item(request: Request) -> Response:
     """Removes an item; returns the conversation."""
-    conversation = await _found_conversation(request)
+    conversation = await _found(request, "conversation_id", ResponseStore.find_conversation)
     await _found(request, "item_id", lambda store, *place: store.delete_item(*place, conversation.id))
     return JsonBody(conversation)
 
@@ -174,7 +166,9 @@ def update_conversation(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_known(ConversationUpdate, incoming.fields, {})
     store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
     found = store.find_conversation(namespace, incoming.http.path_params["conversation_id"])
-    changed = replace(_known(found, incoming.http, "conversation_id"), metadata=body.metadata or {})
+    changed: StoredConversation = replace(
+        _known(found, incoming.http, "conversation_id"), metadata=body.metadata or {}
+    )
     store.put_conversation(namespace, changed)
     return vars(changed)
 
@@ -205,21 +199,11 @@ async def _found(request: Request, param: str, ask: Ask) -> Any:
     return _known(await asyncio.to_thread(ask, *place), request, param)
 
 
-def _known(found: Found | None, request: Request, param: str) -> Found:
-    if not found:
+def _known(found: Any, request: Request, param: str) -> Any:
+    if found is None or found is False:
         name = request.path_params[param][:200]
-        raise ApiError(Code.RESPONSE_NOT_FOUND, f"there is no {_NAMED[param].format(repr(name))}", param)
+        raise ApiError(Code.RESPONSE_NOT_FOUND, f"there is no {param.removesuffix('_id')} {name!r}", param)
     return found
-
-
-async def _found_conversation(request: Request) -> StoredConversation:
-    found: StoredConversation = await _found(request, "conversation_id", ResponseStore.find_conversation)
-    return found
-
-
-async def _items(request: Request) -> list[Item]:
-    name = (await _found_conversation(request)).id
-    return await asyncio.to_thread(context_of(request).kept(store_of).items, namespace_of_query(request), name)
 
 
 async def _deleted(request: Request, param: str, delete: Ask, kind: str) -> Response:
@@ -230,7 +214,7 @@ async def _deleted(request: Request, param: str, delete: Ask, kind: str) -> Resp
 def page_of(items: Sequence[Item], request: Request) -> ItemList:
     """The items of `limit`, `order` and `after`; raises ApiError (400)."""
     asked = request.query_params
-    order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", str(DEFAULT_LIMIT))
+    order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", "20")
     if order not in ("asc", "desc"):
         raise wrong("order", "Input should be asc or desc")
     if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LIMIT:

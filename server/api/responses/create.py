@@ -18,11 +18,10 @@ from typing_extensions import TypedDict
 
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
-from server.api.bodies import validated
 from server.api.call import generate, inspect
 from server.api.dialect import ApiContext, Endpoint, Operation, namespace_of
 from server.api.errors import ApiError, Code, explain, retry_later, wrong
-from server.api.openai.types import GenerationBody, read_params
+from server.api.openai.types import GenerationBody, SharedBody, read_params
 from server.api.params import Incoming, ask
 from server.api.record import CostsAtEnd, costs_of
 from server.api.responses.items import ID_PREFIX, UNFINISHED, ReadInput, parse_known, read_given, read_messages
@@ -262,7 +261,8 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     model = context.pool.find(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     given = read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
-    params = read_params(validated(GenerationBody, body.generation()), model)
+    shared = body.model_dump(include={*SharedBody.model_fields})
+    params = read_params(GenerationBody.model_validate({**shared, "max_tokens": body.max_output_tokens}), model)
     params = replace(params, grammar=body.answer_grammar(), prompt_param="input", **body.calls())
     if params.forced is not None:
         shown = {tool.name: name for name, tool in given.tools.by_name.items()}

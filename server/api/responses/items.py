@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from models.prompt.shapes import Message
 from server.api.bodies import Body, BodyModel, Rules, parse_body, validated
-from server.api.conversation import Conversation, can_continue
+from server.api.conversation import Conversation, ThinkingWish, can_continue
 from server.api.dialect import ApiContext
 from server.api.errors import ApiError, Code, wrong
 from server.api.openai.types import ChatMessage, template_message
@@ -258,7 +258,9 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
         tools=tools.shown,
         changed_tools=tools.callable_tools,
         forbids_calls=body.forbids_calls,
-        template_arguments=body.thinking_wish().template_arguments(),
+        template_arguments=ThinkingWish(
+            effort=body.reasoning.effort if body.reasoning else None
+        ).template_arguments(),
         namespace=namespace,
         # The last item may be an answer that was cut off.
         continues=last.get("role") == "assistant" and last.get("status") in _CUT and can_continue(model),
@@ -272,9 +274,9 @@ def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[lis
     if name is not None and conversation is not None:
         raise wrong("conversation", "it cannot be given with previous_response_id")
     if conversation is not None:
-        if store.find_conversation(namespace, conversation) is None:
+        if (items := store.items(namespace, conversation)) is None:
             raise _not_found("conversation", f"there is no conversation {conversation[:200]!r}")
-        return store.items(namespace, conversation), conversation
+        return items, conversation
     if name is None:
         return [], None
     chain = store.chain(namespace, name)

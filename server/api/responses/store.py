@@ -162,11 +162,12 @@ class ResponseStore:
         """Forgets a conversation; returns whether it was there."""
         return self._forget((namespace, conversation_id), _ITEMS_DELETION, _CONVERSATION_DELETION)
 
-    def items(self, namespace: str, conversation_id: str) -> list[Item]:
-        """A conversation's items in order."""
+    def items(self, namespace: str, conversation_id: str) -> list[Item] | None:
+        """A conversation's items in order; None without the conversation."""
         statement = "SELECT item FROM conversation_items WHERE namespace = ? AND conversation = ? ORDER BY place"
         with self._opened() as database:
-            return [json.loads(text) for (text,) in database.execute(statement, (namespace, conversation_id))]
+            found = [json.loads(text) for (text,) in database.execute(statement, (namespace, conversation_id))]
+        return found if found or self.find_conversation(namespace, conversation_id) is not None else None
 
     def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> bool:
         """Adds items with ids; returns whether the conversation is there."""

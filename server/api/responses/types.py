@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from server.api.bodies import BodyModel, Rules, Whole, refused, validated
-from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
 from server.api.openai import types
 from server.api.params import AnswerGrammar
@@ -77,10 +76,6 @@ class InputBody(types.CallingBody):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
-    def thinking_wish(self) -> ThinkingWish:
-        """The wishes for reasoning."""
-        return ThinkingWish(effort=self.reasoning.effort if self.reasoning else None)
-
 
 class ResponsesBody(InputBody, types.SharedBody):
     """Body of `POST /v1/responses`."""
@@ -93,11 +88,6 @@ class ResponsesBody(InputBody, types.SharedBody):
     background: bool | None = None
     """The response outlives its client."""
 
-    def generation(self) -> dict[str, Any]:
-        """The fields that Chat Completions has, under its names."""
-        shared = self.model_dump(include={*types.SharedBody.model_fields})
-        return {**shared, "max_tokens": self.max_output_tokens}
-
     def answer_grammar(self) -> AnswerGrammar | None:
         """The answer's grammar."""
         if self.text is None or (wanted := self.text.format) is None:
@@ -107,18 +97,7 @@ class ResponsesBody(InputBody, types.SharedBody):
 
 LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation")
 """Coding agents offer these to every server."""
-_QUERY: Final = {
-    "type": "object",
-    "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
-    "required": ["query"],
-}
-
-
-class NamedTool(BodyModel):
-    """What all tools have that the client names."""
-
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    description: str | None = None
+_QUERY: Final = {"query": {"type": "string"}, "limit": {"type": "integer"}}
 
 
 class InputFormat(BodyModel):
@@ -129,13 +108,13 @@ class InputFormat(BodyModel):
     definition: str | None = None
 
 
-class CustomTool(NamedTool):
+class CustomTool(types.NamedTool):
     """A tool that takes a text."""
 
     format: InputFormat | None = None
 
 
-class NamespaceTool(NamedTool):
+class NamespaceTool(types.NamedTool):
     """Tools under one name."""
 
     tools: list[dict[str, Any]]
@@ -145,7 +124,7 @@ class SearchTool(BodyModel):
     """A search for tools that the client runs."""
 
     description: str = "Searches the tools that are not loaded yet. What it finds may be called from then on."
-    parameters: dict[str, Any] = Field(default_factory=lambda: dict(_QUERY))
+    parameters: dict[str, Any] = Field(default={"type": "object", "properties": _QUERY, "required": ["query"]})
 
 
 def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = True) -> ToolSet:
