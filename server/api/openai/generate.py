@@ -149,18 +149,18 @@ class ChoiceExchange(Exchange):
             self._head["service_tier"] = types.BACKGROUND_TIER if is_background else "default"
 
     @abstractmethod
-    def take(self, piece: Piece) -> Any:
+    def _take(self, piece: Piece) -> Any:
         """Keeps a piece; returns what it adds to a chunk; None for nothing."""
 
     @abstractmethod
-    def whole(self, end: Finished | Failed) -> Payload:
+    def _whole(self, end: Finished | Failed) -> Payload:
         """What a whole answer's choice holds."""
 
     @abstractmethod
-    def logprobs(self, told: Sequence[TokenLogprob]) -> Any:
-        """The log-probabilities of the next tokens as written."""
+    def _written(self, told: Sequence[TokenLogprob]) -> Any:
+        """The log-probabilities of the next tokens."""
 
-    def token_name(self, token: int) -> str:
+    def _token_name(self, token: int) -> str:
         """A token's text, or the bytes of a part of a character; its number if requested."""
         if self._body.return_tokens_as_token_ids:
             return f"token_id:{token}"
@@ -179,13 +179,12 @@ class ChoiceExchange(Exchange):
         if delta.text or self._body.return_token_ids:
             self._logprobs.extend(delta.logprobs)
 
-    def prompt_ids(self) -> PromptIds:
-        """The prompt's tokens, once, if requested."""
+    def _told_prompt(self) -> PromptIds:
+        """Once, if requested."""
         told, self._prompt_ids = self._prompt_ids, {}
         return told
 
-    def ids(self) -> Payload:
-        """The tokens not yet written, if requested."""
+    def _told_ids(self) -> Payload:
         told, self._token_ids = self._token_ids, []
         return {"token_ids": told} if self._body.return_token_ids else {}
 
@@ -198,7 +197,7 @@ class ChoiceExchange(Exchange):
         end = None
         for index, choice in enumerate(self.choices):
             if choice.opening is not None:
-                yield sse_event({**self.chunk(answer, index, choice.opening), **choice.prompt_ids()})
+                yield sse_event({**self.chunk(answer, index, choice.opening), **choice._told_prompt()})
         async for index, event in answer.choice_events():
             choice = self.choices[index]
             if isinstance(event, Finished | Failed):
@@ -206,12 +205,12 @@ class ChoiceExchange(Exchange):
                 if end is not None:
                     yield sse_event(end)
                 end = self.chunk(answer, index, choice.nothing, event)
-            elif not isinstance(event, Started) and (added := choice.take(event)) is not None:
+            elif not isinstance(event, Started) and (added := choice._take(event)) is not None:
                 yield sse_event(self.chunk(answer, index, added))
         assert end is not None, "an answer ends"
         if self._streaming.include_usage:
             yield sse_event(end)
-            end = {**self._head, "choices": [], "usage": usage_of(answer.finished)}
+            end = {**self._head, "choices": [], "usage": _usage_of(answer.finished)}
         yield sse_event({**end, **costs_of(answer.finished, self.request.session_id)})
         yield b"data: [DONE]\n\n"
 
@@ -221,14 +220,14 @@ class ChoiceExchange(Exchange):
         async for index, event in answer.choice_events():
             choice = self.choices[index]
             if isinstance(event, Finished | Failed):
-                ended[index] = choice._entry(index, choice.whole(event), event)
+                ended[index] = choice._entry(index, choice._whole(event), event)
             elif not isinstance(event, Started):
-                choice.take(event)
+                choice._take(event)
         return {
             **self._head,
-            **self.prompt_ids(),
+            **self._told_prompt(),
             "choices": [ended[index] for index in sorted(ended)],
-            "usage": usage_of(answer.finished),
+            "usage": _usage_of(answer.finished),
             **costs_of(answer.finished, self.request.session_id),
         }
 
@@ -238,17 +237,17 @@ class ChoiceExchange(Exchange):
         entry = choice._entry(index, {self.part: added, "logprobs": choice._next_logprobs()}, end)
         chunk = {**self._head, "choices": [entry]}
         if self._streaming.include_usage:
-            so_far = token_counts(len(run.request.tokens), run.cached_tokens, run.predicted_tokens)
+            so_far = _counts(len(run.request.tokens), run.cached_tokens, run.predicted_tokens)
             chunk["usage"] = so_far if self._streaming.continuous_usage_stats else None
         return chunk
 
     def _next_logprobs(self) -> Any:
         told, self._logprobs = self._logprobs, []
-        return self.logprobs(told) if told else None
+        return self._written(told) if told else None
 
     def _entry(self, index: int, held: Payload, end: Finished | Failed | None) -> Payload:
         reason, told = (None, {}) if end is None else self._end(end)
-        return {"index": index, **held, "finish_reason": reason, **self.ids(), **told}
+        return {"index": index, **held, "finish_reason": reason, **self._told_ids(), **told}
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
         if isinstance(end, Failed):
@@ -260,8 +259,7 @@ class ChoiceExchange(Exchange):
         return "tool_calls" if is_calls else end.reason.value, told
 
 
-def token_counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
-    """The counts of a request so far."""
+def _counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_predicted,
@@ -270,15 +268,14 @@ def token_counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
     }
 
 
-def usage_of(finished: Finished) -> Usage:
-    """A finished request's token counts."""
+def _usage_of(finished: Finished) -> Usage:
     timings = finished.timings
-    usage = token_counts(finished.prompt_tokens, timings.cache_tokens, timings.predicted_tokens)
+    usage = _counts(finished.prompt_tokens, timings.cache_tokens, timings.predicted_tokens)
     spent = {name: count for name in get_args(Spent) if (count := getattr(finished, name)) is not None}
     return {**usage, "completion_tokens_details": spent} if spent else usage
 
 
-def num_choices(body: types.GenerationBody, num_prompts: int, config: ServerConfig) -> int:
+def _num_choices(body: types.GenerationBody, num_prompts: int, config: ServerConfig) -> int:
     """The number of answers to each prompt; raises ApiError for more than may run and wait."""
     count, limit = body.n or 1, config.slots + config.max_waiting
     if count * num_prompts > limit:
@@ -288,7 +285,7 @@ def num_choices(body: types.GenerationBody, num_prompts: int, config: ServerConf
     return count
 
 
-def choice_of(question: Question, index: int, number: int) -> Question:
+def _choice_of(question: Question, index: int, number: int) -> Question:
     """The question for choice `index`, answer `number` to its prompt, both from 0.
 
     Seeds differ; the first answer is that of a single request.
@@ -363,8 +360,8 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExc
         types.refuse_going_on(body, "an answer ends with the calls that are forced")
     params = replace(types.read_params(body, model), prediction=_predicted(body, model), **body.calls())
     params = replace(params, max_thinking_tokens=body.thinking_wish().max_tokens)
-    question, count = ask(incoming, model, conversation, params), num_choices(body, 1, context.config)
-    first, *first.others = [ChatExchange(body, choice_of(question, index, index)) for index in range(count)]
+    question, count = ask(incoming, model, conversation, params), _num_choices(body, 1, context.config)
+    first, *first.others = [ChatExchange(body, _choice_of(question, index, index)) for index in range(count)]
     return first
 
 
@@ -422,12 +419,10 @@ class ChatExchange(ChoiceExchange):
         self._num_streamed = 0
         """Failed calls included."""
 
-    def whole(self, end: Finished | Failed) -> Payload:
-        """The message."""
+    def _whole(self, end: Finished | Failed) -> Payload:
         return {"message": self._message, "logprobs": self._next_logprobs()}
 
-    def logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs:
-        """Each token, and the likeliest in its place."""
+    def _written(self, told: Sequence[TokenLogprob]) -> ChatLogprobs:
         content: list[TokenLogprobs] = []
         for one in told:
             top = [self._likely(*other) for other in one.top]
@@ -436,15 +431,14 @@ class ChatExchange(ChoiceExchange):
 
     def _likely(self, token: int, logprob: float) -> LikelyToken:
         piece = list(self.model.token_texts.piece(token))
-        return {"token": self.token_name(token), "logprob": max(logprob, LEAST), "bytes": piece}
+        return {"token": self._token_name(token), "logprob": max(logprob, LEAST), "bytes": piece}
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
         said = types.template_message(types.ChatMessage.model_validate(self._message))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    def take(self, piece: Piece) -> Payload | None:
-        """Keeps a piece; returns its delta, if any."""
+    def _take(self, piece: Piece) -> Payload | None:
         match piece:
             case pieces.Text(text) | pieces.ToolCallFailed(text):
                 if isinstance(piece, pieces.ToolCallFailed):
@@ -536,7 +530,7 @@ def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange
     model = context.pool.find(body.model)
     params = types.read_params(body, model)
     namespace = namespace_of(incoming.http, body.cache_salt)
-    count = num_choices(body, len(body.prompt), context.config)
+    count = _num_choices(body, len(body.prompt), context.config)
     exchanges: list[ChoiceExchange] = []
     for at, written in enumerate(body.prompt):
         place = "prompt" if len(body.prompt) == 1 else f"prompt[{at}]"
@@ -546,7 +540,7 @@ def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange
             request = replace(request, prompt_logprobs=num_scored, cache_prompt=False)
         repeated = (written if isinstance(written, str) else model.token_texts.text(written)) if body.echo else ""
         for number in range(count):
-            question = choice_of(Question(model, request, prompt), len(exchanges), number)
+            question = _choice_of(Question(model, request, prompt), len(exchanges), number)
             exchanges.append(CompletionExchange(body, question, repeated))
     first, *first.others = exchanges
     return first
@@ -576,30 +570,27 @@ class CompletionExchange(ChoiceExchange):
         self._before = b""
         """Bytes of the tokens written so far; offsets count their characters."""
 
-    def take(self, piece: Piece) -> str:
-        """Keeps more text; returns it."""
+    def _take(self, piece: Piece) -> str:
         assert isinstance(piece, pieces.Text), "a plain completion is text"
         self._texts.append(piece.text)
         return piece.text
 
-    def whole(self, end: Finished | Failed) -> Payload:
-        """The text, with its prompt's log-probabilities if requested."""
+    def _whole(self, end: Finished | Failed) -> Payload:
         told = None
         if isinstance(end, Finished) and self.request.prompt_logprobs is not None:
             told = self._with_prompt(end.scored)
         elif self.request.sampling.top_logprobs is not None:
-            told = self.logprobs(self._logprobs)
+            told = self._written(self._logprobs)
         return {"text": "".join(self._texts), "logprobs": told}
 
-    def logprobs(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
-        """Lists by token."""
-        top = [{self.token_name(token): max(logprob, LEAST) for token, logprob in one.top} for one in told]
+    def _written(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
+        top = [{self._token_name(token): max(logprob, LEAST) for token, logprob in one.top} for one in told]
         offsets = []
         for one in told:
             offsets.append(len(self._before.decode(errors="ignore")))
             self._before += self.model.token_texts.piece(one.token_id)
         return {
-            "tokens": [self.token_name(one.token_id) for one in told],
+            "tokens": [self._token_name(one.token_id) for one in told],
             "token_logprobs": [max(one.logprob, LEAST) for one in told],
             "top_logprobs": [*top] if self.request.sampling.top_logprobs else None,
             "text_offset": offsets,
@@ -608,7 +599,7 @@ class CompletionExchange(ChoiceExchange):
     def _with_prompt(self, scored: Sequence[TokenLogprob]) -> TextLogprobs:
         """The first token has no log-probability, and the tokenizer's prefix is not echoed."""
         prompt = self.request.tokens.tolist()
-        told = self.logprobs([TokenLogprob(prompt[0], 0.0), *scored])
+        told = self._written([TokenLogprob(prompt[0], 0.0), *scored])
         told["token_logprobs"][0] = None
         if told["top_logprobs"] is not None:
             told["top_logprobs"][0] = None
@@ -616,9 +607,8 @@ class CompletionExchange(ChoiceExchange):
         told["text_offset"] = [max(0, offset - num_hidden) for offset in told["text_offset"]]
         return told
 
-    def ids(self) -> Payload:
-        """Tokens not yet written, if requested."""
-        return {**self.prompt_ids(), **super().ids()}
+    def _told_ids(self) -> Payload:
+        return {**self._told_prompt(), **super()._told_ids()}
 
 
 ROUTES = (

@@ -114,7 +114,7 @@ async def _stored(request: Request) -> Mapping[str, Any]:
 async def list_input_items(request: Request) -> Response:
     """Returns the items before a response, newest first."""
     chain = await _found(request, "response_id", lambda *place: ResponseStore.chain(*place) or None)
-    return JsonBody(page_of([*(item for one in chain[:-1] for item in one.items), *chain[-1].input], request))
+    return JsonBody(_page_of([*(item for one in chain[:-1] for item in one.items), *chain[-1].input], request))
 
 
 async def get_conversation(request: Request) -> Response:
@@ -129,7 +129,7 @@ async def delete_conversation(request: Request) -> Response:
 
 async def list_items(request: Request) -> Response:
     """Returns a conversation's items, newest first."""
-    return JsonBody(page_of(await _found(request, "conversation_id", ResponseStore.items), request))
+    return JsonBody(_page_of(await _found(request, "conversation_id", ResponseStore.items), request))
 
 
 async def get_item(request: Request) -> Response:
@@ -211,7 +211,7 @@ async def _deleted(request: Request, param: str, delete: Ask, kind: str) -> Resp
     return JsonBody({"id": request.path_params[param], "object": kind, "deleted": True})
 
 
-def page_of(items: Sequence[Item], request: Request) -> ItemList:
+def _page_of(items: Sequence[Item], request: Request) -> ItemList:
     """The items of `limit`, `order` and `after`; raises ApiError (400)."""
     asked = request.query_params
     order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", "20")

@@ -82,8 +82,7 @@ class ResponseBody(CostsAtEnd):
     metadata: Mapping[str, str]
 
 
-def usage_of(finished: Finished) -> ResponseUsage:
-    """A finished request's token counts."""
+def _usage_of(finished: Finished) -> ResponseUsage:
     num_prompt, timings = finished.prompt_tokens, finished.timings
     return {
         "input_tokens": num_prompt,
@@ -100,7 +99,7 @@ def usage_of(finished: Finished) -> ResponseUsage:
 InputTokenCount: TypeAlias = dict[Literal["object", "input_tokens"], str | int]
 
 
-def begun_response(body: ResponsesBody, fields: Payload, request: GenerationRequest, model: str) -> ResponseBody:
+def _begun_response(body: ResponsesBody, fields: Payload, request: GenerationRequest, model: str) -> ResponseBody:
     """A response before its first token; `fields` are as sent."""
     wish = body.reasoning or ReasoningWish()
     return body_of(
@@ -145,7 +144,7 @@ class BackgroundRun:
     """One response, unfinished or ended, and its events, for clients that come back."""
 
     def __init__(
-        self, forget: Callable[[], None], response: "ResponseExchange", answer: Answer, held: ExitStack
+        self, forget: Callable[[], None], response: "_ResponseExchange", answer: Answer, held: ExitStack
     ) -> None:
         self.forget = forget
         self.now: Callable[[], ResponseBody] = response.now
@@ -216,7 +215,7 @@ class BackgroundRuns:
         """A run that is kept."""
         return self._runs.get((namespace, name))
 
-    def add(self, response: "ResponseExchange", answer: Answer, held: ExitStack) -> BackgroundRun:
+    def add(self, response: "_ResponseExchange", answer: Answer, held: ExitStack) -> BackgroundRun:
         """A new run, to be made, which takes over `held`; raises ApiError (429), which refuses the answer."""
         place = response.request.namespace, response.request.request_id
         running = [space for (space, _), run in self._runs.items() if not run.has_ended]
@@ -272,10 +271,10 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
         # The session is that of the chain's first response.
         incoming = replace(incoming, fields={**incoming.fields, "previous_response_id": given.session})
     question = ask(incoming, model, given.conversation, params)
-    return ResponseExchange(body, incoming.fields, question, given, context if body.store is not False else None)
+    return _ResponseExchange(body, incoming.fields, question, given, context if body.store is not False else None)
 
 
-class ResponseExchange(Exchange):
+class _ResponseExchange(Exchange):
     """Writes and stores one response."""
 
     def __init__(
@@ -286,7 +285,7 @@ class ResponseExchange(Exchange):
         self._given = given
         self._keeper = keeper
         self._conversation_id = body.conversation
-        self._response = begun_response(body, fields, self.request, self.model.id)
+        self._response = _begun_response(body, fields, self.request, self.model.id)
         is_summary = self._response["reasoning"]["summary"] not in (None, "", "none")
         is_enclosed = "reasoning.encrypted_content" in (body.include or ())
         name = self.request.request_id.removeprefix(ID_PREFIX)
@@ -294,14 +293,12 @@ class ResponseExchange(Exchange):
         self._run: BackgroundRun | None = None
 
     def begun(self, answer: Answer, held: ExitStack) -> None:
-        """Begins a response in the background; raises ApiError (429)."""
         if self._keeper is not None and self._response["background"]:
             runs = self._keeper.kept(BackgroundRuns)
             self._run = runs.add(self, answer, held)
             self._keeper.in_background(self._run.make(self._written(answer), runs.note_bytes))
 
     def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields numbered events; the last holds the whole response."""
         return self._written(answer) if self._run is None else self._run.follow()
 
     async def body(self, answer: Answer) -> Payload:
@@ -314,14 +311,12 @@ class ResponseExchange(Exchange):
         return self.now()
 
     def reply_messages(self) -> list[Message]:
-        """The answer as clients send it back."""
         messages = read_messages(self._output.so_far)
         if self.conversation is None or not messages:
             return messages
         return [self.conversation.whole(messages[0]), *messages[1:]]
 
     def now(self) -> ResponseBody:
-        """The response so far."""
         is_open = self._response["status"] in UNFINISHED
         return {**self._response, "output": self._output.so_far} if is_open else self._response
 
@@ -350,7 +345,6 @@ class ResponseExchange(Exchange):
             yield await self._cut("failed", late if limit.expired() else explain(error, self.request.request_id))
 
     async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None = None) -> Payload:
-        """The last event of a cut-off response."""
         self._output.close("incomplete")
         self._response = {**self._response, "status": status, "output": self._output.ended}
         if error is not None:
@@ -386,7 +380,7 @@ class ResponseExchange(Exchange):
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output.ended,
-            "usage": usage_of(finished),
+            "usage": _usage_of(finished),
             **costs_of(finished, self.request.session_id),
         }
 

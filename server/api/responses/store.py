@@ -70,7 +70,10 @@ SELECT is_chain, namespace, name FROM (
 ) ORDER BY used LIMIT 1
 """
 _ITEMS_DELETION: Final = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ?"
-_CONVERSATION_DELETION: Final = "DELETE FROM conversations WHERE namespace = ? AND id = ?"
+_CONVERSATION_DELETION: Final = (_ITEMS_DELETION, "DELETE FROM conversations WHERE namespace = ? AND id = ?")
+_CHAIN_DELETION: Final = tuple(
+    f"DELETE FROM {one} WHERE namespace = ? AND session = ?" for one in ("responses", "chains")
+)
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,9 @@ class StoredConversation:
 class ResponseStore:
     """All stored responses and conversations. For any thread."""
 
-    def __init__(
-        self, path: Path | None = None, *, max_responses: int = MAX_RESPONSES, max_bytes: int | None = None
-    ) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         """`path`: None for memory, which is also used if the file cannot be opened."""
         self._path = path
-        self._max_responses = max_responses
-        self._max_bytes = max_bytes or (MAX_MEMORY_BYTES if path is None else MAX_DISK_BYTES)
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
 
@@ -160,7 +159,7 @@ class ResponseStore:
 
     def delete_conversation(self, namespace: str, conversation_id: str) -> bool:
         """Forgets a conversation; returns whether it was there."""
-        return self._forget((namespace, conversation_id), _ITEMS_DELETION, _CONVERSATION_DELETION)
+        return self._forget((namespace, conversation_id), *_CONVERSATION_DELETION)
 
     def items(self, namespace: str, conversation_id: str) -> list[Item] | None:
         """A conversation's items in order; None without the conversation."""
@@ -210,11 +209,14 @@ class ResponseStore:
         return True
 
     def _evict(self, database: sqlite3.Connection) -> None:
+        max_bytes = MAX_MEMORY_BYTES if self._path is None else MAX_DISK_BYTES
         while True:
             number, num_bytes = database.execute(_SIZE).fetchone()
-            is_over = number > self._max_responses or num_bytes > self._max_bytes
-            if not (is_over and _forget_oldest(database)):
+            if number <= MAX_RESPONSES and num_bytes <= max_bytes:
                 return
+            is_chain, *place = database.execute(_OLDEST).fetchone()
+            for statement in _CHAIN_DELETION if is_chain else _CONVERSATION_DELETION:
+                database.execute(statement, place)
 
 
 def store_of(config: ServerConfig) -> ResponseStore:
@@ -270,17 +272,3 @@ def _make_tables(database: sqlite3.Connection) -> None:
     for statement in _SCHEMA.split(";"):
         database.execute(statement)
     database.execute(f"PRAGMA user_version = {_VERSION}")
-
-
-def _forget_oldest(database: sqlite3.Connection) -> bool:
-    row = database.execute(_OLDEST).fetchone()
-    if row is None:
-        return False
-    is_chain, *place = row
-    if is_chain:
-        database.execute("DELETE FROM responses WHERE namespace = ? AND session = ?", place)
-        database.execute("DELETE FROM chains WHERE namespace = ? AND session = ?", place)
-    else:
-        database.execute(_ITEMS_DELETION, place)
-        database.execute(_CONVERSATION_DELETION, place)
-    return True

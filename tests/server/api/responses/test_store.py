@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from server.api.responses import store as responses_store
 from server.api.responses.store import FILE_NAME, ResponseStore, StoredConversation, StoredResponse, store_of
 from server.app.config import ServerConfig
 from tests.support.apps import create_app
@@ -61,16 +62,18 @@ def test_two_servers_share_a_file(tmp_path: Path) -> None:
     assert other.find("n", "3True") is not None
 
 
-def test_the_oldest_chains_go_first_as_a_whole() -> None:
-    store = ResponseStore(max_responses=4)
+def test_the_oldest_chains_go_first_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_store, "MAX_RESPONSES", 4)
+    store = ResponseStore()
     for name, parent in (("a1", None), ("b1", None), ("a2", "a1"), ("b2", "b1"), ("a3", "a2")):
         store.save("n", response(name, parent))
     # The chain of b was used before a3 made them too many.
     assert ids(store.chain("n", "a3")) == ["a1", "a2", "a3"] and ids(store.chain("n", "b2")) == []
 
 
-def test_bytes_are_bounded_and_conversations_count() -> None:
-    store = ResponseStore(max_bytes=10_000)
+def test_bytes_are_bounded_and_conversations_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_store, "MAX_MEMORY_BYTES", 10_000)
+    store = ResponseStore()
     store.put_conversation("n", StoredConversation("c", 1, {}))
     assert store.add_items("n", "c", [{"id": "i", "text": "x" * 6000}])
     store.save("n", response("a", text="x" * 6000))
