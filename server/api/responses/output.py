@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from models.output import pieces
@@ -88,13 +89,13 @@ class _Item(OutputPart):
         return {"id": self.id, "type": self.kind, "status": status}
 
     def begin(self) -> list[PartEvent]:
-        added = {"type": "response.output_item.added", "output_index": self.index, "item": self.body("in_progress")}
-        return [added, *self.opening()]
+        return [self._told("added", "in_progress"), *self.opening()]
 
     def end(self, status: PartStatus) -> list[PartEvent]:
-        events = self.closing()
-        done = {"type": "response.output_item.done", "output_index": self.index, "item": self.body(status)}
-        return [*events, done]
+        return [*self.closing(), self._told("done", status)]
+
+    def _told(self, what: str, status: PartStatus) -> PartEvent:
+        return {"type": f"response.output_item.{what}", "output_index": self.index, "item": self.body(status)}
 
     def opening(self) -> list[PartEvent]:
         return []
@@ -170,7 +171,7 @@ class _Summary(_Reasoning):
 
 
 class _Call(_Item):
-    kind, prefix = "function_call", "fc"
+    kind, prefix, held = "function_call", "fc", "arguments"
 
     def __init__(self, name: str, call_id: str, tool: ClientTool) -> None:
         super().__init__(name)
@@ -181,12 +182,8 @@ class _Call(_Item):
         return {**super().body(status), "call_id": self._call_id, **self.called()}
 
     def called(self) -> dict[str, Any]:
-        return {**self._named, "arguments": self.text}
-
-    @property
-    def _named(self) -> dict[str, str]:
-        namespace = self._tool.namespace
-        return {"name": self._tool.name, **({} if namespace is None else {"namespace": namespace})}
+        name, namespace = self._tool.name, self._tool.namespace
+        return {"name": name, **({} if namespace is None else {"namespace": namespace}), self.held: self.text}
 
     def grow(self, text: str) -> list[PartEvent]:
         self.text += text
@@ -199,13 +196,10 @@ class _Call(_Item):
 class _CustomCall(_Call):
     """Its input is read from its growing JSON arguments."""
 
-    kind, prefix = "custom_tool_call", "ctc"
+    kind, prefix, held = "custom_tool_call", "ctc", "input"
     _arguments = ""
     _read_to: int | None = None
     """None before the input begins."""
-
-    def called(self) -> dict[str, Any]:
-        return {**self._named, "input": self.text}
 
     def grow(self, text: str) -> list[PartEvent]:
         self._arguments += text
@@ -254,8 +248,7 @@ class AnswerOutput(OutputParts):
         super().__init__()
         self._name = name
         self._tools = tools
-        self._reasoning = _Summary if is_summary else _Reasoning
-        self._is_enclosed = is_enclosed
+        self._reasoning = partial(_Summary if is_summary else _Reasoning, name, is_enclosed=is_enclosed)
 
     def part_of(self, piece: pieces.Text | pieces.Reasoning | pieces.ToolCallStarted) -> OutputPart:
         """An item."""
@@ -263,7 +256,7 @@ class AnswerOutput(OutputParts):
             case pieces.Text():
                 return _Message(self._name)
             case pieces.Reasoning():
-                return self._reasoning(self._name, is_enclosed=self._is_enclosed)
+                return self._reasoning()
             case pieces.ToolCallStarted(call_id, name):
                 # An unknown name is a function's.
                 tool = self._tools.by_name.get(name) or ClientTool(name)
