@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from typing_extensions import TypedDict
 
+from models.output.pieces import PartStatus
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
@@ -137,7 +138,6 @@ MAX_EVENT_BYTES: Final = 1 << 26
 MAX_SECONDS: Final = 7200
 KEPT_SECONDS: Final = 600
 """How long the events of a run that has ended are kept."""
-RETRY_SECONDS: Final = 5
 
 
 class BackgroundRun:
@@ -147,7 +147,7 @@ class BackgroundRun:
         self, forget: Callable[[], None], response: "_ResponseExchange", answer: Answer, held: ExitStack
     ) -> None:
         self.forget = forget
-        self.now: Callable[[], ResponseBody] = response.now
+        self.now: Callable[[], Payload] = response.now
         self.progress: Callable[[], str] = lambda: answer.progress
         self.held = held.pop_all()
         """The permit, the model and the slot of the request."""
@@ -222,7 +222,7 @@ class BackgroundRuns:
         if running.count(place[0]) >= MAX_RUNNING or len(running) >= MAX_RUNS:
             answer.is_refused = True
             why = f"{len(running)} responses are made in the background; wait for one, or cancel one"
-            raise retry_later(Code.QUEUE_FULL, why, RETRY_SECONDS)
+            raise retry_later(Code.QUEUE_FULL, why, 5)
         if len(self._runs) >= MAX_RUNS:
             next(run for run in self._runs.values() if run.has_ended).forget()
         run = self._runs[place] = BackgroundRun(partial(self._forget, place), response, answer, held)
@@ -284,8 +284,7 @@ class _ResponseExchange(Exchange):
         super().__init__(question, is_streamed=body.stream is True)
         self._given = given
         self._keeper = keeper
-        self._conversation_id = body.conversation
-        self._response = _begun_response(body, fields, self.request, self.model.id)
+        self._response: Payload = _begun_response(body, fields, self.request, self.model.id)
         is_summary = self._response["reasoning"]["summary"] not in (None, "", "none")
         is_enclosed = "reasoning.encrypted_content" in (body.include or ())
         name = self.request.request_id.removeprefix(ID_PREFIX)
@@ -316,7 +315,7 @@ class _ResponseExchange(Exchange):
             return messages
         return [self.conversation.whole(messages[0]), *messages[1:]]
 
-    def now(self) -> ResponseBody:
+    def now(self) -> Payload:
         is_open = self._response["status"] in UNFINISHED
         return {**self._response, "output": self._output.so_far} if is_open else self._response
 
@@ -346,43 +345,38 @@ class _ResponseExchange(Exchange):
 
     async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None = None) -> Payload:
         self._output.close("incomplete")
-        self._response = {**self._response, "status": status, "output": self._output.ended}
-        if error is not None:
-            code = "context_length_exceeded" if error.code is Code.CONTEXT_EXCEEDED else "server_error"
-            self._response["error"] = {"code": code, "message": error.message}
+        code = "context_length_exceeded" if error and error.code is Code.CONTEXT_EXCEEDED else "server_error"
+        told = self._become(status, error=error and {"code": code, "message": error.message})
         if self._run is not None:
             self._run.held.close()
             await self._keep()
-        return {"type": f"response.{status}", "response": self._response}
+        return told
 
     async def _events(self, answer: Answer) -> AsyncIterator[Payload]:
         async for event in answer.events():
             match event:
                 case Started():
                     if self._response["status"] == "queued":
-                        self._response = {**self._response, "status": "in_progress"}
-                        yield {"type": "response.in_progress", "response": self._response}
+                        yield self._become("in_progress")
                 case Finished(reason):
-                    for told in self._output.close("incomplete" if reason is FinishReason.LENGTH else "completed"):
+                    status: PartStatus = "incomplete" if reason is FinishReason.LENGTH else "completed"
+                    for told in self._output.close(status):
                         yield told
-                    self._response = self._ended(event)
-                    await self._keep(self._conversation_id)
-                    yield {"type": f"response.{self._response['status']}", "response": self._response}
+                    ended = self._become(status, usage=_usage_of(event), **costs_of(event, self.request.session_id))
+                    conversation = self._response["conversation"]
+                    await self._keep(conversation and conversation["id"])
+                    yield ended
                 case _:
                     for told in self._output.add(event):
                         yield told
 
-    def _ended(self, finished: Finished) -> ResponseBody:
-        is_cut = finished.reason is FinishReason.LENGTH
-        return {
-            **self._response,
-            "status": "incomplete" if is_cut else "completed",
-            "completed_at": None if is_cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": self._output.ended,
-            "usage": _usage_of(finished),
-            **costs_of(finished, self.request.session_id),
-        }
+    def _become(self, status: str, **changes: Any) -> Payload:
+        if status == "completed":
+            changes["completed_at"] = int(time.time())
+        elif status == "incomplete":
+            changes["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._response = {**self._response, "status": status, "output": self._output.ended, **changes}
+        return {"type": f"response.{status}", "response": self._response}
 
     async def _keep(self, conversation_id: str | None = None) -> None:
         if self._keeper is None:
