@@ -162,22 +162,18 @@ def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
             scores = [float(vectors[0] @ document) for document in vectors[1:]]
         # Documents with equal scores keep their order.
         order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
+        results: list[RankedDocument] = [{"index": place, "relevance_score": scores[place]} for place in order]
+        for one in results if body.return_documents else ():
+            one["document"] = {"text": body.documents[one["index"]]}
         answer: RankedList = {
             "id": f"rerank-{incoming.request_id}",
             "model": model.id,
             "usage": {"prompt_tokens": reader.num_tokens, "total_tokens": reader.num_tokens},
-            "results": [_ranked(body, place, scores[place]) for place in order],
+            "results": results,
         }
         return json_text(answer)
 
     return EmbeddingWork(model, texts, write, reading=how)
-
-
-def _ranked(body: RerankBody, place: int, score: float) -> RankedDocument:
-    ranked: RankedDocument = {"index": place, "relevance_score": score}
-    if body.return_documents:
-        ranked["document"] = {"text": body.documents[place]}
-    return ranked
 
 
 class ModelBody(TypedDict):

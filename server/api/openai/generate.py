@@ -48,7 +48,6 @@ class AnswerHead(TypedDict):
     model: str
     system_fingerprint: str
     service_tier: NotRequired[str]
-    """Only if the request names one."""
 
 
 Spent: TypeAlias = Literal["reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"]
@@ -114,7 +113,7 @@ class TextLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class ChoiceExchange(Exchange):
+class _ChoiceExchange(Exchange):
     """Writes one choice; the first choice also writes the answer of all."""
 
     kind: ClassVar[str]
@@ -126,7 +125,7 @@ class ChoiceExchange(Exchange):
     """What a choice's last chunk adds."""
     opening: Any = None
     """What the stream's first chunk adds, if it comes before any output."""
-    others: "Sequence[ChoiceExchange]" = ()
+    others: "Sequence[_ChoiceExchange]" = ()
     """Set by who makes the first choice."""
 
     def __init__(self, body: types.GenerationBody, question: Question) -> None:
@@ -189,11 +188,10 @@ class ChoiceExchange(Exchange):
         return {"token_ids": told} if self._body.return_token_ids else {}
 
     @property
-    def choices(self) -> "Sequence[ChoiceExchange]":
+    def choices(self) -> "Sequence[_ChoiceExchange]":
         return (self, *self.others)
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields all choices' chunks as they come, then the costs."""
         end = None
         for index, choice in enumerate(self.choices):
             if choice.opening is not None:
@@ -215,7 +213,6 @@ class ChoiceExchange(Exchange):
         yield b"data: [DONE]\n\n"
 
     async def body(self, answer: Answer) -> Payload:
-        """A whole answer, its choices in order."""
         ended = dict[int, Payload]()
         async for index, event in answer.choice_events():
             choice = self.choices[index]
@@ -349,7 +346,7 @@ class ChatCompletion(AnswerHead, PromptIds, AnswerCosts):
 
 
 @generate("chatcmpl-")
-def create_chat_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
+def create_chat_completion(context: ApiContext, incoming: Incoming) -> _ChoiceExchange:
     """Answers the last message of a conversation."""
     body = parse_body(types.ChatBody, incoming.fields, IN_CHAT)
     types.refuse_lone_stream_options(body)
@@ -404,7 +401,7 @@ def _predicted(body: types.ChatBody, model: ServedModel) -> TokenArray | None:
     return np.array(ids, dtype=np.int32)
 
 
-class ChatExchange(ChoiceExchange):
+class ChatExchange(_ChoiceExchange):
     """Writes the answer to one request for chat."""
 
     kind, chunk_kind, part = "chat.completion", "chat.completion.chunk", "delta"
@@ -522,7 +519,7 @@ class TextCompletion(AnswerHead, CostsAtEnd):
 
 
 @generate("cmpl-")
-def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
+def create_completion(context: ApiContext, incoming: Incoming) -> _ChoiceExchange:
     """Continues a text."""
     body = parse_body(CompletionBody, incoming.fields, IN_TEXT)
     types.refuse_lone_stream_options(body)
@@ -531,7 +528,7 @@ def create_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange
     params = types.read_params(body, model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     count = _num_choices(body, len(body.prompt), context.config)
-    exchanges: list[ChoiceExchange] = []
+    exchanges: list[_ChoiceExchange] = []
     for at, written in enumerate(body.prompt):
         place = "prompt" if len(body.prompt) == 1 else f"prompt[{at}]"
         prompt = text_prompt(written, model, place)
@@ -557,7 +554,7 @@ def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "promp
     return RenderedPrompt(np.array(prompt, dtype=np.int32), (end,) if prompt else ())
 
 
-class CompletionExchange(ChoiceExchange):
+class CompletionExchange(_ChoiceExchange):
     """Writes the continuation of one prompt."""
 
     kind = chunk_kind = "text_completion"

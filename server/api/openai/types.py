@@ -101,7 +101,6 @@ class BoundBody(BodyModel):
     json_schema: _Json = None
     guided_json: _Json = None
     format: _Format = None
-    """"json" for any object, or a schema."""
     guided_regex: _Regex = None
     regex: _Regex = None
     guided_choice: _Choices | None = None
@@ -149,7 +148,6 @@ class StreamOptions(BodyModel):
     """What a stream holds beside the text."""
 
     include_usage: bool | None = None
-    """Counts come in a last chunk."""
     include_obfuscation: bool | None = None
     """Without effect."""
     continuous_usage_stats: bool | None = None
@@ -160,7 +158,6 @@ class SharedBody(BodyModel):
     """Fields that the Responses API has, too."""
 
     model: str | None = None
-    """Optional if only one model is served."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: params.Temperature | None = None
@@ -171,13 +168,11 @@ class SharedBody(BodyModel):
     cache_prompt: bool | None = None
     """False: neither reuse nor keep this prompt's state."""
     speculate: bool | None = None
-    """False: no drafts."""
     cache_salt: params.CacheSalt | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     priority: Annotated[Literal["interactive", "background"] | None, BeforeValidator(_priority)] = None
     service_tier: str | None = None
-    """"flex" means `priority: background`."""
     user: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
@@ -193,7 +188,6 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     n_predict: _Limit = None
     """Other names of `max_tokens`; the smallest counts."""
     speculative_n_max: Annotated[Whole, Field(ge=-1)] | None = Field(default=None, alias="speculative.n_max")
-    """0: no drafts."""
     n: Annotated[Whole, Field(ge=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1)] | None = None
     """-1 and 0 keep all tokens."""
@@ -209,13 +203,11 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     frequency_context_size: params.Window | None = None
     """mlx-lm's windows; those of active penalties must not differ."""
     dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    """0 switches DRY off."""
     dry_base: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None
     dry_allowed_length: Annotated[Whole, Field(ge=1, le=MAX_REPEATED)] | None = None
     dry_penalty_last_n: params.Window | None = None
     dry_sequence_breakers: Annotated[list[_Breaker], Field(max_length=64)] | None = None
     logit_bias: dict[str, _Bias] | None = None
-    """Keyed by token ids."""
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     bad_words: Annotated[list[_BadWord], Field(max_length=256)] | None = None
     """Texts excluded, as far as the answer spells them with the usual tokens."""
@@ -223,12 +215,10 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Name tokens in `logprobs` as `token_id:42`."""
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     """Another name of `include_stop_str_in_output`."""
     min_tokens: _MinTokens = None
-    """Nothing ends the answer earlier."""
     min_new_tokens: _MinTokens = None
     """Another name of `min_tokens`; the larger counts."""
     ignore_eos: bool | None = None
@@ -378,7 +368,6 @@ class ChatMessage(BodyModel):
     prefix: bool | None = None
     """On the last message: the answer continues it."""
     cache_control: dict[str, Any] | None = None
-    """As in `ContentPart`."""
     audio: None = None
     function_call: None = None
 
@@ -484,12 +473,10 @@ class ChatBody(GenerationBody, CallingBody):
         last = self.messages[-1]
         for index, message in enumerate(self.messages):
             if message.prefix and (message is not last or message.role != "assistant"):
-                param = f"messages[{index}].prefix"
-                raise wrong(param, "only the last message is continued, and only if it is the assistant's")
+                raise wrong(f"messages[{index}].prefix", "only a last message of the assistant is continued")
         if not (self.continue_final_message or last.prefix):
             if self.add_generation_prompt is False:
-                why = "a prompt asks for an answer, so false is only taken with continue_final_message"
-                raise wrong("add_generation_prompt", why)
+                raise wrong("add_generation_prompt", "false is only taken with continue_final_message")
             return False
         if self.add_generation_prompt:
             raise wrong("add_generation_prompt", "a message is either continued or answered")

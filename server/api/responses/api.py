@@ -20,11 +20,10 @@ from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
 from server.api.params import Incoming
+from server.api.responses.conversation import UNFINISHED, Metadata, check_items, parse_known, with_ids
 from server.api.responses.create import KEPT_SECONDS, ROUTES, BackgroundRun, BackgroundRuns, ResponseBody
-from server.api.responses.items import UNFINISHED, check_items, parse_known, with_ids
 from server.api.responses.output import Item
 from server.api.responses.store import ResponseStore, StoredConversation, StoredResponse, store_of
-from server.api.responses.types import Metadata
 from server.api.wire import JsonBody, Payload, number_asked, sse_event
 
 Ask: TypeAlias = Callable[[ResponseStore, str, str], Any]

@@ -25,10 +25,10 @@ from server.api.errors import ApiError, Code, explain, retry_later, wrong
 from server.api.openai.types import GenerationBody, SharedBody, read_params
 from server.api.params import Incoming, ask
 from server.api.record import CostsAtEnd, costs_of
-from server.api.responses.items import ID_PREFIX, UNFINISHED, ReadInput, parse_known, read_given, read_messages
+from server.api.responses import conversation
+from server.api.responses.conversation import ID_PREFIX, UNFINISHED, ReadInput, ResponsesBody, parse_known
 from server.api.responses.output import AnswerOutput, Item
 from server.api.responses.store import StoredResponse, store_of
-from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, InputBody, ReasoningWish, ResponsesBody
 from server.api.wire import Payload, body_of, sse_event
 from server.app.config import ServerConfig
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
@@ -102,7 +102,7 @@ InputTokenCount: TypeAlias = dict[Literal["object", "input_tokens"], str | int]
 
 def _begun_response(body: ResponsesBody, fields: Payload, request: GenerationRequest, model: str) -> ResponseBody:
     """A response before its first token; `fields` are as sent."""
-    wish = body.reasoning or ReasoningWish()
+    wish = body.reasoning or conversation.ReasoningWish()
     return body_of(
         ResponseBody,
         body,
@@ -246,20 +246,22 @@ class BackgroundRuns:
 @inspect
 def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts the tokens of a prompt, those of the template included."""
-    body = parse_known(InputBody, incoming.fields, IN_INPUT, KNOWN)
-    given = read_given(context, body, context.pool.find(body.model), namespace_of(incoming.http, None), "count")
+    body = parse_known(conversation.InputBody, incoming.fields, conversation.IN_INPUT, conversation.KNOWN)
+    given = conversation.read_given(
+        context, body, context.pool.find(body.model), namespace_of(incoming.http, None), "count"
+    )
     return {"object": "response.input_tokens", "input_tokens": len(given.conversation.render().tokens)}
 
 
 @generate(ID_PREFIX)
 def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     """Answers items, and those that they go on from."""
-    body = parse_known(ResponsesBody, incoming.fields, IN_RESPONSES, KNOWN)
+    body = parse_known(ResponsesBody, incoming.fields, conversation.IN_RESPONSES, conversation.KNOWN)
     if body.background and body.store is False:
         raise wrong("background", "a response that is made in the background is stored; leave store out")
     model = context.pool.find(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
-    given = read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
+    given = conversation.read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
     shared = body.model_dump(include={*SharedBody.model_fields})
     params = read_params(GenerationBody.model_validate({**shared, "max_tokens": body.max_output_tokens}), model)
     params = replace(params, grammar=body.answer_grammar(), prompt_param="input", **body.calls())
@@ -310,7 +312,7 @@ class _ResponseExchange(Exchange):
         return self.now()
 
     def reply_messages(self) -> list[Message]:
-        messages = read_messages(self._output.so_far)
+        messages = conversation.read_messages(self._output.so_far)
         if self.conversation is None or not messages:
             return messages
         return [self.conversation.whole(messages[0]), *messages[1:]]
@@ -363,8 +365,8 @@ class _ResponseExchange(Exchange):
                     for told in self._output.close(status):
                         yield told
                     ended = self._become(status, usage=_usage_of(event), **costs_of(event, self.request.session_id))
-                    conversation = self._response["conversation"]
-                    await self._keep(conversation and conversation["id"])
+                    kept_in = self._response["conversation"]
+                    await self._keep(kept_in and kept_in["id"])
                     yield ended
                 case _:
                     for told in self._output.add(event):
@@ -392,5 +394,5 @@ class _ResponseExchange(Exchange):
 
 ROUTES = (
     Endpoint("/responses", create_response, Operation(ResponsesBody, ResponseBody, dict[str, Any])),
-    Endpoint("/responses/input_tokens", count_input_tokens, Operation(InputBody, InputTokenCount)),
+    Endpoint("/responses/input_tokens", count_input_tokens, Operation(conversation.InputBody, InputTokenCount)),
 )

@@ -24,7 +24,7 @@ from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import CompletionBody
 from server.api.openai.types import ChatBody
 from server.api.params import IGNORED_OPTIONS, Options
-from server.api.responses.types import IN_INPUT, IN_RESPONSES, KNOWN, WITHOUT_EFFECT, InputBody, ResponsesBody
+from server.api.responses.conversation import IN_INPUT, IN_RESPONSES, KNOWN, WITHOUT_EFFECT, InputBody, ResponsesBody
 from server.app.config import ServerConfig
 from tests.support.apps import create_app
 from tests.support.docs import Page, fields

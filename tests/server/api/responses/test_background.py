@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from server.api.responses import create
-from server.api.responses.items import UNFINISHED
+from server.api.responses.conversation import UNFINISHED
 from server.api.responses.store import FILE_NAME, ResponseStore, StoredResponse
 from server.app.config import ServerConfig
 from server.app.keys import ApiKey, KeyRing, digest_of

@@ -3,6 +3,15 @@
 import re
 from typing import Any, get_type_hints
 
+from server.api.responses.conversation import (
+    IN_RESPONSES,
+    ITEM_TYPES,
+    LEFT_OUT,
+    SKIPPED_ITEM_TYPES,
+    WITHOUT_EFFECT,
+    InputBody,
+    ResponsesBody,
+)
 from server.api.responses.create import (
     KEPT_SECONDS,
     MAX_EVENT_BYTES,
@@ -12,9 +21,7 @@ from server.api.responses.create import (
     ResponseBody,
     ResponseUsage,
 )
-from server.api.responses.items import ITEM_TYPES, SKIPPED_ITEM_TYPES
 from server.api.responses.store import FILE_NAME, MAX_RESPONSES
-from server.api.responses.types import IN_RESPONSES, LEFT_OUT, WITHOUT_EFFECT, InputBody, ResponsesBody
 from tests.server.api.test_docs import reasons, rows
 from tests.support.docs import Page, table
 
