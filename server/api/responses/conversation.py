@@ -187,10 +187,7 @@ def _read(tool: Mapping[str, Any], place: str, namespace: _NamespaceTool | None)
             shown = _dumped(validated(_SearchTool, given, place))
             return {"name": SEARCH, **shown}, ClientTool(SEARCH, kind="tool_search_call")
         case kind:
-            why = (
-                f"{str(kind)[:40]!r} is no tool that is offered here: functions, custom tools and "
-                "namespaces of them run where the client runs, and none on the server"
-            )
+            why = f"{str(kind)[:40]!r} is not offered here: functions, custom tools and namespaces of them are"
             raise wrong(f"{place}.type", why, Code.UNSUPPORTED_PARAMETER)
     return {**shown, "name": joined_name(own_name, called.name)}, called
 
@@ -455,16 +452,14 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
     messages = read_messages([instructions, *items] if body.instructions else items)
     if not messages:
         raise wrong("input", "Field required", Code.MISSING_PARAMETER)
-    last = new[-1] if new else {}
+    last, effort = new[-1] if new else {}, body.reasoning.effort if body.reasoning else None
     conversation = Conversation(
         model.renderer,
         messages=messages,
         tools=tools.shown,
         changed_tools=tools.callable_tools,
         forbids_calls=body.forbids_calls,
-        template_arguments=ThinkingWish(
-            effort=body.reasoning.effort if body.reasoning else None
-        ).template_arguments(),
+        template_arguments=ThinkingWish(effort=effort).template_arguments(),
         namespace=namespace,
         # The last item may be an answer that was cut off.
         continues=last.get("role") == "assistant" and last.get("status") in _CUT and can_continue(model),
