@@ -45,37 +45,30 @@ class Detokenizer:
         visible = {
             token_id for text in visible_texts for token_id in tokenizer.encode(text, add_special_tokens=False)
         }
+        added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.tokenizer = tokenizer
-        self.silent_ids = frozenset(_special_ids(tokenizer) - visible) | frozenset(eos_token_ids)
+        self.silent_ids = frozenset((added | {*tokenizer.all_special_ids}) - visible) | frozenset(eos_token_ids)
         self._encoding = _byte_encoding(tokenizer)
-        self._bytes: dict[int, bytes] = {}
+        self.bytes_of: Callable[[int], bytes] = cache(self._encode)
+        """A token's bytes; none for an unknown id. Requires `encodes_bytes`."""
 
     @property
     def encodes_bytes(self) -> bool:
         """Every token has bytes of its own, whatever precedes it."""
         return self._encoding is not None
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """A token's bytes; none for an unknown id. Requires `encodes_bytes`."""
-        if token_id not in self._bytes:
-            self._bytes[token_id] = self._encode(self.tokenizer.convert_ids_to_tokens(token_id))
-        return self._bytes[token_id]
-
     def piece(self, token_id: int) -> bytes:
         """A token's bytes, special or not; none for an unknown id."""
-        return self.bytes_of(token_id) if self.encodes_bytes else self._decoded([token_id]).encode()
+        return self.bytes_of(token_id) if self.encodes_bytes else self.text([token_id]).encode()
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special or not, with U+FFFD for bytes that are no character."""
         if self.encodes_bytes:
             return b"".join(map(self.bytes_of, token_ids)).decode(errors="replace")
-        return self._decoded(list(token_ids))
+        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
-    def _decoded(self, token_ids: list[int]) -> str:
-        decode = self.tokenizer.decode
-        return str(decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def _encode(self, token: str | None) -> bytes:
+    def _encode(self, token_id: int) -> bytes:
+        token: str | None = self.tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
         if self._encoding == "ByteLevel":
@@ -91,11 +84,6 @@ def markers(wrapper: TokenizerWrapper) -> tuple[str, ...]:
     """Texts that structure a model's output."""
     texts = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
     return tuple(text for text in (*texts, *wrapper.structural_markers) if text)
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
 
 
 def _byte_encoding(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -121,16 +109,15 @@ def _decoder_parts(decoder: dict[str, Any]) -> set[str]:
 class StreamDecoder:
     """One sequence's text: all pushes and `finish`, joined."""
 
-    def __init__(self, source: Detokenizer | PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
-        """A bare tokenizer gets a `Detokenizer`; `prompt` precedes the first pushed token."""
-        self._detokenizer = source if isinstance(source, Detokenizer) else Detokenizer(source)
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._context = [token_id for token_id in prompt[-_MAX_HELD_TOKENS:] if self._has_text(token_id)]
+        self._context: list[int] = []
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
         """The text that a token completes: perhaps none, never part of a character."""
-        if not self._has_text(token_id):
+        if token_id in self._detokenizer.silent_ids:
             return ""
         if self._detokenizer.encodes_bytes:
             return self._utf8.decode(self._detokenizer.bytes_of(token_id))
@@ -143,20 +130,13 @@ class StreamDecoder:
             return self._utf8.decode(b"", final=True)
         return self._release(is_final=True)
 
-    def _has_text(self, token_id: int) -> bool:
-        return token_id not in self._detokenizer.silent_ids
-
     def _release(self, *, is_final: bool) -> str:
-        text = self._decode(self._context + self._held)[len(self._decode(self._context)) :]
+        decode = self._detokenizer.text
+        text = decode(self._context + self._held)[len(decode(self._context)) :]
         if text.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS and not is_final:
             return ""
         if self._held:
             self._context, self._held = self._held, []
-        return text
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text = self._detokenizer.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
         return text
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,35 +61,34 @@ class ToolCallCut:
 Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed | ToolCallCut
 
 
-class OutputParser(Protocol):
-    """Splits one answer's text into pieces. On the event loop."""
+class OutputParser:
+    """Splits one answer's text into pieces; this one takes all of it as text. On the event loop."""
 
-    @property
-    def made_calls(self) -> bool:
-        """A complete tool call was returned."""
-        ...
+    made_calls = False
+    """A complete tool call was returned."""
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that `text` completes."""
-        ...
+        pieces: list[Piece] = []
+        while text:
+            text = self._read(text, pieces)
+        return self._noted(pieces)
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
         """The pieces held back. `is_complete`: the model ended the answer by itself."""
-        ...
+        return self._noted(self._rest(is_complete=is_complete))
 
+    def _read(self, text: str, pieces: list[Piece]) -> str:
+        """Reads the beginning of `text`, which is not empty; returns what is left to read."""
+        pieces.append(Text(text))
+        return ""
 
-class PlainParser:
-    """Passes all text on as the answer."""
-
-    made_calls = False
-
-    def feed(self, text: str) -> list[Piece]:
-        """The text, unless empty."""
-        return [Text(text)] if text else []
-
-    def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Nothing is held back."""
+    def _rest(self, *, is_complete: bool) -> list[Piece]:
         return []
+
+    def _noted(self, pieces: list[Piece]) -> list[Piece]:
+        self.made_calls = self.made_calls or any(isinstance(piece, ToolCallEnded) for piece in pieces)
+        return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +189,6 @@ class ReasoningFormat:
         """Whether a prompt, perhaps its continued message `begun`, began reasoning."""
         return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(self.end)
 
-    def is_closed_by(self, prompt: str) -> bool:
-        """Whether a prompt holds closed reasoning: the answer has none."""
-        return prompt.rstrip().endswith(self.end)
-
 
 @dataclass(frozen=True)
 class Thinking:
@@ -220,7 +215,7 @@ class _Phase(Enum):
     ANSWER = auto()
 
 
-class ReasoningParser:
+class ReasoningParser(OutputParser):
     """Splits an answer into reasoning and the rest, for another parser."""
 
     def __init__(self, reasoning_format: ReasoningFormat, answer: OutputParser, *, is_open: bool) -> None:
@@ -231,21 +226,9 @@ class ReasoningParser:
         self._space = ""
         self._has_reasoning = False
 
-    @property
-    def made_calls(self) -> bool:
-        return self._answer.made_calls
-
-    def feed(self, text: str) -> list[Piece]:
-        """As `OutputParser.feed`."""
-        pieces: list[Piece] = []
-        while text:
-            text = self._read(text, pieces)
-        return pieces
-
-    def finish(self, *, is_complete: bool) -> list[Piece]:
-        """The rest of unclosed reasoning, or of the answer."""
+    def _rest(self, *, is_complete: bool) -> list[Piece]:
         rest, pieces = self._space + self._search.flush(), list[Piece]()
-        if self._phase is _Phase.REASONING and rest and (self._has_reasoning or not rest.isspace()):
+        if self._phase is _Phase.REASONING and rest:
             pieces.append(Reasoning(rest))
         elif self._phase is _Phase.BEFORE:
             pieces += self._answer.feed(rest)
@@ -254,7 +237,7 @@ class ReasoningParser:
     def _read(self, text: str, pieces: list[Piece]) -> str:
         match self._phase:
             case _Phase.BEFORE:
-                return self._read_before(text, pieces)
+                return self._read_before(text)
             case _Phase.REASONING:
                 return self._read_reasoning(text, pieces)
             case _Phase.GAP:
@@ -265,14 +248,14 @@ class ReasoningParser:
                 pieces += self._answer.feed(text)
                 return ""
 
-    def _read_before(self, text: str, pieces: list[Piece]) -> str:
+    def _read_before(self, text: str) -> str:
         found = self._search.push(text)
         before, self._space = self._space + found.before, ""
         if before and not before.isspace():
             # The answer has begun without reasoning; a marker in it is text.
             self._phase = _Phase.ANSWER
-            pieces += self._answer.feed(before + self._search.flush() + (found.marker or ""))
-        elif found.marker is not None:
+            return before + self._search.flush() + (found.marker or "") + found.after
+        if found.marker is not None:
             self._phase, self._search = _Phase.REASONING, MarkerSearch([self._format.end])
         else:
             self._space = before
@@ -294,74 +277,62 @@ class ReasoningParser:
 
 
 class ReasoningWatch:
-    """Counts reasoning tokens, without markers; ends the reasoning at the limit.
-
-    Takes every token in order.
-    """
+    """Counts reasoning tokens, without markers; ends the reasoning at the limit."""
 
     def __init__(self, thinking: Thinking) -> None:
         self.num_tokens = 0
-        self._thinking = thinking
+        self._format = thinking.reasoning_format
+        self._max_tokens = thinking.max_tokens
         self._phase = _Phase.REASONING if thinking.is_open else _Phase.BEFORE
-        markers = thinking.reasoning_format
-        self._search = MarkerSearch([markers.end if thinking.is_open else markers.start])
+        self._search = MarkerSearch([self._format.end if thinking.is_open else self._format.start])
         self._num_held = 0
         self._num_forced = 0
-        self.answer_begun = ""
-        """Text that came with the token that ended the reasoning."""
 
     @property
     def is_thinking(self) -> bool:
         return self._phase is _Phase.REASONING
 
-    def accept(self, token: int, text: str) -> None:
-        """Takes the next token and its text."""
+    def accept(self, text: str) -> str:
+        """Takes the next token's text; returns the part of it behind the reasoning."""
         if self.forced():
             self._num_forced += 1
-            if self._num_forced == len(self._closing_ids):
+            if self._num_forced == len(self._format.closing_ids):
                 self._phase = _Phase.ANSWER
-        elif self._phase is _Phase.REASONING:
-            self._count(text)
-        elif self._phase is _Phase.BEFORE:
-            self._look_for_start(text)
+            return ""
+        if self._phase is _Phase.BEFORE:
+            found = self._search.push(text)
+            if found.before.strip():
+                self._phase = _Phase.ANSWER
+            elif found.marker is not None:
+                self._phase, self._search = _Phase.REASONING, MarkerSearch([self._format.end])
+                return self._count(found.after) if found.after else ""
+        return self._count(text) if self.is_thinking else text
 
     def forced(self) -> tuple[int, ...]:
         """The tokens that must come next."""
-        limit = self._thinking.max_tokens
-        if limit is None or self._phase is not _Phase.REASONING or self.num_tokens + self._num_held < limit:
+        limit = self._max_tokens
+        if limit is None or not self.is_thinking or self.num_tokens + self._num_held < limit:
             return ()
-        return self._closing_ids[self._num_forced :]
+        return self._format.closing_ids[self._num_forced :]
 
     def finish(self) -> None:
         """Counts the tokens held back."""
         self.num_tokens, self._num_held = self.num_tokens + self._num_held, 0
 
-    @property
-    def _closing_ids(self) -> tuple[int, ...]:
-        return self._thinking.reasoning_format.closing_ids
-
-    def _look_for_start(self, text: str) -> None:
-        found = self._search.push(text)
-        if found.before.strip():
-            self._phase = _Phase.ANSWER
-        elif found.marker is not None:
-            self._phase, self._search = _Phase.REASONING, MarkerSearch([self._thinking.reasoning_format.end])
-            if found.after:
-                self._count(found.after)
-
-    def _count(self, text: str) -> None:
+    def _count(self, text: str) -> str:
         found = self._search.push(text)
         if found.marker is not None:
             # A token may contain the end of the reasoning and the marker.
             self.num_tokens += 1 if found.before else 0
             self._num_held, self._phase = 0, _Phase.ANSWER
-            self.answer_begun = found.after.lstrip()
-        elif not self._search.is_holding:
-            self.num_tokens, self._num_held = self.num_tokens + self._num_held + 1, 0
-        elif found.before:
-            self.num_tokens, self._num_held = self.num_tokens + self._num_held, 1
+            return found.after.lstrip()
+        if found.before or not self._search.is_holding:
+            self.finish()
+        if self._search.is_holding:
+            self._num_held = self._num_held + 1
         else:
-            self._num_held += 1
+            self.num_tokens += 1
+        return ""
 
 
 PartEvent: TypeAlias = dict[str, Any]

@@ -15,8 +15,8 @@ from typing import Any, Final
 from models.errors import FOREIGN_FAULTS
 from models.output.pieces import (
     MarkerSearch,
+    OutputParser,
     Piece,
-    ReasoningWatch,
     Text,
     ToolArguments,
     ToolCallCut,
@@ -264,13 +264,12 @@ class OpenCall:
         return written[len(passed_on) :] if is_same else None
 
 
-class ToolCallParser:
+class ToolCallParser(OutputParser):
     """Splits an answer into text and calls."""
 
     def __init__(
         self, tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
     ) -> None:
-        self.made_calls = False
         self._is_forced = is_forced
         self._format = tool_format
         self._tools = list(tools)
@@ -279,19 +278,14 @@ class ToolCallParser:
         self._space = ""
         self._call: OpenCall | None = None
 
-    def feed(self, text: str) -> list[Piece]:
-        """As `OutputParser.feed`."""
-        pieces: list[Piece] = []
-        while text:
-            read = self._read_text if self._call is None else self._read_call
-            text = read(text, pieces)
-        return pieces
+    def _read(self, text: str, pieces: list[Piece]) -> str:
+        return self._read_text(text, pieces) if self._call is None else self._read_call(self._call, text, pieces)
 
-    def finish(self, *, is_complete: bool) -> list[Piece]:
-        """The rest. A complete answer's open call may lack its end marker."""
+    def _rest(self, *, is_complete: bool) -> list[Piece]:
         if self._call is None:
             rest = "" if self._is_forced else self._space + self._starts.flush()
             return [] if not rest or (self.made_calls and not self._without_frame(rest)) else [Text(rest)]
+        # A complete answer's open call may lack its end marker.
         pieces = self._end_call(self._call, self._call.text + self._ends.flush(), "", is_complete=is_complete)
         if self._is_forced and isinstance(pieces[-1], Text | ToolCallFailed):
             return [ToolCallCut()] if isinstance(pieces[-1], ToolCallFailed) else []
@@ -319,19 +313,17 @@ class ToolCallParser:
                 return text
             text = shorter
 
-    def _read_call(self, text: str, pieces: list[Piece]) -> str:
-        assert self._call is not None
+    def _read_call(self, call: OpenCall, text: str, pieces: list[Piece]) -> str:
         inner, marker, after = self._ends.push(text)
-        pieces += self._call.push(inner, is_last=marker is not None)
+        pieces += call.push(inner, is_last=marker is not None)
         if marker is not None:
-            pieces += self._end_call(self._call, self._call.text, marker, is_complete=True)
+            pieces += self._end_call(call, call.text, marker, is_complete=True)
         return after
 
     def _end_call(self, call: OpenCall, inner: str, marker: str, *, is_complete: bool) -> list[Piece]:
         calls = self._format.read_calls(inner, self._tools) if is_complete else []
         pieces = call.end(calls, f"{self._space}{self._format.start}{inner}{marker}")
         self._space, self._call = "", None
-        self.made_calls = self.made_calls or isinstance(pieces[-1], ToolCallEnded)
         return pieces
 
 
@@ -340,40 +332,20 @@ def pieces_of(call: ToolCall) -> tuple[Piece, Piece, Piece]:
     return ToolCallStarted(call.id, call.name), ToolArguments(call.arguments), ToolCallEnded()
 
 
-@dataclass(frozen=True)
-class CallMarkers:
-    """Markers around a call; neither is empty."""
-
-    start: str
-    end: str
-
-
 class CallWatch:
-    """Tells when the first call outside reasoning ends, valid or not.
+    """Tells when an answer's first call ends, valid or not."""
 
-    Takes each token after `reasoning` has.
-    """
+    def __init__(self, start: str, end: str) -> None:
+        """The markers around a call; neither is empty."""
+        self._searches = [MarkerSearch([end]), MarkerSearch([start])]
 
-    def __init__(self, markers: CallMarkers, reasoning: ReasoningWatch | None) -> None:
-        self.is_complete = False
-        self._markers = markers
-        self._reasoning = reasoning
-        self._is_thinking = reasoning is not None and reasoning.is_thinking
-        self._is_in_call = False
-        self._search = MarkerSearch([markers.start])
+    @property
+    def is_complete(self) -> bool:
+        return not self._searches
 
-    def accept(self, token: int, text: str) -> None:
-        """Takes the next token and its text."""
-        was_thinking, reasoning = self._is_thinking, self._reasoning
-        self._is_thinking = reasoning is not None and reasoning.is_thinking
-        if not self._is_thinking:
-            self._read(reasoning.answer_begun if was_thinking and reasoning is not None else text)
-
-    def _read(self, text: str) -> None:
-        while text and not self.is_complete:
-            found = self._search.push(text)
-            if found.marker is not None:
-                self.is_complete = self._is_in_call
-                self._is_in_call = True
-                self._search = MarkerSearch([self._markers.end])
-            text = found.after
+    def accept(self, text: str) -> None:
+        """Takes the answer's next text."""
+        while text and self._searches:
+            _, marker, text = self._searches[-1].push(text)
+            if marker is not None:
+                self._searches.pop()

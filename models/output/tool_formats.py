@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from models.output.pieces import MarkerSearch, OutputParser, Piece, Reasoning, ReasoningFormat, Text, ToolCallEnded
+from models.output.pieces import MarkerSearch, OutputParser, Piece, Reasoning, ReasoningFormat, Text
 from models.output.tool_calls import OpenCall, ToolCallParser, ToolFormat, checked_calls, pieces_of
 
 CHANNEL: Final = "<|channel|>"
@@ -37,11 +37,10 @@ class HarmonyFormat:
     frames: tuple[str, ...] = (CHANNEL, MESSAGE, _HARMONY_START, *_ENDS, "<|constrain|>")
 
 
-class HarmonyParser:
+class HarmonyParser(OutputParser):
     """Splits one answer into reasoning, text and calls."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self.made_calls = False
         self._has_tools = bool(tools)
         self._search = MarkerSearch([MESSAGE])
         self._header: str | None = ""
@@ -49,15 +48,10 @@ class HarmonyParser:
         self._is_reasoning = False
         self._call: _HarmonyCall | None = None
 
-    def feed(self, text: str) -> list[Piece]:
-        """As `OutputParser.feed`."""
-        pieces: list[Piece] = []
-        while text:
-            text = self._read_body(text, pieces) if self._header is None else self._read_header(text, pieces)
-        return pieces
+    def _read(self, text: str, pieces: list[Piece]) -> str:
+        return self._read_body(text, pieces) if self._header is None else self._read_header(self._header, text)
 
-    def finish(self, *, is_complete: bool) -> list[Piece]:
-        """The rest. A complete answer's open call is complete too."""
+    def _rest(self, *, is_complete: bool) -> list[Piece]:
         rest, pieces = self._search.flush(), list[Piece]()
         if self._header is None:
             self._take(rest, pieces)
@@ -65,20 +59,17 @@ class HarmonyParser:
         header = self._header + rest
         return [Text(header)] if header.strip() not in ("", _HARMONY_START, f"{_HARMONY_START}assistant") else []
 
-    def _read_header(self, text: str, pieces: list[Piece]) -> str:
-        assert self._header is not None
-        found = self._search.push(text)
-        self._header += found.before
-        if found.marker is not None:
-            self._begin_message(self._header)
-            return found.after
-        begun = self._header.lstrip()
-        if begun and not any(one.startswith(begun) or begun.startswith(one) for one in _HEADERS):
+    def _read_header(self, header: str, text: str) -> str:
+        before, marker, after = self._search.push(text)
+        self._header = header = header + before
+        begun = header.lstrip()
+        if marker is not None:
+            self._begin_message(header)
+        elif begun and not any(one.startswith(begun) or begun.startswith(one) for one in _HEADERS):
             # The model writes no headers: its text is the answer.
-            said = self._header + self._search.flush()
+            after = header + self._search.flush()
             self._begin_message("")
-            return said
-        return ""
+        return after
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
@@ -106,11 +97,7 @@ class HarmonyParser:
     def _end_message(self, marker: str, *, is_complete: bool) -> list[Piece]:
         call, self._call = self._call, None
         self._header, self._search = marker if marker == _HARMONY_START else "", MarkerSearch([MESSAGE])
-        if call is None:
-            return []
-        pieces = call.end_message(marker, is_complete=is_complete)
-        self.made_calls = self.made_calls or isinstance(pieces[-1], ToolCallEnded)
-        return pieces
+        return [] if call is None else call.end_message(marker, is_complete=is_complete)
 
 
 class _HarmonyCall(OpenCall):
@@ -144,35 +131,31 @@ class BareFormat:
     frames: tuple[str, ...] = ()
 
 
-class BareCallParser:
+class BareCallParser(OutputParser):
     """Reads an answer as calls if all of it is, else as text."""
 
     def __init__(self, bare_format: BareFormat, tools: Sequence[Mapping[str, Any]]) -> None:
-        self.made_calls = False
         self._format = bare_format
         self._tools = list(tools)
         self._held: str | None = ""
         """None once the answer is text."""
 
-    def feed(self, text: str) -> list[Piece]:
-        """Text that is certainly no call."""
+    def _read(self, text: str, pieces: list[Piece]) -> str:
         if self._held is None:
-            return [Text(text)] if text else []
+            return super()._read(text, pieces)
         self._held += text
-        if not self._held or self._may_be_call(self._held):
-            return []
+        if self._may_be_call(self._held):
+            return ""
         held, self._held = self._held, None
-        return [Text(held)]
+        return held
 
-    def finish(self, *, is_complete: bool) -> list[Piece]:
-        """The answer's calls, or the text held back."""
+    def _rest(self, *, is_complete: bool) -> list[Piece]:
         if not self._held:
             return []
         written = self._without_frames(self._held)
         calls = checked_calls(lambda: self._format.parse(written, self._tools)) if is_complete else []
         if not calls:
             return [Text(self._held)]
-        self.made_calls = True
         return [piece for call in calls for piece in pieces_of(call)]
 
     def _may_be_call(self, text: str) -> bool:

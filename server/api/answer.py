@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from models.output.pieces import OutputParser, Piece, PlainParser
+from models.output.pieces import OutputParser, Piece
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from server.api.conversation import Conversation, next_turn_requests
@@ -66,7 +66,7 @@ class Question:
     def output_parser(self) -> OutputParser:
         """The answer's parser; without a conversation all is text."""
         if self.conversation is None:
-            return PlainParser()
+            return OutputParser()
         grammar, tools = self.request.grammar, self.conversation.callable_tools
         is_forced = grammar is not None and grammar.forces_calls
         return self.model.output_parser(tools, self.prompt.text, self.prompt.begun, is_forced=is_forced)

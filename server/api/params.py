@@ -20,7 +20,7 @@ from starlette.requests import Request
 from models.errors import GrammarFailed, InvalidGrammar, TokenizerFailed
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check, settled
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGrammar, close_objects, describes_members
-from models.output.tool_calls import CallMarkers, ToolFormat
+from models.output.tool_calls import ToolFormat
 from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
 from models.store.stored_model import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, WITHOUT_EFFECT
@@ -85,9 +85,8 @@ def _reasoning_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
     markers = model.reasoning_format
     if markers is None or not prompt.text or prompt.begun or model.opens_reasoning:
         return None
-    if markers.is_opened_by(prompt.text) or markers.is_closed_by(prompt.text):
-        return None
-    return markers.start_id
+    is_closed = prompt.text.rstrip().endswith(markers.end)  # the answer has no reasoning then
+    return None if is_closed or markers.is_opened_by(prompt.text) else markers.start_id
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +156,11 @@ def _quotable(prompt: RenderedPrompt, params: GenerationParams, model: ServedMod
     return ()
 
 
-def _call_markers(model: ServedModel) -> CallMarkers | None:
+def _call_markers(model: ServedModel) -> tuple[str, str] | None:
     syntax = model.tool_syntax
     if not isinstance(syntax, ToolFormat) or not syntax.start or not syntax.end:
         return None
-    return CallMarkers(syntax.start, syntax.end)
+    return syntax.start, syntax.end
 
 
 MOST_TOKENS = 1_000_000

@@ -45,8 +45,8 @@ class GrammarConstraint:
         """Nothing may follow the answer."""
         return not self.is_thinking and self._matcher.is_complete
 
-    def accept(self, token: int) -> None:
-        """Takes the next token, which `reasoning` has accepted already."""
+    def accept(self, token: int, answer: str) -> None:
+        """Takes the next token; `answer` is its text behind the reasoning, which has accepted it already."""
         begins_reasoning = not self.is_thinking and token == self._reasoning_start
         self._reasoning_start = None
         if begins_reasoning:
@@ -55,8 +55,8 @@ class GrammarConstraint:
             self._matcher.accept(token)
         elif self._reasoning is not None and not self._reasoning.is_thinking:
             self.is_thinking = False
-            if self._reasoning.answer_begun:
-                self._matcher.accept_text(self._reasoning.answer_begun)
+            if answer:
+                self._matcher.accept_text(answer)
 
     def mask(self) -> MaskWords:
         """Which tokens may come next; raises GrammarFailed."""
@@ -113,7 +113,7 @@ class Output:
         self._logprobs: list[TokenLogprob] = []
         self._reasoning = ReasoningWatch(request.thinking) if request.thinking is not None else None
         self._grammar = GrammarConstraint(request.grammar, self._reasoning) if request.grammar is not None else None
-        self._calls = CallWatch(request.single_call, self._reasoning) if request.single_call is not None else None
+        self._calls = CallWatch(*request.single_call) if request.single_call is not None else None
         self._bounds = [bound for bound in (self._grammar, self._calls) if bound is not None]
 
     @property
@@ -201,13 +201,11 @@ class Output:
 
     def _decode(self, token: int) -> str:
         text = self._decoder.push(token)
-        # The others read the reasoning, so they come after it.
-        if self._reasoning is not None:
-            self._reasoning.accept(token, text)
+        answer = text if self._reasoning is None else self._reasoning.accept(text)
         if self._grammar is not None:
-            self._grammar.accept(token)
+            self._grammar.accept(token, answer)
         if self._calls is not None:
-            self._calls.accept(token, text)
+            self._calls.accept(answer)
         return text
 
     def _emitted(self, text: str) -> str:

@@ -27,7 +27,6 @@ from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import OutputGrammar
 from models.output.pieces import Thinking, TokenLogprob
-from models.output.tool_calls import CallMarkers
 from models.prompt.shapes import NO_OUTLINE, Outline
 from server.diagnosis.causes import Reuse
 
@@ -88,8 +87,8 @@ class GenerationRequest(GenerationOptions):
     """Any other request ends this one."""
     thinking: Thinking | None = None
     """None where reasoning cannot be told apart."""
-    single_call: CallMarkers | None = None
-    """Set where the output ends after the first call."""
+    single_call: tuple[str, str] | None = None
+    """Start and end marker of a call, where the output ends after the first one."""
     grammar: OutputGrammar | None = None
     """The grammar of the answer behind its reasoning."""
     quotable: tuple[TokenArray, ...] = ()

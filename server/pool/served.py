@@ -15,7 +15,7 @@ from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.formats import EmbeddingFormat, Judgement, Reading, Vector
 from models.inference.sampling_params import SamplingParams
 from models.output.detokenizer import Detokenizer, token_search
-from models.output.pieces import OutputParser, PlainParser, ReasoningFormat, ReasoningParser, Thinking
+from models.output.pieces import OutputParser, ReasoningFormat, ReasoningParser, Thinking
 from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax, tool_parser
 from models.prompt.chat_template import ChatRenderer
 from models.prompt.shapes import ToolOrders
@@ -194,7 +194,7 @@ class ServedModel:
         """The answer's parser; `prompt` ends with `begun`."""
         if isinstance(self.tool_syntax, HarmonyFormat):
             return HarmonyParser(tools)
-        answer: OutputParser = PlainParser()
+        answer = OutputParser()
         if tools and self.tool_syntax is not None:
             answer = tool_parser(self.tool_syntax, tools, is_forced=is_forced)
         thinking = self.thinking(prompt, begun=begun)

@@ -3,21 +3,19 @@
 import pytest
 
 from models.output.pieces import ReasoningFormat, ReasoningWatch, Thinking
-from models.output.tool_calls import CallMarkers, CallWatch
+from models.output.tool_calls import CallWatch
 
-MARKERS = CallMarkers("<call>", "</call>")
+MARKERS = "<call>", "</call>"
 THINKS = ReasoningFormat("<think>", "</think>")
 
 
 def complete_at(text: str, size: int, *, thinks: bool = False, is_open: bool = False) -> int | None:
     """Returns how many characters were read when a call was complete, told in pieces; None if none was."""
     thoughts = ReasoningWatch(Thinking(THINKS, is_open)) if thinks else None
-    watch = CallWatch(MARKERS, thoughts)
+    watch = CallWatch(*MARKERS)
     for start in range(0, len(text), size):
         piece = text[start : start + size]
-        if thoughts is not None:
-            thoughts.accept(1, piece)
-        watch.accept(1, piece)
+        watch.accept(piece if thoughts is None else thoughts.accept(piece))
         if watch.is_complete:
             return start + len(piece)
     return None

@@ -51,7 +51,7 @@ def stream(decoder: StreamDecoder, token_ids: list[int]) -> list[str]:
 @given(TEXTS)
 def test_byte_level_pieces_are_the_text_in_whole_characters(text: str) -> None:
     tokenizer = tiny_models.tokenizer()
-    pieces = stream(StreamDecoder(tokenizer), tokenizer.encode(text))
+    pieces = stream(StreamDecoder(Detokenizer(tokenizer)), tokenizer.encode(text))
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
 
@@ -59,13 +59,13 @@ def test_byte_level_pieces_are_the_text_in_whole_characters(text: str) -> None:
 @given(st.lists(st.integers(0, 255), max_size=20))
 def test_any_bytes_become_what_the_tokenizer_makes_of_them_as_a_whole(token_ids: list[int]) -> None:
     tokenizer = tiny_models.tokenizer()
-    assert "".join(stream(StreamDecoder(tokenizer), token_ids)) == tokenizer.decode(token_ids)
+    assert "".join(stream(StreamDecoder(Detokenizer(tokenizer)), token_ids)) == tokenizer.decode(token_ids)
 
 
 @given(TEXTS)
 def test_sentencepiece_keeps_the_leading_space_that_its_decoder_drops(text: str) -> None:
     tokenizer = sentencepiece_tokenizer()
-    pieces = stream(StreamDecoder(tokenizer), tokenizer.encode(text, add_special_tokens=False))
+    pieces = stream(StreamDecoder(Detokenizer(tokenizer)), tokenizer.encode(text, add_special_tokens=False))
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
 
@@ -76,19 +76,16 @@ def test_both_byte_encodings_are_recognised_and_others_are_not() -> None:
     assert not Detokenizer(word_tokenizer()).encodes_bytes
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(0, 19))
-def test_a_tokenizer_that_must_be_asked_continues_the_prompt(token_ids: list[int], split: int) -> None:
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=20))
+def test_a_tokenizer_that_must_be_asked_gives_the_same_text_token_by_token(token_ids: list[int]) -> None:
     tokenizer = word_tokenizer()
-    prompt, output = token_ids[:split], token_ids[split:]
-    before = tokenizer.decode(prompt)
-    pieces = stream(StreamDecoder(tokenizer, prompt), output)
-    assert before + "".join(pieces) == tokenizer.decode(token_ids)
+    assert "".join(stream(StreamDecoder(Detokenizer(tokenizer)), token_ids)) == tokenizer.decode(token_ids)
 
 
 def test_special_tokens_are_silent_and_markers_are_not() -> None:
     tokenizer = tiny_models.tokenizer()
     token_ids = tokenizer.encode("<think>a</think> b<|im_end|><tool_call>")
-    assert "".join(stream(StreamDecoder(tokenizer), token_ids)) == "<think>a</think> b<tool_call>"
+    assert "".join(stream(StreamDecoder(Detokenizer(tokenizer)), token_ids)) == "<think>a</think> b<tool_call>"
     visible = Detokenizer(tokenizer, ["<|im_start|>"])
     assert "".join(stream(StreamDecoder(visible), tokenizer.encode("<|im_start|>a<|im_end|>"))) == "<|im_start|>a"
 
@@ -104,13 +101,13 @@ def test_a_special_token_does_not_tear_a_character() -> None:
     tokenizer = tiny_models.tokenizer()
     first, second = tokenizer.encode("é")
     assert tokenizer.eos_token_id is not None
-    assert "".join(stream(StreamDecoder(tokenizer), [first, tokenizer.eos_token_id, second])) == "é"
+    assert "".join(stream(StreamDecoder(Detokenizer(tokenizer)), [first, tokenizer.eos_token_id, second])) == "é"
 
 
 def test_half_a_character_at_the_end_is_marked_as_such() -> None:
     first, _ = tiny_models.tokenizer().encode("é")
-    assert stream(StreamDecoder(tiny_models.tokenizer()), [first]) == ["", "\ufffd"]
+    assert stream(StreamDecoder(Detokenizer(tiny_models.tokenizer())), [first]) == ["", "\ufffd"]
 
 
 def test_ids_beyond_the_tokenizer_have_no_text() -> None:
-    assert stream(StreamDecoder(tiny_models.tokenizer()), [tiny_models.VOCAB + 5]) == ["", ""]
+    assert stream(StreamDecoder(Detokenizer(tiny_models.tokenizer())), [tiny_models.VOCAB + 5]) == ["", ""]

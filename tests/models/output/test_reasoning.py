@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from models.output.pieces import (
     KNOWN_MARKERS,
+    OutputParser,
     Piece,
-    PlainParser,
     Reasoning,
     ReasoningFormat,
     ReasoningParser,
@@ -52,7 +52,7 @@ CASES = [
 
 def run(texts: Sequence[str], *, is_open: bool, thought: ReasoningFormat = THINK) -> tuple[str, str]:
     """All that was thought, and all that was said behind it."""
-    parser = ReasoningParser(thought, PlainParser(), is_open=is_open)
+    parser = ReasoningParser(thought, OutputParser(), is_open=is_open)
     pieces: list[Piece] = [piece for text in texts for piece in parser.feed(text)]
     pieces += parser.finish(is_complete=True)
     said = [piece for piece in pieces if isinstance(piece, Text)]
@@ -91,7 +91,7 @@ def test_every_known_pair_of_markers_is_found_by_tokens_and_by_template(start: s
 
 
 def test_text_is_released_as_soon_as_it_is_certain() -> None:
-    parser = ReasoningParser(THINK, PlainParser(), is_open=True)
+    parser = ReasoningParser(THINK, OutputParser(), is_open=True)
     assert parser.feed("I am ") == [Reasoning("I am")]
     assert parser.feed("sure.") == [Reasoning(" sure.")]
     assert parser.feed("</think>\n\n") == []
@@ -123,7 +123,7 @@ def watch(
     for text in tokens:
         closing = watched.forced()[:1]
         forced += closing
-        watched.accept(closing[0] if closing else 1, text)
+        watched.accept(text)
     watched.finish()
     return watched.num_tokens, forced
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.output.pieces import (
+    OutputParser,
     Piece,
-    PlainParser,
     Text,
     ToolArguments,
     ToolCallEnded,
@@ -253,7 +253,7 @@ def test_two_calls_never_share_a_name() -> None:
 
 
 def test_without_tools_a_call_is_text() -> None:
-    output = PlainParser()
+    output = OutputParser()
     assert output.feed(CALL) == [Text(CALL)]
     assert output.finish(is_complete=True) == []
 

@@ -8,7 +8,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from cache.snapshots import RestorePointKind
-from models.output.tool_calls import CallMarkers
 from server.app.config import ServerConfig
 from server.app.log_events import PrefillProgress, RequestEnded, RequestRefused
 from server.diagnosis.causes import Miss, MissReason
@@ -470,7 +469,7 @@ def test_one_call_at_most_is_asked_of_the_engine_where_there_are_tools(
     ask(client, tools=tools, parallel_tool_calls=True)
     ask(client, parallel_tool_calls=False)
     assert [request.single_call for request in engine.requests] == [
-        CallMarkers("<tool_call>", "</tool_call>"),
+        ("<tool_call>", "</tool_call>"),
         None,
         None,
     ]

@@ -12,7 +12,6 @@ from models.inference.sampling import Draft
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
-from models.output.tool_calls import CallMarkers
 from server.engine.decode import MAX_KNOWN_TOKENS
 from server.engine.request import Event, Failed, Finished, FinishReason, StepFailed
 from server.engine.sequence import Sequence as EngineSequence
@@ -66,7 +65,7 @@ def _timeless(event: Event) -> Event:
 
 
 FREE = reference(prompt_of(1, 20), 40, ignore_eos=True)
-MARKERS = CallMarkers(f"{FREE[4]} ", f"{FREE[9]} ")
+MARKERS = (f"{FREE[4]} ", f"{FREE[9]} ")
 CLOSED = Thinking(ReasoningFormat("30 ", "12 ", (11, 12, 13)), is_open=True, max_tokens=5)
 
 ENDS: dict[str, dict[str, Any]] = {

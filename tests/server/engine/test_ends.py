@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from models.output.tool_calls import CallMarkers
 from server.engine.request import FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
 from tests.support.engine_driver import Collected, Harness
@@ -114,7 +113,7 @@ def test_other_rows_are_not_changed_by_one_with_a_least_length() -> None:
 
 def test_an_answer_of_one_call_ends_with_it_and_the_next_turn_finds_all_of_it() -> None:
     harness = Harness()
-    markers = CallMarkers(f"{FREE[2]} ", f"{FREE[5]} ")
+    markers = (f"{FREE[2]} ", f"{FREE[5]} ")
     sink = answer(harness, single_call=markers)
     assert sink.tokens == FREE[:6]
     assert (sink.last.reason, sink.last.stop_text) == (FinishReason.STOP, None)
