@@ -23,7 +23,7 @@ from mlx.nn.layers.base import Module
 from transformers import PreTrainedTokenizerBase
 
 from models import weights
-from models.errors import ModelBroken, ModelNotFound, brief
+from models.errors import ModelBroken, ModelNotFound, brief, told_as
 from models.formats import POOLING_FILE
 from models.lora import AdapterSet
 from models.mlx_lm_import import (
@@ -144,7 +144,6 @@ class DraftModel:
     name: str
     model: Module
     vocab_size: int
-    fingerprint: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +164,6 @@ class LoadedModel:
     vocab_size: int
     """Width of the logits; may exceed the tokenizer's tokens."""
     eos_token_ids: frozenset[int]
-    fingerprint: str
     state_fingerprint: str
     """Differs where stored states must not mix: by weights, what drafts, precision, library versions."""
     precision: Precision = Precision.STORED
@@ -174,6 +172,11 @@ class LoadedModel:
     draft: DraftModel | None = None
     no_draft: str = ""
     """Why the draft model asked for does not draft."""
+
+    @property
+    def fingerprint(self) -> str:
+        """As of `weights.fingerprint`."""
+        return self.state_fingerprint.partition(" ")[0]
 
     @property
     def modules(self) -> list[Module]:
@@ -219,7 +222,6 @@ def load(
         context_tokens=_context_tokens(config),
         vocab_size=_vocab_size(model, name),
         eos_token_ids=eos_token_ids,
-        fingerprint=weights.fingerprint(path),
         state_fingerprint=weights_fingerprint + ("" if mtp is None else f" mtp {checksum(parameters_of(mtp))}"),
         precision=precision,
         mtp=mtp,
@@ -236,7 +238,7 @@ def with_draft(
         logger.warning("%s does not draft for %s: %s", name, loaded.name, fault)
         return replace(loaded, no_draft=f"{name} does not draft: {fault}")
     model, _, _, fingerprint = _read_model(path, name, max_float32_bytes, tell)
-    draft = DraftModel(name, model, _vocab_size(model, name), fingerprint)
+    draft = DraftModel(name, model, _vocab_size(model, name))
     return replace(loaded, draft=draft, state_fingerprint=f"{loaded.state_fingerprint} draft {fingerprint}")
 
 
@@ -347,21 +349,16 @@ def _reasoning_format(wrapper: TokenizerWrapper, tool_syntax: ToolSyntax | None)
 def _load_config(path: Path, name: str) -> dict[str, Any]:
     if not path.is_dir():
         raise ModelNotFound(f"{name}: there is no folder {path}")
-    _check_readable(path)
+    # The libraries' own errors mislead.
+    with told_as(ModelBroken, f"{path} is not readable"):
+        files = [*path.iterdir()]
+    for file in files:
+        with told_as(ModelBroken, f"{file} is not readable"):
+            if file.is_file():
+                file.open("rb").close()
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{name}: {path} has no config.json, so it is not a model")
     return weights.require_json(path / "config.json", name)
-
-
-def _check_readable(path: Path) -> None:
-    """The libraries' own errors mislead."""
-    at = path
-    try:
-        for at in [path, *path.iterdir()]:
-            if at.is_file():
-                at.open("rb").close()
-    except OSError as error:
-        raise weights.unreadable(at, error) from error
 
 
 def _check_model_type(config: dict[str, Any], name: str) -> None:
@@ -392,26 +389,16 @@ def _read_model(
 ) -> tuple[Module, dict[str, Any], Precision, str]:
     """Model, configuration, precision, and the fingerprint of what the model's state depends on."""
     tell("reading weights")
-    model, config = _load_weights(path, name)
-    parts = [
-        weights.fingerprint(path),
-        checksum(parameters_of(model)),
-        f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
-    ]
-    precision = choose_precision(model, max_float32_bytes)
-    convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
-    if precision is not Precision.STORED:
-        parts.append(precision)
-    return model, config, precision, " ".join(parts)
-
-
-def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
     with _explained(f"{name}: cannot be loaded"):
         model, config = load_model(path)
     # Arrays that are no parameters (rotary frequencies, for one) are still lazy, and lazy arrays belong to their
     # thread.
     mx.eval(model)
-    return model, config
+    versions = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
+    state = f"{weights.fingerprint(path)} {checksum(parameters_of(model))} {versions}"
+    precision = choose_precision(model, max_float32_bytes)
+    convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
+    return model, config, precision, state if precision is Precision.STORED else f"{state} {precision}"
 
 
 def _load_mtp(path: Path, name: str, model: Module, max_float32_bytes: int | None) -> MtpModule | None:

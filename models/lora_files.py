@@ -26,7 +26,7 @@ from mlx_lm.utils import load_adapters
 
 from models import weights
 from models.adapter import Adapter, AdapterPlace
-from models.errors import ModelBroken, ModelNotFound
+from models.errors import ModelBroken, ModelNotFound, told_as
 from models.lora import AdaptedLayer, AdapterSet, Variants, own_arrays
 
 CONFIG = "adapter_config.json"
@@ -52,10 +52,8 @@ class AdapterFolder:
         """32 hexadecimal digits of the files' contents. Reads all."""
         found = hashlib.sha256()
         for path in (self.path / CONFIG, self.weights):
-            try:
+            with told_as(ModelBroken, f"{path} is not readable"):
                 found.update(hashlib.sha256(path.read_bytes()).digest())
-            except OSError as error:
-                raise weights.unreadable(path, error) from error
         return found.hexdigest()[:32]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from models.errors import ModelBroken, ModelNotFound, reason
+from models.errors import ModelBroken, ModelNotFound, told_as
 
 _OTHER_FORMATS = {
     "a GGUF file is": (".gguf",),
@@ -54,10 +54,8 @@ def _files_of_index(folder: Path) -> set[str]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return set()
-    try:
+    with told_as(ModelBroken, f"{index} is damaged", KeyError, TypeError, AttributeError):
         return {Path(name).name for name in require_json(index, str(folder))["weight_map"].values()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelBroken(f"{index} is damaged: {error}") from error
 
 
 def other_formats(files: Iterable[Path | str]) -> str:
@@ -78,11 +76,9 @@ def read_header(file: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with file.open("rb") as stream, safe_open(file, "numpy"):
+        with told_as(ModelBroken, f"{file} is not readable"), file.open("rb") as stream, safe_open(file, "numpy"):
             num_bytes = int.from_bytes(stream.read(8), "little")
             tensors: dict[str, Any] = json.loads(stream.read(num_bytes))
-    except OSError as error:
-        raise unreadable(file, error) from error
     except SafetensorError as error:
         fault = str(error).removeprefix("Error while deserializing header: ")
         kind = "incomplete" if "not fully covered" in fault else "damaged"
@@ -103,20 +99,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def require_json(path: Path, name: str) -> dict[str, Any]:
     """The object in a JSON file of the model or adapter `name`; raises ModelBroken."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise ModelBroken(f"{name}: {path} is damaged: {error}") from error
+    with told_as(ModelBroken, f"{path} is not readable"):
+        text = path.read_bytes()
+    with told_as(ModelBroken, f"{name}: {path} is damaged", ValueError, RecursionError):
+        value = json.loads(text)
     if not isinstance(value, dict):
         raise ModelBroken(f"{name}: {path} holds no JSON object")
     return value
-
-
-def unreadable(path: Path, error: OSError) -> ModelBroken:
-    """The error for an unreadable file or folder."""
-    return ModelBroken(f"{path} is not readable: {reason(error)}")
 
 
 def fingerprint(folder: Path) -> str:

@@ -94,7 +94,8 @@ class Service:
     seconds_per_token: float | None
     """Measured on one matrix; None on a GPU."""
     wiring: Wiring
-    named: ServedModel | None = None
+    asked_for: ServedModel
+    """The model under the name that was asked for."""
 
     def start(self) -> None:
         """Starts the engine, and wires the weights. Raises its errors."""
@@ -104,10 +105,6 @@ class Service:
     @property
     def model(self) -> ServedModel:
         return self.opened.model
-
-    @property
-    def asked_for(self) -> ServedModel:
-        return self.named or self.model
 
 
 def open_service(
@@ -132,7 +129,7 @@ def open_service(
         plan,
         seconds_per_token=None if _is_on_gpu() else seconds_per_token(loaded.model, _active_share(loaded.config)),
         wiring=Wiring(machine, is_wanted=config.wire_weights),
-        named=None if source.label is None else opened.model.labelled(source.label, source.defaults),
+        asked_for=opened.model.labelled(source.label, source.defaults) if source.label else opened.model,
     )
 
 

@@ -67,7 +67,7 @@ def test_rows_decode_together_as_alone(name: str, mixes: bool, tmp_path: Path) -
 def test_a_draft_model_drafts_for_rows_of_any_adapter(name: str, tmp_path: Path) -> None:
     model, adapters = model_with(name, tmp_path)
     small, vocab_size = tiny_models.build("qwen3"), tiny_models.VOCAB
-    drafter = ModelDrafter(model, vocab_size, DraftModel("small", small, vocab_size, ""))
+    drafter = ModelDrafter(model, vocab_size, DraftModel("small", small, vocab_size))
     runners = [
         Runner(model, vocab_size=vocab_size, adapters=adapters, drafter=one, max_probe_seconds=float("inf"))
         for one in (drafter, None)

@@ -32,7 +32,7 @@ TEXTS = [prompt(9, seed=1), prompt(40, seed=2), prompt(21, seed=3)]
 
 
 def draft_model(name: str, vocab_size: int = tiny_models.VOCAB) -> DraftModel:
-    return DraftModel(f"tiny-{name}", tiny_models.build(name), vocab_size, name)
+    return DraftModel(f"tiny-{name}", tiny_models.build(name), vocab_size)
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def test_vocabularies_may_differ_in_width(is_wider: bool) -> None:
     narrow, wide = tiny_models.make({**tiny_models.CONFIGS["llama"], "vocab_size": 100}), tiny_models.build("qwen3")
     model, draft = (narrow, wide) if is_wider else (wide, narrow)
     width = width_of(model)
-    drafter = ModelDrafter(model, width, DraftModel("other", draft, width_of(draft), ""))
+    drafter = ModelDrafter(model, width, DraftModel("other", draft, width_of(draft)))
     text = [token % width for token in prompt(12)]
     decoding = Decoding(Runner(model, vocab_size=width, drafter=drafter), [text])
     decoding.step([0])

@@ -35,7 +35,7 @@ PAIRS = [("qwen3", "llama"), ("llama_swa", "qwen3_5"), ("qwen3_5", "llama_swa")]
 @functools.cache
 def runner_for(name: str, draft: str) -> Runner:
     model, vocab_size = tiny_models.build(name), tiny_models.VOCAB
-    drafter = ModelDrafter(model, vocab_size, DraftModel(draft, tiny_models.build(draft), vocab_size, draft))
+    drafter = ModelDrafter(model, vocab_size, DraftModel(draft, tiny_models.build(draft), vocab_size))
     return Runner(model, vocab_size=vocab_size, drafter=drafter, max_probe_seconds=float("inf"))
 
 
@@ -195,7 +195,7 @@ def opened(model: Path, draft: str | Path, **settings: Any) -> Service:
 def test_a_service_loads_the_draft_model_beside_the_model(folders: dict[str, Path]) -> None:
     with_draft, plainly = opened(folders["main"], folders["draft"]), opened(folders["main"], folders["main"])
     assert with_draft.loaded.draft is not None
-    assert with_draft.loaded.draft.fingerprint in with_draft.loaded.state_fingerprint
+    assert " draft " in with_draft.loaded.state_fingerprint
     assert plainly.loaded.state_fingerprint in with_draft.loaded.state_fingerprint
     assert with_draft.memory.weights_bytes > plainly.memory.weights_bytes
     with_draft.start()
