@@ -35,26 +35,31 @@ _ID_CHARACTERS = 9
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
     """For templates that print arguments as they are."""
-    return _each_call(
+    return _with_arguments(
         messages, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     )
 
 
 def arguments_as_object(messages: Sequence[Message]) -> list[Message]:
     """For templates that iterate over arguments."""
-    return _each_call(messages, lambda given: given if isinstance(given, Mapping) else {"arguments": given})
+    return _with_arguments(messages, lambda given: given if isinstance(given, Mapping) else {"arguments": given})
 
 
-def _each_call(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+def _with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
     def changed(call: Mapping[str, Any]) -> Mapping[str, Any]:
         function = call["function"]
         return {**call, "function": {**function, "arguments": change(function.get("arguments"))}}
 
-    return [_with_calls(message, map(changed, message.get("tool_calls") or ())) for message in messages]
+    return _with_calls(messages, changed)
 
 
-def _with_calls(message: Message, calls: Iterable[Mapping[str, Any]]) -> Message:
-    return {**message, "tool_calls": list(calls)} if message.get("tool_calls") else message
+def _with_calls(
+    messages: Sequence[Message], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> list[Message]:
+    return [
+        {**message, "tool_calls": list(map(change, message["tool_calls"]))} if message.get("tool_calls") else message
+        for message in messages
+    ]
 
 
 def all_named(messages: Sequence[Message]) -> list[Message]:
@@ -63,29 +68,27 @@ def all_named(messages: Sequence[Message]) -> list[Message]:
     unanswered: list[str] = []
     num_calls = 0
     for message in messages:
-        calls = []
-        for call in message.get("tool_calls") or ():
-            calls.append({**call, "id": call.get("id") or f"call{num_calls:05}"})
-            num_calls += 1
-        unanswered += [call["id"] for call in calls]
-        changed = _with_calls(message, calls)
+        if message.get("tool_calls"):
+            named = enumerate(message["tool_calls"], num_calls)
+            calls = [{**call, "id": call.get("id") or f"call{number:05}"} for number, call in named]
+            unanswered += [call["id"] for call in calls]
+            num_calls += len(calls)
+            message = {**message, "tool_calls": calls}
         if message["role"] == "tool":
-            answered = message.get("tool_call_id") or (unanswered[0] if unanswered else f"call{num_calls:05}")
+            answered = message.get("tool_call_id") or next(iter(unanswered), f"call{num_calls:05}")
             unanswered = [call_id for call_id in unanswered if call_id != answered]
-            changed = {**message, "tool_call_id": answered}
-        result.append(changed)
+            message = {**message, "tool_call_id": answered}
+        result.append(message)
     return result
 
 
 def short_ids(messages: Sequence[Message]) -> list[Message]:
     """For templates that accept only nine letters and digits."""
-    result: list[Message] = []
-    for message in messages:
-        calls = message.get("tool_calls") or ()
-        short = [{**call, "id": _short(call["id"])} if call.get("id") else call for call in calls]
-        answered = message.get("tool_call_id")
-        result.append(_with_calls({**message, "tool_call_id": _short(answered)} if answered else message, short))
-    return result
+    changed = _with_calls(messages, lambda call: {**call, "id": _short(call["id"])} if call.get("id") else call)
+    return [
+        {**message, "tool_call_id": _short(message["tool_call_id"])} if message.get("tool_call_id") else message
+        for message in changed
+    ]
 
 
 def _short(call_id: str) -> str:
@@ -229,6 +232,7 @@ class Shape:
 
     sample: Sequence[Message]
     is_shown: Callable[[str], bool]
+    """False for an empty text."""
     change: Reshape = list
     change_tool: ToolReshape = dict
     tools: Tools = None
@@ -236,14 +240,9 @@ class Shape:
     def must_change(self, apply: Apply, tools: Tools) -> bool:
         """Whether a template accepts the sample only when changed."""
         given = self.tools or ([SAMPLE_TOOL] if any("tool_calls" in message for message in self.sample) else tools)
-        if self._is_taken(apply(self.sample, given)):
+        if self.is_shown(apply(self.sample, given) or ""):
             return False
-        return self._is_taken(
-            apply(self.change(self.sample), [self.change_tool(tool) for tool in given or ()] or None)
-        )
-
-    def _is_taken(self, text: str | None) -> bool:
-        return text is not None and self.is_shown(text)
+        return self.is_shown(apply(self.change(self.sample), Adaptation((self,)).tools(given)) or "")
 
 
 @dataclass(frozen=True)
@@ -373,7 +372,16 @@ _CHANGING_VALUES = (
 def with_constant_headers(messages: Sequence[Message]) -> list[Message]:
     """Messages with constant headers; changed ones are copies."""
     num_system = num_leading_system(messages)
-    return [*map(_cleaned, messages[:num_system]), *messages[num_system:]]
+    return [*map(_with_constant_header, messages[:num_system]), *messages[num_system:]]
+
+
+def _with_constant_header(message: Message) -> Message:
+    content = message.get("content")
+    if not content:
+        return message
+    if isinstance(content, str):
+        return {**message, "content": with_constant_header(content)}
+    return {**message, "content": [{**content[0], "text": with_constant_header(content[0]["text"])}, *content[1:]]}
 
 
 def with_constant_header(text: str) -> str:
@@ -412,13 +420,3 @@ class ToolOrders:
         first = self._first(namespace, digest).setdefault("text", text)
         settled: Mapping[str, Any] = tool if first == text else json.loads(first)
         return settled
-
-
-def _cleaned(message: Message) -> Message:
-    content = message.get("content")
-    if isinstance(content, str):
-        return {**message, "content": with_constant_header(content)}
-    if not content:
-        return message
-    first: Mapping[str, Any] = content[0]
-    return {**message, "content": [{**first, "text": with_constant_header(first["text"])}, *content[1:]]}
