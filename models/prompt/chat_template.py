@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jinja2
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import FOREIGN_FAULTS, ModelError, PromptTooLong
-from models.prompt.shapes import NO_OUTLINE, Adaptation, Message, Outline, Tools, adaptation_for, num_leading_system
+from models.prompt.shapes import NO_OUTLINE, Message, Outline, Tools, adaptation_for, num_leading_system
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
 from models.prompt.tokenize import SLICE_CHARACTERS, PromptParts, Tail, encode, stop_if_abandoned
 from models.prompt.tool_definitions import Tool, ToolDefinitions
@@ -85,7 +85,7 @@ class ChatRenderer:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added_ids = np.array(sorted(added), dtype=np.int32)
         self._parts = _parts_of(self._backend, added, str(getattr(tokenizer, "chat_template", None) or ""))
-        self._adaptation = cache(partial(adaptation_for, partial(_try_apply, tokenizer)))
+        self._adaptation = cache(partial(adaptation_for, partial(_apply_to_sample, tokenizer)))
         self.definitions = ToolDefinitions(self._prompt_with_tools)
 
     @property
@@ -107,29 +107,35 @@ class ChatRenderer:
         If it `continues`, it ends after the last message's text or reasoning, the assistant's. Raises
         ChatTemplateError, PromptTooLong and Abandoned.
         """
-        adaptation = self._adaptation(with_tools=bool(tools))
-        conversation = _Conversation(
-            self._tokenizer, messages, tools, template_kwargs, adaptation, continues=continues
-        )
+        apply = self._applied(tools, template_kwargs or {})
+        conversation = _Conversation(apply, messages, has_tools=bool(tools), continues=continues)
         text = conversation.prompt()
         ids, tail, before = self._tokenized(text, namespace)
-        is_added = np.isin(ids, self._added_ids)
-        boundaries = list(conversation.boundaries(text))
-        points = {RestorePoint(_edge(boundary, kind, before, is_added), kind) for boundary, kind in boundaries}
-        # First messages usually differ only after their common header, but a text may merge with the header's last
-        # token. So there is a second point before it.
-        points |= {
-            RestorePoint(before(boundary), RestorePointKind.BRANCH)
-            for boundary, kind in boundaries
-            if kind is RestorePointKind.SYSTEM_END
-        }
+        is_added, points = np.isin(ids, self._added_ids), set[RestorePoint]()
+        for boundary, kind in conversation.boundaries(text):
+            points.add(RestorePoint(_edge(boundary, kind, before, is_added), kind))
+            if kind is RestorePointKind.SYSTEM_END:
+                # First messages usually differ only after their common header, but a text may merge with the header's
+                # last token. So there is a second point before it.
+                points.add(RestorePoint(before(boundary), RestorePointKind.BRANCH))
         kept = tuple(sorted(point for point in points if point.offset > 0))
         return RenderedPrompt(ids, kept, text, conversation.outline(text, before), tail, conversation.begun(text))
 
-    def _prompt_with_tools(self, tools: Sequence[Tool]) -> str | None:
-        adaptation = self._adaptation(with_tools=True)
-        shown = adaptation.tools([_without_cache_control(tool) for tool in tools])
-        return _try_apply(self._tokenizer, adaptation.messages([_ASKS]), shown, MAX_STEPS)
+    def _applied(self, tools: Tools, arguments: Mapping[str, Any]) -> "_ApplyTemplate":
+        """The template with all but the messages; the messages are adapted. Raises ChatTemplateError."""
+        tokenizer, adaptation = self._tokenizer, self._adaptation(with_tools=bool(tools))
+        if tokenizer.chat_template is None and not getattr(tokenizer, "has_chat_template", False):
+            raise ChatTemplateError("this model has no chat template; only plain completions can be asked of it")
+        named = _by_its_names(arguments, str(tokenizer.chat_template or ""))
+        shown = adaptation.tools([_without_cache_control(tool) for tool in tools or ()])
+        return lambda messages, generation_prompt: _apply(
+            tokenizer, adaptation.messages(messages), shown, generation_prompt=generation_prompt, **named
+        )
+
+    def _prompt_with_tools(self, tools: Sequence[Tool]) -> str:
+        with suppress(ChatTemplateError):
+            return self._applied(tools, {})([_ASKS], True)
+        return ""
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         """`reply` followed `prompt` as `reply_ids`, without end of turn."""
@@ -211,33 +217,25 @@ class ChatRenderer:
         return np.array(ids, np.int32), None, lambda boundary: shared_length(encode_plain(text[:boundary]), ids)
 
 
+_ApplyTemplate: TypeAlias = Callable[[Sequence[Message], bool], str]
+"""Gets messages, and whether an answer is to follow."""
+
+
 class _Conversation:
     def __init__(
-        self,
-        tokenizer: Any,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: Mapping[str, Any] | None,
-        adaptation: Adaptation,
-        *,
-        continues: bool = False,
+        self, apply: _ApplyTemplate, messages: Sequence[Message], *, has_tools: bool, continues: bool
     ) -> None:
-        if tokenizer.chat_template is None and not getattr(tokenizer, "has_chat_template", False):
-            raise ChatTemplateError("this model has no chat template; only plain completions can be asked of it")
-        self._tokenizer = tokenizer
+        self._apply = apply
         self._messages, self._explicit_ends = _flatten(messages)
-        self._tools = [_without_cache_control(tool) for tool in tools] if tools else None
-        self._template_kwargs = _by_its_names(template_kwargs or {}, str(tokenizer.chat_template or ""))
-        self._adaptation = adaptation
-        self._shown_tools = adaptation.tools(self._tools)
+        self._has_tools = has_tools
         self._continues = continues
 
     def prompt(self) -> str:
         if not self._continues:
-            return self.text(generation_prompt=True)
+            return self._apply(self._messages, True)
         # The text after the mark ends the message. A mark that the conversation also holds is useless.
         for mark in _MARKS:
-            text = self.text([*self._messages[:-1], _marked(self._messages[-1], mark)], generation_prompt=False)
+            text = self._apply([*self._messages[:-1], _marked(self._messages[-1], mark)], False)
             if text.count(mark) == 1:
                 return text[: text.index(mark)]
         raise ChatTemplateError("the last message is not shown as it is, so it cannot be continued")
@@ -247,22 +245,16 @@ class _Conversation:
         if not self._continues or not (str(last["content"]).strip() or last.get("reasoning_content")):
             return ""
         try:
-            before = self.text(self._messages[:-1], generation_prompt=False)
+            before = self._apply(self._messages[:-1], False)
         except ChatTemplateError:
             return text
         return text[shared_length(text, before) :]
-
-    def text(self, messages: Sequence[Message] | None = None, *, generation_prompt: bool) -> str:
-        shown = self._adaptation.messages(self._messages if messages is None else messages)
-        return _apply(
-            self._tokenizer, shown, self._shown_tools, generation_prompt=generation_prompt, **self._template_kwargs
-        )
 
     def boundaries(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
         for kind, messages in self._variants():
             stop_if_abandoned()
             try:
-                variant = self.text(messages, generation_prompt=False)
+                variant = self._apply(messages, False)
             except ChatTemplateError:
                 # The template accepts this conversation but not its start alone: no point there.
                 continue
@@ -273,8 +265,7 @@ class _Conversation:
         """Where `text` opens reasoning, which later prompts drop."""
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
         try:
-            asked = self.text([question], generation_prompt=True)
-            answered = self.text([question, answer, question], generation_prompt=False)
+            asked, answered = self._apply([question], True), self._apply([question, answer, question], False)
         except ChatTemplateError:
             return
         opening = asked[shared_length(asked, answered) :]
@@ -297,7 +288,7 @@ class _Conversation:
         """Yields conversations that share just the part worth restoring."""
         messages = self._messages
         num_system = num_leading_system(messages)
-        if num_system or self._tools:
+        if num_system or self._has_tools:
             yield RestorePointKind.SYSTEM_END, _cut(messages, num_system)
         for index in _user_starts(messages):
             yield RestorePointKind.USER_START, _cut(messages, index)
@@ -335,13 +326,10 @@ def _by_its_names(arguments: Mapping[str, Any], template: str) -> dict[str, Any]
     return named
 
 
-def _try_apply(
-    tokenizer: Any, messages: Sequence[Message], tools: Tools, max_steps: int = MAX_SAMPLE_STEPS
-) -> str | None:
-    try:
-        return _apply(tokenizer, messages, tools, generation_prompt=True, max_steps=max_steps)
-    except ChatTemplateError:
-        return None
+def _apply_to_sample(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> str:
+    with suppress(ChatTemplateError):
+        return _apply(tokenizer, messages, tools, generation_prompt=True, max_steps=MAX_SAMPLE_STEPS)
+    return ""
 
 
 def _edge(boundary: int, kind: RestorePointKind, before: Callable[[int], int], is_added: NDArray[np.bool_]) -> int:

@@ -220,8 +220,8 @@ def num_leading_system(messages: Sequence[Message]) -> int:
     return next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
-Apply: TypeAlias = Callable[[Sequence[Message], Tools], str | None]
-"""Renders a conversation; None if the template refuses it."""
+Apply: TypeAlias = Callable[[Sequence[Message], Tools], str]
+"""Renders a conversation; empty if the template refuses it."""
 Reshape: TypeAlias = Callable[[Sequence[Message]], list[Message]]
 ToolReshape: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -240,9 +240,9 @@ class Shape:
     def must_change(self, apply: Apply, tools: Tools) -> bool:
         """Whether a template accepts the sample only when changed."""
         given = self.tools or ([SAMPLE_TOOL] if any("tool_calls" in message for message in self.sample) else tools)
-        if self.is_shown(apply(self.sample, given) or ""):
+        if self.is_shown(apply(self.sample, given)):
             return False
-        return self.is_shown(apply(self.change(self.sample), Adaptation((self,)).tools(given)) or "")
+        return self.is_shown(apply(self.change(self.sample), Adaptation((self,)).tools(given)))
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ a list, since transformers copies all that it can reach. Each turn of a loop, ca
 weighed first: the operation cannot be stopped, and holds Python's lock. All raise jinja2's SecurityError.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache, reduce, wraps
 from typing import Any, Final, NamedTuple
 
@@ -61,68 +61,59 @@ _PERCENT_FIELD = re.compile(r"%[-+ #\d.]*\*?|\)[-+ #\d.]*")
 _CONTAINERS: Final[Any] = (list, tuple, *(type(getattr({}, view)()) for view in ("keys", "values", "items")))
 _PLAIN: Final = frozenset({str, int, list, dict})
 _LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
+
+
+def _names(text: str) -> Set[str]:
+    return frozenset(text.split())
+
+
 _DICT_METHODS: Final = frozenset(dir(dict))
-_LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
-_JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
+_LOOP_FACTS: Final = _names("first index index0 last length")
+_JINJAS_OWN: Final = _names("_block_vars _loop_vars")
 _TEST_OF_OPERATOR: Final = {"gteq": "ge", "lteq": "le", "notin": "not in"}
-_COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "==", "!=", "<", "<=", ">", ">=", "equalto"})
-_TAKES_LONG_TEXTS: Final[Set[str]] = {
-    *("count", "endswith", "find", "index", "join", "lstrip", "partition", "removeprefix", "removesuffix"),
-    *("replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "string", "strip"),
-    *("trim", *_COMPARISONS),
-}
-"""Methods of texts, filters and tests that cost no more than a copy."""
-_TAKES_WIDTHS: Final = frozenset(
-    {"batch", "center", "indent", "ljust", "rjust", "round", "slice", "tojson", "truncate", "zfill"}
+_COMPARISONS: Final = _names("eq ne lt le gt ge == != < <= > >= equalto")
+_TAKES_LONG_TEXTS: Final = _COMPARISONS | _names(
+    "count endswith find index join lstrip partition removeprefix removesuffix replace rfind rindex rpartition "
+    "rsplit rstrip split startswith string strip trim"
 )
+"""Methods of texts, filters and tests that cost no more than a copy."""
+_TAKES_WIDTHS: Final = _names("batch center indent ljust rjust round slice tojson truncate zfill")
 _LOOKS_AT: Final = {
-    **dict.fromkeys(("clear", "copy", "items", "keys", "popitem", "reverse", "values", "append", "insert"), 0),
-    **dict.fromkeys(("get", "pop", "setdefault"), 1),
+    **dict.fromkeys(_names("clear copy items keys popitem reverse values append insert"), 0),
+    **dict.fromkeys(_names("get pop setdefault"), 1),
 }
 """Methods of lists and dicts that look at no member, and how many arguments they look at."""
-_SHALLOW_FILTERS: Final[Set[str]] = {
-    *("attr", "batch", "items", "list", "map", "random"),
-    *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
-}
-_FORMATS: Final = frozenset({"format", "divisibleby", "even", "odd"})
+_SHALLOW_FILTERS: Final = _names("attr batch items list map random reject rejectattr reverse select selectattr slice")
+_FORMATS: Final = _names("format divisibleby even odd")
 """A short text makes a long one."""
-_SLOW_FILTERS: Final = frozenset({"groupby", "max", "min", "title", "unique", "wordcount"})
+_SLOW_FILTERS: Final = _names("groupby max min title unique wordcount")
 """Each character of a text costs what an item of a list does."""
-_PRODUCTS: Final = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"})
+_PRODUCTS: Final = _names("lstrip rfind rindex rpartition rsplit rstrip strip trim")
 """Each character of a text may be compared with each of the argument."""
 _CHARACTERS_COMPARED_AT_ONCE: Final = 16
-_LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
-_NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
-_LIGHT_TESTS: Final[Set[str]] = {
-    *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
-    *("number", "sameas", "sequence", "string", "true", "undefined"),
-}
-_NEEDLESS_METHODS: Final = frozenset({"encode", "expandtabs", "to_bytes", "translate"})
+_LIGHT_FILTERS: Final = _names("count d default first last length")
+_NEEDLESS_FILTERS: Final = _names("pprint striptags urlize wordwrap xmlattr")
+_LIGHT_TESTS: Final = _names(
+    "boolean callable defined escaped false float integer iterable mapping none number sameas sequence string true "
+    "undefined"
+)
+_NEEDLESS_METHODS: Final = _names("encode expandtabs to_bytes translate")
 """Methods that make bytes, or texts far longer."""
-_CHANGES: Final[Mapping[type, frozenset[str]]] = {
-    list: frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}),
-    dict: frozenset({"clear", "pop", "popitem", "setdefault", "update"}),
+_CHANGES: Final[Mapping[type, Set[str]]] = {
+    list: _names("append clear extend insert pop remove reverse sort"),
+    dict: _names("clear pop popitem setdefault update"),
 }
 
 
 # ------------------------------------------------------------------------------------------------------------ steps
 
 
+@dataclass
 class _Steps:
-    def __init__(self, num_left: float) -> None:
-        self._num_left = num_left
-        self._next_look = num_left - _STEPS_PER_LOOK
-
-    def spend(self, count: int) -> None:
-        self._num_left -= count
-        if self._num_left < 0:
-            raise SecurityError("the model's chat template does not come to an end")
-        if self._num_left < self._next_look:
-            self._next_look = self._num_left - _STEPS_PER_LOOK
-            stop_if_abandoned()
+    num_left: int
 
 
-_steps: ContextVar[_Steps] = ContextVar("template_steps", default=_Steps(math.inf))  # noqa: B039  # this one never runs out
+_steps: ContextVar[_Steps] = ContextVar("template_steps", default=_Steps(1 << 62))  # noqa: B039  # never runs out
 
 
 @contextmanager
@@ -136,7 +127,12 @@ def bounded_steps(max_steps: int) -> Iterator[None]:
 
 
 def _spend(count: int = 1) -> None:
-    _steps.get().spend(count)
+    steps = _steps.get()
+    before, steps.num_left = steps.num_left, steps.num_left - count
+    if steps.num_left < 0:
+        raise SecurityError("the model's chat template does not come to an end")
+    if before // _STEPS_PER_LOOK != steps.num_left // _STEPS_PER_LOOK:
+        stop_if_abandoned()
 
 
 def _spend_on(result: Any) -> Any:
@@ -329,9 +325,7 @@ def _check_operator(operator: str, left: Any, right: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ environment
 
 
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment, with bounds."""
-
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     optimized = False
     """Off, since constants would be computed in compiling, at any cost."""
@@ -346,7 +340,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """A member."""
         if type(argument) is not str and not _is_light(argument):
             _weigh_key(obj, argument).spend()
         return super().getitem(obj, argument)
@@ -362,7 +355,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Calls what a template calls."""
         if not isinstance(__obj, (Macro, LoopContext)):
             owner = getattr(__obj, "__self__", None)
             named = [value for name, value in kwargs.items() if name not in _JINJAS_OWN] if kwargs else []
@@ -377,7 +369,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _spend_on(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operator's result."""
         if operator == "+" and type(left) is type(right) is str:
             _bound(len(left) + len(right), MAX_CHARACTERS)
             return _spend_on(left + right)
@@ -401,7 +392,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Text of an output, a macro or a block."""
         gathered, num_characters = list[str](), 0
         for part in parts:
             _spend()
@@ -469,11 +459,6 @@ def _tested(left: nodes.Compare | nodes.Operand, right: nodes.Operand) -> nodes.
     return nodes.Test(left.expr, name, [right.expr], [], None, None)
 
 
-def _step(value: Any) -> Any:
-    _spend()
-    return value
-
-
 def _slice_of(part: Any) -> Any:
     if isinstance(part, (str, list, tuple)):
         _spend(1 + len(part) // (_CHARACTERS_PER_STEP if isinstance(part, str) else _ITEMS_PER_STEP))
@@ -513,11 +498,11 @@ _OWN_FILTERS: Final[dict[str, Callable[..., Any]]] = {
     # A text marked as escaped escapes what it is joined with, which makes it longer than its parts.
     **dict.fromkeys(("e", "escape", "forceescape"), _bounded("e", lambda value: str(escape(str(value))))),
     "safe": _bounded("safe", str),
-    "step": _step,
+    "step": _spend_on,
     "slice of": _slice_of,
     "shown": _shown,
     "weighed": _weighed,
-    "~": lambda *parts: BoundedEnvironment.concat(map(_shown, parts)),
+    "~": lambda *parts: _BoundedEnvironment.concat(map(_shown, parts)),
 }
 
 
@@ -527,7 +512,7 @@ def _compile(template: str) -> jinja2.Template:
         raise SecurityError(f"the model's chat template has {len(template)} characters of {MAX_TEMPLATE_CHARACTERS}")
     environment = chat_template_utils._cached_compile_jinja_template("").environment
     # The environment is transformers', with its own filters and names; only the way it applies them is replaced.
-    environment.__class__ = BoundedEnvironment
+    environment.__class__ = _BoundedEnvironment
     environment.optimized = False
     filters = environment.filters.items()
     environment.filters = {

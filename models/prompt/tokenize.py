@@ -170,6 +170,7 @@ _SAMPLES = (
 Value = TypeVar("Value")
 
 _Digest: TypeAlias = "hashlib.blake2b"
+_Count: TypeAlias = Callable[[int], None]
 _Rows: TypeAlias = NDArray[np.int32]
 """`[num_tokens, 3]`: each token's id, and the range of the text that it came from."""
 
@@ -268,7 +269,14 @@ class PromptParts:
         Without a namespace nothing is recalled or remembered.
         """
         digest, tail_start, tail_digest = _digest_of(namespace or ""), 0, _digest_of(namespace or "")
-        cuts, parts, tail_part, count = self._borders.cut(text), list[PromptPart](), 0, _Count(max_tokens)
+        cuts, parts, tail_part, total = self._borders.cut(text), list[PromptPart](), 0, 0
+
+        def count(num_tokens: int) -> None:
+            nonlocal total
+            total += num_tokens
+            if max_tokens is not None and total > max_tokens:
+                raise PromptTooLong(total, max_tokens)
+
         for cut in cuts:
             if cut.token_id is not None:
                 tail_start, tail_digest, tail_part = cut.start, digest.copy(), len(parts)
@@ -296,25 +304,25 @@ class PromptParts:
                 part = PromptPart(np.array(run, np.int32), ends)
                 self._memory.keep(_place_key(digest, tail.start + cut.start), part, part.num_bytes)
 
-    def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: "_Count") -> PromptPart:
+    def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: _Count) -> PromptPart:
         digest.update(_bytes(text))
         if cut.token_id is not None:
-            count.add(1)
+            count(1)
             return PromptPart(np.array([cut.token_id], np.int32), np.array([len(text)], np.int32))
         key = _place_key(digest, cut.start) if namespace is not None and self._borders.ids else None
         known = self._memory.recall(key) if key is not None else None
         if known is not None:
-            count.add(len(known.ids))
+            count(len(known.ids))
             return known
         part = self._encode(text, cut.start == 0, count)
         if key is not None:
             self._memory.keep(key, part, part.num_bytes)
         return part
 
-    def _encode(self, text: str, is_first: bool, count: "_Count") -> PromptPart:
+    def _encode(self, text: str, is_first: bool, count: _Count) -> PromptPart:
         slices = list[_Rows]()
         for rows in self._slices(text, "" if is_first else self._borders.opener or ""):
-            count.add(len(rows))
+            count(len(rows))
             slices.append(rows)
         rows = np.concatenate(slices)
         # Byte-level tokenizers may trim white space from ranges: a token can end later than stated, never after the
@@ -343,17 +351,6 @@ class PromptParts:
 
     def _ids(self, text: str) -> list[int]:
         return list(encode(self._backend, text).ids)
-
-
-class _Count:
-    def __init__(self, max_tokens: int | None) -> None:
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
-
-    def add(self, num_tokens: int) -> None:
-        self._num_tokens += num_tokens
-        if self._max_tokens is not None and self._num_tokens > self._max_tokens:
-            raise PromptTooLong(self._num_tokens, self._max_tokens)
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> Any:

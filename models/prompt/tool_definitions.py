@@ -13,9 +13,6 @@ from models.prompt.tokenize import LatelyUsed
 
 Tool: TypeAlias = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
-Render: TypeAlias = Callable[[Sequence[Tool]], str | None]
-"""A short prompt with some tools; None if the template refuses it."""
-
 MAX_KEPT_CHARACTERS: Final = 16 << 20
 _SEPARATORS: Final = ", \t\r\n"
 _BRACKETS: Final = ("<>", "{}", "[]", "()")
@@ -24,7 +21,8 @@ _BRACKETS: Final = ("<>", "{}", "[]", "()")
 class ToolDefinitions:
     """Writes one model's definitions. Any thread."""
 
-    def __init__(self, render: Render) -> None:
+    def __init__(self, render: Callable[[Sequence[Tool]], str]) -> None:
+        """`render` returns a short prompt with some tools, an empty one if the template refuses them."""
         self._render = render
         self._kept = LatelyUsed[str](MAX_KEPT_CHARACTERS)
 
@@ -45,8 +43,7 @@ class ToolDefinitions:
         return self._kept.recall(key) or self._kept.keep(key, text, len(text))  # another thread may have kept it
 
     def _definition(self, tool: Tool) -> str:
-        alone, both = self._render([SAMPLE_TOOL]), self._render([SAMPLE_TOOL, tool])
-        written = _inserted(alone, both) if alone is not None and both is not None else ""
+        written = _inserted(self._render([SAMPLE_TOOL]), self._render([SAMPLE_TOOL, tool]))
         name, sample = tool["function"]["name"], SAMPLE_TOOL["function"]["name"]
         if name in written and sample not in written:
             return written
