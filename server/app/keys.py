@@ -99,10 +99,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != "" and value.isprintable() and value == value.strip()
 
 
-def _is_count(value: Any) -> bool:
-    return value is None or (type(value) is int and value > 0)
-
-
 _TEXT = "a printable text without spaces around it"
 _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "name": (
@@ -110,7 +106,9 @@ _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         f"{_TEXT}, at most {MAX_NAME_CHARACTERS} of them",
     ),
     "key": (_is_text, _TEXT),
-    **dict.fromkeys(LIMITS, (_is_count, "a whole number of at least 1")),
+    **dict.fromkeys(
+        LIMITS, (lambda count: count is None or (type(count) is int and count > 0), "a whole number of at least 1")
+    ),
     "operator": (lambda value: value is None or isinstance(value, bool), "true or false"),
 }
 """What a key's fields must be; None where a field is missing."""
@@ -135,18 +133,13 @@ def read_keys(config: ServerConfig) -> KeyRing:
     single = () if config.api_key is None else (ApiKey("", digest_of(config.api_key)),)
     if config.api_keys_file is None:
         return KeyRing(single)
-    listed = _read_file(Path(config.api_keys_file).expanduser())
-    return KeyRing((*single, *listed.keys))
-
-
-def _read_file(path: Path) -> KeyRing:
-    text, fault = read_private(path, f"--api-keys {path}")
+    path = Path(config.api_keys_file).expanduser()
+    name = f"--api-keys {path}"
+    text, fault = read_private(path, name)
     if fault:
-        raise ConfigError(f"--api-keys {path} {fault}")
-    try:
-        return parse_keys(text)
-    except ConfigError as error:
-        raise ConfigError(f"--api-keys {path} {error}") from error
+        raise ConfigError(f"{name} {fault}")
+    with told_as(ConfigError, name, ConfigError):
+        return KeyRing((*single, *parse_keys(text).keys))
 
 
 def read_private(path: Path, name: str) -> tuple[str, str]:

@@ -208,12 +208,9 @@ class TextsEmbedded(LogEntry):
     def parts(self) -> list[EntryPart]:
         """The request, and its cost."""
         texts = "1 text" if self.num_texts == 1 else f"{grouped(self.num_texts)} texts"
-        told = (
-            f"POST {self.path}",
-            f"{texts}, {grouped(self.prompt_tokens)} tokens",
-            seconds_text(self.total_ms / 1000),
-        )
-        return [*_head(short_id(self.request_id), self.key), *map(EntryPart, told)]
+        cost = f"{texts}, {grouped(self.prompt_tokens)} tokens"
+        told = map(EntryPart, (f"POST {self.path}", cost, seconds_text(self.total_ms / 1000)))
+        return [*_head(short_id(self.request_id), self.key), *told]
 
 
 # ------------------------------------------------------------------------------------------------------- words
@@ -286,34 +283,26 @@ def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> 
     A part is broken, at spaces, only if it is longer than a line; a word never.
     """
     indent = " " * cell_len(head + GAP)
-    columns = max(width - len(indent), 1)
-    lines: list[list[str]] = [[]]
-    used = 0
+    columns, pieces = max(width - len(indent), 1), list[EntryPart]()
     for part in parts:
-        for text in _fit(part.text, columns):
-            length = cell_len(text)
-            if lines[-1] and used + len(GAP) + length > columns:
-                lines.append([])
-                used = 0
-            used += length + (len(GAP) if lines[-1] else 0)
-            lines[-1].append(paint(text, part.tone))
-    return head + GAP + f"\n{indent}".join(GAP.join(line) for line in lines)
+        words = [EntryPart(word) for word in _BREAK.split(part.text)]
+        pieces += (EntryPart(" ".join(one.text for one in line), part.tone) for line in _lines(words, " ", columns))
+    lines = [GAP.join(paint(one.text, one.tone) for one in line) for line in _lines(pieces, GAP, columns)]
+    return head + GAP + f"\n{indent}".join(lines)
+
+
+def _lines(parts: Sequence[EntryPart], gap: str, columns: int) -> list[list[EntryPart]]:
+    lines, used = [list[EntryPart]()], 0
+    for part in parts:
+        length = cell_len(part.text)
+        if lines[-1] and used + len(gap) + length > columns:
+            lines.append([])
+            used = 0
+        used += length + (len(gap) if lines[-1] else 0)
+        lines[-1].append(part)
+    return lines
 
 
 def one_line(text: str, width: int) -> str:
     """Cuts a text to `width` cells."""
     return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 0)) + "…"
-
-
-def _fit(text: str, columns: int) -> list[str]:
-    if cell_len(text) <= columns:
-        return [text]
-    first, *words = _BREAK.split(text.lstrip(" "))
-    lines = [first]
-    for word in words:
-        longer = f"{lines[-1]} {word}"
-        if cell_len(longer) > columns:
-            lines.append(word)
-        else:
-            lines[-1] = longer
-    return lines

@@ -232,11 +232,10 @@ def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
     Raises OSError, as for a folder that others may enter; a missing folder is made.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(folder)
-    with _locked(folder / "lock"):
+    with _locked(folder):
         others = _claims(folder)
         path = folder / f"{claim.pid}.json"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = _open(path)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         return OwnClaim(path, descriptor, claim), others
 
@@ -244,8 +243,7 @@ def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
 def running(folder: Path) -> list[Claim]:
     """The running servers' claims; none if the folder cannot be read."""
     try:
-        _check_owner(folder)
-        with _locked(folder / "lock"):
+        with _locked(folder):
             return _claims(folder)
     except OSError:
         return []
@@ -255,20 +253,21 @@ def _claims(folder: Path) -> list[Claim]:
     return [claim for path in sorted(folder.glob("*.json")) if (claim := _read(path)) is not None]
 
 
-def _check_owner(folder: Path) -> None:
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} is not this user's alone")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = _open(folder / "lock")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def _read(path: Path) -> Claim | None:

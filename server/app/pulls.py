@@ -16,7 +16,7 @@ from server.pool.loader import on_thread
 MAX_TOGETHER = 2
 
 
-class PullAbandoned(Exception):
+class _Abandoned(Exception):
     """Nobody waits for the download any more."""
 
 
@@ -48,7 +48,7 @@ class Pulls:
             async with self._places:
                 # Somebody may come while a download is given up.
                 while pull.num_listeners and not pull.is_over:
-                    with suppress(PullAbandoned):
+                    with suppress(_Abandoned):
                         await on_thread(f"pull {key}", partial(self._fetch, name, pull.tell))
                         pull.is_over = True
         except Exception as error:  # raised for whoever waits for the download
@@ -72,9 +72,9 @@ class _Pull:
         self._more = asyncio.Event()
 
     def tell(self, event: PullEvent) -> None:
-        """Passes on a step, on the download's thread. Raises PullAbandoned."""
+        """Passes on a step, on the download's thread. Raises _Abandoned."""
         if not self.num_listeners:
-            raise PullAbandoned
+            raise _Abandoned
         # The loop ends with the server: then nobody listens, and the process ends.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take, event)

@@ -168,8 +168,22 @@ class ServiceOpener:
 
         Raises ModelError, and ModelTooLarge where the weights take more than measured.
         """
+        float32_bytes = self.float32_bytes
+        if float32_bytes is not None:
+            float32_bytes = min(float32_bytes, self.memory.largest_weights_bytes(around.weights))
         try:
-            return self._open(source, around, tell)
+            loaded = _load(source, self.config, float32_bytes, tell)
+            try:
+                weights_bytes = _weights_bytes(loaded)
+                if not self.memory.fits([*around.weights, weights_bytes]):
+                    raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
+                engine, opened = _opened(loaded, self.config, weights_bytes, around.budget_bytes, around.kept)
+                tell("trying it out")
+                engine.start()
+                return opened
+            except BaseException:
+                _release(loaded)
+                raise
         finally:
             # A thread that ends with its own MLX streams can abort the process at its end.
             mx.synchronize()
@@ -186,23 +200,6 @@ class ServiceOpener:
             return ListedModel(source.name, 0, None, ModelFacts(), parent_id=parent_id)
         context_tokens = min(self.config.context_tokens or limit, limit, source.defaults.context_tokens or limit)
         return ListedModel(source.name, created, context_tokens, facts, parent_id=parent_id)
-
-    def _open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
-        float32_bytes = self.float32_bytes
-        if float32_bytes is not None:
-            float32_bytes = min(float32_bytes, self.memory.largest_weights_bytes(around.weights))
-        loaded = _load(source, self.config, float32_bytes, tell)
-        try:
-            weights_bytes = _weights_bytes(loaded)
-            if not self.memory.fits([*around.weights, weights_bytes]):
-                raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
-            engine, opened = _opened(loaded, self.config, weights_bytes, around.budget_bytes, around.kept)
-            tell("trying it out")
-            engine.start()
-        except BaseException:
-            _release(loaded)
-            raise
-        return opened
 
 
 def _load(
