@@ -5,7 +5,7 @@ dropped; a marker elsewhere is text.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -59,36 +59,6 @@ class ToolCallCut:
 
 
 Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed | ToolCallCut
-
-
-class OutputParser:
-    """Splits one answer's text into pieces; this one takes all of it as text. On the event loop."""
-
-    made_calls = False
-    """A complete tool call was returned."""
-
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that `text` completes."""
-        pieces: list[Piece] = []
-        while text:
-            text = self._read(text, pieces)
-        return self._noted(pieces)
-
-    def finish(self, *, is_complete: bool) -> list[Piece]:
-        """The pieces held back. `is_complete`: the model ended the answer by itself."""
-        return self._noted(self._rest(is_complete=is_complete))
-
-    def _read(self, text: str, pieces: list[Piece]) -> str:
-        """Reads the beginning of `text`, which is not empty; returns what is left to read."""
-        pieces.append(Text(text))
-        return ""
-
-    def _rest(self, *, is_complete: bool) -> list[Piece]:
-        return []
-
-    def _noted(self, pieces: list[Piece]) -> list[Piece]:
-        self.made_calls = self.made_calls or any(isinstance(piece, ToolCallEnded) for piece in pieces)
-        return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +117,40 @@ def _num_begun(marker: str, text: str) -> int:
     """How many letters of `marker` end the text."""
     longest = min(len(marker) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+class OutputParser:
+    """Splits one answer's text into pieces; this one takes all of it as text. On the event loop."""
+
+    made_calls = False
+    """A complete tool call was returned."""
+
+    def __init__(self, markers: Sequence[str] = ()) -> None:
+        self._search = MarkerSearch(markers)
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that `text` completes."""
+        pieces: list[Piece] = []
+        while text:
+            before, marker, text = self._search.push(text)
+            pieces += self._take(before, marker)
+        return self._noted(pieces)
+
+    def finish(self, *, is_complete: bool) -> list[Piece]:
+        """The pieces held back. `is_complete`: the model ended the answer by itself."""
+        return self._noted(self._rest(self._search.flush(), is_complete=is_complete))
+
+    def _take(self, text: str, marker: str | None) -> Iterator[Piece]:
+        """Yields the pieces of the next text, which ends at a marker, or where a marker may begin."""
+        if text:
+            yield Text(text)
+
+    def _rest(self, held: str, *, is_complete: bool) -> list[Piece]:
+        return []
+
+    def _noted(self, pieces: list[Piece]) -> list[Piece]:
+        self.made_calls = self.made_calls or any(isinstance(piece, ToolCallEnded) for piece in pieces)
+        return pieces
 
 
 KNOWN_MARKERS: Final = (
@@ -219,61 +223,54 @@ class ReasoningParser(OutputParser):
     """Splits an answer into reasoning and the rest, for another parser."""
 
     def __init__(self, reasoning_format: ReasoningFormat, answer: OutputParser, *, is_open: bool) -> None:
-        self._format = reasoning_format
+        super().__init__([reasoning_format.end if is_open else reasoning_format.start])
+        self._end = reasoning_format.end
         self._answer = answer
         self._phase = _Phase.REASONING if is_open else _Phase.BEFORE
-        self._search = MarkerSearch([reasoning_format.end if is_open else reasoning_format.start])
         self._space = ""
         self._has_reasoning = False
 
-    def _rest(self, *, is_complete: bool) -> list[Piece]:
-        rest, pieces = self._space + self._search.flush(), list[Piece]()
-        if self._phase is _Phase.REASONING and rest:
-            pieces.append(Reasoning(rest))
+    def _rest(self, held: str, *, is_complete: bool) -> list[Piece]:
+        held, pieces = self._space + held, list[Piece]()
+        if self._phase is _Phase.REASONING and held:
+            pieces.append(Reasoning(held))
         elif self._phase is _Phase.BEFORE:
-            pieces += self._answer.feed(rest)
+            pieces += self._answer.feed(held)
         return pieces + self._answer.finish(is_complete=is_complete)
 
-    def _read(self, text: str, pieces: list[Piece]) -> str:
+    def _take(self, text: str, marker: str | None) -> Iterator[Piece]:
         match self._phase:
             case _Phase.BEFORE:
-                return self._read_before(text)
+                yield from self._begin(self._space + text, marker)
             case _Phase.REASONING:
-                return self._read_reasoning(text, pieces)
-            case _Phase.GAP:
-                text = text.lstrip()
-                self._phase = _Phase.ANSWER if text else _Phase.GAP
-                return text
-            case _Phase.ANSWER:
-                pieces += self._answer.feed(text)
-                return ""
+                yield from self._think(self._space + text, marker)
+            case _Phase.GAP if text.isspace():
+                pass
+            case _Phase.GAP | _Phase.ANSWER:
+                yield from self._answer.feed(text.lstrip() if self._phase is _Phase.GAP else text)
+                self._phase = _Phase.ANSWER
 
-    def _read_before(self, text: str) -> str:
-        found = self._search.push(text)
-        before, self._space = self._space + found.before, ""
-        if before and not before.isspace():
+    def _begin(self, text: str, marker: str | None) -> Iterator[Piece]:
+        self._space = ""
+        if text.strip():
             # The answer has begun without reasoning; a marker in it is text.
-            self._phase = _Phase.ANSWER
-            return before + self._search.flush() + (found.marker or "") + found.after
-        if found.marker is not None:
-            self._phase, self._search = _Phase.REASONING, MarkerSearch([self._format.end])
+            said = text + self._search.flush() + (marker or "")
+            self._phase, self._search = _Phase.ANSWER, MarkerSearch(())
+            yield from self._answer.feed(said)
+        elif marker is not None:
+            self._phase, self._search = _Phase.REASONING, MarkerSearch([self._end])
         else:
-            self._space = before
-        return found.after
+            self._space = text
 
-    def _read_reasoning(self, text: str, pieces: list[Piece]) -> str:
-        found = self._search.push(text)
-        reasoning = self._space + found.before
-        if not self._has_reasoning:
-            reasoning = reasoning.lstrip()
+    def _think(self, text: str, marker: str | None) -> Iterator[Piece]:
+        reasoning = text if self._has_reasoning else text.lstrip()
         visible = reasoning.rstrip()
         self._space = reasoning[len(visible) :]
         if visible:
             self._has_reasoning = True
-            pieces.append(Reasoning(visible))
-        if found.marker is not None:
-            self._space, self._phase = "", _Phase.GAP
-        return found.after
+            yield Reasoning(visible)
+        if marker is not None:
+            self._space, self._phase, self._search = "", _Phase.GAP, MarkerSearch(())
 
 
 class ReasoningWatch:

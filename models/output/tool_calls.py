@@ -8,7 +8,7 @@ malformed call it stays.
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -270,39 +270,41 @@ class ToolCallParser(OutputParser):
     def __init__(
         self, tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
     ) -> None:
+        super().__init__([tool_format.start, *tool_format.frames])
         self._is_forced = is_forced
         self._format = tool_format
         self._tools = list(tools)
-        self._starts = MarkerSearch([tool_format.start, *tool_format.frames])
-        self._ends = MarkerSearch([tool_format.end] if tool_format.end else [])
+        self._starts, self._ends = self._search, MarkerSearch([tool_format.end] if tool_format.end else [])
         self._space = ""
         self._call: OpenCall | None = None
 
-    def _read(self, text: str, pieces: list[Piece]) -> str:
-        return self._read_text(text, pieces) if self._call is None else self._read_call(self._call, text, pieces)
-
-    def _rest(self, *, is_complete: bool) -> list[Piece]:
+    def _rest(self, held: str, *, is_complete: bool) -> list[Piece]:
         if self._call is None:
-            rest = "" if self._is_forced else self._space + self._starts.flush()
+            rest = "" if self._is_forced else self._space + held
             return [] if not rest or (self.made_calls and not self._without_frame(rest)) else [Text(rest)]
         # A complete answer's open call may lack its end marker.
-        pieces = self._end_call(self._call, self._call.text + self._ends.flush(), "", is_complete=is_complete)
+        pieces = self._end_call(self._call, self._call.text + held, "", is_complete=is_complete)
         if self._is_forced and isinstance(pieces[-1], Text | ToolCallFailed):
             return [ToolCallCut()] if isinstance(pieces[-1], ToolCallFailed) else []
         return pieces
 
-    def _read_text(self, text: str, pieces: list[Piece]) -> str:
-        before, marker, after = self._starts.push(text)
-        before = self._space + before
-        visible = self._without_frame(before)
-        self._space = before[len(visible) :]
+    def _take(self, text: str, marker: str | None) -> Iterator[Piece]:
+        if self._call is None:
+            yield from self._take_text(self._space + text, marker)
+            return
+        yield from self._call.push(text, is_last=marker is not None)
+        if marker is not None:
+            yield from self._end_call(self._call, self._call.text, marker, is_complete=True)
+
+    def _take_text(self, text: str, marker: str | None) -> Iterator[Piece]:
+        visible = self._without_frame(text)
+        self._space = text[len(visible) :]
         if visible:
-            pieces.append(Text(visible))
+            yield Text(visible)
         if marker == self._format.start:
-            self._call = OpenCall(self._format.find_arguments)
+            self._call, self._search = OpenCall(self._format.find_arguments), self._ends
         elif marker is not None:
             self._space += marker
-        return after
 
     def _without_frame(self, text: str) -> str:
         while True:
@@ -313,17 +315,10 @@ class ToolCallParser(OutputParser):
                 return text
             text = shorter
 
-    def _read_call(self, call: OpenCall, text: str, pieces: list[Piece]) -> str:
-        inner, marker, after = self._ends.push(text)
-        pieces += call.push(inner, is_last=marker is not None)
-        if marker is not None:
-            pieces += self._end_call(call, call.text, marker, is_complete=True)
-        return after
-
     def _end_call(self, call: OpenCall, inner: str, marker: str, *, is_complete: bool) -> list[Piece]:
         calls = self._format.read_calls(inner, self._tools) if is_complete else []
         pieces = call.end(calls, f"{self._space}{self._format.start}{inner}{marker}")
-        self._space, self._call = "", None
+        self._space, self._call, self._search = "", None, self._starts
         return pieces
 
 

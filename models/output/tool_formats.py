@@ -11,7 +11,7 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -41,35 +41,41 @@ class HarmonyParser(OutputParser):
     """Splits one answer into reasoning, text and calls."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__([MESSAGE])
         self._has_tools = bool(tools)
-        self._search = MarkerSearch([MESSAGE])
         self._header: str | None = ""
         """Header of the next message so far; None within a message's body."""
         self._is_reasoning = False
         self._call: _HarmonyCall | None = None
 
-    def _read(self, text: str, pieces: list[Piece]) -> str:
-        return self._read_body(text, pieces) if self._header is None else self._read_header(self._header, text)
+    def feed(self, text: str) -> list[Piece]:
+        """As `OutputParser.feed`."""
+        pieces = super().feed(text)
+        while self._header is not None and not _may_be_header(self._header.lstrip()):
+            # The model writes no headers: its text is the answer.
+            said = self._header + self._search.flush()
+            self._begin_message("")
+            pieces += super().feed(said)
+        return pieces
 
-    def _rest(self, *, is_complete: bool) -> list[Piece]:
-        rest, pieces = self._search.flush(), list[Piece]()
+    def _rest(self, held: str, *, is_complete: bool) -> list[Piece]:
         if self._header is None:
-            self._take(rest, pieces)
-            return pieces + self._end_message("", is_complete=is_complete)
-        header = self._header + rest
+            return [*self._take(held, None), *self._end_message("", is_complete=is_complete)]
+        header = self._header + held
         return [Text(header)] if header.strip() not in ("", _HARMONY_START, f"{_HARMONY_START}assistant") else []
 
-    def _read_header(self, header: str, text: str) -> str:
-        before, marker, after = self._search.push(text)
-        self._header = header = header + before
-        begun = header.lstrip()
+    def _take(self, text: str, marker: str | None) -> Iterator[Piece]:
+        if self._header is not None:
+            self._header += text
+            if marker is not None:
+                self._begin_message(self._header)
+            return
+        if text and self._call is not None:
+            yield from self._call.push(text)
+        elif text:
+            yield Reasoning(text) if self._is_reasoning else Text(text)
         if marker is not None:
-            self._begin_message(header)
-        elif begun and not any(one.startswith(begun) or begun.startswith(one) for one in _HEADERS):
-            # The model writes no headers: its text is the answer.
-            after = header + self._search.flush()
-            self._begin_message("")
-        return after
+            yield from self._end_message(marker, is_complete=True)
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
@@ -79,25 +85,14 @@ class HarmonyParser(OutputParser):
             self._call = _HarmonyCall(name, header + MESSAGE)
         self._header, self._search = None, MarkerSearch([*_ENDS, _HARMONY_START])
 
-    def _read_body(self, text: str, pieces: list[Piece]) -> str:
-        found = self._search.push(text)
-        self._take(found.before, pieces)
-        if found.marker is not None:
-            pieces += self._end_message(found.marker, is_complete=True)
-        return found.after
-
-    def _take(self, text: str, pieces: list[Piece]) -> None:
-        if not text:
-            return
-        if self._call is not None:
-            pieces += self._call.push(text)
-        else:
-            pieces.append(Reasoning(text) if self._is_reasoning else Text(text))
-
     def _end_message(self, marker: str, *, is_complete: bool) -> list[Piece]:
         call, self._call = self._call, None
         self._header, self._search = marker if marker == _HARMONY_START else "", MarkerSearch([MESSAGE])
         return [] if call is None else call.end_message(marker, is_complete=is_complete)
+
+
+def _may_be_header(begun: str) -> bool:
+    return any(one.startswith(begun) or begun.startswith(one) for one in _HEADERS)
 
 
 class _HarmonyCall(OpenCall):
@@ -135,21 +130,21 @@ class BareCallParser(OutputParser):
     """Reads an answer as calls if all of it is, else as text."""
 
     def __init__(self, bare_format: BareFormat, tools: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__()
         self._format = bare_format
         self._tools = list(tools)
         self._held: str | None = ""
         """None once the answer is text."""
 
-    def _read(self, text: str, pieces: list[Piece]) -> str:
-        if self._held is None:
-            return super()._read(text, pieces)
-        self._held += text
-        if self._may_be_call(self._held):
-            return ""
-        held, self._held = self._held, None
-        return held
+    def _take(self, text: str, marker: str | None) -> Iterator[Piece]:
+        said = (self._held or "") + text
+        if self._held is not None and self._may_be_call(said):
+            self._held = said
+            return
+        self._held = None
+        yield Text(said)
 
-    def _rest(self, *, is_complete: bool) -> list[Piece]:
+    def _rest(self, held: str, *, is_complete: bool) -> list[Piece]:
         if not self._held:
             return []
         written = self._without_frames(self._held)
