@@ -19,22 +19,14 @@ class Adapter:
     """32 hexadecimal digits, which differ if results differ."""
 
 
-@dataclass(frozen=True)
-class AdapterPlace:
-    """An adapter's name and folder on the command line."""
-
-    name: str
-    folder: str
-
-
-def parse_adapter(text: str) -> AdapterPlace:
-    """Parses `NAME=FOLDER`; raises ValueError."""
+def parse_adapter(text: str) -> tuple[str, str]:
+    """Name and folder of `NAME=FOLDER`; raises ValueError."""
     name, equals, folder = (part.strip() for part in text.partition("="))
     if not (name and equals and folder):
         raise ValueError(f"{text!r} is no adapter; write it like poet=adapters/poet")
     if len(name) > MAX_NAME_CHARACTERS or not _NAME.fullmatch(name):
         raise ValueError(f"{name[:MAX_NAME_CHARACTERS]!r} is no name: letters, digits and any of . _ : / - are")
-    return AdapterPlace(name, folder)
+    return name, folder
 
 
 def state_namespace(namespace: str, adapter: Adapter | None) -> str:

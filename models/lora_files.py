@@ -25,7 +25,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_adapters
 
 from models import weights
-from models.adapter import Adapter, AdapterPlace
+from models.adapter import Adapter
 from models.errors import ModelBroken, ModelNotFound, told_as
 from models.lora import AdaptedLayer, AdapterSet, Variants, own_arrays
 
@@ -107,13 +107,13 @@ def _check_peft(name: str, config: Mapping[str, Any]) -> None:
             raise ModelBroken(f"adapter {name}: {key} in {CONFIG} asks for {what}, which is not supported")
 
 
-def attach(model: Module, places: Sequence[AdapterPlace], *, as_float32: bool = False) -> AdapterSet:
-    """Attaches adapters to a model; blocks until their weights are in memory.
+def attach(model: Module, places: Sequence[tuple[str, str]], *, as_float32: bool = False) -> AdapterSet:
+    """Attaches adapters, by names and folders, to a model; blocks until their weights are in memory.
 
     `as_float32` converts the weights, fastest on a CPU. Raises ModelNotFound, and ModelBroken for a misfit; the model
     is unusable then.
     """
-    folders = [read_folder(place.name, place.folder) for place in places]
+    folders = [read_folder(*place) for place in places]
     variants = defaultdict[str, dict[int, Module]](dict)
     for index, folder in enumerate(folders, start=1):
         for path, layer in _layers_of(model, folder).items():

@@ -18,7 +18,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from models.adapter import AdapterPlace
 from models.inference.runner import DecodeRow, DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.lora_files import attach
@@ -67,7 +66,7 @@ def make_sides(folder: Path) -> dict[str, Side]:
     """Returns what is compared, the bare model first."""
     adapted: Any = build_model()
     places = [
-        AdapterPlace(f"a{seed}", str(random_adapter(build_model(), folder / str(seed), seed=seed, rank=RANK)))
+        (f"a{seed}", str(random_adapter(build_model(), folder / str(seed), seed=seed, rank=RANK)))
         for seed in range(NUM_ROWS)
     ]
     adapters = attach(adapted, places)

@@ -163,26 +163,27 @@ def from_flags(given: Mapping[str, Any]) -> Layer:
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
     """Settings of non-empty variables; raises ConfigError for an unknown name."""
-    names = {setting.variable: setting for setting in SETTINGS.values()}
-    layer = {}
-    for variable, text in environment.items():
-        is_ours = variable.startswith(PREFIX) and variable != FILE_VARIABLE and text
-        if is_ours and not _INJECTED.fullmatch(f"{variable}={text}"):
-            if variable not in names:
-                raise ConfigError(f"{variable} belongs to no setting{_nearest(variable, names)}")
-            layer[names[variable].name] = ToldSetting(text, "variable", variable)
-    return layer
+    given = {
+        variable: text
+        for variable, text in environment.items()
+        if variable.startswith(PREFIX) and variable != FILE_VARIABLE and text
+        if not _INJECTED.fullmatch(f"{variable}={text}")
+    }
+    return _layer(given, {setting.variable: setting.name for setting in SETTINGS.values()}, "variable")
 
 
 def from_file(text: str, path: str) -> Layer:
     """A file's settings; raises ConfigError, also for an unknown name."""
     with told_as(ConfigError, f"{path} is no TOML", tomllib.TOMLDecodeError, RecursionError):
         table = tomllib.loads(text)
-    names = {setting.key: setting for setting in SETTINGS.values()}
-    for key in table:
-        if key not in names:
-            raise ConfigError(f"{key!r} in {path} is no setting{_nearest(key, names)}")
-    return {names[key].name: ToldSetting(value, "file", f"{key} in {path}") for key, value in table.items()}
+    return _layer(table, {setting.key: setting.name for setting in SETTINGS.values()}, "file", f" in {path}")
+
+
+def _layer(given: Mapping[str, Any], names: Mapping[str, str], origin: str, place: str = "") -> Layer:
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"{name!r}{place} is no setting{_nearest(name, names)}")
+    return {names[name]: ToldSetting(value, origin, f"{name}{place}") for name, value in given.items()}
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
@@ -211,7 +212,7 @@ def merge(layers: Iterable[Layer]) -> Layer:
 def checked(settings: Layer) -> ServerConfig:
     """The settings together. Raises ConfigError for two that contradict each other."""
     config = ServerConfig(**{name: told.value for name, told in settings.items()})
-    names = [parse_adapter(adapter).name for adapter in config.adapters]
+    names = [name for name, _ in map(parse_adapter, config.adapters)]
     for name in names:
         if names.count(name) > 1 or name in config.models:
             raise ConfigError(f"{settings['adapters'].where}: {name!r} stands for something else already")

@@ -85,8 +85,8 @@ def test_the_file_and_a_variable_can_say_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     ("environment", "file", "words"),
     [
-        ({"MLX_SERVE_PROT": "1"}, "", "MLX_SERVE_PROT belongs to no setting; did you mean MLX_SERVE_PORT?"),
-        ({"MLX_SERVE_XYZZY": "1"}, "", "MLX_SERVE_XYZZY belongs to no setting; `mlx-serve config` lists them all"),
+        ({"MLX_SERVE_PROT": "1"}, "", "'MLX_SERVE_PROT' is no setting; did you mean MLX_SERVE_PORT?"),
+        ({"MLX_SERVE_XYZZY": "1"}, "", "'MLX_SERVE_XYZZY' is no setting; `mlx-serve config` lists them all"),
         ({"MLX_SERVE_PORT": "eight"}, "", "MLX_SERVE_PORT is 'eight'; it must be a whole number"),
         (
             {"MLX_SERVE_INSECURE_NO_KEY": "maybe"},

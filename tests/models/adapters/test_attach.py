@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from models import lora
-from models.adapter import NO_ADAPTER, AdapterPlace
+from models.adapter import NO_ADAPTER
 from models.errors import ModelBroken, ModelError, ModelNotFound
 from models.lora import AdapterSet, can_mix
 from models.lora_files import attach
@@ -30,7 +30,7 @@ def logits(model: Any, adapters: AdapterSet | None = None, index: int = NO_ADAPT
 
 def attached(name: str, *folders: Path) -> tuple[Any, AdapterSet]:
     model: Any = tiny_adapters.fresh(name)
-    places = [AdapterPlace(f"a{number}", str(folder)) for number, folder in enumerate(folders, 1)]
+    places = [(f"a{number}", str(folder)) for number, folder in enumerate(folders, 1)]
     return model, attach(model, places)
 
 

@@ -7,7 +7,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.adapter import AdapterPlace
 from models.formats import Pooling
 from models.inference.drafters import ModelDrafter, MtpDrafter
 from models.inference.embedding import Embedder
@@ -29,8 +28,7 @@ ADAPTERS = (1, 0, 2, 1)
 def model_with(name: str, folder: Path) -> tuple[Any, Any]:
     model = tiny_adapters.fresh(name)
     places = [
-        AdapterPlace(f"a{seed}", str(tiny_adapters.write_mlx(name, folder / str(seed), seed=seed, size=0.3)))
-        for seed in (1, 2)
+        (f"a{seed}", str(tiny_adapters.write_mlx(name, folder / str(seed), seed=seed, size=0.3))) for seed in (1, 2)
     ]
     return model, attach(model, places)
 
@@ -113,7 +111,7 @@ def test_vectors_are_made_with_the_adapter(tmp_path: Path) -> None:
 def test_adapters_of_the_output_layer_share_a_call_with_an_mtp_module(tmp_path: Path) -> None:
     model, layers = tiny_models.make(tiny_models.CONFIGS["qwen3"]), {"lm_head": (64, tiny_models.VOCAB)}
     folders = [tiny_adapters.write_peft(tmp_path / str(seed), layers, seed=seed) for seed in (1, 2)]
-    adapters = attach(model, [AdapterPlace(folder.name, str(folder)) for folder in folders])
+    adapters = attach(model, [(folder.name, str(folder)) for folder in folders])
     outputs = []
     for drafter in (None, MtpDrafter(model, tiny_mtp.module_of("qwen3"))):
         runner = Runner(
