@@ -11,7 +11,6 @@ ModelError
 ├── GrammarFailed
 ├── RowLost
 ├── StoreError
-│   └── StoreDamaged
 ├── ModelfileError
 └── PullFailed
     └── RepositoryNotFound
@@ -78,10 +77,6 @@ class StoreError(ModelError):
     """A local name cannot be read or changed."""
 
 
-class StoreDamaged(StoreError):
-    """The damaged manifest has been set aside."""
-
-
 class ModelfileError(ModelError):
     """A Modelfile is unreadable or unsupported; names the line."""
 
@@ -95,13 +90,7 @@ class RepositoryNotFound(PullFailed):
 
 
 FOREIGN_FAULTS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    SyntaxError,
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError),
     MemoryError,
 )
 """What a template or parser may raise; Python's parser raises MemoryError for deep nesting."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.errors import InvalidParameter, StoreDamaged, StoreError, reason, told_as
+from models.errors import InvalidParameter, StoreError, reason, told_as
 from models.store.stored_model import StoredModel, find_full_name
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Manifest:
     def models(self) -> Mapping[str, StoredModel]:
         """All stored models by full name.
 
-        Raises StoreError, and StoreDamaged after setting a damaged file aside.
+        Raises StoreError, for a damaged file after setting it aside.
         """
         try:
             return self._read()
@@ -90,7 +90,7 @@ class Manifest:
         return models
 
     def _read_or_set_aside(self) -> Mapping[str, StoredModel]:
-        """For the lock's holder; raises StoreDamaged and StoreError."""
+        """For the lock's holder; raises StoreError."""
         try:
             return self._read()
         except _DAMAGE as error:
@@ -100,7 +100,7 @@ class Manifest:
                 self.path.rename(aside)
             advice = "mend it and move it back, or create the names anew"
             damage = f"{self.path} is damaged ({reason(error)}) and was set aside as {aside.name}"
-            raise StoreDamaged(f"{damage}; {advice}") from error
+            raise StoreError(f"{damage}; {advice}") from error
 
     def _write(self, models: Mapping[str, StoredModel]) -> None:
         found = _adapter().dump_python([models[name] for name in sorted(models)], mode="json")

@@ -15,10 +15,7 @@ from rich.console import Console
 
 from server.app.log_events import EntryPart, LogEntry, PrefillProgress, Tone, lay_out, one_line, printable
 
-NOISY_LOGGERS = (
-    *("asyncio", "filelock", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub"),
-    "sse_starlette",
-)
+NOISY_LOGGERS = "asyncio", "filelock", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "sse_starlette"
 
 PROGRESS_SECONDS = 2.0
 PROGRESS_IN_FILES = 5
