@@ -121,12 +121,9 @@ def _chunk_sums(array: mx.array, multipliers: mx.array) -> mx.array:
 
 
 def _words(array: mx.array) -> mx.array:
-    flat = array.reshape(-1)
-    if flat.itemsize < _WORD_BYTES:
-        flat = mx.view(flat, mx.uint8 if flat.itemsize == 1 else mx.uint16)
-        missing = -flat.size % (_WORD_BYTES // flat.itemsize)
-        flat = mx.pad(flat, (0, missing)) if missing else flat
-    return mx.view(flat, mx.uint32)
+    flat = mx.view(array.reshape(-1), mx.uint8)
+    missing = -flat.size % _WORD_BYTES
+    return mx.view(mx.pad(flat, (0, missing)) if missing else flat, mx.uint32)
 
 
 DEFAULT_CONTEXT_TOKENS = 32_768

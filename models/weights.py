@@ -125,13 +125,9 @@ def _parts(folder: Path) -> Iterator[bytes]:
         yield str(path.relative_to(folder)).encode()
         yield path.read_bytes()
     for file in find_weight_files(folder):
-        yield from _samples(file)
-
-
-def _samples(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        for name, entry in sorted(read_header(file).items()):
-            start, stop = entry["data_offsets"]
-            stream.seek(max(start, (start + stop - _SAMPLE_BYTES) // 2))
-            yield f"{name} {entry.get('dtype')} {entry.get('shape')}".encode()
-            yield stream.read(min(_SAMPLE_BYTES, stop - start))
+        with file.open("rb") as stream:
+            for name, entry in sorted(read_header(file).items()):
+                start, stop = entry["data_offsets"]
+                stream.seek(max(start, (start + stop - _SAMPLE_BYTES) // 2))
+                yield f"{name} {entry.get('dtype')} {entry.get('shape')}".encode()
+                yield stream.read(min(_SAMPLE_BYTES, stop - start))

@@ -23,16 +23,13 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK: Final = "\u2581"
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Printable bytes as they are, others from U+0100 on (Radford et al., "Language Models are Unsupervised Multitask
-    Learners", 2019, section 2.2).
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES_BY_LETTER: Final = _byte_alphabet()
+_PRINTABLE: Final = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_BYTES_BY_LETTER: Final = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)}.difference(_PRINTABLE)))
+}
+"""Printable bytes as they are, others from U+0100 on (Radford et al., "Language Models are Unsupervised Multitask
+Learners", 2019, section 2.2).
+"""
 
 
 class Detokenizer:

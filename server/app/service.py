@@ -1,5 +1,6 @@
 """From settings to a loaded model and its engine."""
 
+import contextlib
 import copy
 import json
 import logging
@@ -365,13 +366,11 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
 
 
 def _opens_reasoning(renderer: ChatRenderer, markers: ReasoningFormat | None) -> bool:
-    if markers is None:
-        return False
     asked = {"enable_thinking": True, "thinking": True}
-    try:
-        return markers.is_opened_by(renderer.render([{"role": "user", "content": "a"}], None, asked).text)
-    except ModelError:
-        return False
+    with contextlib.suppress(ModelError):
+        text = renderer.render([{"role": "user", "content": "a"}], None, asked).text
+        return markers is not None and markers.is_opened_by(text)
+    return False
 
 
 def _embedding_format(loaded: LoadedModel) -> EmbeddingFormat | None:
@@ -416,12 +415,12 @@ def read_sampling(path: Path, vocab_size: int) -> SamplingParams:
             given["temperature"] = 0.0
         params = SamplingParams(**given)
         check_sampling(params, vocab_size)
+        return params
     except FileNotFoundError:
-        return SamplingParams()
+        pass
     except (OSError, ValueError, TypeError, AttributeError, InvalidParameter) as error:
         logger.warning("%s is not used: %s", path, error)
-        return SamplingParams()
-    return params
+    return SamplingParams()
 
 
 def _is_on_gpu() -> bool:
