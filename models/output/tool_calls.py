@@ -98,7 +98,7 @@ def _tool_call(fields: Any) -> ToolCall:
     name, given = fields["name"], fields.get("id")
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
-    call_id = given if isinstance(given, str) and given else new_call_id()
+    call_id = given if isinstance(given, str) and given else _new_call_id()
     return ToolCall(well_formed(call_id), well_formed(name), _arguments_text(fields))
 
 
@@ -117,8 +117,7 @@ def _arguments_text(fields: Any) -> str:
     return text
 
 
-def new_call_id() -> str:
-    """A unique name for a call."""
+def _new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -215,7 +214,7 @@ class OpenCall:
         self._head = ""
         self._name = ""
         self._start = 0
-        self._id = new_call_id()
+        self._id = _new_call_id()
         self._object = JsonPrefix()
         self._passed_on: list[str] = []
 

@@ -33,18 +33,18 @@ _STEPS_PER_LOOK: Final = 4096
 _CHARACTERS_PER_STEP: Final = 256
 _ITEMS_PER_STEP: Final = 8
 
-MAX_TEMPLATE_CHARACTERS: Final = 1 << 18
+_MAX_TEMPLATE_CHARACTERS: Final = 1 << 18
 """A hundred times a usual template; Python compiles without interruption."""
 MAX_CHARACTERS: Final = 1 << 26
 """Length of one text; a prompt is shorter, since request bodies are."""
-MAX_ITEMS: Final = 1_000_000
+_MAX_ITEMS: Final = 1_000_000
 MAX_OWN_ITEMS: Final = 100_000
 """Length of a list to which a template adds."""
-MAX_WORKED_ITEMS: Final = 250_000
-MAX_WORKED_CHARACTERS: Final = 1 << 22
+_MAX_WORKED_ITEMS: Final = 250_000
+_MAX_WORKED_CHARACTERS: Final = 1 << 22
 """Length of all texts in a function that does more than search or copy."""
-MAX_INTEGER_BITS: Final = 4096
-MAX_WIDTH: Final = 100_000
+_MAX_INTEGER_BITS: Final = 4096
+_MAX_WIDTH: Final = 100_000
 """Length of a padded text."""
 _MAX_STRFTIME_CHARACTERS: Final = 1 << 14
 _MAX_FIELDS: Final = 100_000
@@ -142,7 +142,7 @@ def _spend_on(result: Any) -> Any:
     elif isinstance(result, (list, tuple, dict)):  # this is the quickest way to ask
         count += len(result)
     elif type(result) is int:
-        _bound(result.bit_length(), MAX_INTEGER_BITS)
+        _bound(result.bit_length(), _MAX_INTEGER_BITS)
     _spend(count)
     return result
 
@@ -155,7 +155,7 @@ def _bound(count: int, most: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- weights
 
 
-class Weight(NamedTuple):
+class _Weight(NamedTuple):
     """What Python traverses in a value; repeated parts count again."""
 
     num_items: int = 0
@@ -163,12 +163,10 @@ class Weight(NamedTuple):
     depth: int = 0
 
     def spend(self) -> None:
-        """Spends the steps of going through it."""
         _spend(self.num_items // _ITEMS_PER_STEP + self.num_characters // _CHARACTERS_PER_STEP)
 
 
-def weigh(*values: Any) -> Weight:
-    """The total weight of values."""
+def _weigh(*values: Any) -> _Weight:
     level, depth, num_items, num_characters = list[Any](values), 0, 0, 0
     while level:
         inner = list[Any]()
@@ -182,20 +180,20 @@ def weigh(*values: Any) -> Weight:
                 inner += part.values()
             elif isinstance(part, _CONTAINERS):
                 num_items += len(part) + (_SLOW_KEY_ITEMS if isinstance(part, tuple) else 0)
-                if num_items <= MAX_WORKED_ITEMS:
+                if num_items <= _MAX_WORKED_ITEMS:
                     inner += part
             elif isinstance(part, int):
-                _bound(part.bit_length(), MAX_INTEGER_BITS)
+                _bound(part.bit_length(), _MAX_INTEGER_BITS)
                 num_items += _SLOW_KEY_ITEMS if part.bit_length() > _KEY_BITS else 0
             elif isinstance(part, range):
                 num_items += len(part)
             elif isinstance(part, Namespace):
                 num_items += 1
                 inner.append(part._Namespace__attrs)
-        _bound(num_items, MAX_WORKED_ITEMS)
+        _bound(num_items, _MAX_WORKED_ITEMS)
         level, depth = inner, depth + 1
     _bound(num_characters, MAX_CHARACTERS)
-    return Weight(num_items, num_characters, depth)
+    return _Weight(num_items, num_characters, depth)
 
 
 def _is_light(value: Any) -> bool:
@@ -207,7 +205,7 @@ def _is_light(value: Any) -> bool:
 
 def _weighed(value: Any) -> Any:
     if not (_is_light(value) or (type(value) is int and value.bit_length() <= _KEY_BITS)):
-        weigh(value).spend()
+        _weigh(value).spend()
     return value
 
 
@@ -217,29 +215,29 @@ def _drawn(values: Iterable[Any]) -> list[Any]:
 
 def _drawing(items: Iterator[Any]) -> Iterator[Any]:
     for count, item in enumerate(items):
-        _bound(count, MAX_ITEMS)
+        _bound(count, _MAX_ITEMS)
         _spend()
         yield item
 
 
-def _weigh_key(container: Any, *key: Any) -> Weight:
+def _weigh_key(container: Any, *key: Any) -> _Weight:
     """The weight of finding a key: for some types, all keys may share a hash."""
-    weight = weigh(*key)
+    weight = _weigh(*key)
     is_slow = isinstance(container, dict) and weight.num_items > 0
     return weight._replace(num_items=weight.num_items + len(container)) if is_slow else weight
 
 
-def _weigh_search(item: Any, container: Any) -> Weight:
+def _weigh_search(item: Any, container: Any) -> _Weight:
     if isinstance(container, str):
-        return Weight(0, len(container))
+        return _Weight(0, len(container))
     weight = _weigh_key(container, item)
     if not isinstance(container, list | tuple):
-        return weight if isinstance(container, dict) else weigh(item, container)
-    _bound(len(container) * (weight.num_items + weight.num_characters // 256), MAX_ITEMS)
-    return Weight(len(container) * (1 + weight.num_items), len(container) * weight.num_characters)
+        return weight if isinstance(container, dict) else _weigh(item, container)
+    _bound(len(container) * (weight.num_items + weight.num_characters // 256), _MAX_ITEMS)
+    return _Weight(len(container) * (1 + weight.num_items), len(container) * weight.num_characters)
 
 
-def _check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weight:
+def _check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> _Weight:
     """A call's weight; refuses a too long text."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(owner, dict | list) and name in _LOOKS_AT:
@@ -249,49 +247,48 @@ def _check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Wei
     return _check(name, owner, [*args, *named])
 
 
-def _check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """Like `_check_call`, for filters and tests."""
+def _check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Weight:
     # `old` before `new`, however they are named.
     value, rest = args[0], [*args[1:], *(kwargs[key] for key in sorted(kwargs, key="old".__ne__))]
     if name in _SHALLOW_FILTERS:
         num_items = len(value) if isinstance(value, Sized) else 0
-        _bound(num_items if name == "list" else 0, MAX_ITEMS)
+        _bound(num_items if name == "list" else 0, _MAX_ITEMS)
         _check(name, "", rest)
-        return Weight(num_items if isinstance(value, str | list | tuple | range) else 0)
+        return _Weight(num_items if isinstance(value, str | list | tuple | range) else 0)
     if name in _FORMATS and (name == "format" or isinstance(value, str)):
         _check_fields(str(value), "%", _PERCENT_FIELD, rest)
     return _check(name, value, rest)
 
 
-def _check(name: str, value: Any, rest: Sequence[Any]) -> Weight:
+def _check(name: str, value: Any, rest: Sequence[Any]) -> _Weight:
     """The weight of a function, method, filter or test; refuses a too long result."""
-    weight = weigh(value, *rest)
+    weight = _weigh(value, *rest)
     if name not in _TAKES_LONG_TEXTS:
-        _bound(weight.num_characters, _MAX_STRFTIME_CHARACTERS if name == "strftime_now" else MAX_WORKED_CHARACTERS)
+        _bound(weight.num_characters, _MAX_STRFTIME_CHARACTERS if name == "strftime_now" else _MAX_WORKED_CHARACTERS)
     widest = max((number for number in rest if isinstance(number, int)), default=0)
     if name in _TAKES_WIDTHS:
-        _bound(widest, MAX_WIDTH)
+        _bound(widest, _MAX_WIDTH)
     match name, rest:
         case "replace", [old, new, *_]:
             text = str(value)
             _bound(len(text) + text.count(str(old)) * len(str(new)), MAX_CHARACTERS)
         case "split" | "rsplit", _ if isinstance(value, str):
             separator = next((one for one in rest if isinstance(one, str) and one), None)
-            _bound(value.count(separator) if separator else len(value) // 2, MAX_ITEMS)
+            _bound(value.count(separator) if separator else len(value) // 2, _MAX_ITEMS)
         case "join", [separator, *_] if isinstance(value, Sized):
             _bound(weight.num_characters + len(value) * len(str(separator)), MAX_CHARACTERS)
         case "indent", _:
-            _bound((str(value).count("\n") + 1) * (max(widest, 4) + weigh(*rest).num_characters), MAX_CHARACTERS)
+            _bound((str(value).count("\n") + 1) * (max(widest, 4) + _weigh(*rest).num_characters), MAX_CHARACTERS)
         case "tojson", _:
-            _bound(weight.num_items * weight.depth * (widest + weigh(*rest).num_characters), MAX_CHARACTERS)
+            _bound(weight.num_items * weight.depth * (widest + _weigh(*rest).num_characters), MAX_CHARACTERS)
         case "sum", _ if any(isinstance(start, list | tuple) for start in rest):
-            _bound(len(value) * weight.num_items // _ITEMS_COPIED_AT_ONCE, MAX_ITEMS)
+            _bound(len(value) * weight.num_items // _ITEMS_COPIED_AT_ONCE, _MAX_ITEMS)
     num_items, num_characters, depth = weight
     if name in _SLOW_FILTERS:
         num_items += num_characters
     if name in _PRODUCTS and isinstance(value, str):
-        num_characters += len(value) * weigh(*rest).num_characters // _CHARACTERS_COMPARED_AT_ONCE
-    return Weight(num_items, num_characters, depth)
+        num_characters += len(value) * _weigh(*rest).num_characters // _CHARACTERS_COMPARED_AT_ONCE
+    return _Weight(num_items, num_characters, depth)
 
 
 def _check_fields(text: str, opener: str, field: re.Pattern[str], values: Sequence[Any]) -> None:
@@ -302,8 +299,8 @@ def _check_fields(text: str, opener: str, field: re.Pattern[str], values: Sequen
     _bound(sum(one[-1] in "{*" for one in fields), 0)
     widths = re.findall(r"\d+", " ".join(fields))
     width = max((int(digits) if len(digits) < 7 else MAX_CHARACTERS for digits in widths), default=0)
-    _bound(width, MAX_WIDTH)
-    weight = weigh(*values)
+    _bound(width, _MAX_WIDTH)
+    weight = _weigh(*values)
     longest = _NUMBER_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters
     _bound(num_fields * (width + longest), MAX_CHARACTERS)
 
@@ -313,13 +310,13 @@ def _check_operator(operator: str, left: Any, right: Any) -> None:
     if operator == "%" and isinstance(left, str):
         _check_fields(left, "%", _PERCENT_FIELD, [right])
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-        _bound(left.bit_length() * max(right, 0), MAX_INTEGER_BITS)
+        _bound(left.bit_length() * max(right, 0), _MAX_INTEGER_BITS)
     elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        _bound(len(left) + len(right), MAX_ITEMS)
+        _bound(len(left) + len(right), _MAX_ITEMS)
     elif operator == "*":
         for many, count in ((left, right), (right, left)):
             if isinstance(count, int) and isinstance(many, str | list | tuple):
-                _bound(len(many) * count, MAX_CHARACTERS if isinstance(many, str) else MAX_ITEMS)
+                _bound(len(many) * count, MAX_CHARACTERS if isinstance(many, str) else _MAX_ITEMS)
 
 
 # ------------------------------------------------------------------------------------------------------ environment
@@ -508,8 +505,8 @@ _OWN_FILTERS: Final[dict[str, Callable[..., Any]]] = {
 
 @lru_cache
 def _compile(template: str) -> jinja2.Template:
-    if len(template) > MAX_TEMPLATE_CHARACTERS:
-        raise SecurityError(f"the model's chat template has {len(template)} characters of {MAX_TEMPLATE_CHARACTERS}")
+    if len(template) > _MAX_TEMPLATE_CHARACTERS:
+        raise SecurityError(f"the model's chat template has {len(template)} characters of {_MAX_TEMPLATE_CHARACTERS}")
     environment = chat_template_utils._cached_compile_jinja_template("").environment
     # The environment is transformers', with its own filters and names; only the way it applies them is replaced.
     environment.__class__ = _BoundedEnvironment
