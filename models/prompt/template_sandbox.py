@@ -6,6 +6,7 @@ a list, since transformers copies all that it can reach. Each turn of a loop, ca
 weighed first: the operation cannot be stopped, and holds Python's lock. All raise jinja2's SecurityError.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
@@ -108,9 +109,10 @@ _CHANGES: Final[Mapping[type, Set[str]]] = {
 # ------------------------------------------------------------------------------------------------------------ steps
 
 
-@dataclass
+@dataclass(slots=True)
 class _Steps:
     num_left: int
+    next_look: float = math.inf
 
 
 _steps: ContextVar[_Steps] = ContextVar("template_steps", default=_Steps(1 << 62))  # noqa: B039  # never runs out
@@ -128,10 +130,11 @@ def bounded_steps(max_steps: int) -> Iterator[None]:
 
 def _spend(count: int = 1) -> None:
     steps = _steps.get()
-    before, steps.num_left = steps.num_left, steps.num_left - count
-    if steps.num_left < 0:
-        raise SecurityError("the model's chat template does not come to an end")
-    if before // _STEPS_PER_LOOK != steps.num_left // _STEPS_PER_LOOK:
+    steps.num_left -= count
+    if steps.num_left < steps.next_look:
+        if steps.num_left < 0:
+            raise SecurityError("the model's chat template does not come to an end")
+        steps.next_look = max(steps.num_left - _STEPS_PER_LOOK, 0)
         stop_if_abandoned()
 
 
@@ -324,8 +327,6 @@ def _check_operator(operator: str, left: Any, right: Any) -> None:
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
-    optimized = False
-    """Off, since constants would be computed in compiling, at any cost."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """An attribute or member, common cases first."""
@@ -437,11 +438,6 @@ class _Bounded(NodeTransformer):
         self.generic_visit(node)
         return nodes.Pair(_filtered("weighed", node.key), node.value)
 
-    def visit_Output(self, node: nodes.Output) -> nodes.Output:  # noqa: N802
-        self.generic_visit(node)
-        node.nodes = [one if isinstance(one, nodes.TemplateData) else _filtered("shown", one) for one in node.nodes]
-        return node
-
     def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:  # noqa: N802
         """`autoescape` makes texts longer than their parts."""
         raise SecurityError("a chat template has no use for autoescape")
@@ -497,7 +493,6 @@ _OWN_FILTERS: Final[dict[str, Callable[..., Any]]] = {
     "safe": _bounded("safe", str),
     "step": _spend_on,
     "slice of": _slice_of,
-    "shown": _shown,
     "weighed": _weighed,
     "~": lambda *parts: _BoundedEnvironment.concat(map(_shown, parts)),
 }
@@ -510,7 +505,8 @@ def _compile(template: str) -> jinja2.Template:
     environment = chat_template_utils._cached_compile_jinja_template("").environment
     # The environment is transformers', with its own filters and names; only the way it applies them is replaced.
     environment.__class__ = _BoundedEnvironment
-    environment.optimized = False
+    environment.optimized = False  # constants would be computed in compiling, at any cost
+    environment.finalize = _shown
     filters = environment.filters.items()
     environment.filters = {
         name: apply if name in _LIGHT_FILTERS else _bounded(name, apply)
