@@ -22,13 +22,10 @@ import numpy as np
 
 from cache.layers.layout import leaves_of, tail_of
 from cache.types import LayerCache
-from models.inference.sampling import Draft
 from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 MAX_FEED_TOKENS = 33
 """A known token and the longest draft."""
-
-NO_DRAFT = Draft((), (), ())
 
 
 @dataclass(eq=False)
@@ -37,13 +34,13 @@ class Feeds:
 
     known: Sequence[Sequence[int]]
     """Of each row, one at least."""
-    drafts: Sequence[Draft]
+    drafts: Sequence[Sequence[int]]
     """Of each row."""
 
     @classmethod
-    def of(cls, known: Sequence[Sequence[int]], drafts: Sequence[Draft]) -> "Feeds | None":
+    def of(cls, known: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]) -> "Feeds | None":
         """None where no feed has more than one token; `drafts` may be empty."""
-        feeds = cls(known, drafts or [NO_DRAFT] * len(known))
+        feeds = cls(known, drafts or [()] * len(known))
         assert len(feeds.drafts) == len(known), "a step has a draft for each row, or none at all"
         if all(len(places) <= 1 for places in feeds.places):
             return None
@@ -53,7 +50,7 @@ class Feeds:
     @cached_property
     def tokens(self) -> list[list[int]]:
         """Of each row."""
-        return [[*known, *draft.tokens] for known, draft in zip(self.known, self.drafts, strict=True)]
+        return [[*known, *draft] for known, draft in zip(self.known, self.drafts, strict=True)]
 
     @cached_property
     def places(self) -> list[range]:
@@ -63,7 +60,7 @@ class Feeds:
     @cached_property
     def samples(self) -> list[range]:
         """Of each row's samples in their line: behind its last known token and each of its draft."""
-        return _ranges(len(draft.tokens) + 1 for draft in self.drafts)
+        return _ranges(len(draft) + 1 for draft in self.drafts)
 
     @property
     def sampled_places(self) -> list[int]:

@@ -21,7 +21,7 @@ other rows are unharmed, or raise `RowLost` in their next step. Knows no request
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any, TypeVar, cast
@@ -41,7 +41,7 @@ from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
 from models.inference.groups import BatchRow
 from models.inference.probe import MAX_SECONDS, Form, Probe
 from models.inference.ragged import inputs_of, own_recurrent_state, ragged_attention
-from models.inference.sampling import BatchSampler, Draft, RowSampling, TokenIds
+from models.inference.sampling import BatchSampler, RowSampling, TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import ArraysCache, make_prompt_cache
@@ -127,6 +127,8 @@ class DecodeStep:
     """None where each row is fed one token, and has one sample."""
     states: dict[DecodeRow, mx.array] = field(default_factory=dict)
     """With feeds and a drafter: hidden states before each fed token, and behind the last."""
+    ahead: list[list[RowSampling]] = field(default_factory=list)
+    """With feeds: each row's states that draw behind its last known token and behind each token of its draft."""
     entries: list[mx.array] = field(default_factory=list)
     """Arrays of the drafter's layers, until the step is started."""
 
@@ -294,15 +296,14 @@ class Runner:
         `generated` is the output with `token`.
         """
         row.known = [token]
-        if row.sampling.params.looks_back:
-            row.sampling = row.sampling.after(prompt, generated)
+        row.sampling = row.sampling.after(prompt, generated)
 
     def prepare(
         self,
         rows: Sequence[DecodeRow],
         previous: DecodeStep | None,
         *,
-        drafts: Sequence[Draft] = (),
+        drafts: Sequence[Sequence[int]] = (),
         samples: bool = True,
         spare_bytes: float = float("inf"),
     ) -> DecodeStep:
@@ -314,7 +315,7 @@ class Runner:
         """
         _assert_have_state(rows)
         with_several = [row for row in rows if row.known[1:]]
-        feeds = _feeds_of(rows, drafts) if drafts or with_several else None
+        feeds = Feeds.of([row.known for row in rows], drafts) if drafts or with_several else None
         if feeds is None:
             tokens = _inputs(rows, previous)
         else:
@@ -336,10 +337,11 @@ class Runner:
         """
         assert step.logits is not None, "a step samples once"
         states = [row.sampling for row in step.rows]
-        if step.feeds is not None:
-            ahead = (state.ahead(draft) for state, draft in zip(states, step.feeds.drafts, strict=True))
-            states = list(chain.from_iterable(ahead))
         with self._forgetting_on_error(step.rows):
+            if step.feeds is not None:
+                self._sampler.release()
+                step.ahead = [state.ahead(draft) for state, draft in zip(states, step.feeds.drafts, strict=True)]
+                states = list(chain.from_iterable(step.ahead))
             step.logprobs = StepLogprobs.of(step.logits, [state.params for state in states])
             step.sampled = self._sampler.sample(step.logits, states, masks)
             if step.feeds is not None:
@@ -366,7 +368,7 @@ class Runner:
 
         Returns how many tokens of each feed the caches now hold: those that stay, or 0 where all must be fed again.
         """
-        feeds, sampled = step.feeds, step.tokens()
+        feeds = step.feeds
         assert feeds is not None, "a step of one token per row is settled by itself"
         with self._forgetting_on_error(step.rows):
             fed = zip(step.rows, feeds.known, accepted, strict=True)
@@ -374,9 +376,8 @@ class Runner:
             for name in self._names(step.rows):
                 self._batches[name].settle(stays)
             kept = [stays[row] for row in step.rows]
-        for row, draft, num_accepted, samples in zip(step.rows, feeds.drafts, accepted, sampled, strict=True):
-            if draft.tokens:
-                row.sampling = row.sampling.accept(draft, num_accepted, samples[num_accepted])
+        for row, ahead, num_accepted in zip(step.rows, step.ahead, accepted, strict=True):
+            row.sampling = ahead[num_accepted]
         if self._drafter is not None:
             for row, known, num_accepted, num_kept in zip(step.rows, feeds.known, accepted, kept, strict=True):
                 row.before = step.states[row][num_kept : len(known) + num_accepted + 1]
@@ -485,7 +486,7 @@ class Runner:
             for caches, called in self._calls(batch, members, places, spare_bytes):
                 lengths = [len(places[row]) for row in called]
                 found = [place for row in called for place in places[row]]
-                if feeds is not None and caches is called[0].caches and feeds.drafts[rows.index(called[0])].tokens:
+                if feeds is not None and caches is called[0].caches and feeds.drafts[rows.index(called[0])]:
                     batch.hold(called[0], len(found))
                 logits.append(self._logits(step, _at(tokens, found), caches, called, lengths))
                 order += found
@@ -585,13 +586,6 @@ def _knows_before(row: DecodeRow) -> bool:
 
 def _at(rows: mx.array, places: list[int]) -> mx.array:
     return rows if places == list(range(len(rows))) else rows[mx.array(places)]
-
-
-def _feeds_of(rows: Sequence[DecodeRow], drafts: Sequence[Draft]) -> Feeds | None:
-    """None where no row has several tokens. The output may grow before the step is settled."""
-    looks_back = [row.sampling.params.looks_back for row in rows]
-    kept = [replace(one, generated=list(one.generated)) if looks_back[i] else one for i, one in enumerate(drafts)]
-    return Feeds.of([row.known for row in rows], kept)
 
 
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:

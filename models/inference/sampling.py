@@ -17,10 +17,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -36,81 +33,56 @@ TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
 Stage: TypeAlias = Callable[[mx.array], mx.array]
 """Changes the logits of all rows of a step, float32 `[num_rows, vocab_size]`."""
 
+_Window: TypeAlias = dict[str, mx.array]
+"""The last tokens of one sequence at which a penalty looks, `recent`, int32 `[length]`, and what it knows of them.
 
-@dataclass(frozen=True)
-class Draft:
-    """A guess at a row's next tokens; `prompt` and `generated` come before it."""
-
-    tokens: Sequence[int]
-    prompt: TokenIds
-    generated: TokenIds
+`recent` is empty for an unbounded window, which no token leaves.
+"""
 
 
-@dataclass
-class RecentTokens:
-    """The last tokens of one sequence, at which one kind of penalty looks."""
+def _windows_of(params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> tuple[_Window | None, ...]:
+    """One for each of `_WINDOWED`, at the end of prompt and output, which are `held`.
 
-    recent: mx.array
-    """Int32 `[length]`; empty for an unbounded window, which no token leaves."""
-
-
-class Penalties(NamedTuple):
-    """What a window's tokens cost; the defaults are nothing."""
-
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
-
-
-@dataclass
-class PenaltyWindow(RecentTokens):
-    """A window whose tokens are counted."""
-
-    counts: mx.array
-    """Of each token in the window, float32 `[vocab_size]`."""
-    penalties: Penalties
+    Without `repeat_last_n`, repetition counts in prompt and output, the others in the output.
+    """
+    length, others = params.repeat_last_n, (params.presence_penalty, params.frequency_penalty)
+    first = params.repetition_penalty, *(others if length is not None else (0.0, 0.0))
+    longest_word = max(map(len, params.bad_words), default=0)
+    second, length = (_NEUTRAL, length) if length is not None else ((1.0, *others), ALL_TOKENS)
+    return (
+        {"recent": mx.array(_last_tokens(held[1:], longest_word - 1, vocab_size))} if longest_word else None,
+        _counted(first, length, held, vocab_size),
+        _counted(second, length, held[1:], vocab_size),
+        _repeated_ends(params, held, vocab_size) if params.is_dry else None,
+    )
 
 
-@dataclass
-class RepeatedEnds(RecentTokens):
-    """A sequence's last tokens, and where its end occurred before."""
-
-    lengths: mx.array
-    """Tokens before each that equal the last ones, at most `MAX_REPEATED`; int32 `[length]`."""
-    is_breaker: mx.array
-    """No repetition reaches across, bool `[vocab_size]`."""
+_NEUTRAL = 1.0, 0.0, 0.0
+"""Penalties on repetition, presence and frequency."""
 
 
-def _penalty_windows(
-    params: SamplingParams, prompt: TokenIds, emitted: TokenIds, vocab_size: int
-) -> list[PenaltyWindow]:
-    """Without `repeat_last_n`, repetition counts in prompt and output, the others in the output."""
-    if not params.is_penalised:
-        return []
-    penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    length, wanted = params.repeat_last_n, [(penalties, (prompt, emitted))]
-    if length is None:
-        others = penalties._replace(repetition=1.0), ((), emitted)
-        length, wanted = ALL_TOKENS, [(Penalties(penalties.repetition), (prompt, emitted)), others]
-    return [_penalty_window(one, length, held, vocab_size) for one, held in wanted if one != Penalties()]
-
-
-def _penalty_window(penalties: Penalties, length: int, held: Sequence[TokenIds], vocab_size: int) -> PenaltyWindow:
-    """At the end of the lists `held`."""
+def _counted(penalties: tuple[float, ...], length: int, held: Sequence[TokenIds], vocab_size: int) -> _Window | None:
+    if penalties == _NEUTRAL or not length:
+        return None
     found = _last_tokens(held, length, vocab_size)
     counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
     recent = mx.array([] if length == ALL_TOKENS else found, mx.int32)
-    return PenaltyWindow(recent, mx.array(counts, mx.float32), penalties)
+    return {"recent": recent, "counts": mx.array(counts, mx.float32), "penalties": mx.array(penalties)}
 
 
-def _repeated_ends(params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> RepeatedEnds:
-    """At the end of the lists `held`."""
+def _repeated_ends(params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> _Window:
+    """`lengths`: of each token, those before it that equal the last ones, at most `MAX_REPEATED`."""
     assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
     recent = _last_tokens(held, params.dry_penalty_last_n, vocab_size)
+    lengths = _repeated_lengths(recent, (recent == NO_TOKEN) | _breakers_of(params, vocab_size)[recent])
+    return {"recent": mx.array(recent), "lengths": mx.array(lengths)}
+
+
+def _breakers_of(params: SamplingParams, vocab_size: int) -> NDArray[np.bool_]:
+    """The tokens across which no repetition reaches."""
     is_breaker = np.zeros(vocab_size, np.bool_)
-    is_breaker[np.array(params.dry_breakers, np.int64)] = True
-    lengths = _repeated_lengths(recent, (recent == NO_TOKEN) | is_breaker[recent])
-    return RepeatedEnds(mx.array(recent), mx.array(lengths), mx.array(is_breaker))
+    is_breaker[list(params.dry_breakers)] = True
+    return is_breaker
 
 
 def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> NDArray[np.int32]:
@@ -162,39 +134,28 @@ class RowSampling:
         self._vocab_size = vocab_size
         self.seed = secrets.randbits(63) if chosen is None else chosen
         self.position = len(emitted)
-        self.windows = _penalty_windows(params, prompt, emitted, vocab_size)
-        """In the order of applying."""
-        self.repeated = _repeated_ends(params, (prompt, emitted), vocab_size) if params.is_dry else None
-        length = params.longest_bad_word - 1
-        end = mx.array(_last_tokens((emitted,), length, vocab_size)) if length > 0 else None
-        self.output_end = None if end is None else RecentTokens(end)
+        self.windows = _windows_of(params, (prompt, emitted), vocab_size)
 
     def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
         """The state after the output `emitted`."""
         return RowSampling(self.params, self._vocab_size, seed=self.seed, prompt=prompt, emitted=emitted)
 
-    def ahead(self, draft: Draft) -> list["RowSampling"]:
-        """The states that draw behind the last known token, and behind each one of the draft's.
+    def ahead(self, draft: Sequence[int]) -> list["RowSampling"]:
+        """This state, and those behind each token of a draft. No `BatchSampler` may hold newer penalties."""
+        found = [self]
+        for token in draft:
+            state = object.__new__(RowSampling)
+            vars(state).update(vars(found[-1]), position=found[-1].position + 1)
+            if any(state.windows):
+                state._count(token)
+            found.append(state)
+        return found
 
-        This state does not change where there is a draft: `accept` follows.
-        """
-        if not draft.tokens:
-            return [self]
-        if not self.params.looks_back:
-            return [self._moved(count) for count in range(len(draft.tokens) + 1)]
-        output = np.concatenate([np.asarray(part, np.int32) for part in (draft.generated, draft.tokens)])
-        return [self.after(draft.prompt, output[:stop]) for stop in range(len(draft.generated), output.size + 1)]
-
-    def accept(self, draft: Draft, num_accepted: int, token: int) -> "RowSampling":
-        """The state once the first tokens of a draft, and `token` behind them, were sampled."""
-        if self.params.looks_back:
-            return self.after(draft.prompt, [*draft.generated, *draft.tokens[:num_accepted], token])
-        return self._moved(num_accepted + 1)
-
-    def _moved(self, num_draws: int) -> "RowSampling":
-        moved = object.__new__(RowSampling)
-        vars(moved).update(vars(self), position=self.position + num_draws)
-        return moved
+    def _count(self, token: int) -> None:
+        self.windows = tuple([window and window.copy() for window in self.windows])
+        for penalty in _windowed([self], self._vocab_size):
+            penalty.count(mx.array([token]))
+            penalty.give_back()
 
     def key(self) -> bytes:
         """8 random bytes of the next draw."""
@@ -214,12 +175,15 @@ MAX_PENALTY = 1e9
 
 def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Stage]:
     """What a row uses, in the order of applying: bias, bans, penalties."""
-    bad_words = _BadWords(rows) if [row for row in rows if row.params.bad_words] else None
-    found: list[Stage | None] = [_bias(rows), _allowed_tokens(rows, vocab_size), bad_words, _early_ends(rows)]
-    if [row for row in rows if row.params.looks_back]:
-        found += [_Windowed(windows, vocab_size) for windows in zip_longest(*(row.windows for row in rows))]
-        found += [_Dry(rows, vocab_size)] if [row for row in rows if row.repeated] else []
+    windowed, early = _windowed(rows, vocab_size), _early_ends(rows, vocab_size)
+    bad_words = [one for one in windowed if isinstance(one, _BadWords)]
+    found = [_bias(rows), _allowed_tokens(rows, vocab_size), *bad_words, early, *windowed[len(bad_words) :]]
     return [one for one in found if one is not None]
+
+
+def _windowed(rows: Sequence[RowSampling], vocab_size: int) -> "list[Penalty]":
+    columns = zip(_WINDOWED, zip(*[row.windows for row in rows], strict=True), strict=True)
+    return [make(rows, windows, vocab_size) for make, windows in columns if any(windows)]
 
 
 def _bias(rows: Sequence[RowSampling]) -> Stage | None:
@@ -244,25 +208,22 @@ def _allowed_tokens(rows: Sequence[RowSampling], vocab_size: int) -> Stage | Non
     return lambda logits: _unless_empty(mx.where(is_allowed, logits, -math.inf), logits)
 
 
-def _early_ends(rows: Sequence[RowSampling]) -> Stage | None:
+def _early_ends(rows: Sequence[RowSampling], vocab_size: int) -> Stage | None:
     """The affected rows change with each draw."""
-
-    def early() -> tuple[int, ...]:
-        return tuple([index for index, row in enumerate(rows) if row.position < row.params.min_tokens])
-
-    if not early():
-        return None
-
-    @lru_cache(1)
-    def entries_of(early: tuple[int, ...], vocab_size: int) -> Any:
-        ends = [(row, token) for row in early for token in rows[row].params.end_token_ids if token < vocab_size]
-        return tuple(mx.array(part) for part in zip(*ends, strict=True))
+    found = [
+        (row.params.min_tokens, row, index, [token for token in row.params.end_token_ids if token < vocab_size])
+        for index, row in enumerate(rows)
+        if row.position < row.params.min_tokens
+    ]
 
     def exclude(logits: mx.array) -> mx.array:
-        entries = entries_of(early(), logits.shape[-1])
-        return _unless_empty(logits.at[entries].add(-math.inf), logits) if entries else logits
+        ends = [(index, token) for least, row, index, tokens in found if row.position < least for token in tokens]
+        if not ends:
+            return logits
+        places = tuple(map(mx.array, zip(*ends, strict=True)))
+        return _unless_empty(logits.at[places].add(-math.inf), logits)
 
-    return exclude
+    return exclude if found else None
 
 
 def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
@@ -273,16 +234,15 @@ def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
 class Penalty:
     """A stage that looks at the last tokens of rows; its arrays have one row per row of the step."""
 
-    def __init__(self, windows: Sequence[Any]) -> None:
-        """The `RecentTokens` of each row, or None; more arrays of a window may be as long as its tokens."""
+    def __init__(self, rows: Sequence[RowSampling], windows: Sequence[_Window | None], vocab_size: int) -> None:
         self._windows = windows
-        self._lengths = [0 if window is None else window.recent.size for window in windows]
+        self._lengths = [window["recent"].size if window else 0 for window in windows]
         self._longest = max(1, *self._lengths)
         self._recent = self._aligned("recent", NO_TOKEN)
 
     def _aligned(self, name: str, filler: int) -> mx.array:
         """Of all windows, `[num_rows, longest]`, with `filler` in front."""
-        held = [mx.array([], mx.int32) if window is None else getattr(window, name) for window in self._windows]
+        held = [window[name] if window else mx.array([], mx.int32) for window in self._windows]
         return mx.stack([mx.pad(one, (self._longest - one.size, 0), constant_values=filler) for one in held])
 
     def __call__(self, logits: mx.array) -> mx.array:
@@ -296,23 +256,23 @@ class Penalty:
     def give_back(self) -> None:
         """Writes the newest state into the rows' windows."""
         for index, (window, length) in enumerate(zip(self._windows, self._lengths, strict=True)):
-            if window is not None:
-                self._write(window, index, self._longest - length)
+            if window:
+                window |= self._state_of(index, self._longest - length)
 
-    def _write(self, window: Any, index: int, first: int) -> None:
-        window.recent = self._recent[index, first:]
+    def _state_of(self, index: int, first: int) -> _Window:
+        return {"recent": self._recent[index, first:]}
 
 
-class _Windowed(Penalty):
-    """One window of each row."""
+class _Counted(Penalty):
+    """One window of each row, whose tokens' `counts`, float32 `[vocab_size]`, cost its `penalties`."""
 
-    def __init__(self, windows: Sequence[PenaltyWindow | None], vocab_size: int) -> None:
-        super().__init__(windows)
-        self._counts = mx.stack([mx.zeros(vocab_size) if one is None else one.counts for one in windows])
+    def __init__(self, rows: Sequence[RowSampling], windows: Sequence[_Window | None], vocab_size: int) -> None:
+        super().__init__(rows, windows, vocab_size)
+        self._counts = mx.stack([window["counts"] if window else mx.zeros(vocab_size) for window in windows])
         self._oldest = mx.array([min(self._longest - length, self._longest - 1) for length in self._lengths])[:, None]
         self._forgets = mx.array([float(length > 0) for length in self._lengths])
-        penalties = [Penalties() if one is None else one.penalties for one in windows]
-        self._repetition, self._presence, self._frequency = map(column, zip(*penalties, strict=True))
+        penalties = mx.stack([window["penalties"] if window else mx.array(_NEUTRAL) for window in windows])
+        self._repetition, self._presence, self._frequency = (penalties[:, kind, None] for kind in range(3))
 
     def __call__(self, logits: mx.array) -> mx.array:
         is_held = self._counts > 0
@@ -328,9 +288,8 @@ class _Windowed(Penalty):
         self._counts = counts.at[rows, tokens].add(mx.array(1.0))
         super().count(tokens)
 
-    def _write(self, window: PenaltyWindow, index: int, first: int) -> None:
-        super()._write(window, index, first)
-        window.counts = self._counts[index]
+    def _state_of(self, index: int, first: int) -> _Window:
+        return {**super()._state_of(index, first), "counts": self._counts[index]}
 
 
 class _Dry(Penalty):
@@ -339,16 +298,14 @@ class _Dry(Penalty):
     Windows move by one token a step, so lengths keep their places.
     """
 
-    def __init__(self, rows: Sequence[RowSampling], vocab_size: int) -> None:
-        windows = [row.repeated for row in rows]
-        super().__init__(windows)
-        nothing_breaks, longest = mx.zeros(vocab_size, mx.bool_), self._longest
+    def __init__(self, rows: Sequence[RowSampling], windows: Sequence[_Window | None], vocab_size: int) -> None:
+        super().__init__(rows, windows, vocab_size)
         self._repeated = self._aligned("lengths", 0)
-        self._is_breaker = mx.stack([nothing_breaks if one is None else one.is_breaker for one in windows])
-        starts = mx.array([longest - length for length in self._lengths])[:, None]
-        self._num_before = mx.maximum(mx.arange(longest) - starts, 0)
+        params = [row.params if row.params.is_dry else SamplingParams() for row in rows]
+        self._is_breaker = mx.array(np.stack([_breakers_of(one, vocab_size) for one in params]))
+        starts = mx.array([self._longest - length for length in self._lengths])[:, None]
+        self._num_before = mx.maximum(mx.arange(self._longest) - starts, 0)
         """Tokens of the row's window before each token."""
-        params = [row.params if row.repeated is not None else SamplingParams() for row in rows]
         self._multiplier = column([one.dry_multiplier for one in params])
         self._base = column([one.dry_base for one in params])
         self._allowed_length = mx.array([one.dry_allowed_length for one in params])[:, None]
@@ -367,16 +324,15 @@ class _Dry(Penalty):
         self._repeated = mx.where(goes_on, mx.minimum(self._repeated + 1, MAX_REPEATED), 0)
         super().count(tokens)
 
-    def _write(self, window: RepeatedEnds, index: int, first: int) -> None:
-        super()._write(window, index, first)
-        window.lengths = self._repeated[index, first:]
+    def _state_of(self, index: int, first: int) -> _Window:
+        return {**super()._state_of(index, first), "lengths": self._repeated[index, first:]}
 
 
 class _BadWords(Penalty):
     """Excludes a forbidden sequence's last token."""
 
-    def __init__(self, rows: Sequence[RowSampling]) -> None:
-        super().__init__([row.output_end for row in rows])
+    def __init__(self, rows: Sequence[RowSampling], windows: Sequence[_Window | None], vocab_size: int) -> None:
+        super().__init__(rows, windows, vocab_size)
         found = [(index, ids) for index, row in enumerate(rows) for ids in row.params.bad_words]
         before = [[NO_TOKEN] * (self._longest + 1 - len(ids)) + list(ids[:-1]) for _, ids in found]
         self._before = mx.array(np.array(before, np.int32))
@@ -388,6 +344,9 @@ class _BadWords(Penalty):
         is_met = ((self._before == NO_TOKEN) | (self._before == self._recent[self._row_ids])).all(axis=-1)
         ruled_out = logits.at[self._row_ids, self._last].minimum(mx.where(is_met, -math.inf, math.inf))
         return _unless_empty(ruled_out, logits)
+
+
+_WINDOWED: Sequence[type[Penalty]] = (_BadWords, _Counted, _Counted, _Dry)
 
 
 # ---------------------------------------------------------------------------------------------------- filters

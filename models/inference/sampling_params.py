@@ -80,21 +80,8 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @cached_property
-    def looks_back(self) -> bool:
-        return self.is_penalised or self.is_dry or self.longest_bad_word > 1
-
-    @cached_property
-    def longest_bad_word(self) -> int:
-        return max(map(len, self.bad_words), default=0)
-
-    @cached_property
     def is_dry(self) -> bool:
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
-
-    @cached_property
-    def is_penalised(self) -> bool:
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1.0, 0.0, 0.0) and self.repeat_last_n != 0
 
     def within(self, num_tokens: int) -> "SamplingParams":
         """The parameters for at most `num_tokens`, with windows no longer."""

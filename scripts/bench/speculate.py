@@ -37,7 +37,7 @@ from models.inference.drafters import Drafter, drafter_of
 from models.inference.embedding import Embedder
 from models.inference.feeds import MAX_FEED_TOKENS
 from models.inference.runner import DecodeRow, DecodeStep, Runner
-from models.inference.sampling import Draft, TokenIds
+from models.inference.sampling import TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.loader import LoadedModel, load
 from models.mlx_lm_import import make_prompt_cache
@@ -173,11 +173,11 @@ class TaughtRunner(Runner):
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
         """Replaces what was sampled, which is computed all the same."""
         super().sample(step, masks)
-        drafts: Sequence[Draft | None] = [None] * len(step.rows) if step.feeds is None else step.feeds.drafts
+        drafts: Sequence[Sequence[int]] = [()] * len(step.rows) if step.feeds is None else step.feeds.drafts
         taught = list[int]()
         for row, draft in zip(step.rows, drafts, strict=True):
             answer, at = self._rows[row]
-            num_samples = 1 if draft is None else len(draft.tokens) + 1
+            num_samples = len(draft) + 1
             following = answer[at : at + num_samples]
             taught += following + [self._end] * (num_samples - len(following))
             if step.feeds is None:

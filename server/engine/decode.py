@@ -22,7 +22,6 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from models.errors import RowLost
-from models.inference.sampling import Draft
 from models.output.grammar import MaskWords, allows
 from models.output.pieces import TokenLogprob
 from server.engine.request import Event, is_out_of_memory
@@ -113,7 +112,7 @@ class InFlightStep:
 
 
 def prepare(
-    table: SequenceTable, sequences: list[Sequence], previous: InFlightStep | None, drafts: list[Draft] | None = None
+    table: SequenceTable, sequences: list[Sequence], previous: InFlightStep | None, drafts: tuple[list[int], ...] = ()
 ) -> InFlightStep:
     """A step behind `previous`, if that is not read yet."""
     for sequence in sequences:
@@ -125,7 +124,7 @@ def prepare(
     step = table.runner.prepare(
         [sequence.row for sequence in sequences],
         None if previous is None else previous.step,
-        drafts=drafts or (),
+        drafts=drafts,
         samples=not (waits := any(sequence.output.is_bound for sequence in sequences)),
         spare_bytes=table.prefix_cache.reclaimer.spare_bytes,
     )
@@ -224,7 +223,7 @@ class FeedSteps:
         return fault
 
     def _started(self, feeds: list[Feed]) -> "DecodeStep":
-        drafts = [Draft(feed.draft, feed.sequence.request.tokens, feed.sequence.output.tokens) for feed in feeds]
+        drafts = tuple(feed.draft for feed in feeds)
         prepared = prepare(self._table, [feed.sequence for feed in feeds], None, drafts)
         if prepared.waits:
             self._runner.sample(prepared.step, [mask for feed in feeds for mask in feed.masks])

@@ -12,7 +12,6 @@ import numpy as np
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
 from models.inference.runner import DecodeRow, Runner
-from models.inference.sampling import Draft
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import ArraysCache
 from tests.support import tiny_models
@@ -106,7 +105,7 @@ class Decoding:
             self.runner.start(step)
             self._take(step.tokens())
             return drafts
-        step = self.runner.prepare(self.rows, None, drafts=[Draft(draft, (), ()) for draft in drafts])
+        step = self.runner.prepare(self.rows, None, drafts=drafts)
         self.runner.start(step)
         samples = step.tokens()
         accepted = [

@@ -22,7 +22,6 @@ from models.inference import feeds
 from models.inference.feeds import MAX_FEED_TOKENS, measure_step_seconds
 from models.inference.probe import Probe
 from models.inference.runner import DecodeStep, Runner
-from models.inference.sampling import Draft
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import ArraysCache, RotatingKVCache, make_prompt_cache
 from models.output.pieces import TokenLogprob
@@ -76,10 +75,6 @@ class Drafting:
         self.row = runner.make_row(caches, params, given[-1], prompt=given, adapter=adapter)
         self.evaluated += given[:-1]
 
-    @property
-    def draft_after(self) -> Callable[[Sequence[int]], Draft]:
-        return lambda tokens: Draft(tokens, self.given, self.output)
-
     def take(self, step: DecodeStep, index: int, drafted: Sequence[int]) -> int:
         """Accepts the samples of a step; returns how many drafted tokens they confirm."""
         samples = step.tokens()[index]
@@ -111,8 +106,7 @@ class Drafting:
 def step(rows: Sequence[Drafting], drafts: Sequence[Sequence[int]]) -> None:
     """One step of several rows, from known tokens."""
     runner, known = rows[0].runner, [list(one.row.known) for one in rows]
-    given = [one.draft_after(draft) for one, draft in zip(rows, drafts, strict=True)]
-    launched = runner.prepare([one.row for one in rows], None, drafts=given)
+    launched = runner.prepare([one.row for one in rows], None, drafts=drafts)
     runner.start(launched)
     accepted = [one.take(launched, index, draft) for index, (one, draft) in enumerate(zip(rows, drafts, strict=True))]
     held = [1] * len(rows) if launched.feeds is None else runner.settle(launched, accepted)
@@ -239,7 +233,7 @@ def test_quantized_keys_and_values_forget_their_last_tokens_too() -> None:
 def test_references_to_earlier_state_end_with_the_step() -> None:
     runner = runner_of("qwen3_5")
     row = Drafting(runner, prompt(20), GREEDY)
-    launched = runner.prepare([row.row], None, drafts=[Draft([1, 2], (), ())])
+    launched = runner.prepare([row.row], None, drafts=[[1, 2]])
     held = weakref.ref(runner._batches[NO_ADAPTER]._rewinds[row.row])
     runner.start(launched)
     launched.tokens()
@@ -309,7 +303,7 @@ def test_a_row_samples_on_as_after_what_was_accepted(params: SamplingParams) -> 
 def test_each_sample_has_a_mask_of_its_own() -> None:
     runner, allowed = runner_of("llama"), (7, 8, 9)
     row = Drafting(runner, prompt(20), GREEDY)
-    launched = runner.prepare([row.row], None, drafts=[Draft([7, 8], (), ())], samples=False)
+    launched = runner.prepare([row.row], None, drafts=[[7, 8]], samples=False)
     runner.start(launched)
     masks = [np.zeros(VOCAB // 32, np.int32) for _ in allowed]
     for mask, token in zip(masks, allowed, strict=True):
@@ -323,7 +317,7 @@ def test_each_sample_has_a_mask_of_its_own() -> None:
 def test_a_plain_step_makes_no_feeds() -> None:
     runner = runner_of("llama")
     rows = [Drafting(runner, prompt(length), GREEDY) for length in (5, 6)]
-    launched = runner.prepare([one.row for one in rows], None, drafts=[Draft((), (), ())] * 2)
+    launched = runner.prepare([one.row for one in rows], None, drafts=[()] * 2)
     runner.start(launched)
     assert launched.feeds is None and [len(samples) for samples in launched.tokens()] == [1, 1]
 

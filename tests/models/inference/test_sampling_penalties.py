@@ -146,10 +146,12 @@ def test_lengths_that_are_followed_are_those_of_a_new_beginning() -> None:
         assert sampler.sample(forced, [state]).item() == token
     sampler.release()
     fresh = RowSampling(params, VOCAB, prompt=prompt, emitted=output)
-    assert state.repeated is not None and fresh.repeated is not None
-    assert state.repeated.recent.tolist() == fresh.repeated.recent.tolist()
-    assert state.repeated.lengths.tolist() == fresh.repeated.lengths.tolist()
-    assert fresh.repeated.lengths.max().item() == MAX_REPEATED
+    found, expected = state.windows[-1], fresh.windows[-1]
+    assert found is not None and expected is not None
+    assert {name: array.tolist() for name, array in found.items()} == {
+        name: array.tolist() for name, array in expected.items()
+    }
+    assert expected["lengths"].max().item() == MAX_REPEATED
 
 
 def test_a_window_as_long_as_the_sequence_can_become_is_all_of_it() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from cache.layers import layout as layout_module
-from models.inference.sampling import Draft
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
@@ -401,8 +400,8 @@ def test_a_failed_step_with_drafts_costs_nobody_a_token(layout: str, num_rows: i
 class FirstsSeen(FakeRunner):
     """Sees that the first step of each row is without a draft."""
 
-    def prepare(self, rows: Any, previous: Any, *, drafts: Sequence[Draft] = (), **how: Any) -> Any:
-        drafted = [row for row, draft in zip(rows, drafts, strict=bool(drafts)) if draft.tokens]
+    def prepare(self, rows: Any, previous: Any, *, drafts: Sequence[Sequence[int]] = (), **how: Any) -> Any:
+        drafted = [row for row, draft in zip(rows, drafts, strict=bool(drafts)) if draft]
         self.num_drafted += len(drafted)
         self.num_first += len([row for row in drafted if not row.has_stepped])
         for row in rows:
