@@ -17,11 +17,11 @@ import logging
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
@@ -32,7 +32,7 @@ from cache.layers.layout import leaves_of, row_leaf, split_at_head, tail_of
 from cache.layers.state import arrays_in
 from cache.types import LayerCache
 from models.inference.batch import DecodeBatch
-from models.inference.feeds import Rewind, copied_state, find_fixed
+from models.inference.feeds import copied_state, find_fixed
 from models.inference.grouping import Buffer, Row, Wanted, capacity_for
 from models.inference.groups import BatchRow
 from models.inference.ragged import NotRagged, RaggedBatch, inputs_of, ragged_attention
@@ -168,18 +168,38 @@ _SMALLEST_SPREAD = 1e-5
 _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
 """By which mlx-lm's caches grow."""
-_Steps: TypeAlias = Sequence[Mapping[int, tuple[int, int]]]
-"""For each step and row, the tokens fed, and how many of them stay."""
-_ONE_TOKEN: _Steps = [dict.fromkeys(rows, (1, 1)) for rows in ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))]
-"""The last step lacks one row and has another order."""
-_FEEDS: _Steps = [{1: feed} for feed in ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))]
-_FLAT_FEEDS: _Steps = [
-    {0: (3, 2), 1: (1, 1), 2: (2, 1)},
-    {0: (1, 1), 1: (5, 3), 2: (4, 2)},
-    {0: (5, 1), 1: (2, 1), 2: (2, 2)},
-    {0: (1, 1), 1: (3, 1), 2: (1, 1)},
-    {0: (1, 1), 1: (1, 1), 2: (1, 1)},
-]
+
+
+@dataclass(eq=False)
+class _Plan:
+    """Steps in which rows are compared with each alone."""
+
+    difference: str
+    """What is said of one."""
+    steps: Sequence[Mapping[int, tuple[int, int]]]
+    """For each step and row, the tokens fed, and how many of them stay."""
+
+    def num_tokens(self, num_ways: int, *, with_reference: bool = True) -> int:
+        """To evaluate rows in so many ways, and, unless that was done, alone, in chunks and their beginnings."""
+        num_fed, num_kept = (sum(feed[part] for step in self.steps for feed in step.values()) for part in (0, 1))
+        return num_ways * num_fed + with_reference * 2 * (_SHORT_TOKENS + num_kept)
+
+
+_ALL = dict.fromkeys((0, 1, 2), (1, 1))
+# The last step lacks one row and has another order.
+_ONE_TOKEN = _Plan("they differ from each alone", [_ALL, _ALL, _ALL, {2: (1, 1), 1: (1, 1)}])
+_SEVERAL = "several at once differ from one by one"
+_FEEDS = _Plan(_SEVERAL, [{1: feed} for feed in ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))])
+_FLAT_FEEDS = _Plan(
+    _SEVERAL,
+    [
+        {0: (3, 2), 1: (1, 1), 2: (2, 1)},
+        {0: (1, 1), 1: (5, 3), 2: (4, 2)},
+        {0: (5, 1), 1: (2, 1), 2: (2, 2)},
+        {0: (1, 1), 1: (3, 1), 2: (1, 1)},
+        _ALL,
+    ],
+)
 
 
 class NotProven(Exception):
@@ -196,6 +216,8 @@ class _Observed(NamedTuple):
 
 
 _Trace: TypeAlias = dict[_Observed, NDArray[np.float32]]
+_Made: TypeAlias = dict[tuple[int, int], "_Rows"]
+"""By border and number of the comparison there."""
 
 
 class Form(Enum):
@@ -227,13 +249,15 @@ class FoundForm:
 
 
 class _Trial(NamedTuple):
-    """How three rows are evaluated in one comparison; a group has one row more later."""
+    """A way to evaluate rows; a group has one row more later."""
 
     groups: Sequence[Sequence[int]] = ()
     on_head: Sequence[int] = ()
     """Rows whose beginning is one head."""
     in_chunks: bool = False
     """Rows on the head are evaluated one by one, as in prefill."""
+    is_alone: bool = False
+    """The only row has a call of its own in each step."""
 
 
 _TRIALS: dict[Form, Sequence[_Trial]] = {
@@ -242,28 +266,6 @@ _TRIALS: dict[Form, Sequence[_Trial]] = {
     Form.HEADS: [_Trial([[1, 2]], (1, 2)), _Trial((), (1, 2)), _Trial((), (1, 2), in_chunks=True)],
 }
 """With one group a model may make masks itself; with more members only their caches can."""
-_FLAT_TRIALS: dict[Form, Sequence[_Trial]] = {
-    Form.ROWS: [_Trial()],
-    Form.GROUPS: [_Trial([[0, 1, 2]]), _Trial([[1, 2]])],
-    Form.HEADS: [_Trial([[1, 2]], (1, 2)), _Trial((), (1, 2))],
-}
-"""As `_TRIALS`, for rows that feed several tokens in one call."""
-
-
-def _best_form(faults: dict[Form, str]) -> FoundForm:
-    """The ladder's highest step with none refused below."""
-    found = Form.ALONE
-    for form in _TRIALS:
-        if form in faults:
-            return FoundForm(found, faults[form])
-        found = form
-    return FoundForm(found)
-
-
-def _refusal(error: Exception) -> str:
-    if isinstance(error, NotRagged):
-        return str(error)
-    return f"the model cannot be called in this way: {type(error).__name__}: {error}"
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -291,34 +293,46 @@ class Probe:
 
     def find_form(self, *, shares_heads: bool = True) -> FoundForm:
         """The best form proven to give rows of different lengths the same as alone."""
-        try:
-            faults = self._find_faults({} if shares_heads else {Form.HEADS: "they are turned off"})
-        except NotProven as error:
-            found = FoundForm(Form.ALONE, f"it is not proven that they may together: {error}")
-            logger.warning("rows decode %s", found.text)
-            return found
-        except Exception as error:  # it only shows that this model cannot be called in this way
-            faults = {Form.ROWS: _refusal(error)}
-        found = _best_form(faults)
-        logger.info("rows decode %s", found.text)
+        form, fault, rows = Form.ALONE, None, _Made()
+        for better in _TRIALS:
+            if fault := self._explained(self._find_form_fault, better, rows, shares_heads):
+                break
+            form = better
+        found = FoundForm(form, fault)
+        logger.log(logging.WARNING if form is Form.ALONE else logging.INFO, "rows decode %s", found.text)
         return found
+
+    def _find_form_fault(self, form: Form, rows: _Made, shares_heads: bool) -> str | None:
+        if form is Form.ROWS:
+            RaggedBatch([BatchRow(self.make_caches())] * 2)  # raises for a class without ragged form, at no cost
+        elif form is Form.GROUPS and not self._can_share:
+            return "the model has no layer in which rows could share buffers"
+        elif form is Form.HEADS and not (shares_heads and self._has_spans):
+            return "no layer keeps all tokens" if shares_heads else "they are turned off"
+        return self._find_fault(_ONE_TOKEN, _TRIALS[form], rows)
 
     def find_feed_fault(self) -> str | None:
         """Why no step may feed a row several tokens; None where proven the same as one by one."""
-        fixed = find_fixed(self.make_caches())
-        fault = f"{fixed} cannot forget its last tokens" if fixed else self._find_feed_fault(_FEEDS, [_Rows.in_feeds])
-        if fault is not None:
-            logger.info("a step takes one token of a row, because %s", fault)
-        return fault
+        if fixed := find_fixed(self.make_caches()):
+            return f"{fixed} cannot forget its last tokens"
+        return self._explained(self._find_fault, _FEEDS, [_Trial(is_alone=True)], _Made())
 
     def find_flat_fault(self, form: Form) -> str | None:
         """Why rows that feed several tokens cannot share a call; None where proven the same in all ways of `form`."""
-        forms = list(_FLAT_TRIALS)
-        trials = [trial for one in forms[: forms.index(form) + 1] for trial in _FLAT_TRIALS[one]]
-        fault = self._find_feed_fault(_FLAT_FEEDS, _ways_of(trials))
-        if fault is not None:
-            logger.info("rows with several tokens in a step take turns, because %s", fault)
-        return fault
+        forms = list(_TRIALS)
+        trials = [trial for one in forms[: forms.index(form) + 1] for trial in _TRIALS[one] if not trial.in_chunks]
+        return self._explained(self._find_fault, _FLAT_FEEDS, trials, _Made())
+
+    def _explained(self, find: Callable[..., str | None], *arguments: Any) -> str | None:
+        """A fault that is found, or that it was not."""
+        try:
+            return find(*arguments)
+        except NotProven as error:
+            return f"it is not proven that they may: {error}"
+        except NotRagged as error:
+            return str(error)
+        except Exception as error:  # it only shows that this model cannot be called in this way
+            return f"the model cannot be called in this way: {type(error).__name__}: {error}"
 
     def make_caches(self) -> list[LayerCache]:
         """Empty, of one row."""
@@ -364,77 +378,42 @@ class Probe:
         """Random ones."""
         return cast(list[int], rng.integers(0, self.vocab_size, count).tolist())
 
-    def _find_faults(self, unwanted: dict[Form, str]) -> dict[Form, str]:
-        """Why forms are refused; where time is short, groups are refused untried."""
-        RaggedBatch([BatchRow(self.make_caches())] * 2)  # raises for a class without ragged form, at no cost
-        faults, num = unwanted.copy(), len(self._borders)
-        if not self._can_share:
-            faults[Form.GROUPS] = "the model has no layer in which rows could share buffers"
-        elif not self._affords(num * _tokens_for([Form.ROWS, Form.GROUPS])):
-            faults[Form.GROUPS] = "trying it takes too much time"
-        elif not self._has_spans:
-            faults[Form.HEADS] = "no layer keeps all tokens"
-        elif not unwanted and not self._affords(num * _tokens_for(_TRIALS)):
-            faults[Form.HEADS] = "trying it takes too much time"
-        self._require(num * _tokens_for([Form.ROWS]))
+    def _find_fault(self, plan: _Plan, trials: Sequence[_Trial], made: _Made) -> str | None:
+        """How rows differ, at the first border at which they do; some rows may be `made` already."""
+        self._require(len(self._borders) * plan.num_tokens(len(trials), with_reference=not made))
         for border in self._borders:
-            forms = list(_TRIALS)[: min((list(_TRIALS).index(form) for form in faults), default=None)]
-            ways = {form: _ways_of(_TRIALS[form]) for form in forms}
-            faults |= self._find_faults_at(border, _ONE_TOKEN, ways, "they differ from each alone")
-            if Form.ROWS in faults:
-                break
-        return faults
+            if suspects := self._find_suspects(border, plan, trials, made):
+                return f"{plan.difference} by {_told(suspects, border)}"
+        return None
 
-    def _find_feed_fault(self, steps: _Steps, ways: Sequence["_Way"]) -> str | None:
-        """At the first border at which one of the `ways` differs from one by one."""
-        what = "several at once differ from one by one"
-        try:
-            # Recurrent layers evaluate some tokens again, at most all.
-            self._require(len(self._borders) * _tokens_per_trial(steps, len(ways) + 1))
-            faults = (self._find_faults_at(border, steps, {"": ways}, what) for border in self._borders)
-            return next((fault[""] for fault in faults if fault), None)
-        except NotProven as error:
-            return f"it is not proven that there may be more: {error}"
-        except Exception as error:  # it only shows that this model cannot be called in this way
-            return _refusal(error)
-
-    def _find_faults_at(
-        self, border: int, steps: _Steps, ways: Mapping["_Key", Sequence["_Way"]], what: str
-    ) -> dict["_Key", str]:
-        """For each key, why one of its ways is refused: `what` is said of a difference."""
-        faults, suspects = dict[_Key, str](), dict[_Key, dict[_Observed, float]]()
-        for trial in range(_NUM_TRIALS):
-            pending = [key for key in ways if key not in faults and (trial == 0 or suspects[key])]
-            if not pending:
+    def _find_suspects(
+        self, border: int, plan: _Plan, trials: Sequence[_Trial], made: _Made
+    ) -> dict[_Observed, float]:
+        """What differs each time, by how much."""
+        suspects = dict[_Observed, float]()
+        for number in range(_NUM_TRIALS):
+            self._require(plan.num_tokens(len(trials), with_reference=(border, number) not in made))
+            rows = made[border, number] = made.get((border, number)) or _Rows(self, border, number, plan)
+            found = _differences([rows.together(trial) for trial in trials], self._eps, rows.alone, rows.in_chunks)
+            suspects = {place: error for place, error in found.items() if number == 0 or place in suspects}
+            if not suspects:
                 break
-            self._require(_tokens_per_trial(steps, sum(len(ways[key]) for key in pending)))
-            rows = _Rows(self, border, trial, steps)
-            alone, in_chunks = rows.alone(), rows.in_chunks()
-            for key in pending:
-                try:
-                    found = _suspects([way(rows) for way in ways[key]], self._eps, alone, in_chunks)
-                except NotProven:
-                    raise
-                except Exception as error:  # it only shows that this model cannot be called in this way
-                    faults[key], suspects[key] = _refusal(error), {}
-                    continue
-                suspects[key] = {place: found[place] for place in suspects.get(key, found) if place in found}
-        return faults | {key: f"{what} by {_told(found, border)}" for key, found in suspects.items() if found}
+        return suspects
 
 
 class _Rows:
     """A short row, one that reaches the border within `steps`, and one beyond; only those that the steps feed."""
 
-    def __init__(self, evaluate: Probe, border: int, trial: int, steps: _Steps) -> None:
-        self._seed = evaluate.seed + trial
+    def __init__(self, evaluate: Probe, border: int, number: int, plan: _Plan) -> None:
+        self._seed = evaluate.seed + number
         rng = np.random.default_rng([border, self._seed])
         num_kept = Counter[int]()
-        for step in steps:
+        for step in plan.steps:
             num_kept.update({row: kept for row, (_, kept) in step.items()})
         self._tokens = {row: evaluate.draw_tokens(rng, num_kept[row]) for row in sorted(num_kept)}
-        self._max_fed = max(fed for step in steps for fed, _ in step.values())
+        self._max_fed = max(fed for step in plan.steps for fed, _ in step.values())
         self._rejected = evaluate.draw_tokens(rng, self._max_fed)
-        self._steps = steps
+        self._steps = plan.steps
         self._evaluate = evaluate
         self._border = border
         self._lengths = (_SHORT_TOKENS, max(1, border - 2), border + min(border // 3, 64) + 5)
@@ -462,18 +441,19 @@ class _Rows:
                 cache.values[:, :, : self._head_tokens] = other.values[:, :, : self._head_tokens]
         return caches
 
+    @cached_property
     def alone(self) -> _Trace:
         """Token by token."""
         return self._each(
             lambda row, caches: [self._evaluate([[token]], caches)[0, -1] for token in self._tokens[row]]
         )
 
-    def in_chunks(self, made: dict[int, BatchRow] | None = None) -> _Trace:
-        return self._each(lambda row, caches: list(self._evaluate([self._tokens[row]], caches)[0]), made)
+    @cached_property
+    def in_chunks(self) -> _Trace:
+        return self._each(self._chunk)
 
-    def in_feeds(self) -> _Trace:
-        """Each row by itself."""
-        return self._each(self._feed_alone)
+    def _chunk(self, row: int, caches: list[LayerCache]) -> list[mx.array]:
+        return list(self._evaluate([self._tokens[row]], caches)[0])
 
     def _each(
         self, evaluate: Callable[[int, list[LayerCache]], Sequence[mx.array]], made: dict[int, BatchRow] | None = None
@@ -484,46 +464,47 @@ class _Rows:
             trace |= _observe(row, caches, evaluate(row, caches))
         return trace
 
-    def _feed_alone(self, row: int, caches: Sequence[LayerCache]) -> list[mx.array]:
-        known, logits = list[int](), list[mx.array]()
-        for num_fed, num_kept in (step[row] for step in self._steps):
-            fed = [*known, *self._feed(row, len(logits), num_fed, num_kept)]
-            kept = fed[: len(known) + num_kept]
-            rewind = Rewind(caches, len(fed))
-            logits += list(self._evaluate([fed], caches)[0, len(known) : len(kept)])
-            known = kept[rewind.keep(len(kept)) :]
-        return logits
-
     def together(self, trial: _Trial) -> _Trace:
         rows, head = {row: BatchRow(self.make(row)) for row in self._tokens}, self._evaluate.make_caches()
         for row in trial.on_head:
             # The first row moves what both begin with into `head`.
             split_at_head(rows[row].caches, head, self._head_tokens)
         if trial.in_chunks:
-            return self.in_chunks(rows)
+            return self._each(self._chunk, rows)
         batch, logits = DecodeBatch(None, 2 * self._max_fed), {row: list[mx.array]() for row in rows}
         known = {row: list[int]() for row in rows}
         for step in self._steps:
-            peers = [row for row in step if not trial.on_head or row in trial.on_head]
-            groups = [[peers.index(row) for row in group if row in peers] for group in trial.groups]
-            batch.choose = partial(_choose_these, groups)
             fed = {row: [*known[row], *self._feed(row, len(logits[row]), *step[row])] for row in step}
-            layers = batch.arrange([rows[row] for row in step], float("inf"), [*map(len, fed.values())])
-            order = [row for one in batch.rows for row in step if rows[row] is one]
-            kept = {row: fed[row][: len(known[row]) + step[row][1]] for row in order}
-            line, lengths = mx.array([token for row in order for token in fed[row]]), [len(fed[row]) for row in order]
-            inputs, seen = inputs_of(line, lengths, layers)
-            with ragged_attention():
-                evaluated = self._evaluate(inputs, layers).flatten(0, 1)
-            found = iter(evaluated if seen is None else evaluated[seen])
-            batch.advance()
-            stays = {rows[row]: len(kept[row]) for row in order}
+            kept = {row: fed[row][: len(known[row]) + step[row][1]] for row in step}
+            found = self._evaluated(batch, rows, fed, trial)
+            stays = {rows[row]: len(kept[row]) for row in step}
             batch.settle(stays)
-            for row in order:
-                logits[row] += [next(found) for _ in fed[row]][len(known[row]) : len(kept[row])]
+            for row in step:
+                logits[row] += found[row][len(known[row]) : len(kept[row])]
                 known[row] = kept[row][stays[rows[row]] :]
         batch.dissolve()
         return self._each(lambda row, _: logits[row], rows)
+
+    def _evaluated(
+        self, batch: DecodeBatch, rows: Mapping[int, BatchRow], fed: Mapping[int, list[int]], trial: _Trial
+    ) -> dict[int, list[mx.array]]:
+        """Each row's logits behind its tokens of a step."""
+        if trial.is_alone:
+            ((row, tokens),) = fed.items()
+            batch.hold(rows[row], len(tokens))
+            return {row: list(self._evaluate([tokens], rows[row].caches)[0])}
+        peers = [row for row in fed if not trial.on_head or row in trial.on_head]
+        groups = [[peers.index(row) for row in group if row in peers] for group in trial.groups]
+        batch.choose = partial(_choose_these, groups)
+        layers = batch.arrange([rows[row] for row in fed], float("inf"), [*map(len, fed.values())])
+        order = [row for one in batch.rows for row in fed if rows[row] is one]
+        line, lengths = mx.array([token for row in order for token in fed[row]]), [len(fed[row]) for row in order]
+        inputs, seen = inputs_of(line, lengths, layers)
+        with ragged_attention():
+            evaluated = self._evaluate(inputs, layers).flatten(0, 1)
+        batch.advance()
+        found = iter(evaluated if seen is None else evaluated[seen])
+        return {row: [next(found) for _ in fed[row]] for row in order}
 
     def _feed(self, row: int, start: int, num_fed: int, num_kept: int) -> list[int]:
         return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]
@@ -544,16 +525,6 @@ def _choose_these(
     return wanted
 
 
-def _tokens_per_trial(steps: _Steps, num_ways: int) -> int:
-    """Tokens to make up rows and to evaluate each alone, in chunks and in so many ways."""
-    num_fed, num_kept = (sum(feed[part] for step in steps for feed in step.values()) for part in (0, 1))
-    return 2 * _SHORT_TOKENS + 2 * num_kept + num_ways * num_fed
-
-
-def _tokens_for(forms: Iterable[Form]) -> int:
-    return _tokens_per_trial(_ONE_TOKEN, sum(len(_TRIALS[form]) for form in forms))
-
-
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
     found = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
     for layer, cache in enumerate(leaves_of(caches)):
@@ -570,20 +541,13 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 
 # ------------------------------------------------------------------------------------------------ comparison
 
-_Way: TypeAlias = Callable[[_Rows], _Trace]
-_Key = TypeVar("_Key")
-
-
-def _ways_of(trials: Iterable[_Trial]) -> list[_Way]:
-    return [partial(_Rows.together, trial=trial) for trial in trials]
-
 
 def _told(suspects: dict[_Observed, float], border: int) -> str:
     key, error = max(suspects.items(), key=lambda item: item[1])
     return f"{error:.2g} of a value, row {key.row} at {border} tokens"
 
 
-def _suspects(traces: Sequence[_Trace], eps: float, alone: _Trace, in_chunks: _Trace) -> dict[_Observed, float]:
+def _differences(traces: Sequence[_Trace], eps: float, alone: _Trace, in_chunks: _Trace) -> dict[_Observed, float]:
     """Where, and by how much, a trace differs by more than rounding."""
     spreads: dict[tuple[int, int], float] = defaultdict(lambda: max(eps, _SMALLEST_SPREAD))
     errors = dict[_Observed, float]()

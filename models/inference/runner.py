@@ -202,6 +202,7 @@ class Runner:
         """What answers are drafted from, or why not."""
         if drafts:
             self._find_feeds(probe)
+            logger.info("drafts: %s", self.drafts_form)
 
     def _find_feeds(self, probe: Probe) -> None:
         """Finds `max_feed_tokens` and what feeds cost."""
