@@ -177,7 +177,7 @@ class FeedSteps:
         except Exception as error:  # of the device
             logger.warning("drafting failed: %s", error)
             for sequence in sequences:
-                _drafting(sequence).forgo_drafter()
+                _drafting(sequence).expected = None
             return [[] for _ in sequences]
         self.speculation.observe_drafting(wanted, self._clock() - begun)
         return drafts

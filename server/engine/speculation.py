@@ -19,15 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from cache.history import (
-    SHORTEST_MATCH,
-    Follower,
-    ForcedText,
-    History,
-    HistoryFollower,
-    LiveText,
-    PredictionFollower,
-)
+from cache.history import SHORTEST_MATCH, Follower, ForcedText, History, HistoryFollower, LiveText, PredictionFollower
 from server.engine.request import DraftSource, DraftStats, GenerationRequest
 
 MIN_GAIN = 0.03
@@ -67,6 +59,8 @@ class Odds:
     def __init__(self, prior: Sequence[float], *, weight: float, decay: float) -> None:
         """The prior counts as `weight` tries."""
         self.values = list(prior)
+        self.cost = 0.0
+        """Of drafting a token, in plain steps."""
         self._decay = decay
         self._tried = [weight] * len(prior)
         self._true = [weight * value for value in prior]
@@ -84,83 +78,70 @@ class Odds:
             self.values[kind] = self._true[kind] / tried
 
 
-class FollowedText:
-    """A followed text, and the odds of its next tokens."""
+class _Text:
+    """What a row may say, and the odds of it: the row's own, and those of all rows."""
 
-    def __init__(self, source: DraftSource, follower: Follower, shared: Odds) -> None:
-        self.source = source
+    def __init__(self, source: DraftSource, shared: Odds) -> None:
+        self.source, self.shared = source, shared
+        self.odds = Odds(shared.values, weight=4, decay=0.95)
+
+
+class FollowedText(_Text):
+    """A text with which a row agrees so far."""
+
+    def __init__(self, source: DraftSource, shared: Odds, follower: Follower) -> None:
+        super().__init__(source, shared)
         self._follower = follower
-        self._shared = shared
-        self._odds = Odds(shared.values, weight=4, decay=0.95)
 
     @property
     def promise(self) -> float:
         """The odds of the next token; 0 if nothing is followed."""
         length = 0 if self._follower.expected is None else self._follower.match_length
-        return self._odds.values[_CLASSES[min(length, _LONGEST)]] if length else 0.0
+        return self.odds.values[_CLASSES[min(length, _LONGEST)]] if length else 0.0
 
     def push(self, token: int) -> None:
         """Takes the row's next token."""
-        follower = self._follower
-        if (expected := follower.expected) is not None:
-            kind = _CLASSES[min(follower.match_length, _LONGEST)]
-            self._odds.learn(kind, token == expected)
-            self._shared.learn(kind, token == expected)
-        follower.push(token)
+        if (expected := self._follower.expected) is not None:
+            kind = _CLASSES[min(self._follower.match_length, _LONGEST)]
+            self.odds.learn(kind, token == expected)
+            self.shared.learn(kind, token == expected)
+        self._follower.push(token)
 
     def draft(self, limit: int) -> list[int]:
         """The text's next tokens."""
         return self._follower.next_tokens(limit)
 
-    def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
-        """For each token of a draft, the chance that it and all before it are accepted; without hopeless tokens.
-
-        Assumes that `ahead` more tokens agree.
-        """
-        chances, chance, odds, length = list[float](), 1.0, self._odds.values, self._follower.match_length + ahead
-        length = length if length < _LONGEST else _LONGEST
-        for kind in _CLASSES[length : length + max(0, len(self._follower.next_tokens(limit + ahead)) - ahead)]:
-            chance *= odds[kind]
-            if chance < least:
-                break
-            chances.append(chance)
-        return chances
+    def kinds(self, limit: int, ahead: int) -> list[int]:
+        """Classes of the odds of a draft's tokens, if `ahead` more tokens agree before them."""
+        length = min(self._follower.match_length + ahead, _LONGEST)
+        return _CLASSES[length : length + max(0, len(self._follower.next_tokens(limit + ahead)) - ahead)]
 
 
-class ExpectedText:
+class ExpectedText(_Text):
     """What the drafter, `source`, expects a row to say, drafted once its length is chosen."""
-
-    def __init__(self, source: DraftSource, shared: Odds, token_cost: Callable[[], float]) -> None:
-        """`token_cost`: of drafting a token, in tokens that a plain step would give meanwhile."""
-        self.source = source
-        self._shared = shared
-        self._token_cost = token_cost
-        self._odds = Odds(shared.values, weight=4, decay=0.95)
 
     @property
     def promise(self) -> float:
         """The odds of the next token, less its cost."""
-        return max(self._odds.values[0] - self._token_cost(), 0.0)
+        return max(self.odds.values[0] - self.shared.cost, 0.0)
 
     def push(self, token: int) -> None:
         """Odds that forbid drafts return slowly to those of all rows."""
-        self._odds.relax(self._shared.values, _RELAX)
+        self.odds.relax(self.shared.values, _RELAX)
+
+    def draft(self, limit: int) -> list[int]:
+        """Nothing that is known yet."""
+        return []
+
+    def kinds(self, limit: int, ahead: int) -> list[int]:
+        """As of a followed text."""
+        return _PLACES[:limit]
 
     def learn(self, num_drafted: int, num_accepted: int, first: int = 0) -> None:
         """Takes how many drafted tokens came true, from place `first` on."""
         for place in range(first, min(num_drafted, num_accepted + 1)):
-            self._odds.learn(_PLACES[place], place < num_accepted)
-            self._shared.learn(_PLACES[place], place < num_accepted)
-
-    def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
-        """As of a followed text, each less the token's cost."""
-        chances, chance, odds, cost = list[float](), 1.0, self._odds.values, self._token_cost()
-        for kind in _PLACES[:limit]:
-            chance *= odds[kind]
-            if chance - cost < least:
-                break
-            chances.append(chance - cost)
-        return chances
+            self.odds.learn(_PLACES[place], place < num_accepted)
+            self.shared.learn(_PLACES[place], place < num_accepted)
 
 
 # ------------------------------------------------------------------------------------------------------------- cost
@@ -389,7 +370,9 @@ _Call: TypeAlias = list[tuple[int, list[tuple[float, int]]]]
 class Drafting:
     """What is drafted for one sequence. It survives replays."""
 
-    texts: Sequence[FollowedText | ExpectedText]
+    followed: Sequence[FollowedText]
+    expected: ExpectedText | None
+    """None without a drafter, or once it has failed."""
     own: LiveText
     prediction: PredictionFollower | None
     is_kept: bool
@@ -404,41 +387,51 @@ class Drafting:
     def push(self, token: int) -> None:
         """Takes the output's next token."""
         self.own.push(token)
-        for text in self.texts:
+        for text in self.followed:
             text.push(token)
+        if self.expected is not None:
+            self.expected.push(token)
 
     def end(self) -> None:
         """Ends the output, which joins the history where it may."""
         self.own.end(self.is_kept)
 
     def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
-        """See `FollowedText.chances`."""
-        return self.chosen.chances(limit, least, ahead) if self.chosen is not None and limit > 0 else []
+        """For each token of a draft, the chance that it and all before it are accepted, less its cost.
+
+        Without hopeless tokens. Assumes that `ahead` more tokens agree.
+        """
+        chances, chance = list[float](), 1.0
+        if self.chosen is None or limit <= 0:
+            return chances
+        odds, cost = self.chosen.odds.values, self.chosen.shared.cost
+        for kind in self.chosen.kinds(limit, ahead):
+            chance *= odds[kind]
+            if chance - cost < least:
+                break
+            chances.append(chance - cost)
+        return chances
 
     def draft(self, num_tokens: int) -> list[int]:
         """Next tokens of the followed text; none where the drafter drafts."""
         if self.chosen is None or not num_tokens:
             return []
         self.source = self.chosen.source
-        return self.chosen.draft(num_tokens) if isinstance(self.chosen, FollowedText) else []
+        return self.chosen.draft(num_tokens)
 
     def learn(self, num_drafted: int, num_accepted: int, first: int = 0) -> None:
         """Takes what became of the last draft, from place `first` on."""
-        for text in self.texts:
-            if isinstance(text, ExpectedText) and self.source is text.source:
-                text.learn(num_drafted, num_accepted, first)
-
-    def forgo_drafter(self) -> None:
-        """For a drafter that has failed; texts are followed as before."""
-        self.texts = [text for text in self.texts if isinstance(text, FollowedText)]
+        if self.expected is not None and self.source is self.expected.source:
+            self.expected.learn(num_drafted, num_accepted, first)
 
     def choose(self, *, may_follow: bool, may_expect: bool) -> None:
         """Chooses what the next draft is from: a followed text, or the drafter, as far as either may be."""
         self.chosen, self.promise, self.is_expected = None, 0.0, False
-        for text in self.texts:
-            is_expected = isinstance(text, ExpectedText)
-            if (may_expect if is_expected else may_follow) and (promise := text.promise) > self.promise:
-                self.chosen, self.promise, self.is_expected = text, promise, is_expected
+        for text in self.followed if may_follow else ():
+            if (promise := text.promise) > self.promise:
+                self.chosen, self.promise = text, promise
+        if may_expect and self.expected is not None and (promise := self.expected.promise) > self.promise:
+            self.chosen, self.promise, self.is_expected = self.expected, promise, True
 
 
 class Speculation:
@@ -466,11 +459,10 @@ class Speculation:
         self._limit = max_feed_tokens - 1
         self._cost = StepCost(step_seconds)
         self._drafts_itself = draft_seconds is not None
-        self._token_cost = (draft_seconds or 0.0) / self._cost.calls[1]
-        """Of drafting a token, in plain steps."""
         self._drafting_seconds = 0.0
         """Spent on drafting in the step under way."""
         self._odds = {source: Odds(prior, weight=16, decay=0.998) for source, prior in PRIOR_ODDS.items()}
+        self._odds[drafter].cost = (draft_seconds or 0.0) / self._cost.calls[1]
         self._drafted = dict.fromkeys(DraftSource, 0)
         self._accepted = dict.fromkeys(DraftSource, 0)
         self._num_steps = self._num_tokens = 0
@@ -497,23 +489,20 @@ class Speculation:
             for text in (request.tokens[max(0, num_matched - SHORTEST_MATCH) :], *request.quotable):
                 history.add(namespace, text, session_id)
         if not request.speculates:
-            return Drafting((), own, None, is_kept)
+            return Drafting((), None, own, None, is_kept)
         hidden = () if is_kept else request.quotable
         for text in (*hidden, request.tokens[-SHORTEST_MATCH if is_kept else -MAX_OWN_TOKENS :]):
             for token in text.tolist():
                 own.push(token)
-        texts: list[FollowedText | ExpectedText] = []
-        follower = HistoryFollower(history, own)
-        texts.append(FollowedText(DraftSource.HISTORY, follower, self._odds[DraftSource.HISTORY]))
-        prediction = None
-        if request.prediction is not None:
-            prediction = PredictionFollower(request.prediction)
-            texts.append(FollowedText(DraftSource.PREDICTION, prediction, self._odds[DraftSource.PREDICTION]))
+        followers: dict[DraftSource, Follower] = {DraftSource.HISTORY: HistoryFollower(history, own)}
+        prediction = None if request.prediction is None else PredictionFollower(request.prediction)
+        if prediction is not None:
+            followers[DraftSource.PREDICTION] = prediction
         if request.grammar is not None or request.thinking is not None:
-            texts.append(FollowedText(DraftSource.GRAMMAR, ForcedText(forced), self._odds[DraftSource.GRAMMAR]))
-        if self._drafts_itself:
-            texts.append(ExpectedText(self._drafter, self._odds[self._drafter], lambda: self._token_cost))
-        return Drafting(texts, own, prediction, is_kept)
+            followers[DraftSource.GRAMMAR] = ForcedText(forced)
+        texts = [FollowedText(source, self._odds[source], follower) for source, follower in followers.items()]
+        expected = ExpectedText(self._drafter, self._odds[self._drafter]) if self._drafts_itself else None
+        return Drafting(texts, expected, own, prediction, is_kept)
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
         """Whether drafts are likely to pay after the step under way, its tokens taken for the followed ones."""
@@ -576,9 +565,9 @@ class Speculation:
 
     def observe_drafting(self, wanted: Sequence[int], seconds: float) -> None:
         """Takes the drafter's seconds for `wanted` tokens of each row."""
-        self._drafting_seconds = seconds
+        self._drafting_seconds, odds = seconds, self._odds[self._drafter]
         cost = seconds / max(wanted) / self._cost.plain(sum(number > 0 for number in wanted))
-        self._token_cost += _OTHER_SHARE * (min(cost, _STALL * self._token_cost) - self._token_cost)
+        odds.cost += _OTHER_SHARE * (min(cost, _STALL * odds.cost) - odds.cost)
 
     def learn(
         self,

@@ -37,9 +37,7 @@ class Predicting:
 
     def begin(self, *_: object) -> SimpleNamespace:
         nothing = lambda *_: None  # noqa: E731
-        row = SimpleNamespace(push=nothing, end=nothing, prediction=None, drafts=True)
-        row.forgo_drafter = lambda: setattr(row, "drafts", False)
-        return row
+        return SimpleNamespace(push=nothing, end=nothing, prediction=None, expected=object())
 
     def may_draft(self, rows: Sequence[object]) -> bool:
         return True
@@ -52,7 +50,7 @@ class Predicting:
         known: list[int],
     ) -> list[list[int]]:
         length = next(self._lengths)
-        wanted = [length * row.drafts for row in rows]
+        wanted = [length * (row.expected is not None) for row in rows]
         return predict([*map(min, limits, wanted)]) if any(wanted) else [[] for _ in rows]
 
     def learn(

@@ -379,7 +379,7 @@ def test_what_an_mtp_module_loses_keeps_no_text_from_being_followed(num_rows: in
 def test_texts_are_followed_on_once_the_drafter_has_failed() -> None:
     simulation = Simulation(flat, draft_seconds=0.0001, accuracy=1.0)
     rows = copied_rows(simulation, 1, 0.02)
-    rows[0][0].forgo_drafter()
+    rows[0][0].expected = None
     assert simulation.run(rows) > 3
     assert simulation.speculation.stats.drafted[DraftSource.MTP] == 0
 
