@@ -10,24 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
-from numpy.typing import NDArray
 
-from cache.types import LayerCache
 from models.adapter import NO_ADAPTER, Adapter
-from models.inference.groups import BatchRow
-from models.inference.ragged import RaggedBatch, ragged_attention
-from models.mlx_lm_import import make_prompt_cache
 
 logger = logging.getLogger(__name__)
-
-
-class CannotMix(Exception):
-    """A layer's call does not tell rows of different adapters apart."""
 
 
 class AdapterSet:
@@ -81,7 +72,7 @@ class AdaptedLayer(Module):
     def as_linear(self, x: mx.array) -> mx.array:
         """Evaluates an embedding as the layer that makes logits."""
         if isinstance(self._adapters.selected, tuple):
-            raise CannotMix("an embedding")
+            raise ValueError("an embedding does not tell rows of different adapters apart")
         return self._of(self._adapters.selected).as_linear(x)  # type: ignore[no-any-return]
 
     def _of(self, index: int) -> Any:
@@ -89,7 +80,7 @@ class AdaptedLayer(Module):
 
     def _mixed(self, x: mx.array, rows: tuple[int, ...]) -> mx.array:
         if x.ndim != 3 or x.shape[0] != len(rows):
-            raise CannotMix(f"an input of shape {x.shape} for {len(rows)} rows")
+            raise ValueError(f"an input of shape {x.shape} does not tell rows of {len(rows)} adapters apart")
         places, scales = _places(rows, self.variants.scales)
         a, b = self.variants.stacked
         added = scales * mx.gather_mm(mx.gather_mm(x, a, rhs_indices=places), b, rhs_indices=places)
@@ -145,8 +136,7 @@ def own_arrays(layer: Module) -> dict[str, mx.array]:
     return {name: value for name, value in layer.items() if isinstance(value, mx.array)}
 
 
-_PROMPT_TOKENS = 5
-_STEPS = 2
+_NUM_TOKENS = 3
 _LARGEST_SHARE = 0.1
 """Largest rounding, as a fraction of the adapters' effect."""
 _ROUNDING = 16
@@ -165,37 +155,21 @@ def _find_mixing_fault(model: Any, adapters: AdapterSet, vocab_size: int) -> str
     if not all(layer.variants.are_plain for layer in adapters.layers):
         return "not all layers of the adapters are plain LoRA"
     rows = [NO_ADAPTER, *(adapter.index for adapter in adapters.adapters), NO_ADAPTER]
-    tokens = np.random.default_rng(0).integers(0, vocab_size, (len(rows), _PROMPT_TOKENS + _STEPS)).astype(np.int32)
+    tokens = mx.array(np.random.default_rng(0).integers(0, vocab_size, (len(rows), _NUM_TOKENS)))
     try:
-        found = [
-            mx.concatenate(
-                [_logits(model, adapters, [row], fed[None]) for row, fed in zip(chosen, tokens, strict=True)]
-            )
-            for chosen in (rows, [NO_ADAPTER] * len(rows))
-        ]
-        found.append(_logits(model, adapters, rows, tokens))
-        alone, bare, together = (np.array(logits.astype(mx.float32)) for logits in found)
+        together, bare = (_logits(model, adapters, which, tokens) for which in (rows, [NO_ADAPTER] * len(rows)))
+        alone = mx.concatenate(
+            [_logits(model, adapters, [row], tokens[place : place + 1]) for place, row in enumerate(rows)]
+        )
+        parts = together - alone, alone - bare, alone
+        error, effect, largest = (float(np.abs(np.array(part.astype(mx.float32))).max()) for part in parts)
     except Exception as reason:  # an error only shows that this model cannot be called in this way
         return f"{type(reason).__name__}: {reason}"
-    error, rounding = float(np.abs(together - alone).max()), _ROUNDING * float(mx.finfo(found[-1].dtype).eps)
-    allowed = max(_LARGEST_SHARE * float(np.abs(alone - bare).max()), rounding * float(np.abs(alone).max()))
+    allowed = max(_LARGEST_SHARE * effect, _ROUNDING * float(mx.finfo(alone.dtype).eps) * largest)
     return None if error <= allowed else f"together they differ from each alone by {error:.3g}"
 
 
-def _logits(model: Any, adapters: AdapterSet, rows: Sequence[int], tokens: NDArray[np.int32]) -> mx.array:
-    """Of the last tokens of rows with these adapters, evaluated together: `[num_rows, steps, vocab_size]`."""
-    caches = [_prefilled(model, adapters, index, row) for index, row in zip(rows, tokens, strict=True)]
-    layers = RaggedBatch([BatchRow(one) for one in caches]).layers if len(rows) > 1 else caches[0]
-    found = []
-    for step in range(_PROMPT_TOKENS, _PROMPT_TOKENS + _STEPS):
-        with adapters.selecting(rows), ragged_attention():
-            found.append(model(mx.array(tokens[:, step, None]), cache=layers)[:, -1])
-    return mx.stack(found, axis=1)
-
-
-def _prefilled(model: Any, adapters: AdapterSet, adapter: int, tokens: NDArray[np.int32]) -> list[LayerCache]:
-    caches = list(make_prompt_cache(model))
-    with adapters.selecting([adapter]):
-        model(mx.array(tokens[None, :_PROMPT_TOKENS]), cache=caches)
-    mx.eval([cache.state for cache in caches])
-    return caches
+def _logits(model: Any, adapters: AdapterSet, rows: Sequence[int], tokens: mx.array) -> mx.array:
+    """Of rows with these adapters, evaluated together: `[num_rows, num_tokens, vocab_size]`."""
+    with adapters.selecting(rows):
+        return cast(mx.array, model(tokens))

@@ -60,14 +60,12 @@ class AdapterFolder:
 def read_folder(name: str, folder: str) -> AdapterFolder:
     """An adapter's folder; raises ModelNotFound and ModelBroken."""
     path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise ModelNotFound(f"adapter {name}: there is no folder {path}")
     if not (path / CONFIG).is_file():
-        raise ModelNotFound(f"adapter {name}: {path} has no {CONFIG}, so it is not an adapter")
+        raise ModelNotFound(f"adapter {name}: there is no file {path / CONFIG}, so {path} is no adapter")
     config = weights.require_json(path / CONFIG, f"adapter {name}")
     found = AdapterFolder(name, path, config, is_peft="peft_type" in config)
     if not found.weights.is_file():
-        raise ModelNotFound(f"adapter {name}: {path} has no {found.weights.name}")
+        raise ModelNotFound(f"adapter {name}: there is no file {found.weights}")
     (_check_peft if found.is_peft else _check_mlx)(name, config)
     try:
         # MLX trusts the length in the header of such a file.
@@ -81,12 +79,11 @@ def _check_mlx(name: str, config: Mapping[str, Any]) -> None:
     kind, parameters = config.get("fine_tune_type", "lora"), cast(Any, config.get("lora_parameters"))
     if kind == "full":
         raise ModelBroken(f"adapter {name}: it is a full fine-tune, a model of its own; make one with mlx_lm.fuse")
-    has_places = isinstance(parameters, dict) and isinstance(config.get("num_layers"), int)
-    if kind not in ("lora", "dora") or not has_places:
-        raise ModelBroken(f"adapter {name}: {CONFIG} names no lora_parameters and num_layers, as mlx-lm writes them")
-    for key in ("rank", "scale"):
-        if not isinstance(parameters.get(key), int | float):
-            raise ModelBroken(f"adapter {name}: {CONFIG} has no {key} in lora_parameters")
+    sizes = [parameters.get(key) for key in ("rank", "scale")] if isinstance(parameters, dict) else [None]
+    has_numbers = all(isinstance(size, int | float) for size in (config.get("num_layers"), *sizes))
+    if kind not in ("lora", "dora") or not has_numbers:
+        wanted = "num_layers and lora_parameters with rank and scale, as mlx-lm writes them"
+        raise ModelBroken(f"adapter {name}: {CONFIG} lacks {wanted}")
 
 
 _NOT_SUPPORTED = {
@@ -175,10 +172,8 @@ def _around(layer: Module | None, folder: AdapterFolder, path: str, factors: Map
     made = LoRALinear.from_base(layer, r=rank, scale=scale)
     shapes = made.lora_a.shape, made.lora_b.shape
     if shapes != (a.shape, b.shape):
-        raise ModelBroken(
-            f"adapter {folder.name}: {path} has factors of shapes {a.shape} and {b.shape}, and the model's "
-            f"layer takes {shapes[0]} and {shapes[1]}"
-        )
+        told = f"factors of shapes {a.shape} and {b.shape}, and the model's layer takes {shapes[0]} and {shapes[1]}"
+        raise ModelBroken(f"adapter {folder.name}: {path} has {told}")
     made.lora_a, made.lora_b = a, b
     return cast(Module, made)
 

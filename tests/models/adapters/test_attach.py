@@ -156,15 +156,15 @@ def test_what_is_no_adapter_of_the_model_is_refused_in_words(tmp_path: Path) -> 
     bare = lora("bare")
     (bare / "adapters.safetensors").unlink()
     cases: list[tuple[Path, str]] = [
-        (tmp_path / "nowhere", "there is no folder"),
-        (empty, "has no adapter_config.json"),
+        (tmp_path / "nowhere", "there is no file"),
+        (empty, "there is no file .*adapter_config.json"),
         (damaged, "is damaged"),
-        (bare, "has no adapters.safetensors"),
+        (bare, "there is no file .*adapters.safetensors"),
         (cut, "adapters.safetensors is damaged"),
         (endless, "adapters.safetensors is damaged"),
         (broken(lora("full"), fine_tune_type="full"), "a model of its own"),
-        (broken(lora("odd"), lora_parameters={}), "no rank in lora_parameters"),
-        (broken(lora("older"), lora_parameters=None), "names no lora_parameters"),
+        (broken(lora("odd"), lora_parameters={}), "lacks .* rank"),
+        (broken(lora("older"), lora_parameters=None), "lacks .* lora_parameters"),
         (tiny_adapters.write_mlx("qwen3_5", tmp_path / "other", seed=1), "not one of this model"),
         (peft("ia3", peft_type="IA3"), "'IA3' is not supported"),
         (peft("dora", use_dora=True), "use_dora"),
