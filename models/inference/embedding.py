@@ -5,16 +5,13 @@ evaluated together, padded at the end, which changes nothing; a long one alone, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.types import LayerCache
 from models.adapter import NO_ADAPTER
 from models.errors import EmbeddingUnsupported
 from models.formats import Judgement, Pooling, Reading
@@ -31,8 +28,7 @@ class Embedder:
     """Makes vectors with one model."""
 
     def __init__(self, model: Any, adapters: AdapterSet | None = None) -> None:
-        self._model = model
-        self._adapters = adapters
+        self.model, self.adapters = model, adapters
 
     def embed(self, texts: Sequence[NDArray[np.int32]], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
         """Vectors of texts of one token or more; raises EmbeddingUnsupported."""
@@ -40,21 +36,20 @@ class Embedder:
         padded = np.zeros((len(texts), max(len(text) for text in texts)), np.int32)
         for row, text in enumerate(texts):
             padded[row, : len(text)] = text
-        with selecting(self._adapters, adapter):
+        with selecting(self.adapters, adapter):
             states = evaluate(mx.array(padded))
             rows = [_read(states[row, : len(text)], reading) for row, text in enumerate(texts)]
             return [self.finished(row, reading) for row in rows]
 
     def begin(self, reading: Reading, adapter: int = NO_ADAPTER) -> "LongText":
         """A text to evaluate chunk by chunk; raises EmbeddingUnsupported."""
-        selected = partial(selecting, self._adapters, adapter)
-        return LongText(self, self.evaluation(reading), selected, list(make_prompt_cache(self._model)), reading)
+        return LongText(self, reading, adapter)
 
     def evaluation(self, reading: Reading) -> _Evaluate:
         """What gives states, or logits, that are read; raises EmbeddingUnsupported."""
         if isinstance(reading, Pooling) or self._head is not None:
             return self._trunk
-        return cast(_Evaluate, self._model)
+        return cast(_Evaluate, self.model)
 
     def finished(self, read: mx.array, reading: Reading) -> Vector:
         """The vector of what was read of a text."""
@@ -73,13 +68,13 @@ class Embedder:
         except EmbeddingUnsupported:
             return None
         tokens = mx.array([[1, 2, 3]])
-        wanted, states = self._model(tokens), trunk(tokens)
-        return next((head for head in _heads(self._model) if _makes(head, states, wanted)), None)
+        wanted, states = self.model(tokens), trunk(tokens)
+        return next((head for head in _heads(self.model) if _makes(head, states, wanted)), None)
 
     @cached_property
     def _trunk(self) -> _Evaluate:
         """The innermost part that gives states; raises EmbeddingUnsupported."""
-        found = [part for part in _parts(self._model)[1:] if _gives_states(part)]
+        found = [part for part in _parts(self.model)[1:] if _gives_states(part)]
         if not found:
             raise EmbeddingUnsupported(
                 "the layers of this model cannot be evaluated by themselves, so it makes no vectors"
@@ -87,35 +82,29 @@ class Embedder:
         return cast(_Evaluate, found[-1])
 
 
-@dataclass
 class LongText:
     """One text, evaluated chunk by chunk."""
 
-    _embedder: Embedder
-    _evaluate: _Evaluate
-    _selecting: Callable[[], AbstractContextManager[None]]
-    _caches: list[LayerCache]
-    _reading: Reading
-    _pooled: mx.array | None = None
-    _num_tokens: int = 0
+    def __init__(self, embedder: Embedder, reading: Reading, adapter: int) -> None:
+        self._embedder, self._reading, self._adapter = embedder, reading, adapter
+        self._evaluate, self._caches = embedder.evaluation(reading), list(make_prompt_cache(embedder.model))
+        self._pooled: mx.array | None = None
 
     def feed(self, tokens: NDArray[np.int32]) -> None:
         """Evaluates the next tokens."""
-        with self._selecting():
+        with selecting(self._embedder.adapters, self._adapter):
             states = self._evaluate(mx.array(tokens)[None], cache=self._caches)[0]
-        before, weight = self._pooled, self._num_tokens / (self._num_tokens + len(tokens))
         now = _read(states, self._reading)
-        if before is None or self._reading is Pooling.LAST or isinstance(self._reading, Judgement):
+        if self._pooled is None or self._reading not in (Pooling.MEAN, Pooling.FIRST):
             self._pooled = now
         elif self._reading is Pooling.MEAN:
-            self._pooled = before * weight + now * (1 - weight)
-        self._num_tokens += len(tokens)
+            self._pooled = self._pooled + now
         mx.eval(self._pooled, [cache.state for cache in self._caches])
 
     def vector(self) -> Vector:
         """Of all tokens fed so far, at least one."""
         assert self._pooled is not None, "a text without tokens has no vector"
-        with self._selecting():
+        with selecting(self._embedder.adapters, self._adapter):
             return self._embedder.finished(self._pooled, self._reading)
 
 
@@ -150,10 +139,10 @@ def _makes(head: _Evaluate, states: mx.array, wanted: mx.array) -> bool:
 
 
 def _read(states: mx.array, reading: Reading) -> mx.array:
-    """`[dimensions]` from one text's states `[num_tokens, dimensions]`."""
+    """`[dimensions]` from one text's states `[num_tokens, dimensions]`; of a vector only the direction counts."""
     if isinstance(reading, Judgement):
         return states[-1]
     states = states.astype(mx.float32)
     if reading is Pooling.MEAN:
-        return states.mean(axis=0)
-    return states[0] if reading is Pooling.FIRST else states[-1]
+        return states.sum(axis=0)
+    return states[0 if reading is Pooling.FIRST else -1]
