@@ -4,13 +4,11 @@ The order: a grammar's mask, logit bias, bans and penalties, temperature, filter
 typical-p, XTC), one draw. A draw adds Gumbel noise and takes the maximum (Maddison, Tarlow, Minka, "A* Sampling",
 2014, section 2). Noise depends on the request's seed and earlier draws, not on other rows.
 
-- Prompt and output are one row of tokens. A window has a fixed length, its newest token last. `NO_TOKEN` stands for
-  missing tokens and ids beyond the logits. A penalty takes over its rows' windows when the rows change, counts
-  sampled tokens unread, and gives the windows back. A grammar wins over tokens ruled out.
+- A penalty's window has a fixed length, its newest token last; `NO_TOKEN` stands for missing tokens and ids beyond
+  the logits. It takes over its rows' windows when the rows change, counts sampled tokens unread, and gives the
+  windows back. A grammar wins over tokens ruled out.
 - A filter takes log-probabilities up to a constant, and keeps at least one token per row and all that tie with the
   last kept.
-
-What no row uses is None.
 """
 
 import hashlib
@@ -34,9 +32,9 @@ Stage: TypeAlias = Callable[[mx.array], mx.array]
 """Changes the logits of all rows of a step, float32 `[num_rows, vocab_size]`."""
 
 _Window: TypeAlias = dict[str, mx.array]
-"""The last tokens of one sequence at which a penalty looks, `recent`, int32 `[length]`, and what it knows of them.
+"""The last tokens of one sequence at which a penalty looks, `recent`, and what it knows of them.
 
-`recent` is empty for an unbounded window, which no token leaves.
+`recent` is int32 `[length]`, empty for an unbounded window, which no token leaves.
 """
 
 
@@ -118,27 +116,19 @@ class RowSampling:
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        vocab_size: int,
-        *,
-        seed: int | None = None,
-        prompt: TokenIds = (),
-        emitted: TokenIds = (),
+        self, params: SamplingParams, vocab_size: int, *, prompt: TokenIds = (), emitted: TokenIds = ()
     ) -> None:
-        """Without `params.seed` and `seed`, the seed is random. A replay with `prompt` and `emitted` continues as
-        without the break.
-        """
-        chosen = params.seed if params.seed is not None else seed
-        self.params = params
-        self._vocab_size = vocab_size
-        self.seed = secrets.randbits(63) if chosen is None else chosen
+        """Without `params.seed` the seed is random."""
+        self.params, self._vocab_size = params, vocab_size
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.position = len(emitted)
         self.windows = _windows_of(params, (prompt, emitted), vocab_size)
 
     def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
-        """The state after the output `emitted`."""
-        return RowSampling(self.params, self._vocab_size, seed=self.seed, prompt=prompt, emitted=emitted)
+        """The state after the output `emitted`, which goes on as without a break."""
+        state = RowSampling(self.params, self._vocab_size, prompt=prompt, emitted=emitted)
+        state.seed = self.seed
+        return state
 
     def ahead(self, draft: Sequence[int]) -> list["RowSampling"]:
         """This state, and those behind each token of a draft. No `BatchSampler` may hold newer penalties."""
@@ -199,12 +189,8 @@ def _allowed_tokens(rows: Sequence[RowSampling], vocab_size: int) -> Stage | Non
     wanted = [row.params.allowed_token_ids for row in rows]
     if not any(wanted):
         return None
-    found = np.ones((len(wanted), vocab_size), np.bool_)
-    for row, token_ids in zip(found, wanted, strict=True):
-        if token_ids:
-            row[:] = False
-            row[list(token_ids)] = True
-    is_allowed = mx.array(found)
+    ids = np.arange(vocab_size)
+    is_allowed = mx.array(np.array([np.isin(ids, token_ids or ids) for token_ids in wanted]))
     return lambda logits: _unless_empty(mx.where(is_allowed, logits, -math.inf), logits)
 
 

@@ -229,8 +229,8 @@ def test_a_masked_row_takes_its_allowed_tokens_and_the_others_what_they_would_ha
     bits[[4, 9, 60]] = 1
     words = np.packbits(bits, bitorder="little").view(np.int32)
     for seed in range(20):
-        rows = [RowSampling(params, 50, seed=seed + n) for n in range(3)]
-        free = [RowSampling(params, 50, seed=seed + n) for n in range(3)]
+        rows = [RowSampling(replace(params, seed=seed + n), 50) for n in range(3)]
+        free = [RowSampling(replace(params, seed=seed + n), 50) for n in range(3)]
         tokens = np.array(BatchSampler(50).sample(logits, rows, [None, words, None]))
         unbound = np.array(BatchSampler(50).sample(logits, free))
         assert tokens[1] in (4, 9)
