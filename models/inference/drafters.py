@@ -10,13 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from cache.layers.layout import leaves_of, tail_of
-from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.feeds import seconds_of, unchanged
 from models.inference.ragged import Padding, RaggedLayer
@@ -32,7 +30,10 @@ StatesBefore: TypeAlias = Sequence[mx.array | None]
 
 
 class Evaluated(NamedTuple):
-    """What a call gives for each of its tokens, in one line over all rows; lazy."""
+    """What a call gives for each of its tokens, in one line over all rows; lazy.
+
+    Evaluating the logits evaluates the drafter's entries too, which nothing else may read.
+    """
 
     logits: mx.array
     """`[num_tokens, vocab_size]`."""
@@ -40,32 +41,6 @@ class Evaluated(NamedTuple):
     """The model's hidden state before each token, `[num_tokens, width]`; width 0 if unneeded."""
     behind: mx.array
     """The state behind each token."""
-
-    def states(self, start: int, stop: int) -> mx.array:
-        """The states before each of some tokens of a row, and behind the last, `[stop - start + 1, width]`."""
-        return mx.concatenate([self.before[start : start + 1], self.behind[start:stop]])
-
-
-class Behind:
-    """The hidden state behind rows' evaluated prompts; kept by the last cache of each row."""
-
-    def __init__(self) -> None:
-        self._found = WeakKeyDictionary[LayerCache, tuple[int, mx.array]]()
-
-    def set(self, caches: Sequence[LayerCache], state: mx.array) -> mx.array:
-        """`state` is `[1, width]`; returns a copy of it, to be evaluated."""
-        state = owned(state)
-        self._found[caches[-1]] = _offset(caches[-1]), state
-        return state
-
-    def get(self, caches: Sequence[LayerCache]) -> mx.array | None:
-        """None if it is not known, or the caches have changed since."""
-        offset, state = self._found.get(caches[-1], (-1, None))
-        return state if offset == _offset(caches[-1]) else None
-
-
-def _offset(cache: LayerCache) -> int:
-    return int(getattr(leaves_of([cache])[0], "offset", 0))
 
 
 class Drafter(ABC):
@@ -82,9 +57,9 @@ class Drafter(ABC):
     def make_cache(self) -> list[LayerCache]:
         """Empty layer caches for one row."""
 
-    @abstractmethod
     def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Logits, as a model gives them."""
+        """Logits, as a model gives them; with an MTP module only those of one row."""
+        return self.evaluate(tokens, cache, [tokens.shape[1]], [None]).logits.reshape(*tokens.shape, -1)
 
     @abstractmethod
     def evaluate(
@@ -153,10 +128,6 @@ class MtpDrafter(Drafter):
         alike = [cache for cache in others if isinstance(cache, RotatingKVCache) == self._module.slides]
         return [*make_prompt_cache(self._model), alike[-1]]
 
-    def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Of one row."""
-        return self.evaluate(tokens, cache, [tokens.shape[1]], [None]).logits[None]
-
     def evaluate(
         self, tokens: mx.array, caches: Sequence[LayerCache], lengths: Sequence[int], before: StatesBefore
     ) -> Evaluated:
@@ -166,7 +137,7 @@ class MtpDrafter(Drafter):
         states = _shifted(behind, lengths, before)
         # Nothing reads its output: of its layer only what makes the entries is computed.
         self._module(self._text.model.embed_tokens(tokens), states.reshape(*tokens.shape, -1), caches[-1])
-        return Evaluated(self._logits(hidden).flatten(0, 1), states, behind)
+        return Evaluated(_with_entries(self._logits(hidden).flatten(0, 1), caches[-1:]), states, behind)
 
     def _logits(self, hidden: mx.array) -> mx.array:
         output = self._text.lm_head if "lm_head" in self._text else self._text.model.embed_tokens.as_linear
@@ -193,18 +164,14 @@ class ModelDrafter(Drafter):
         """The draft model's behind the model's."""
         return [*make_prompt_cache(self._model), *make_prompt_cache(self._draft)]
 
-    def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Evaluating them evaluates the draft model's entries too."""
-        logits = self.evaluate(tokens, cache, (), ()).logits.reshape(*tokens.shape, -1)
-        return cast(list[mx.array], mx.depends([logits], entries_of(cache[-self.num_layers :])))[0]
-
     def evaluate(
         self, tokens: mx.array, caches: Sequence[LayerCache], lengths: Sequence[int], before: StatesBefore
     ) -> Evaluated:
         """As `Drafter.evaluate`."""
-        logits = self._model(tokens, cache=list(caches[: -self.num_layers])).flatten(0, 1)
+        logits, layers = self._model(tokens, cache=list(caches[: -self.num_layers])), caches[-self.num_layers :]
         # Nothing reads its output: only what makes the entries is computed.
-        self._logits(tokens, caches[-self.num_layers :])
+        self._logits(tokens, layers)
+        logits = _with_entries(logits.flatten(0, 1), layers)
         return Evaluated(logits, *[mx.zeros((len(logits), 0))] * 2)
 
     def _predict(
@@ -241,11 +208,10 @@ def _last(rows: mx.array, lengths: Sequence[int]) -> mx.array:
     return rows[mx.arange(len(lengths)), mx.array([*lengths]) - 1][:, None]
 
 
-def entries_of(layers: Sequence[LayerCache]) -> list[mx.array]:
-    """The arrays of a drafter's layers, to be evaluated with the step."""
-    found = list[Any]()
+def _with_entries(logits: mx.array, layers: Sequence[LayerCache]) -> mx.array:
+    entries = list[mx.array | None]()
     for leaf in leaves_of(layers):
         for member in leaf.members if isinstance(leaf, RaggedLayer) else [leaf]:
             tail = tail_of(member)
-            found += tail.cache if isinstance(tail, ArraysCache) else (tail.keys, tail.values)
-    return [array for array in found if array is not None]
+            entries += tail.cache if isinstance(tail, ArraysCache) else (tail.keys, tail.values)
+    return cast(list[mx.array], mx.depends([logits], [one for one in entries if one is not None]))[0]

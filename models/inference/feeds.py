@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -183,16 +183,12 @@ def measure_step_seconds(
         if best and time.perf_counter() - begun > max_seconds:
             break
         tokens = mx.array(rng.choice(vocab_size, (1, width), replace=False))
-        best[width] = min(best.get(width, float("inf")), _seconds_of(model, tokens, caches))
+        rewind = Rewind(caches, width)
+        seconds = seconds_of(partial(model, tokens, cache=caches))
+        rewind.undo()
+        best[width] = min(best.get(width, seconds), seconds)
     longest = max(best)
     return {width: best.get(width, best[longest] * width / longest) for width in WIDTHS}
-
-
-def _seconds_of(model: Any, tokens: mx.array, caches: Sequence[LayerCache]) -> float:
-    rewind = Rewind(caches, tokens.size)
-    seconds = seconds_of(lambda: model(tokens, cache=caches))
-    rewind.undo()
-    return seconds
 
 
 def seconds_of(compute: Callable[[], Any]) -> float:

@@ -1,7 +1,7 @@
 """Tests whether a model decodes ragged batches correctly. Worker thread only.
 
 Rows of different lengths are decoded together, and each is compared with the same row alone: logits, and what every
-layer writes into its caches. Rows lie before, at and beyond every length where attention may change (`find_borders`).
+layer writes into its caches. Rows lie before, at and beyond every length where attention may change (`_borders`).
 Long rows are synthetic, drawn from a few real tokens, with large values at borders: a mask wrong by one token then
 shows.
 
@@ -18,7 +18,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -31,9 +31,10 @@ from numpy.typing import NDArray
 from cache.layers.layout import leaves_of, row_leaf, split_at_head, tail_of
 from cache.layers.state import arrays_in
 from cache.types import LayerCache
+from models.inference import grouping
 from models.inference.batch import DecodeBatch
 from models.inference.feeds import copied_state, find_fixed
-from models.inference.grouping import Buffer, Row, Wanted, capacity_for
+from models.inference.grouping import Row, Wanted
 from models.inference.groups import BatchRow
 from models.inference.ragged import NotRagged, RaggedBatch, inputs_of, ragged_attention
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
@@ -110,13 +111,6 @@ MAX_NAMED_TOKENS = 8192
 
 _SIZE = re.compile(r"(window|window_size|chunk_size|index_topk)$")
 _BLOCKS = re.compile(r"^(.*)topk_blocks$")
-
-
-def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[int]) -> list[int]:
-    """Ascending lengths in tokens where attention may change; `asked_windows` is of `spy_on_masks`."""
-    kept = {leaf.window for leaf in map(row_leaf, leaves_of(caches)) if leaf is not None}
-    named = {size for size in _named_sizes(model, set()) if size <= MAX_NAMED_TOKENS}
-    return sorted(size for size in kept | asked_windows | named if size > 1)
 
 
 def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
@@ -232,26 +226,16 @@ class Form(Enum):
     ALONE = "one by one"
 
 
-@dataclass(frozen=True)
-class FoundForm:
-    """The best form that is proven, and why it is no better one."""
-
-    form: Form
-    reason: str | None = None
-
-    @property
-    def text(self) -> str:
-        """For a person."""
-        if self.reason is None:
-            return self.form.value
-        missing = {Form.ROWS: ", not in groups", Form.GROUPS: ", without heads"}.get(self.form, "")
-        return f"{self.form.value}{missing}, because {self.reason}"
+def told(form: Form, fault: str | None) -> str:
+    """The best form that is proven and, for a person, why it is no better one."""
+    missing = {Form.ROWS: ", not in groups", Form.GROUPS: ", without heads"}.get(form, "")
+    return form.value if fault is None else f"{form.value}{missing}, because {fault}"
 
 
 class _Trial(NamedTuple):
-    """A way to evaluate rows; a group has one row more later."""
+    """A way to evaluate rows."""
 
-    groups: Sequence[Sequence[int]] = ()
+    group: Sequence[int] = ()
     on_head: Sequence[int] = ()
     """Rows whose beginning is one head."""
     in_chunks: bool = False
@@ -262,8 +246,8 @@ class _Trial(NamedTuple):
 
 _TRIALS: dict[Form, Sequence[_Trial]] = {
     Form.ROWS: [_Trial()],
-    Form.GROUPS: [_Trial([[0, 1, 2]]), _Trial([[0, 1]])],
-    Form.HEADS: [_Trial([[1, 2]], (1, 2)), _Trial((), (1, 2)), _Trial((), (1, 2), in_chunks=True)],
+    Form.GROUPS: [_Trial((0, 1, 2)), _Trial((0, 1))],
+    Form.HEADS: [_Trial((1, 2), (1, 2)), _Trial((), (1, 2)), _Trial((), (1, 2), in_chunks=True)],
 }
 """With one group a model may make masks itself; with more members only their caches can."""
 
@@ -289,18 +273,17 @@ class Probe:
 
     @property
     def left_seconds(self) -> float:
-        return self.max_seconds - self._seconds_after(0)
+        return self.max_seconds - self._num_evaluated * self._token_seconds
 
-    def find_form(self, *, shares_heads: bool = True) -> FoundForm:
-        """The best form proven to give rows of different lengths the same as alone."""
+    def find_form(self, *, shares_heads: bool = True) -> tuple[Form, str]:
+        """The best form proven to give rows of different lengths the same as alone; for a person too, see `told`."""
         form, fault, rows = Form.ALONE, None, _Made()
         for better in _TRIALS:
             if fault := self._explained(self._find_form_fault, better, rows, shares_heads):
                 break
             form = better
-        found = FoundForm(form, fault)
-        logger.log(logging.WARNING if form is Form.ALONE else logging.INFO, "rows decode %s", found.text)
-        return found
+        logger.log(logging.WARNING if form is Form.ALONE else logging.INFO, "rows decode %s", told(form, fault))
+        return form, told(form, fault)
 
     def _find_form_fault(self, form: Form, rows: _Made, shares_heads: bool) -> str | None:
         if form is Form.ROWS:
@@ -352,18 +335,14 @@ class Probe:
         self._eps = max(float(mx.finfo(array.dtype).eps) for array in floating)
         for cache in leaves:
             cache.__dict__.pop("make_mask", None)  # which refers to the cache: its arrays would not be freed at once
-        return sorted({*find_borders(self.model, caches, windows), _GROWTH_TOKENS})
-
-    def _affords(self, num_tokens: int) -> bool:
-        return self._seconds_after(num_tokens) <= self.max_seconds
-
-    def _seconds_after(self, num_tokens: int) -> float:
-        return (self._num_evaluated + num_tokens) * self._token_seconds
+        windows |= {leaf.window for leaf in map(row_leaf, leaves) if leaf is not None}
+        windows |= {size for size in _named_sizes(self.model, set()) if size <= MAX_NAMED_TOKENS}
+        return sorted({*(size for size in windows if size > 1), _GROWTH_TOKENS})
 
     def _require(self, num_tokens: int) -> None:
-        if not self._affords(num_tokens):
-            needed, pace = self._seconds_after(num_tokens), f"at {self._token_seconds:.2g} s per token"
-            raise NotProven(f"that takes {needed:.0f} s, {pace}, more than {self.max_seconds:.0f} s")
+        needed, pace = num_tokens * self._token_seconds, f"at {self._token_seconds:.2g} s per token"
+        if needed > self.left_seconds:
+            raise NotProven(f"that takes {needed:.0f} s, {pace}, more than {self.left_seconds:.0f} s")
 
     def __call__(self, tokens: list[list[int]] | mx.array, caches: Sequence[LayerCache]) -> mx.array:
         """Evaluated logits `[num_rows, num_tokens, vocab_size]`."""
@@ -494,8 +473,7 @@ class _Rows:
             batch.hold(rows[row], len(tokens))
             return {row: list(self._evaluate([tokens], rows[row].caches)[0])}
         peers = [row for row in fed if not trial.on_head or row in trial.on_head]
-        groups = [[peers.index(row) for row in group if row in peers] for group in trial.groups]
-        batch.choose = partial(_choose_these, groups)
+        batch.choose = partial(_choose_these, [peers.index(row) for row in trial.group if row in peers])
         layers = batch.arrange([rows[row] for row in fed], float("inf"), [*map(len, fed.values())])
         order = [row for one in batch.rows for row in fed if rows[row] is one]
         line, lengths = mx.array([token for row in order for token in fed[row]]), [len(fed[row]) for row in order]
@@ -510,19 +488,10 @@ class _Rows:
         return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]
 
 
-def _choose_these(
-    members: Sequence[Sequence[int]], rows: Sequence[Row], groups: Sequence[Buffer], *, spare_tokens: float
-) -> list[Wanted]:
-    """Puts each member's rows into one group with room for one more; keeps a group while its rows fit."""
-    wanted = list[Wanted]()
-    for places in (tuple(member) for member in members if 1 < len(member) <= len(rows)):
-        found = [rows[place] for place in places]
-        kept = found[0].group
-        if kept is None or max(row.tokens for row in found) >= groups[kept].capacity:
-            wanted.append(Wanted(places, Buffer(len(places) + 1, capacity_for(found))))
-        else:
-            wanted.append(Wanted(places, groups[kept], kept))
-    return wanted
+def _choose_these(members: Sequence[int], rows: Sequence[Row], *arguments: Any, spare_tokens: float) -> list[Wanted]:
+    """As many as can be of the rows at these places share a buffer."""
+    rows = [replace(row, can_share=place in members) for place, row in enumerate(rows)]
+    return grouping.plan(rows, *arguments, costs=grouping.Costs(1e9), spare_tokens=spare_tokens)
 
 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:

@@ -19,24 +19,27 @@ other rows are unharmed, or raise `RowLost` in their next step. Knows no request
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
 from cache.layers.layout import leaves_of
+from cache.layers.state import owned
 from cache.types import LayerCache, TokenArray
 from models import lora
 from models.adapter import NO_ADAPTER
 from models.errors import RowLost
 from models.inference import grouping
 from models.inference.batch import DecodeBatch, measure_costs, measure_head_tokens
-from models.inference.drafters import Behind, Drafter, entries_of
+from models.inference.drafters import Drafter
 from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
 from models.inference.groups import BatchRow
 from models.inference.probe import MAX_SECONDS, Form, Probe
@@ -76,11 +79,9 @@ class StepLogprobs:
         places = {row: place for place, row in enumerate(telling)}
         return cls(places, num_top, found, _likeliest(found, max(num_top)))
 
-    def read(self, row: int, token: int) -> TokenLogprob | None:
-        """Log-probability of `token`, sampled or not, in a row of the step."""
-        place = self.places.get(row)
-        if place is None:
-            return None
+    def read(self, row: int, token: int) -> TokenLogprob:
+        """Log-probability of `token`, sampled or not, in a requesting row of the step."""
+        place = self.places[row]
         # Views where memory is shared: nothing is computed or copied.
         found, ids = np.asarray(self.all)[place], np.asarray(self.top_ids)[place, : self.num_top[place]]
         return TokenLogprob(token, float(found[token]), tuple((int(one), float(found[one])) for one in ids))
@@ -129,8 +130,6 @@ class DecodeStep:
     """With feeds and a drafter: hidden states before each fed token, and behind the last."""
     ahead: list[list[RowSampling]] = field(default_factory=list)
     """With feeds: each row's states that draw behind its last known token and behind each token of its draft."""
-    entries: list[mx.array] = field(default_factory=list)
-    """Arrays of the drafter's layers, until the step is started."""
 
     def tokens(self) -> list[list[int]]:
         """Waits for the step; returns each row's samples: behind its last known token and each token of its draft."""
@@ -148,7 +147,8 @@ class DecodeStep:
         """Of `token` as a row's sample number `place`, None if not requested; `tokens` must come first."""
         if self.logprobs is None:
             return None
-        return self.logprobs.read(index if self.feeds is None else self.feeds.samples[index][place], token)
+        row = index if self.feeds is None else self.feeds.samples[index][place]
+        return self.logprobs.read(row, token) if row in self.logprobs.places else None
 
 
 class Runner:
@@ -169,17 +169,17 @@ class Runner:
         self._model = model
         self._drafter = drafter
         self._whole = drafter or model
-        self._behind = Behind()
+        self._behind = WeakKeyDictionary[LayerCache, tuple[int, mx.array]]()
+        """By a row's last cache: its offset, and the hidden state behind what `prefill` evaluated."""
         self._adapters = adapters
         self._vocab_size = vocab_size
         self._sampler = BatchSampler(vocab_size)
-        self._batches: dict[int, DecodeBatch] = {}
+        self._batches = defaultdict[int, DecodeBatch](self._make_batch)
         """By adapter, where adapters do not mix."""
         self._prefilled_tokens = 0
         self._num_steps = 0
         probe = Probe(model if drafter is None else drafter.probed, vocab_size, max_seconds=max_probe_seconds)
-        found = probe.find_form(shares_heads=shares_heads)
-        self.form, self.rows_form = found.form, found.text
+        self.form, self.rows_form = probe.find_form(shares_heads=shares_heads)
         """How several rows decode; for a person too, and why not better."""
         has_groups, is_together = self.form in (Form.GROUPS, Form.HEADS), self.form is not Form.ALONE
         self.costs = self._measure(measure_costs) if has_groups else None
@@ -238,12 +238,7 @@ class Runner:
         self._finish_prefill(caches, len(tokens))
 
     def score(
-        self,
-        caches: list[LayerCache],
-        tokens: TokenArray,
-        following: TokenArray,
-        num_top: int,
-        adapter: int = NO_ADAPTER,
+        self, caches: list[LayerCache], tokens: TokenArray, following: TokenArray, num_top: int, adapter: int
     ) -> list[TokenLogprob]:
         """Evaluates tokens like `prefill`; returns each of `following`'s log-probability after its token.
 
@@ -255,16 +250,22 @@ class Runner:
         assert told is not None, "there is a token at least"
         mx.eval(told.all, told.top_ids)
         self._finish_prefill(caches, len(tokens))
-        found = (told.read(row, int(token)) for row, token in enumerate(following) if token >= 0)
-        return [one for one in found if one is not None]
+        return [told.read(row, int(token)) for row, token in enumerate(following) if token >= 0]
 
     def _evaluate_prompt(self, caches: list[LayerCache], tokens: mx.array) -> mx.array:
         """Logits `[num_tokens, vocab_size]`."""
         if self._drafter is None:
             return cast(mx.array, self._model(tokens[None], cache=caches)[0])
-        found = self._drafter.evaluate(tokens[None], caches, [len(tokens)], [self._behind.get(caches)])
-        mx.eval(self._behind.set(caches, found.behind[-1:]))
+        found = self._drafter.evaluate(tokens[None], caches, [len(tokens)], [self._state_behind(caches)])
+        state = owned(found.behind[-1:])
+        mx.eval(state)
+        self._behind[caches[-1]] = _offset(caches), state
         return found.logits
+
+    def _state_behind(self, caches: Sequence[LayerCache]) -> mx.array | None:
+        """`[1, width]`; None if it is not known, or the caches have changed since."""
+        offset, state = self._behind.get(caches[-1], (-1, None))
+        return state if offset == _offset(caches) else None
 
     def _finish_prefill(self, caches: list[LayerCache], num_tokens: int) -> None:
         mx.eval([cache.state for cache in caches])
@@ -288,8 +289,7 @@ class Runner:
         Penalties look at `prompt` and `generated`, the output before a replay.
         """
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
-        before = None if self._drafter is None else self._behind.get(caches)
-        return DecodeRow(caches, state, [next_token], adapter, before=before)
+        return DecodeRow(caches, state, [next_token], adapter, before=self._state_behind(caches))
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
         """Feeds `row` `token` in the next step in place of the sample, which penalties forget.
@@ -355,8 +355,6 @@ class Runner:
             wanted = [step.logits if step.sampled is None else step.sampled]
             if step.logprobs is not None:
                 wanted += [step.logprobs.all, step.logprobs.top_ids]
-            wanted += step.entries
-            step.entries = []
             mx.async_eval(wanted)  # type: ignore[no-untyped-call]
         if step.sampled is None:
             return
@@ -376,13 +374,11 @@ class Runner:
             stays = {row: len(known) + num_accepted for row, known, num_accepted in fed}
             for name in self._names(step.rows):
                 self._batches[name].settle(stays)
-            kept = [stays[row] for row in step.rows]
-        for row, ahead, num_accepted in zip(step.rows, step.ahead, accepted, strict=True):
+        for row, ahead, known, num_accepted in zip(step.rows, step.ahead, feeds.known, accepted, strict=True):
             row.sampling = ahead[num_accepted]
-        if self._drafter is not None:
-            for row, known, num_accepted, num_kept in zip(step.rows, feeds.known, accepted, kept, strict=True):
-                row.before = step.states[row][num_kept : len(known) + num_accepted + 1]
-        return kept
+            if row in step.states:
+                row.before = step.states[row][stays[row] : len(known) + num_accepted + 1]
+        return [stays[row] for row in step.rows]
 
     def draft(self, rows: Sequence[DecodeRow], limits: Sequence[int]) -> list[list[int]]:
         """What the drafter expects each row to say behind its known tokens, up to `limits` tokens; blocks.
@@ -465,10 +461,10 @@ class Runner:
 
     def take_change(self) -> bool:
         """Whether shared buffers have changed since this was asked last."""
-        changed = any(batch.has_changed for batch in self._batches.values())
-        for batch in self._batches.values():
+        changed = [batch for batch in self._batches.values() if batch.has_changed]
+        for batch in changed:
             batch.has_changed = False
-        return changed
+        return bool(changed)
 
     def close(self) -> None:
         """Ends this thread's streams: ending with live ones can abort the process at exit."""
@@ -482,7 +478,7 @@ class Runner:
         places: dict[DecodeRow, Sequence[int]] = dict(zip(rows, in_line, strict=True))
         logits, order = list[mx.array](), list[int]()
         for name in self._names(rows):
-            batch = self._batch(name)
+            batch = self._batches[name]
             members = [row for row in rows if self.mixes or row.adapter == name]
             for caches, called in self._calls(batch, members, places, spare_bytes):
                 lengths = [len(places[row]) for row in called]
@@ -514,12 +510,10 @@ class Runner:
         layers = batch.arrange(joining, spare_bytes, lengths)
         return [(layers, batch.rows), *((row.caches, [row]) for row in apart)]
 
-    def _batch(self, name: int) -> DecodeBatch:
-        if name not in self._batches:
-            choose = self._choose if self.costs is not None else None
-            goes_ahead = self.feeds_together or self._drafter is not None
-            self._batches[name] = DecodeBatch(choose, self.max_feed_tokens if goes_ahead else 1)
-        return self._batches[name]
+    def _make_batch(self) -> DecodeBatch:
+        has_several = self.feeds_together or self._drafter is not None
+        choose = self._choose if self.costs is not None else None
+        return DecodeBatch(choose, self.max_feed_tokens if has_several else 1)
 
     def _choose(self, *rows_and_groups: Any, spare_tokens: float) -> list[grouping.Wanted]:
         assert self.costs is not None
@@ -546,12 +540,12 @@ class Runner:
                 return logits if seen is None else logits[seen]
             before = [None if row.before is None else row.before[:1] for row in rows]
             found = self._drafter.evaluate(inputs, caches, lengths, before)
-        step.entries += entries_of(caches[-self._drafter.num_layers :])
         for row, length, stop in zip(rows, lengths, accumulate(lengths), strict=True):
             if step.feeds is None:
                 row.before = found.behind[stop - 1 : stop]
             else:
-                step.states[row] = found.states(stop - length, stop)
+                start = stop - length
+                step.states[row] = mx.concatenate([found.before[start : start + 1], found.behind[start:stop]])
         return found.logits if seen is None else found.logits[seen]
 
     @contextmanager
@@ -564,9 +558,8 @@ class Runner:
 
     def _forget(self, rows: Sequence[DecodeRow]) -> None:
         """Drops what rows share: it may be damaged."""
-        for name in self._names(rows):
-            if name in self._batches:
-                self._batches[name].forget()
+        for name in self._batches.keys() & self._names(rows):
+            self._batches[name].forget()
 
 
 def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
@@ -574,11 +567,15 @@ def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
         raise RowLost("the state of a row was lost by an earlier error")
 
 
+def _offset(caches: Sequence[LayerCache]) -> int:
+    return int(getattr(leaves_of(caches)[-1], "offset", 0))
+
+
 def _can_draft_alone(row: DecodeRow, drafter: Drafter) -> bool:
     """Whether its caches hold its state, and no head's."""
-    own = [leaf for leaf in leaves_of(row.caches[-drafter.num_layers :]) if isinstance(leaf, ArraysCache)]
-    is_shared = row.group is not None or row.head is not None or any(leaf.empty() for leaf in own)
-    return not is_shared and _knows_before(row)
+    layers = leaves_of(row.caches[-drafter.num_layers :])
+    is_empty = any(isinstance(leaf, ArraysCache) and leaf.empty() for leaf in layers)
+    return row.group is None and row.head is None and not is_empty and _knows_before(row)
 
 
 def _knows_before(row: DecodeRow) -> bool:

@@ -338,10 +338,11 @@ class Row:
         num_accepted = next((i for i, token in enumerate(draft) if token != sampled[i]), len(draft))
         num_kept = len(known) + num_accepted
         kept, self.known = feed[:num_kept], sampled[num_accepted : num_accepted + 1]
-        self.before = found.states(0, num_kept)[-1:]
+        states = mx.concatenate([found.before[:1], found.behind[:num_kept]])
+        self.before = states[-1:]
         if recurrent and num_kept < len(feed):
             # Nothing stays; what was accepted is known, and evaluated again.
-            self.known, self.before = [*kept, *self.known], found.states(0, num_kept)
+            self.known, self.before = [*kept, *self.known], states
             kept = []
         self._rewind(len(feed) - len(kept), recurrent)
         self.output += sampled[: num_accepted + 1]

@@ -40,9 +40,9 @@ MIXTURES = {"qwen3_next", "gpt_oss", "deepseek_v3"}
 
 
 def test_the_form_is_told_with_the_reason_why_it_is_no_better_one() -> None:
-    assert probe.FoundForm(Form.GROUPS).text == "together, in groups"
-    assert probe.FoundForm(Form.ROWS, "it takes 40 s").text == "together, not in groups, because it takes 40 s"
-    assert probe.FoundForm(Form.ALONE, "it takes 40 s").text == "one by one, because it takes 40 s"
+    assert probe.told(Form.GROUPS, None) == "together, in groups"
+    assert probe.told(Form.ROWS, "it takes 40 s") == "together, not in groups, because it takes 40 s"
+    assert probe.told(Form.ALONE, "it takes 40 s") == "one by one, because it takes 40 s"
 
 
 def is_ragged(model: Any, seed: int = 0) -> bool:
@@ -51,7 +51,7 @@ def is_ragged(model: Any, seed: int = 0) -> bool:
 
 
 def form_of(model: Any, seed: int = 0, *, shares_heads: bool = True) -> Form:
-    return Probe(model, VOCAB, max_seconds=float("inf"), seed=seed).find_form(shares_heads=shares_heads).form
+    return Probe(model, VOCAB, max_seconds=float("inf"), seed=seed).find_form(shares_heads=shares_heads)[0]
 
 
 @functools.cache
@@ -336,7 +336,7 @@ def test_a_slow_machine_decodes_row_by_row_soon_and_says_why(
     seconds_per_token: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = SlowModel(seconds_per_token)
-    assert Probe(model, VOCAB, clock=lambda: model.now, max_seconds=20).find_form().form is Form.ALONE
+    assert Probe(model, VOCAB, clock=lambda: model.now, max_seconds=20).find_form()[0] is Form.ALONE
     assert model.now <= 20 or model.now <= 2 * seconds_per_token
     (record,) = [record for record in caplog.records if record.name == "models.inference.probe"]
     assert record.levelno == logging.WARNING
@@ -353,14 +353,14 @@ def test_time_in_which_a_gpu_compiles_kernels_does_not_count() -> None:
         return model(tokens, cache)
 
     compiling.make_cache = model.make_cache  # type: ignore[attr-defined]
-    assert Probe(compiling, VOCAB, clock=lambda: model.now, max_seconds=5).find_form().form is Form.HEADS
+    assert Probe(compiling, VOCAB, clock=lambda: model.now, max_seconds=5).find_form()[0] is Form.HEADS
     assert model.now > 60
 
 
 def test_the_time_is_kept_while_trials_are_repeated() -> None:
     slow = SlowModel(0.1)
     faulty = FaultyModel(slow, OffsetOffByOne)
-    assert Probe(faulty, VOCAB, clock=lambda: slow.now, max_seconds=8).find_form().form is Form.ALONE
+    assert Probe(faulty, VOCAB, clock=lambda: slow.now, max_seconds=8).find_form()[0] is Form.ALONE
     assert slow.now <= 8
 
 
