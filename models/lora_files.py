@@ -30,13 +30,13 @@ from models.errors import ModelBroken, ModelNotFound, told_as
 from models.lora import AdaptedLayer, AdapterSet, Variants, own_arrays
 
 CONFIG = "adapter_config.json"
-MLX_WEIGHTS = "adapters.safetensors"
-PEFT_WEIGHTS = "adapter_model.safetensors"
+_MLX_WEIGHTS = "adapters.safetensors"
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
-class AdapterFolder:
+class _AdapterFolder:
     """An adapter's files, checked without the model."""
 
     name: str
@@ -46,7 +46,7 @@ class AdapterFolder:
 
     @property
     def weights(self) -> Path:
-        return self.path / (PEFT_WEIGHTS if self.is_peft else MLX_WEIGHTS)
+        return self.path / (_PEFT_WEIGHTS if self.is_peft else _MLX_WEIGHTS)
 
     def digest(self) -> str:
         """32 hexadecimal digits of the files' contents. Reads all."""
@@ -57,13 +57,13 @@ class AdapterFolder:
         return found.hexdigest()[:32]
 
 
-def read_folder(name: str, folder: str) -> AdapterFolder:
+def read_folder(name: str, folder: str) -> _AdapterFolder:
     """An adapter's folder; raises ModelNotFound and ModelBroken."""
     path = Path(folder).expanduser()
     if not (path / CONFIG).is_file():
         raise ModelNotFound(f"adapter {name}: there is no file {path / CONFIG}, so {path} is no adapter")
     config = weights.require_json(path / CONFIG, f"adapter {name}")
-    found = AdapterFolder(name, path, config, is_peft="peft_type" in config)
+    found = _AdapterFolder(name, path, config, is_peft="peft_type" in config)
     if not found.weights.is_file():
         raise ModelNotFound(f"adapter {name}: there is no file {found.weights}")
     (_check_peft if found.is_peft else _check_mlx)(name, config)
@@ -127,7 +127,7 @@ def attach(model: Module, places: Sequence[tuple[str, str]], *, as_float32: bool
     return found
 
 
-def _layers_of(model: Module, folder: AdapterFolder) -> dict[str, Module]:
+def _layers_of(model: Module, folder: _AdapterFolder) -> dict[str, Module]:
     """Returns an adapter's layers by path; leaves the model unchanged."""
     own = _modules_of(model)
     if folder.is_peft:
@@ -145,7 +145,7 @@ def _layers_of(model: Module, folder: AdapterFolder) -> dict[str, Module]:
     return made
 
 
-def _factors(adapter: AdapterFolder) -> dict[str, dict[str, mx.array]]:
+def _factors(adapter: _AdapterFolder) -> dict[str, dict[str, mx.array]]:
     """The two factors of each layer, by path, of an adapter in PEFT's form; raises ModelBroken."""
     try:
         tensors = cast(dict[str, mx.array], mx.load(str(adapter.weights)))
@@ -160,7 +160,7 @@ def _factors(adapter: AdapterFolder) -> dict[str, dict[str, mx.array]]:
     return found
 
 
-def _around(layer: Module | None, folder: AdapterFolder, path: str, factors: Mapping[str, mx.array]) -> Module:
+def _around(layer: Module | None, folder: _AdapterFolder, path: str, factors: Mapping[str, mx.array]) -> Module:
     if set(factors) != {"A", "B"}:
         raise ModelBroken(f"adapter {folder.name}: {path} has one factor of two in {folder.weights}")
     if not isinstance(layer, Linear | QuantizedLinear):

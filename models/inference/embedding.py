@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 
 from models.adapter import NO_ADAPTER
 from models.errors import EmbeddingUnsupported
-from models.formats import Judgement, Pooling, Reading
+from models.formats import Judgement, Pooling, Reading, Vector
 from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import make_prompt_cache
 
-Vector: TypeAlias = NDArray[np.float32]
-"""`[dimensions]`, of length 1; for a judgement, only the probability."""
 _Evaluate: TypeAlias = Callable[..., mx.array]
 _TRUNKS = ("model", "backbone", "transformer", "language_model")
 

@@ -166,7 +166,7 @@ def _num_places(cache: LayerCache) -> int:
 
 # --------------------------------------------------------------------------------------------- cost of a step
 
-WIDTHS = (1, 2, 4, 8, 16, 32)
+_WIDTHS = (1, 2, 4, 8, 16, 32)
 _TRIALS = 2
 """More would not tell what steps cost beside other work: that is learned while serving."""
 
@@ -174,12 +174,12 @@ _TRIALS = 2
 def measure_step_seconds(
     model: Any, caches: Sequence[LayerCache], vocab_size: int, max_seconds: float
 ) -> dict[int, float]:
-    """Best seconds of a call with each of `WIDTHS` tokens of one row, which has a few in `caches`.
+    """Best seconds of a call with each of `_WIDTHS` tokens of one row, which has a few in `caches`.
 
     Tokens are distinct, as experts are chosen by token. Widths that exceed the time count as proportional.
     """
     rng, begun, best = np.random.default_rng(0), time.perf_counter(), dict[int, float]()
-    for _, width in product(range(_TRIALS), WIDTHS):
+    for _, width in product(range(_TRIALS), _WIDTHS):
         if best and time.perf_counter() - begun > max_seconds:
             break
         tokens = mx.array(rng.choice(vocab_size, (1, width), replace=False))
@@ -188,7 +188,7 @@ def measure_step_seconds(
         rewind.undo()
         best[width] = min(best.get(width, seconds), seconds)
     longest = max(best)
-    return {width: best.get(width, best[longest] * width / longest) for width in WIDTHS}
+    return {width: best.get(width, best[longest] * width / longest) for width in _WIDTHS}
 
 
 def seconds_of(compute: Callable[[], Any]) -> float:

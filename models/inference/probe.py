@@ -47,7 +47,7 @@ _MAX_GAIN = 16.0
 """Half precision must not overflow."""
 
 
-def fill(
+def _fill(
     caches: Sequence[LayerCache], short: Sequence[LayerCache], num_tokens: int, borders: Sequence[int], seed: int
 ) -> None:
     """Fills fresh `caches` with a row of `num_tokens`, like the few in `short`; deterministic for a seed.
@@ -106,14 +106,14 @@ def _drawn(rows: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
     return mx.take(rows, mx.array(rng.integers(0, rows.shape[2], num_rows)), axis=2)
 
 
-MAX_NAMED_TOKENS = 8192
+_MAX_NAMED_TOKENS = 8192
 """Larger numbers of a configuration often repeat the context."""
 
 _SIZE = re.compile(r"(window|window_size|chunk_size|index_topk)$")
 _BLOCKS = re.compile(r"^(.*)topk_blocks$")
 
 
-def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
+def _spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
     """Collects the windows for which a model asks masks."""
     windows: set[int] = set()
     for cache in leaves_of(caches):
@@ -196,7 +196,7 @@ _FLAT_FEEDS = _Plan(
 )
 
 
-class NotProven(Exception):
+class _NotProven(Exception):
     """Proving anything would take too much time or memory."""
 
 
@@ -310,7 +310,7 @@ class Probe:
         """A fault that is found, or that it was not."""
         try:
             return find(*arguments)
-        except NotProven as error:
+        except _NotProven as error:
             return f"it is not proven that they may: {error}"
         except NotRagged as error:
             return str(error)
@@ -326,7 +326,7 @@ class Probe:
         """Lengths where the model may change; times the second evaluation."""
         self([[0]], self.make_caches())
         begun, caches = self.clock(), self.make_caches()
-        windows = spy_on_masks(caches)
+        windows = _spy_on_masks(caches)
         logits, leaves = self([[0]], caches), leaves_of(caches)
         self._token_seconds = self.clock() - begun
         self._can_share = BatchRow(caches).used_leaves() is not None
@@ -336,13 +336,13 @@ class Probe:
         for cache in leaves:
             cache.__dict__.pop("make_mask", None)  # which refers to the cache: its arrays would not be freed at once
         windows |= {leaf.window for leaf in map(row_leaf, leaves) if leaf is not None}
-        windows |= {size for size in _named_sizes(self.model, set()) if size <= MAX_NAMED_TOKENS}
+        windows |= {size for size in _named_sizes(self.model, set()) if size <= _MAX_NAMED_TOKENS}
         return sorted({*(size for size in windows if size > 1), _GROWTH_TOKENS})
 
     def _require(self, num_tokens: int) -> None:
         needed, pace = num_tokens * self._token_seconds, f"at {self._token_seconds:.2g} s per token"
         if needed > self.left_seconds:
-            raise NotProven(f"that takes {needed:.0f} s, {pace}, more than {self.left_seconds:.0f} s")
+            raise _NotProven(f"that takes {needed:.0f} s, {pace}, more than {self.left_seconds:.0f} s")
 
     def __call__(self, tokens: list[list[int]] | mx.array, caches: Sequence[LayerCache]) -> mx.array:
         """Evaluated logits `[num_rows, num_tokens, vocab_size]`."""
@@ -404,7 +404,7 @@ class _Rows:
             evaluate([part], self._short)
         needed = sum(self._lengths) * BatchRow(self._short).bytes_per_token
         if needed > MAX_STATE_BYTES:
-            raise NotProven(f"rows of {border} tokens, where attention changes, are {needed >> 20} MiB")
+            raise _NotProven(f"rows of {border} tokens, where attention changes, are {needed >> 20} MiB")
 
     def make(self, row: int) -> list[LayerCache]:
         caches, num_tokens = self._evaluate.make_caches(), self._lengths[row]
@@ -413,7 +413,7 @@ class _Rows:
                 vars(cache).update(copied_state(original))
             return caches
         borders = [self._border, num_tokens - self._head_tokens]
-        fill(caches, self._short, num_tokens, borders, 2 * self._seed + row)
+        _fill(caches, self._short, num_tokens, borders, 2 * self._seed + row)
         for cache, other in zip(leaves_of(caches), leaves_of(self.make(1)), strict=True) if row == 2 else ():
             if type(cache) is KVCache and cache.keys is not None:
                 cache.keys[:, :, : self._head_tokens] = other.keys[:, :, : self._head_tokens]

@@ -57,7 +57,7 @@ _Measured = TypeVar("_Measured")
 
 
 @dataclass(eq=False)
-class StepLogprobs:
+class _StepLogprobs:
     """Distributions of rows that requested them; lazy until the step is evaluated."""
 
     places: dict[int, int]
@@ -68,7 +68,7 @@ class StepLogprobs:
     """The likeliest first, uint32 `[num_telling, max(num_top)]`."""
 
     @classmethod
-    def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "StepLogprobs | None":
+    def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "_StepLogprobs | None":
         """Of the requesting rows, if any, from logits `[num_rows, vocab_size]`."""
         telling = [row for row, one in enumerate(params) if one.top_logprobs is not None]
         if not telling:
@@ -95,10 +95,10 @@ def _likeliest(found: mx.array, count: int) -> mx.array:
     return mx.take_along_axis(ids, order, axis=-1)
 
 
-CLEAR_CACHE_PREFILL_TOKENS = 2048
-CLEAR_CACHE_STEPS = 256
+_CLEAR_CACHE_PREFILL_TOKENS = 2048
+_CLEAR_CACHE_STEPS = 256
 """Steps between emptyings of MLX's buffer pool: prefill leaves sizes that decode never uses."""
-MAX_UNREAD_ERRORS = 16
+_MAX_UNREAD_ERRORS = 16
 """More than steps are ever under way: beyond it the device raises at everything."""
 
 
@@ -122,7 +122,7 @@ class DecodeStep:
     logits: mx.array | None
     """`[num_samples, vocab_size]` until sampled from."""
     sampled: mx.array | None = None
-    logprobs: StepLogprobs | None = None
+    logprobs: _StepLogprobs | None = None
     on_error: Callable[[], None] = lambda: None
     feeds: Feeds | None = None
     """None where each row is fed one token, and has one sample."""
@@ -246,7 +246,7 @@ class Runner:
         """
         with selecting(self._adapters, adapter):
             logits = self._evaluate_prompt(caches, mx.array(tokens))
-        told = StepLogprobs.of(logits, [SamplingParams(top_logprobs=num_top)] * len(tokens))
+        told = _StepLogprobs.of(logits, [SamplingParams(top_logprobs=num_top)] * len(tokens))
         assert told is not None, "there is a token at least"
         mx.eval(told.all, told.top_ids)
         self._finish_prefill(caches, len(tokens))
@@ -270,7 +270,7 @@ class Runner:
     def _finish_prefill(self, caches: list[LayerCache], num_tokens: int) -> None:
         mx.eval([cache.state for cache in caches])
         self._prefilled_tokens += num_tokens
-        if self._prefilled_tokens >= CLEAR_CACHE_PREFILL_TOKENS:
+        if self._prefilled_tokens >= _CLEAR_CACHE_PREFILL_TOKENS:
             self._prefilled_tokens = 0
             mx.clear_cache()
 
@@ -343,7 +343,7 @@ class Runner:
                 self._sampler.release()
                 step.ahead = [state.ahead(draft) for state, draft in zip(states, step.feeds.drafts, strict=True)]
                 states = list(chain.from_iterable(step.ahead))
-            step.logprobs = StepLogprobs.of(step.logits, [state.params for state in states])
+            step.logprobs = _StepLogprobs.of(step.logits, [state.params for state in states])
             step.sampled = self._sampler.sample(step.logits, states, masks)
             if step.feeds is not None:
                 self._sampler.release()
@@ -359,7 +359,7 @@ class Runner:
         if step.sampled is None:
             return
         self._num_steps += 1
-        if self._num_steps % CLEAR_CACHE_STEPS == 0:
+        if self._num_steps % _CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
 
     def settle(self, step: DecodeStep, accepted: Sequence[int]) -> list[int]:
@@ -414,7 +414,7 @@ class Runner:
 
     def drain(self) -> None:
         """Waits for all that was started, and takes its errors: MLX raises an unread one at the next use."""
-        for _ in range(MAX_UNREAD_ERRORS):
+        for _ in range(_MAX_UNREAD_ERRORS):
             with suppress(Exception):
                 mx.synchronize()
                 mx.eval(mx.zeros(1) + 1)

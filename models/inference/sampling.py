@@ -4,7 +4,7 @@ The order: a grammar's mask, logit bias, bans and penalties, temperature, filter
 typical-p, XTC), one draw. A draw adds Gumbel noise and takes the maximum (Maddison, Tarlow, Minka, "A* Sampling",
 2014, section 2). Noise depends on the request's seed and earlier draws, not on other rows.
 
-- A penalty's window has a fixed length, its newest token last; `NO_TOKEN` stands for missing tokens and ids beyond
+- A penalty's window has a fixed length, its newest token last; `_NO_TOKEN` stands for missing tokens and ids beyond
   the logits. It takes over its rows' windows when the rows change, counts sampled tokens unread, and gives the
   windows back. A grammar wins over tokens ruled out.
 - A filter takes log-probabilities up to a constant, and keeps at least one token per row and all that tie with the
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from models.inference.sampling_params import ALL_TOKENS, MAX_REPEATED, SamplingParams
 from models.output.grammar import MaskWords
 
-NO_TOKEN = -1
+_NO_TOKEN = -1
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
 
@@ -63,7 +63,7 @@ def _counted(penalties: tuple[float, ...], length: int, held: Sequence[TokenIds]
     if penalties == _NEUTRAL or not length:
         return None
     found = _last_tokens(held, length, vocab_size)
-    counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
+    counts = np.bincount(found[found != _NO_TOKEN], minlength=vocab_size)
     recent = mx.array([] if length == ALL_TOKENS else found, mx.int32)
     return {"recent": recent, "counts": mx.array(counts, mx.float32), "penalties": mx.array(penalties)}
 
@@ -72,7 +72,7 @@ def _repeated_ends(params: SamplingParams, held: Sequence[TokenIds], vocab_size:
     """`lengths`: of each token, those before it that equal the last ones, at most `MAX_REPEATED`."""
     assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
     recent = _last_tokens(held, params.dry_penalty_last_n, vocab_size)
-    lengths = _repeated_lengths(recent, (recent == NO_TOKEN) | _breakers_of(params, vocab_size)[recent])
+    lengths = _repeated_lengths(recent, (recent == _NO_TOKEN) | _breakers_of(params, vocab_size)[recent])
     return {"recent": mx.array(recent), "lengths": mx.array(lengths)}
 
 
@@ -98,9 +98,9 @@ def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> N
 
 def _last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
     """The last `length` tokens of the lists `held`, filled up in front, or all for `ALL_TOKENS`."""
-    filler = np.full(max(0, length), NO_TOKEN, np.int32)
+    filler = np.full(max(0, length), _NO_TOKEN, np.int32)
     ids = np.concatenate([filler, *(np.asarray(token_ids, np.int32) for token_ids in held)])
-    known = np.where(ids < vocab_size, ids, NO_TOKEN).astype(np.int32)
+    known = np.where(ids < vocab_size, ids, _NO_TOKEN).astype(np.int32)
     return known if length == ALL_TOKENS else known[ids.size - length :]
 
 
@@ -224,7 +224,7 @@ class Penalty:
         self._windows = windows
         self._lengths = [window["recent"].size if window else 0 for window in windows]
         self._longest = max(1, *self._lengths)
-        self._recent = self._aligned("recent", NO_TOKEN)
+        self._recent = self._aligned("recent", _NO_TOKEN)
 
     def _aligned(self, name: str, filler: int) -> mx.array:
         """Of all windows, `[num_rows, longest]`, with `filler` in front."""
@@ -269,7 +269,7 @@ class _Counted(Penalty):
     def count(self, tokens: mx.array) -> None:
         rows = mx.arange(tokens.size)
         leaving = mx.take_along_axis(self._recent, self._oldest, axis=-1)[:, 0]
-        has_left = self._forgets * (leaving != NO_TOKEN)
+        has_left = self._forgets * (leaving != _NO_TOKEN)
         counts = self._counts.at[rows, mx.maximum(leaving, 0)].add(-has_left)
         self._counts = counts.at[rows, tokens].add(mx.array(1.0))
         super().count(tokens)
@@ -297,7 +297,7 @@ class _Dry(Penalty):
         self._allowed_length = mx.array([one.dry_allowed_length for one in params])[:, None]
 
     def __call__(self, logits: mx.array) -> mx.array:
-        lengths = mx.where(self._recent == NO_TOKEN, 0, mx.minimum(self._repeated, self._num_before))
+        lengths = mx.where(self._recent == _NO_TOKEN, 0, mx.minimum(self._repeated, self._num_before))
         rows = mx.arange(logits.shape[0])[:, None]
         longest = mx.zeros(logits.shape, mx.int32).at[rows, mx.maximum(self._recent, 0)].maximum(lengths)
         beyond = longest - self._allowed_length
@@ -320,14 +320,14 @@ class _BadWords(Penalty):
     def __init__(self, rows: Sequence[RowSampling], windows: Sequence[_Window | None], vocab_size: int) -> None:
         super().__init__(rows, windows, vocab_size)
         found = [(index, ids) for index, row in enumerate(rows) for ids in row.params.bad_words]
-        before = [[NO_TOKEN] * (self._longest + 1 - len(ids)) + list(ids[:-1]) for _, ids in found]
+        before = [[_NO_TOKEN] * (self._longest + 1 - len(ids)) + list(ids[:-1]) for _, ids in found]
         self._before = mx.array(np.array(before, np.int32))
-        """Each sequence without its last token, right-aligned; `NO_TOKEN` is any token."""
+        """Each sequence without its last token, right-aligned; `_NO_TOKEN` is any token."""
         self._row_ids = mx.array([index for index, _ in found])
         self._last = mx.array([ids[-1] for _, ids in found])
 
     def __call__(self, logits: mx.array) -> mx.array:
-        is_met = ((self._before == NO_TOKEN) | (self._before == self._recent[self._row_ids])).all(axis=-1)
+        is_met = ((self._before == _NO_TOKEN) | (self._before == self._recent[self._row_ids])).all(axis=-1)
         ruled_out = logits.at[self._row_ids, self._last].minimum(mx.where(is_met, -math.inf, math.inf))
         return _unless_empty(ruled_out, logits)
 
@@ -338,7 +338,7 @@ _WINDOWED: Sequence[type[Penalty]] = (_BadWords, _Counted, _Counted, _Dry)
 # ---------------------------------------------------------------------------------------------------- filters
 
 
-ALL_MASS = 2.0
+_ALL_MASS = 2.0
 """Never reached: rounding must not drop a row's tail."""
 
 
@@ -375,14 +375,18 @@ def _near_maximum(params: Sequence[SamplingParams]) -> Stage | None:
 def _likeliest(params: Sequence[SamplingParams], vocab_size: int) -> Stage | None:
     """Top-k, top-p and min-p: from the likeliest `num_sorted` tokens. Each row's maximum must be 0."""
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    top_p = [p.top_p if p.top_p < 1 else ALL_MASS for p in params]
+    top_p = [p.top_p if p.top_p < 1 else _ALL_MASS for p in params]
     is_uncut = [k == vocab_size and mass > 1 for k, mass in zip(top_k, top_p, strict=True)]
     num_sorted = max((k for k, whole in zip(top_k, is_uncut, strict=True) if not whole), default=0)
     has_least = max([p.min_p for p in params]) > 0
     if not num_sorted and not has_least:
         return None
     least = column([math.log(p.min_p) if p.min_p else -math.inf for p in params])
-    ks, uncut, mass = mx.array(top_k)[:, None], mx.array(is_uncut)[:, None], column(top_p) if min(top_p) < 1 else None
+    ks, uncut, mass = (
+        mx.array(top_k)[:, None],
+        mx.array(is_uncut)[:, None],
+        column(top_p) if min(top_p) < 1 else None,
+    )
 
     def keep(scaled: mx.array) -> mx.array:
         floor = mx.array(-math.inf)
@@ -411,7 +415,7 @@ def _typical(params: Sequence[SamplingParams]) -> Stage | None:
     """
     if min([p.typical_p for p in params]) >= 1:
         return None
-    mass = column([p.typical_p if p.typical_p < 1 else ALL_MASS for p in params])
+    mass = column([p.typical_p if p.typical_p < 1 else _ALL_MASS for p in params])
 
     def keep(scaled: mx.array) -> mx.array:
         log_probs = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
@@ -435,10 +439,10 @@ def _xtc(rows: Sequence[RowSampling], params: Sequence[SamplingParams]) -> Stage
 
     def keep(scaled: mx.array) -> mx.array:
         thresholds = [
-            p.xtc_threshold if p.xtc_probability and row.chance() < p.xtc_probability else ALL_MASS
+            p.xtc_threshold if p.xtc_probability and row.chance() < p.xtc_probability else _ALL_MASS
             for row, p in zip(rows, params, strict=True)
         ]
-        if min(thresholds) >= ALL_MASS:
+        if min(thresholds) >= _ALL_MASS:
             return scaled
         is_likely = (mx.softmax(scaled, axis=-1) >= column(thresholds)) & (scaled > -math.inf)
         ceiling = mx.where(is_likely, scaled, math.inf).min(axis=-1, keepdims=True)

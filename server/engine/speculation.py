@@ -2,7 +2,7 @@
 
 A row *follows* a text while its output agrees with it: a text of the history, or the client's prediction. The text's
 next tokens are the row's draft. A step's draft lengths are chosen together, for the most tokens per second, by the
-odds of each token (`Odds`) and by what it costs (`StepCost`, `Excess`). Both are learned while serving: odds from
+odds of each token (`_Odds`) and by what it costs (`_StepCost`, `Excess`). Both are learned while serving: odds from
 every token, drafted or not; costs from every step of the engine, measured whole.
 
 Knows neither model nor clock: seconds are handed in. Worker thread only.
@@ -53,7 +53,7 @@ PRIOR_ODDS = {
 # ------------------------------------------------------------------------------------------------------------- odds
 
 
-class Odds:
+class _Odds:
     """How often the next token of a followed text came true, by class of match length. Older tries count less."""
 
     def __init__(self, prior: Sequence[float], *, weight: float, decay: float) -> None:
@@ -66,7 +66,6 @@ class Odds:
         self._true = [weight * value for value in prior]
 
     def learn(self, kind: int, came_true: bool) -> None:
-        """Takes one try."""
         self._tried[kind] = tried = self._tried[kind] * self._decay + 1
         self._true[kind] = true = self._true[kind] * self._decay + came_true
         self.values[kind] = true / tried
@@ -81,15 +80,15 @@ class Odds:
 class _Text:
     """What a row may say, and the odds of it: the row's own, and those of all rows."""
 
-    def __init__(self, source: DraftSource, shared: Odds) -> None:
+    def __init__(self, source: DraftSource, shared: _Odds) -> None:
         self.source, self.shared = source, shared
-        self.odds = Odds(shared.values, weight=4, decay=0.95)
+        self.odds = _Odds(shared.values, weight=4, decay=0.95)
 
 
-class FollowedText(_Text):
+class _FollowedText(_Text):
     """A text with which a row agrees so far."""
 
-    def __init__(self, source: DraftSource, shared: Odds, follower: Follower) -> None:
+    def __init__(self, source: DraftSource, shared: _Odds, follower: Follower) -> None:
         super().__init__(source, shared)
         self._follower = follower
 
@@ -100,7 +99,6 @@ class FollowedText(_Text):
         return self.odds.values[_CLASSES[min(length, _LONGEST)]] if length else 0.0
 
     def push(self, token: int) -> None:
-        """Takes the row's next token."""
         if (expected := self._follower.expected) is not None:
             kind = _CLASSES[min(self._follower.match_length, _LONGEST)]
             self.odds.learn(kind, token == expected)
@@ -108,7 +106,6 @@ class FollowedText(_Text):
         self._follower.push(token)
 
     def draft(self, limit: int) -> list[int]:
-        """The text's next tokens."""
         return self._follower.next_tokens(limit)
 
     def kinds(self, limit: int, ahead: int) -> list[int]:
@@ -117,7 +114,7 @@ class FollowedText(_Text):
         return _CLASSES[length : length + max(0, len(self._follower.next_tokens(limit + ahead)) - ahead)]
 
 
-class ExpectedText(_Text):
+class _ExpectedText(_Text):
     """What the drafter, `source`, expects a row to say, drafted once its length is chosen."""
 
     @property
@@ -126,15 +123,13 @@ class ExpectedText(_Text):
         return max(self.odds.values[0] - self.shared.cost, 0.0)
 
     def push(self, token: int) -> None:
-        """Odds that forbid drafts return slowly to those of all rows."""
+        """_Odds that forbid drafts return slowly to those of all rows."""
         self.odds.relax(self.shared.values, _RELAX)
 
     def draft(self, limit: int) -> list[int]:
-        """Nothing that is known yet."""
         return []
 
     def kinds(self, limit: int, ahead: int) -> list[int]:
-        """As of a followed text."""
         return _PLACES[:limit]
 
     def learn(self, num_drafted: int, num_accepted: int, first: int = 0) -> None:
@@ -146,7 +141,7 @@ class ExpectedText(_Text):
 
 # ------------------------------------------------------------------------------------------------------------- cost
 
-MAX_STEP_TOKENS = 4096
+_MAX_STEP_TOKENS = 4096
 """Of all rows; more cost as much."""
 _LEAST_SLOPE = 0.005
 """What a token adds at least to a call, in calls of one token."""
@@ -188,7 +183,7 @@ class Overrun:
         return min(self._last, limit) * expected
 
 
-class StepCost:
+class _StepCost:
     """Seconds of model calls, by tokens, as measured at load, and of plain steps, by rows, as seen while serving."""
 
     def __init__(self, call_seconds: Mapping[int, float]) -> None:
@@ -197,9 +192,9 @@ class StepCost:
         # Where calls of any length seem to take as long, a token still costs something.
         seconds += seconds[0] * _LEAST_SLOPE * (np.array(widths) - 1)
         slope = max((seconds[-1] - seconds[-2]) / (widths[-1] - widths[-2]), seconds[-1] / widths[-1] / 2)
-        widths.append(MAX_STEP_TOKENS)
-        seconds = np.append(seconds, seconds[-1] + slope * (MAX_STEP_TOKENS - widths[-2]))
-        self.calls: list[float] = np.interp(range(MAX_STEP_TOKENS + 1), widths, seconds).tolist()
+        widths.append(_MAX_STEP_TOKENS)
+        seconds = np.append(seconds, seconds[-1] + slope * (_MAX_STEP_TOKENS - widths[-2]))
+        self.calls: list[float] = np.interp(range(_MAX_STEP_TOKENS + 1), widths, seconds).tolist()
         """By tokens."""
         self.token = float(np.diff(self.calls[1:]).min())
         """The least that a token adds."""
@@ -215,7 +210,6 @@ class StepCost:
         return self._plain[near][0] * self.calls[num_rows] / self.calls[near]
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Takes a plain step."""
         value, number, overrun = self._plain.get(num_rows, (seconds, 0, Overrun()))
         found = overrun.bounded(seconds, value)
         value = min(value, found) if number < _NUM_PLAIN else value + _PLAIN_SHARE * (found - value)
@@ -370,14 +364,14 @@ _Call: TypeAlias = list[tuple[int, list[tuple[float, int]]]]
 class Drafting:
     """What is drafted for one sequence. It survives replays."""
 
-    followed: Sequence[FollowedText]
-    expected: ExpectedText | None
+    followed: Sequence[_FollowedText]
+    expected: _ExpectedText | None
     """None without a drafter, or once it has failed."""
     own: LiveText
     prediction: PredictionFollower | None
     is_kept: bool
     """The output may join the history."""
-    chosen: FollowedText | ExpectedText | None = None
+    chosen: _FollowedText | _ExpectedText | None = None
     promise: float = 0.0
     is_expected: bool = False
     """Whether the drafter is to draft."""
@@ -457,11 +451,11 @@ class Speculation:
         self._together, self._again = feeds_together, feeds_again
         self._drafter = drafter
         self._limit = max_feed_tokens - 1
-        self._cost = StepCost(step_seconds)
+        self._cost = _StepCost(step_seconds)
         self._drafts_itself = draft_seconds is not None
         self._drafting_seconds = 0.0
         """Spent on drafting in the step under way."""
-        self._odds = {source: Odds(prior, weight=16, decay=0.998) for source, prior in PRIOR_ODDS.items()}
+        self._odds = {source: _Odds(prior, weight=16, decay=0.998) for source, prior in PRIOR_ODDS.items()}
         self._odds[drafter].cost = (draft_seconds or 0.0) / self._cost.calls[1]
         self._drafted = dict.fromkeys(DraftSource, 0)
         self._accepted = dict.fromkeys(DraftSource, 0)
@@ -500,8 +494,8 @@ class Speculation:
             followers[DraftSource.PREDICTION] = prediction
         if request.grammar is not None or request.thinking is not None:
             followers[DraftSource.GRAMMAR] = ForcedText(forced)
-        texts = [FollowedText(source, self._odds[source], follower) for source, follower in followers.items()]
-        expected = ExpectedText(self._drafter, self._odds[self._drafter]) if self._drafts_itself else None
+        texts = [_FollowedText(source, self._odds[source], follower) for source, follower in followers.items()]
+        expected = _ExpectedText(self._drafter, self._odds[self._drafter]) if self._drafts_itself else None
         return Drafting(texts, expected, own, prediction, is_kept)
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
@@ -570,12 +564,7 @@ class Speculation:
         odds.cost += _OTHER_SHARE * (min(cost, _STALL * odds.cost) - odds.cost)
 
     def learn(
-        self,
-        rows: Sequence[Drafting],
-        fed: Sequence[int],
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        seconds: float,
+        self, rows: Sequence[Drafting], fed: list[int], drafted: list[int], accepted: list[int], seconds: float
     ) -> None:
         """Takes a step that fed each row so many tokens, `drafted` the last of them, with all that went with it."""
         num_rows, plain = len(rows), self._cost.plain(len(rows))
@@ -616,7 +605,7 @@ class Speculation:
         num_rows, plain, calls = len(fed), self._cost.plain(len(fed)), self._cost.calls
         if self._together:
             num_tokens = num_rows * max(fed) if self._again else sum(fed)
-            return 1, (calls[min(num_tokens, MAX_STEP_TOKENS)] - calls[num_rows]) / plain, 1.0
+            return 1, (calls[min(num_tokens, _MAX_STEP_TOKENS)] - calls[num_rows]) / plain, 1.0
         longer = [number for number in fed if number > 1]
         added = sum(calls[number] - calls[1] for number in longer) / plain
         base = self._cost.plain(num_rows - len(longer)) + len(longer) * self._cost.plain(1)
@@ -649,9 +638,7 @@ class Speculation:
             return [[(number, [one]) for number, one in enumerate(row, 2)] for row in tokens], 1
         if not self._again:
             # A token costs the same in each row: the likeliest of all come first.
-            ranked = (
-                sorted(chain.from_iterable(tokens), key=itemgetter(0), reverse=True) if num_rows > 1 else tokens[0]
-            )
+            ranked = sorted(chain.from_iterable(tokens), key=itemgetter(0), reverse=True)
             return [[(number, [one]) for number, one in enumerate(ranked, num_rows + 1)]], num_rows
         columns = defaultdict[int, list[tuple[float, int]]](list)
         for row, number in zip(tokens, known, strict=True):
@@ -668,12 +655,12 @@ class Speculation:
         alone, saved = self._cost.plain(num_known) / plain + excess.call, rest[-1] - rest[-2]
         scale, tokens, options = excess.scale / plain, 0.0, list[tuple[float, float]]()
         again = max(0.0, alone + scale * (calls[2 * num_known] - calls[num_known]) - saved) if self._again else 0.0
-        stays, without = dict[int, float](), calls[min(due, MAX_STEP_TOKENS)]
+        stays, without = dict[int, float](), calls[min(due, _MAX_STEP_TOKENS)]
         for num_tokens, column in call:
             for chance, row in column:
                 tokens += chance
                 stays[row] = chance
-            took = alone + scale * (calls[min(num_tokens, MAX_STEP_TOKENS)] - without)
+            took = alone + scale * (calls[min(num_tokens, _MAX_STEP_TOKENS)] - without)
             if again:
                 took += again * (1 - math.prod(stays.values()))
             if took - saved > may_lose:

@@ -66,12 +66,7 @@ class Priced(Speculation):
             self.observe(num_rows, 0.0, 0.0)
 
     def learn(
-        self,
-        rows: Sequence[Drafting],
-        fed: Sequence[int],
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        seconds: float,
+        self, rows: Sequence[Drafting], fed: list[int], drafted: list[int], accepted: list[int], seconds: float
     ) -> None:
         """Takes no time of the clock."""
         super().learn(rows, fed, drafted, accepted, 1 + sum(fed) / 100)
