@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from cache import snapshots
 from cache.budget import ASIDE, PADDING, BudgetExceeded, CacheEvent, CacheStats, DiskFault, Happening, PinnedFull
 from cache.disk.connector import DiskConnector, DiskMatch
-from cache.disk.io import Prefetch
-from cache.disk.tier import DiskTier
+from cache.disk.tier import DiskTier, Prefetch
 from cache.history import History
 from cache.layers.layout import CHUNK_TOKENS, Layout
 from cache.layers.state import Segment

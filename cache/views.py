@@ -210,7 +210,7 @@ def _disk_view(edge: DiskNode, in_memory: Place[Node]) -> DiskNodeView:
     return DiskNodeView(
         *_edge(edge),
         max(file.last_used for file in edge.files),
-        edge.span.num_bytes + (edge.snapshot.num_bytes if edge.snapshot is not None else 0),
+        edge.num_bytes,
         has_snapshot=edge.snapshot is not None,
         memory_tokens=max(0, min(in_memory.length, edge.stop) - edge.start),
         memory_id=_number_of(in_memory.node),

@@ -8,14 +8,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from typing import cast
 
 import numpy as np
 
 from cache import snapshots
 from cache.disk.tier import DiskTier
-from cache.disk.tree import START, DiskPlace, FilePart, FileSpan, StoredFile, Target
+from cache.disk.tree import START, DiskPlace, FilePart, StoredFile, Target, gaps, written_stop
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.snapshots import KeptPoint, has_whole_snapshot, window_rows
@@ -36,20 +36,20 @@ class DiskMatch:
     """State on disk to restore up to `offset`."""
 
     offset: int
-    span: FileSpan
-    """Without parts where memory has the rows."""
+    rows: list[FilePart]
+    """Those that memory lacks."""
     snapshot: StoredFile | None
     """None if the model needs no snapshot."""
     place: DiskPlace
 
     @property
+    def parts(self) -> list[FilePart]:
+        return [*self.rows, *([self.snapshot.whole] if self.snapshot is not None else [])]
+
+    @property
     def num_bytes(self) -> int:
         """Approximate, once loaded."""
         return sum(part.num_bytes for part in self.parts)
-
-    @property
-    def parts(self) -> list[FilePart]:
-        return [*self.span.parts, *([self.snapshot.whole] if self.snapshot is not None else [])]
 
 
 class DiskConnector:
@@ -69,20 +69,24 @@ class DiskConnector:
         place = tree.follow(namespace, place, tokens[place.length :])
         if place.length - restorable < MIN_RESTORE_TOKENS:
             return None
-        span = tree.covered(place, match.length, len(tokens))
-        stop, snapshot = span.written_stop, None
+        stop, snapshot = written_stop(tree.covered(place, match.length, len(tokens)), match.length), None
         if self._layout.needs_snapshots:
-            snapshot = self._deepest(place, stop)
+            snapshot = next((file for file in tree.snapshots(place) if self._restores(file, stop)), None)
             stop = snapshot.stop if snapshot is not None else 0
         if stop - restorable < MIN_RESTORE_TOKENS:
             return None
-        return DiskMatch(stop, span.clipped(match.length, stop), snapshot, place)
+        return DiskMatch(stop, tree.covered(place, match.length, stop), snapshot, place)
+
+    def _restores(self, file: StoredFile, stop: int) -> bool:
+        has_rows = not self._layout.window or file.start <= max(0, file.stop - self._layout.window)
+        has_recurrent = file.has_recurrent or not self._layout.has_recurrent
+        return file.is_written and file.stop <= stop and has_rows and has_recurrent
 
     def load(self, match: DiskMatch) -> tuple[Segment | None, Snapshot | None]:
         """Reads the state. Raises DiskFault; the state is then no longer found."""
         reader, held = self.tier.reader, match.snapshot
-        segment = reader.load_span(match.span) if match.span.parts else None
-        return segment, Snapshot(match.offset, *reader.load_snapshot(held)) if held is not None else None
+        segment = reader.load_rows(match.rows) if match.rows else None
+        return segment, Snapshot(match.offset, *reader.load(held.whole)) if held is not None else None
 
     def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
         """Nodes remember their places: only later tokens are compared."""
@@ -94,15 +98,6 @@ class DiskConnector:
                 if place.length < node.stop:
                     break
         return place
-
-    def _deepest(self, place: DiskPlace, stop: int) -> StoredFile | None:
-        layout = self._layout
-        for file in self.tier.tree.snapshots(place):
-            has_rows = not layout.window or file.start <= max(0, file.stop - layout.window)
-            is_whole = has_rows and (file.has_recurrent or not layout.has_recurrent)
-            if file.is_written and file.stop <= stop and is_whole:
-                return file
-        return None
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -125,15 +120,13 @@ class DiskConnector:
         """
         self.tier.notice_written()
         path = node.path()
-        disk_path = _DiskPath(namespace, path, self._place(namespace, path))
-        is_wanted = has_whole_snapshot(self._layout, node) and node in self._wanted_snapshots(disk_path)
-        is_needed = (
-            is_wanted or not self._layout.needs_snapshots or self.tier.tree.goes_on(disk_path.place, node.stop)
-        )
+        place = self._place(namespace, path)
+        is_wanted = has_whole_snapshot(self._layout, node) and node in self._wanted_snapshots(path, place)
+        is_needed = is_wanted or not self._layout.needs_snapshots or self.tier.tree.goes_on(place, node.stop)
         if node.span is not None and not node.children and is_needed and not node.is_volatile:
-            self.tier.write_span(disk_path.up_to(node), node.span)
+            self.tier.write_span(_target(namespace, node, place), node.span)
         if is_wanted:
-            self._save_snapshot(disk_path, node)
+            self._save_snapshot(_target(namespace, node, place), node)
 
     def save_path(
         self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], used_at: int
@@ -143,41 +136,38 @@ class DiskConnector:
         `live_rows` copies a node's live rows; `used_at` is one of the tier's `ticks`.
         """
         self.tier.notice_written()
-        disk_path = _DiskPath(namespace, path, self._place(namespace, path), used_at)
-        self.tier.touch(disk_path.place, path[-1].stop, used_at)
-        wanted = self._wanted_snapshots(disk_path)
-        stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else path[-1].stop
-        if self._layout.needs_snapshots and not wanted:
-            return
-        gaps = list(self.tier.tree.covered(disk_path.place, 0, stop).missing())
+        place, stop = self._place(namespace, path), path[-1].stop
+        self.tier.touch(place, stop, used_at)
+        wanted = self._wanted_snapshots(path, place)
+        if self._layout.needs_snapshots:
+            if not wanted:
+                return
+            stop = wanted[-1].stop
+        missing = list(gaps(self.tier.tree.covered(place, 0, stop), 0, stop))
         for node in path:
-            has_gap = any(first < node.stop and node.start < last for first, last in gaps)
-            if has_gap and node.stop <= stop and not node.is_volatile:
+            is_missing = any(first < node.stop and node.start < last for first, last in missing)
+            if is_missing and node.stop <= stop and not node.is_volatile:
                 segment = node.span if node.span is not None else live_rows(node)
-                self.tier.write_span(disk_path.up_to(node), segment)
+                self.tier.write_span(_target(namespace, node, place, used_at), segment)
                 yield
         for node in wanted:
-            self._save_snapshot(disk_path, node)
+            self._save_snapshot(_target(namespace, node, place, used_at), node)
             yield
 
-    def _wanted_snapshots(self, disk_path: "_DiskPath") -> list[Node]:
-        nodes = {
-            node.stop: node
-            for node in disk_path.path
-            if has_whole_snapshot(self._layout, node) and not node.is_volatile
-        }
+    def _wanted_snapshots(self, path: list[Node], place: DiskPlace) -> list[Node]:
+        nodes = {node.stop: node for node in path if has_whole_snapshot(self._layout, node) and not node.is_volatile}
         points = [KeptPoint(node.stop, node.kind, len(node.children) > 1) for node in nodes.values()]
-        if disk_path.path[-1].children:
+        if path[-1].children:
             # The conversation continues past the end of this path, so the newest turn is not on the path.
             points = [point for point in points if snapshots.outlasts_turns(point)]
         if not points:
             return []
-        on_disk = [file.stop for file in self.tier.tree.snapshots(disk_path.place)]
+        on_disk = [file.stop for file in self.tier.tree.snapshots(place)]
         size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
         min_gain = int(GAIN_RATIO * size / self._layout.bytes_per_token) if self._layout.bytes_per_token else 0
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
-    def _save_snapshot(self, disk_path: "_DiskPath", node: Node) -> None:
+    def _save_snapshot(self, target: Target, node: Node) -> None:
         snapshot = node.snapshot
         assert snapshot is not None
         window = snapshot.window
@@ -185,7 +175,7 @@ class DiskConnector:
             first = max(0, snapshot.offset - self._layout.window)
             rows = window_rows(self._layout, node.parent, window.start) if window.start > first else []
             window = reduce(Segment.join, [*rows, window]).tail(first)
-        self.tier.write_snapshot(disk_path.up_to(node), window, snapshot.recurrent)
+        self.tier.write_snapshot(target, window, snapshot.recurrent)
 
     def check(self, namespace: str, node: Node) -> None:
         """Asserts that a node's kept place is right."""
@@ -196,16 +186,5 @@ class DiskConnector:
             assert found.length == place.length, f"{node} keeps a place at {place.length}, found {found.length}"
 
 
-@dataclass
-class _DiskPath:
-    namespace: str
-    path: list[Node]
-    place: DiskPlace
-    used_at: int | None = None
-
-    def up_to(self, node: Node) -> Target:
-        return Target(self.namespace, self.tokens[: node.stop], self.place, self.used_at)
-
-    @cached_property
-    def tokens(self) -> TokenArray:
-        return np.concatenate([node.tokens for node in self.path])
+def _target(namespace: str, node: Node, place: DiskPlace, used_at: int | None = None) -> Target:
+    return Target(namespace, np.concatenate([step.tokens for step in node.path()]), place, used_at)

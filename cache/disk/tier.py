@@ -1,22 +1,29 @@
 """The disk tier: state of past tokens that outlives memory and the process. Worker thread only.
 
-A thread of the tier writes each token's state at most once: files are found by tokens, however edges were cut. A
-`FileSpan` or `StoredFile` is loadable once it `is_written`; a file `is_gone` after eviction, damage or clearing. A
-failure costs the reuse of state and nothing else: writing pauses, unreadable state is evaluated again. State of other
-weights, formats or machines is never read. Files hold people's conversations: only their owner can read them.
+One thread writes, in order, each token's state at most once: files are found by tokens, however edges were cut. One
+reads ahead; requests that wait for the same state share the read: the first takes the memory. A failure costs the
+reuse of state and nothing else: writing pauses, unreadable state is evaluated again. State of other weights, formats
+or machines is never read. Files hold people's conversations: only their owner can read them.
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable
-from functools import partial, reduce
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
 
 from cache.budget import CacheEvent, DiskFault, Happening, Journal
-from cache.disk.codec import StateImage, Unstorable
+from cache.disk.codec import LoadedState, StateImage, Unstorable
+from cache.disk.files import Receipt
 from cache.disk.folder import DiskStore
-from cache.disk.index import WriteBudget
-from cache.disk.io import FileReader, WriteQueue
-from cache.disk.tree import DiskPlace, FileSpan, StoredFile, Target
+from cache.disk.index import WriteBudget, WriteDay
+from cache.disk.tree import START, DiskPlace, FilePart, StoredFile, Target, gaps
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
@@ -30,6 +37,181 @@ _HEADER_BYTES = 4096
 
 elapsed_seconds = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 """Seconds since a fixed moment, sleep included; macOS and Linux name the clock differently."""
+
+
+@dataclass(eq=False)
+class _Read:
+    part: FilePart
+    result: "Future[LoadedState]"
+    num_waiting: int = 0
+
+
+_CANCELLED: "Future[LoadedState]" = Future()
+_CANCELLED.cancel()
+
+
+class Prefetch:
+    """State being read ahead. The owner must cancel it after loading."""
+
+    def __init__(self, reads: list[_Read], release: Callable[[_Read], None]) -> None:
+        self._reads = reads
+        self._release = release
+
+    @property
+    def is_done(self) -> bool:
+        return all(read.result.done() for read in self._reads)
+
+    def cancel(self) -> None:
+        """Stops reading, and frees what no other prefetch shares. Idempotent."""
+        while self._reads:
+            self._release(self._reads.pop())
+
+
+def _end(thread: ThreadPoolExecutor) -> None:
+    thread.submit(mx.clear_streams)  # MLX's streams of this thread would outlive it
+    thread.shutdown()
+
+
+class FileReader:
+    """Loads a folder's files, ahead or at once."""
+
+    def __init__(
+        self, store: DiskStore, *, max_ahead_bytes: int, lose: Callable[[StoredFile, DiskFault], None]
+    ) -> None:
+        """`lose` gets files that cannot be read."""
+        self._store = store
+        self._max_bytes = max_ahead_bytes
+        self._lose = lose
+        self._reads: list[_Read] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-reader")
+
+    def prefetch(self, parts: Iterable[FilePart]) -> Prefetch:
+        """Begins to read written files, as memory allows."""
+        reads = list[_Read]()
+        for part in parts:
+            read = self._find(part)
+            num_bytes = sum(read.part.num_bytes for read in self._reads) + part.num_bytes
+            if read is None and num_bytes <= self._max_bytes:
+                read = _Read(part, self._thread.submit(self._store.read, part))
+                self._reads.append(read)
+            if read is not None:
+                read.num_waiting += 1
+                reads.append(read)
+        return Prefetch(reads, self._release)
+
+    def load_rows(self, parts: Iterable[FilePart]) -> Segment:
+        """Reads adjoining rows, evaluated. Raises DiskFault; a damaged file is then gone."""
+        first, *later = map(self._load_rows, parts)
+        return first.join(*later) if later else first
+
+    def _load_rows(self, part: FilePart) -> Segment:
+        segment, _ = self.load(part)
+        if segment is None:
+            raise DiskFault("the file holds no rows")
+        if part.stop < segment.stop:
+            segment = segment.split(part.stop)[0]
+        return segment.tail(part.start) if part.start > segment.start else segment
+
+    def load(self, part: FilePart) -> LoadedState:
+        """Reads rows, perhaps more, and recurrent state, evaluated. Raises DiskFault; a damaged file is then gone."""
+        if not part.file.is_written:
+            raise DiskFault(f"the state of tokens {part.start} to {part.stop} is not on disk")
+        read = self._find(part)
+        try:
+            result = read.result if read is not None else _CANCELLED
+            if read is not None:
+                self._remove(read)
+            # A read that has not begun is faster done here.
+            return self._store.read(part) if result.cancelled() else result.result()
+        except DiskFault as fault:
+            self._lose(part.file, fault)
+            raise
+
+    def _find(self, part: FilePart) -> _Read | None:
+        same_file = (read for read in self._reads if read.part.file is part.file)
+        return next(
+            (read for read in same_file if read.part.start <= part.start <= part.stop <= read.part.stop), None
+        )
+
+    def _release(self, read: _Read) -> None:
+        read.num_waiting -= 1
+        if not read.num_waiting:
+            self._remove(read)
+
+    def _remove(self, read: _Read) -> None:
+        if read in self._reads:
+            self._reads.remove(read)
+            read.result.cancel()
+            read.result = _CANCELLED  # frees the memory although other prefetches still refer to the read
+
+    def close(self) -> None:
+        """Frees what was read ahead, and ends the thread."""
+        for read in list(self._reads):
+            self._remove(read)
+        _end(self._thread)
+
+
+RETRY_SECONDS = 60.0
+
+
+class WriteQueue:
+    """A folder's writer thread."""
+
+    def __init__(
+        self, store: DiskStore, *, max_waiting_bytes: int, elapsed: Callable[[], float], report: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self.max_waiting_bytes = max_waiting_bytes
+        self.waiting_bytes = 0
+        self._elapsed = elapsed
+        self._report = report
+        self._writes: deque[tuple[StoredFile, int, Future[Receipt | None]]] = deque()
+        """Each with the bytes held until it ends."""
+        self._paused_until = -math.inf
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-writer")
+
+    def accepts(self, num_bytes: int) -> bool:
+        """Whether `num_bytes` more may wait; an empty queue accepts any file."""
+        is_full = self._writes and self.waiting_bytes + num_bytes > self.max_waiting_bytes
+        if is_full or self._elapsed() < self._paused_until:
+            return False
+        self._store.is_failing = False  # a failure before the pause must not fail what comes after it
+        return True
+
+    def add(self, num_bytes: int, file: StoredFile, image: StateImage, tokens: TokenArray, day: WriteDay) -> None:
+        """Queues `DiskStore.write`, which holds `num_bytes` of memory until it ends. Requires `accepts`."""
+        self._writes.append((file, num_bytes, self._thread.submit(self._store.write, file, image, tokens, day)))
+        self.waiting_bytes += num_bytes
+
+    def ended(self) -> Iterator[tuple[StoredFile, Receipt | None]]:
+        """Yields files whose writes ended, with receipts if written."""
+        while self._writes and self._writes[0][2].done():
+            file, num_bytes, receipt = self._writes.popleft()
+            self.waiting_bytes -= num_bytes
+            error = None if receipt.cancelled() else receipt.exception()
+            if error is not None:
+                self._paused_until = self._elapsed() + RETRY_SECONDS
+                self._report(f"writing failed, further state stays in memory for now: {error}")
+            yield file, None if receipt.cancelled() or error is not None else receipt.result()
+
+    def change(self, action: Callable[[], None]) -> None:
+        """Queues another change of the folder, after earlier writes."""
+        self._thread.submit(action)
+
+    def wait(self, timeout_seconds: float | None) -> bool:
+        """Waits until all that is queued has ended; False on timeout."""
+        barrier = self._thread.submit(lambda: None)
+        futures.wait([barrier], timeout_seconds)
+        return barrier.done()
+
+    def cancel(self) -> None:
+        """Drops waiting writes."""
+        for _, _, receipt in self._writes:
+            receipt.cancel()
+
+    def close(self) -> None:
+        """Ends the thread once all that is queued has ended."""
+        _end(self._thread)
 
 
 class DiskTier:
@@ -86,7 +268,7 @@ class DiskTier:
         self.num_gone += len(gone)
         if gone:
             self.tree.prune(gone)
-            self.queue.change(lambda store: store.delete(gone))
+            self.queue.change(partial(self._store.delete, gone))
 
     def _evict_for(self, num_bytes: int, newest: int) -> bool:
         """Evicts the least recently used so that `num_bytes` fit; files used at `newest` or later stay.
@@ -124,7 +306,7 @@ class DiskTier:
     def _save_recency(self) -> None:
         touched, self._touched = self._touched, set()
         if touched:
-            self.queue.change(lambda store: store.touch(touched))
+            self.queue.change(partial(self._store.touch, touched))
 
     # ------------------------------------------------------------------------------------------------- writing
 
@@ -143,49 +325,44 @@ class DiskTier:
             fields = {"kind": kind, "tokens": file.stop - file.start, "bytes": num_bytes}
             self.journal.record(CacheEvent(Happening.WRITTEN, file.namespace, fields))
 
-    def write_span(self, target: Target, segment: Segment) -> FileSpan | None:
-        """Writes a segment that stops where `target` does.
+    def write_span(self, target: Target, segment: Segment) -> None:
+        """Begins to write what disk lacks of a segment that stops where `target` does.
 
-        Returns at once a span, loadable once it `is_written`; None if too much waits, a budget is used up, or the
-        disk fails. Writes nothing twice. Borrows the arrays. Evicts nothing used after `target.used_at`.
+        Nothing if too much waits, a budget is used up, or the disk fails. Borrows the arrays. Evicts nothing used
+        after `target.used_at`.
         """
         place, used_at = self._use(target)
-        held = self.tree.covered(place, segment.start, len(target.tokens))
-        gaps = list(held.missing())
-        if not gaps:
-            return held
-        image = self._store.image(segment, None)
-        new = [self._new_file(target.namespace, *gap, image, used_at) for gap in gaps]
-        return reduce(FileSpan.filled, new, held) if self._write(target.tokens, image, new, place) else None
+        start, stop = segment.start, len(target.tokens)
+        if missing := list(gaps(self.tree.covered(place, start, stop), start, stop)):
+            image = self._store.image(segment, None)
+            new = [self._new_file(target.namespace, *gap, image, used_at) for gap in missing]
+            self._write(target.tokens, image, new, place)
 
-    def write_snapshot(
-        self, target: Target, window: Segment | None, recurrent: RecurrentState | None
-    ) -> StoredFile | None:
-        """Writes a snapshot valid right after `target`, where the window ends.
+    def write_snapshot(self, target: Target, window: Segment | None, recurrent: RecurrentState | None) -> None:
+        """As `write_span`, a snapshot valid right after `target`, where the window ends; not unstorable state.
 
-        Returns like `write_span`; None also for unstorable state. Replaces a snapshot that holds less.
+        Replaces a snapshot that holds less.
         """
         place, used_at = self._use(target)
         stop = len(target.tokens)
         start = window.start if window is not None else stop
         held = self.tree.snapshot(place, stop)
         if held is not None and held.start <= start and (recurrent is None or held.has_recurrent):
-            return held
+            return
         try:
             image = self._store.image(window, recurrent)
         except Unstorable as error:
             logger.debug("not kept on disk: %s", error)
-            return None
+            return
         new = self._new_file(target.namespace, start, stop, image, used_at)
         new.is_snapshot, new.has_recurrent = True, recurrent is not None
-        if not self._write(target.tokens, image, [new], place):
-            return None
-        self._drop([held] if held is not None else [])
-        return new
+        if self._write(target.tokens, image, [new], place) and held is not None:
+            self._drop([held])
 
     def _use(self, target: Target) -> tuple[DiskPlace, int]:
         self.notice_written()
-        place = self.tree.locate(target)
+        near = START if target.near.is_gone else target.near
+        place = self.tree.follow(target.namespace, near, target.tokens[near.length :])
         return place, self.touch(place, len(target.tokens), target.used_at)
 
     def _new_file(self, namespace: str, start: int, stop: int, image: StateImage, used_at: int) -> StoredFile:
@@ -194,12 +371,10 @@ class DiskTier:
 
     def _write(self, tokens: TokenArray, image: StateImage, new: list[StoredFile], place: DiskPlace) -> bool:
         num_bytes = sum(file.num_bytes for file in new)
-        if not self.queue.accepts(image.num_bytes) or not self.write_budget.allows(num_bytes):
-            return False
-        if not self._evict_for(num_bytes, new[0].last_used):
+        may_write = self.queue.accepts(image.num_bytes) and self.write_budget.allows(num_bytes)
+        if not may_write or not self._evict_for(num_bytes, new[0].last_used):
             return False
         day = self.write_budget.count(num_bytes)
-        tokens = tokens.copy()
         for file in new:
             self.tree.add(tokens[: file.stop], file, place)
             # All files borrow the same arrays, so the memory is charged to the last one.
@@ -212,11 +387,11 @@ class DiskTier:
         """Deletes all, or one namespace, and overwrites its indexed tokens."""
         self.notice_written()
         self._drop(self.tree.files(namespace))
-        self.queue.change(lambda store: store.scrub())
+        self.queue.change(self._store.scrub)
 
     # ---------------------------------------------------------------------------------------------------- ending
 
-    def flush(self, timeout_seconds: float) -> bool:
+    def flush(self, timeout_seconds: float | None) -> bool:
         """Waits until all is on disk; False on timeout."""
         self._save_recency()
         is_all_written = self.queue.wait(timeout_seconds)
@@ -225,9 +400,9 @@ class DiskTier:
 
     def close(self) -> None:
         """Finishes the current file, drops waiting ones (`flush` keeps them), unlocks the folder."""
-        self._save_recency()
+        self.queue.cancel()
+        self.flush(None)
         self.queue.close()
-        self.notice_written()
         self.reader.close()
         self._store.close()
 

@@ -1,6 +1,6 @@
 """The tokens with state on disk: one prefix trie per namespace, with files on its nodes. Worker thread only.
 
-A file is written once and never changed. A span refers to ranges of files, and may have gaps; so may an edge. No two
+A file is written once and never changed. An edge's rows are in one file, or missing: edges end where files do. No two
 files cover the same tokens of the same prefix. A snapshot is on the node that ends at its offset. A file depends on
 the one with the tokens right before, which counts as used no earlier. Reads and writes nothing, knows no budget.
 """
@@ -71,69 +71,23 @@ class FilePart:
         return self.file.num_bytes * (self.stop - self.start) // (self.file.stop - self.file.start)
 
 
-@dataclass(frozen=True, eq=False)
-class FileSpan:
-    """Rows of the tokens `[start, stop)` in files."""
-
-    start: int
-    stop: int
-    parts: tuple[FilePart, ...] = ()
-    """Ascending, disjoint."""
-
-    @property
-    def is_written(self) -> bool:
-        return self.written_stop == self.stop
-
-    @property
-    def written_stop(self) -> int:
-        """The end of rows on disk without a gap."""
-        stop = self.start
-        for part in self.parts:
-            if part.start > stop or not part.file.is_written:
-                break
-            stop = part.stop
-        return stop
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
-
-    def clipped(self, start: int, stop: int) -> "FileSpan":
-        """The part in `[start, stop)`."""
-        return FileSpan(start, stop, _clipped(self.parts, start, stop))
-
-    def missing(self) -> Iterator[tuple[int, int]]:
-        """Yields the ranges without a file."""
-        done = self.start
-        for part in self.parts:
-            if part.file.is_gone:
-                continue
-            if done < part.start:
-                yield done, part.start
-            done = part.stop
-        if done < self.stop:
-            yield done, self.stop
-
-    def filled(self, file: StoredFile) -> "FileSpan":
-        """With `file` in the missing ranges it covers."""
-        live = [part for part in self.parts if not part.file.is_gone]
-        new = _clipped((FilePart(file, *gap) for gap in self.missing()), file.start, file.stop)
-        return FileSpan(self.start, self.stop, tuple(sorted([*live, *new], key=lambda part: part.start)))
-
-
-def _clipped(parts: Iterable[FilePart], start: int, stop: int) -> tuple[FilePart, ...]:
-    """The overlaps with `[start, stop)`."""
-    found = (FilePart(part.file, max(start, part.start), min(stop, part.stop)) for part in parts)
-    return tuple(part for part in found if part.start < part.stop)
-
-
-def _merged(parts: Iterable[FilePart]) -> tuple[FilePart, ...]:
-    """Joins adjoining parts of one file."""
-    found: list[FilePart] = []
+def written_stop(parts: Iterable[FilePart], start: int) -> int:
+    """The end of rows on disk without a gap from `start` on; `parts` ascend."""
     for part in parts:
-        continues = found and found[-1].file is part.file and found[-1].stop == part.start
-        found.append(FilePart(part.file, found.pop().start, part.stop) if continues else part)
-    return tuple(found)
+        if part.start > start or not part.file.is_written:
+            break
+        start = part.stop
+    return start
+
+
+def gaps(parts: Iterable[FilePart], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of `[start, stop)` between ascending `parts`."""
+    for part in parts:
+        if start < part.start:
+            yield start, part.start
+        start = part.stop
+    if start < stop:
+        yield start, stop
 
 
 @dataclass(frozen=True)
@@ -208,35 +162,30 @@ def extended(hasher: "hashlib.blake2b", tokens: TokenArray) -> "hashlib.blake2b"
 class DiskNode(TokenNode):
     """One edge, and the files with its state."""
 
-    parts: tuple[FilePart, ...] = ()
-    """Rows of the edge, ascending, disjoint."""
+    rows: StoredFile | None = None
     snapshot: StoredFile | None = None
 
     @property
-    def span(self) -> FileSpan:
-        return FileSpan(self.start, self.stop, self.parts)
+    def files(self) -> list[StoredFile]:
+        return [file for file in (self.rows, self.snapshot) if file is not None]
 
     @property
-    def files(self) -> list[StoredFile]:
-        return [*(part.file for part in self.parts), *([self.snapshot] if self.snapshot is not None else [])]
+    def num_bytes(self) -> int:
+        rows = FilePart(self.rows, self.start, self.stop).num_bytes if self.rows is not None else 0
+        return rows + (self.snapshot.num_bytes if self.snapshot is not None else 0)
 
     def divide_state(self, upper: "DiskNode", offset: int) -> None:
-        """Divides the rows; the snapshot stays at the edge's end."""
-        whole = self.span
-        upper.parts = whole.clipped(whole.start, offset).parts
-        self.parts = whole.clipped(offset, whole.stop).parts
+        """The snapshot stays at the edge's end."""
+        upper.rows = self.rows
 
     def drop_state(self) -> None:
         """Releases the files."""
-        self.parts, self.snapshot = (), None
+        self.rows = self.snapshot = None
 
     def check(self) -> None:
         """Asserts that rows and snapshot belong to this edge."""
-        done = self.start
-        for part in self.parts:
-            assert done <= part.start < part.stop <= self.stop, f"{self} holds a part that is not its own"
-            assert part.file.start <= part.start and part.stop <= part.file.stop
-            done = part.stop
+        rows = self.rows
+        assert rows is None or rows.start <= self.start < self.stop <= rows.stop, f"{self} holds foreign rows"
         assert self.snapshot is None or self.snapshot.stop == self.stop, f"{self} holds a foreign snapshot"
         assert not any(file.is_gone for file in self.files), f"{self} holds a file that is gone"
 
@@ -289,16 +238,16 @@ class DiskTree:
         trie = self.find_trie(namespace)
         return trie.follow(place if place.length else Place(trie.root, 0), tokens)
 
-    def locate(self, target: Target) -> DiskPlace:
-        """Where the match of a target's tokens ends."""
-        start = target.near if not target.near.is_gone else START
-        return self.follow(target.namespace, start, target.tokens[start.length :])
-
-    def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
-        """Rows of `[start, stop)` in files on the way; may have gaps."""
-        edges = reversed(list(place.edges(start, stop)))
-        parts = (part for node in edges for part in node.parts)
-        return FileSpan(start, stop, _merged(_clipped(parts, start, min(stop, place.length))))
+    def covered(self, place: DiskPlace, start: int, stop: int) -> list[FilePart]:
+        """Rows of `[start, stop)` in files on the way, ascending; may have gaps."""
+        found = list[FilePart]()
+        for node in reversed(list(place.edges(start, stop))):
+            if node.rows is not None:
+                first, last = max(start, node.start), min(stop, node.stop, place.length)
+                if found and found[-1].file is node.rows and found[-1].stop == first:
+                    first = found.pop().start
+                found.append(FilePart(node.rows, first, last))
+        return found
 
     def snapshots(self, place: DiskPlace) -> Iterator[StoredFile]:
         """Snapshots on the way to a place, deepest first."""
@@ -318,8 +267,7 @@ class DiskTree:
 
     def on_path(self, place: DiskPlace, stop: int) -> list[StoredFile]:
         """Files on the way that restoring at `stop` needs."""
-        last = min(stop, place.length)
-        files = [part.file for node in place.edges(0, stop) for part in node.parts if part.start < last]
+        files = [node.rows for node in place.edges(0, stop) if node.rows is not None]
         snapshot = self.snapshot(place, stop)
         return [*files, snapshot] if snapshot is not None else files
 
@@ -333,7 +281,7 @@ class DiskTree:
                 waiting.pop()
                 continue
             num_visited += 1
-            if node.span.is_written:
+            if node.rows is not None and node.rows.is_written:
                 found.append(node)
                 waiting.append(iter(node.children.values()))
         return found[:max_edges], len(found) > max_edges or trie.num_nodes > MAX_VISITED
@@ -382,10 +330,10 @@ class DiskTree:
 
         `tokens` begin at the sequence's start; `near` is a place on the way.
         """
-        trie = self._trie(file.namespace)
-        length = min(near.length, len(tokens))
+        trie, offset = self._trie(file.namespace), file.parent_offset
+        length = min(near.length, offset)
         node = next((node for node in near.edges(0, length) if node.stop <= length), trie.root)
-        self._add(trie, node, tokens[node.stop :], file)
+        self._add(trie, trie.extend(node, tokens[node.stop : offset]), tokens[offset:], file)
 
     def resize(self, file: StoredFile, difference_bytes: int) -> None:
         """Counts bytes by which a file grows."""
@@ -407,12 +355,11 @@ class DiskTree:
         else:
             new = list(end.edges(file.start, file.stop))
             for step in new:
-                step.parts = step.span.filled(file).parts
+                step.rows = step.rows or file
             below = [child for step in new for child in step.children.values()]
             file.last_used = max(one.last_used for step in (*new, *below) for one in step.files)
         # Before a file that is used as late are only such files.
-        parts = (part for step in end.edges(0, file.parent_offset) for part in reversed(step.parts))
-        before = (part.file for part in parts if part.start < file.parent_offset)
+        before = (step.rows for step in end.edges(0, file.parent_offset) if step.rows is not None)
         for older in list(itertools.takewhile(lambda one: one.last_used < file.last_used, before)):
             older.last_used = file.last_used
         self._count(trie, file.num_bytes)
@@ -427,7 +374,7 @@ class DiskTree:
             self._count(trie, -file.num_bytes)
             del self._ends[file]
         for node in nodes:
-            node.parts = tuple(part for part in node.parts if not part.file.is_gone)
+            node.rows = None if node.rows is None or node.rows.is_gone else node.rows
             node.snapshot = None if node.snapshot is None or node.snapshot.is_gone else node.snapshot
         for node, trie in nodes.items():
             _remove_empty(trie, node)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from cache.disk.io import Prefetch
+from cache.disk.tier import Prefetch
 from cache.lease import Lease
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache

@@ -28,7 +28,7 @@ from cache.snapshots import has_shared_rows
 from cache.trie import Node, PrefixTrie, Snapshot
 from tests.cache.worlds import FakeWorld, RealWorld, World
 from tests.support import fake_model, tiny_models
-from tests.support.disk_driver import open_tier
+from tests.support.disk_driver import close_if_open, open_tier
 
 W = tiny_models.WINDOW
 HEAD_TOKENS = W
@@ -131,7 +131,7 @@ def tiers() -> Iterator[list[DiskTier]]:
     opened: list[DiskTier] = []
     yield opened
     for tier in opened:
-        tier.close()
+        close_if_open(tier)
 
 
 Press = Callable[[MakeWorld, int], list[int]]

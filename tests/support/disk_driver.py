@@ -20,7 +20,7 @@ import numpy as np
 from cache.disk.files import FileSystem, as_owner
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
-from cache.disk.tree import START, FileSpan, StoredFile, Target
+from cache.disk.tree import START, FilePart, StoredFile, Target, gaps, written_stop
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
@@ -30,6 +30,28 @@ from mlx_lm.models.cache import ArraysCache
 NUM_COMPONENTS, NUM_HEADS, WIDTH = 3, 2, 4
 WINDOW = 8
 BUDGET_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class FileSpan:
+    """Rows of the tokens `[start, stop)` in files."""
+
+    start: int
+    stop: int
+    parts: list[FilePart]
+
+    @property
+    def is_written(self) -> bool:
+        return written_stop(self.parts, self.start) == self.stop
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def clipped(self, start: int, stop: int) -> "FileSpan":
+        """The part in `[start, stop)`."""
+        parts = (FilePart(part.file, max(start, part.start), min(stop, part.stop)) for part in self.parts)
+        return FileSpan(start, stop, [part for part in parts if part.start < part.stop])
 
 
 def tokens_of(values: Iterable[int]) -> TokenArray:
@@ -83,7 +105,7 @@ def assert_rows(segment: Segment, tokens: TokenArray, num_components: int = NUM_
 
 def assert_span(tier: DiskTier, span: FileSpan, tokens: TokenArray) -> None:
     """Loads a span and asserts that it stands for its part of some tokens."""
-    assert_rows(tier.reader.load_span(span), tokens)
+    assert_rows(tier.reader.load_rows(span.parts), tokens)
 
 
 def assert_recurrent(state: RecurrentState, tokens: TokenArray) -> None:
@@ -96,7 +118,7 @@ def assert_recurrent(state: RecurrentState, tokens: TokenArray) -> None:
 
 def assert_snapshot(tier: DiskTier, snapshot: StoredFile, tokens: TokenArray) -> None:
     """Loads a snapshot and asserts that it is the one right after some tokens."""
-    window, points = tier.reader.load_snapshot(snapshot)
+    window, points = tier.reader.load(snapshot.whole)
     assert snapshot.stop == len(tokens)
     if window is not None:
         assert window.stop == len(tokens)
@@ -106,18 +128,37 @@ def assert_snapshot(tier: DiskTier, snapshot: StoredFile, tokens: TokenArray) ->
 
 
 def write(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "") -> FileSpan | None:
-    """Writes the span of `[start, len(tokens))`."""
-    return tier.write_span(Target(namespace, tokens), segment_of(tokens, start))
+    """Writes the span of `[start, len(tokens))`; None if that is refused."""
+    tier.write_span(Target(namespace, tokens), segment_of(tokens, start))
+    span = _covered(tier, tokens, start, namespace)
+    return None if list(gaps(span.parts, span.start, span.stop)) else span
+
+
+def _covered(tier: DiskTier, tokens: TokenArray, start: int, namespace: str) -> FileSpan:
+    place = tier.tree.follow(namespace, START, tokens)
+    return FileSpan(start, len(tokens), tier.tree.covered(place, start, len(tokens)))
 
 
 def snap(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> StoredFile | None:
-    """Writes the snapshot after some tokens."""
-    return tier.write_snapshot(Target(namespace, tokens), window_of(tokens), recurrent_of(tokens))
+    """Writes the snapshot after some tokens; None if that is refused."""
+    return write_snapshot(tier, tokens, window_of(tokens), recurrent_of(tokens), namespace)
+
+
+def write_snapshot(
+    tier: DiskTier,
+    tokens: TokenArray,
+    window: Segment | None,
+    recurrent: RecurrentState | None,
+    namespace: str = "",
+) -> StoredFile | None:
+    """Writes a snapshot; returns the one that stands after the tokens then, if any."""
+    tier.write_snapshot(Target(namespace, tokens), window, recurrent)
+    return tier.tree.snapshot(tier.tree.follow(namespace, START, tokens), len(tokens))
 
 
 def find_span(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "") -> FileSpan | None:
     """Returns the state of the tokens `[start, len(tokens))` if all of it is on disk."""
-    span = tier.tree.covered(tier.tree.follow(namespace, START, tokens), start, len(tokens))
+    span = _covered(tier, tokens, start, namespace)
     return span if span.is_written else None
 
 
@@ -141,7 +182,9 @@ def entries(tier: DiskTier) -> list[Entry]:
     for name in tier.tree.namespaces():
         for node in tier.tree.listing(name, 1 << 30)[0]:
             above = found.get(node.parent)
-            found[node] = Entry(name, above, node.start, node.stop, node.tokens, node.span, node.snapshot)
+            assert node.rows is not None
+            span = FileSpan(node.start, node.stop, [FilePart(node.rows, node.start, node.stop)])
+            found[node] = Entry(name, above, node.start, node.stop, node.tokens, span, node.snapshot)
     return list(found.values())
 
 
@@ -157,6 +200,12 @@ def open_tier(folder: Path, **options: Any) -> DiskTier:
     options = {"budget_bytes": BUDGET_BYTES, "fingerprint": "model", "files": CountingFiles(), **options}
     store = DiskStore(folder, options.pop("fingerprint"), options.pop("files"))
     return DiskTier(store, **options)
+
+
+def close_if_open(tier: DiskTier) -> None:
+    """Closes a tier unless the test has."""
+    if not tier._store._lock.closed:
+        tier.close()
 
 
 def restorable(

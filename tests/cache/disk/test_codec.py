@@ -28,6 +28,7 @@ from tests.support.disk_driver import (
     stored_names,
     tokens_of,
     write,
+    write_snapshot,
 )
 
 # isort: split
@@ -64,13 +65,13 @@ def assert_same(got: Segment, wanted: Segment) -> None:
 def through_disk(folder: Path, segment: Segment, tokens: TokenArray) -> Segment:
     """Returns what another process would read."""
     tier = open_tier(folder)
-    assert tier.write_span(Target("", tokens), segment) is not None
+    tier.write_span(Target("", tokens), segment)
     assert tier.flush(10)
     tier.close()
     tier = open_tier(folder)
     span = find_span(tier, tokens, segment.start) if segment.start else disk_driver.entries(tier)[0].span
     assert span is not None
-    loaded = tier.reader.load_span(span)
+    loaded = tier.reader.load_rows(span.parts)
     tier.close()
     return loaded
 
@@ -141,7 +142,7 @@ def test_any_cuts_and_joins_of_a_span_load_the_right_rows(
     first = data.draw(st.integers(0, len(spans) - 1))
     last = data.draw(st.integers(first, len(spans) - 1))
     chosen = whole.clipped(spans[first].start, spans[last].stop)
-    segment = long_tier.reader.load_span(chosen)
+    segment = long_tier.reader.load_rows(chosen.parts)
     assert (segment.start, segment.stop) == (chosen.start, chosen.stop)
     assert_rows(segment, LONG)
 
@@ -190,10 +191,10 @@ def test_files_are_safetensors_that_other_tools_read(tmp_path: Path) -> None:
 
 def points_through_disk(folder: Path, caches: list[Any]) -> RecurrentState:
     tier = open_tier(folder)
-    snapshot = tier.write_snapshot(Target("", tokens_of([1, 2])), None, RecurrentState(caches))
+    snapshot = write_snapshot(tier, tokens_of([1, 2]), None, RecurrentState(caches))
     assert snapshot is not None
     assert tier.flush(10)
-    window, points = tier.reader.load_snapshot(snapshot)
+    window, points = tier.reader.load(snapshot.whole)
     tier.close()
     assert window is None and points is not None
     return points
@@ -227,7 +228,7 @@ def test_a_rotating_cache_taken_whole_goes_on_as_before(tmp_path: Path) -> None:
 )
 def test_state_of_unknown_classes_is_declined(cache: Any, tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
-    assert tier.write_snapshot(Target("", tokens_of([1])), None, RecurrentState([cache])) is None
+    assert write_snapshot(tier, tokens_of([1]), None, RecurrentState([cache])) is None
     assert tier.flush(10) and stored_names(tmp_path) == set()
     tier.close()
 
@@ -244,15 +245,15 @@ def test_live_caches_restored_from_disk_stand_for_the_same_tokens(layout: str, t
     points = parts.take_recurrent(caches) if parts.has_recurrent else None
     tier.write_span(Target("", tokens), segment)
     if parts.needs_snapshots:
-        tier.write_snapshot(Target("", tokens), window, points)
+        write_snapshot(tier, tokens, window, points)
     assert tier.flush(10)
     tier.close()
 
     tier = open_tier(tmp_path)
     (entry,) = disk_driver.entries(tier)
-    parts.load_spans(fresh, [tier.reader.load_span(entry.span)], keep=0, offset=100, capacity_tokens=120)
+    parts.load_spans(fresh, [tier.reader.load_rows(entry.span.parts)], keep=0, offset=100, capacity_tokens=120)
     if entry.snapshot is not None:
-        window, points = tier.reader.load_snapshot(entry.snapshot)
+        window, points = tier.reader.load(entry.snapshot.whole)
         if window is not None:
             parts.load_windows(fresh, [window], 100)
         if points is not None:

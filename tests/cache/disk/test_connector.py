@@ -15,7 +15,7 @@ from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.trie import Node, Snapshot
 from tests.support import cache_driver, fake_model
-from tests.support.disk_driver import CountingFiles, open_tier
+from tests.support.disk_driver import CountingFiles, close_if_open, open_tier
 
 SYSTEM = [*range(1, 41)]
 
@@ -32,7 +32,7 @@ def tiers() -> Iterator[list[DiskTier]]:
     opened: list[DiskTier] = []
     yield opened
     for tier in opened:
-        tier.close()
+        close_if_open(tier)
 
 
 def make(layout: str, tier: DiskTier, *, num_slots: int = 1, budget_bytes: int = 1 << 30) -> PrefixCache:

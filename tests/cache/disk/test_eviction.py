@@ -54,11 +54,10 @@ def _needs(tree: DiskTree) -> dict[StoredFile, StoredFile | None]:
     needs: dict[StoredFile, StoredFile | None] = {}
     last: dict[DiskNode | None, StoredFile | None] = {}
     for node in (node for trie in tree._tries.values() for node in trie.nodes()):
-        span, snapshot = node.span, node.snapshot
-        above = last.get(node.parent)
-        for part in span.parts:
-            needs.setdefault(part.file, above)
-            above = part.file
+        above, snapshot = last.get(node.parent), node.snapshot
+        if node.rows is not None:
+            needs.setdefault(node.rows, above)
+            above = node.rows
         last[node] = above
         if snapshot is not None:
             needs[snapshot] = above
@@ -73,7 +72,7 @@ def lose_a_file(tier: DiskTier, folder: Path, rng: random.Random) -> None:
         lost = rng.choice(held).span
         (folder / lost.parts[0].file.name).unlink()
         with pytest.raises(DiskFault):
-            tier.reader.load_span(lost)
+            tier.reader.load_rows(lost.parts)
 
 
 @pytest.mark.parametrize("seed", range(6))

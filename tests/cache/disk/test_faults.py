@@ -16,11 +16,12 @@ import pytest
 
 from cache.budget import DiskFault, FolderUnusable
 from cache.disk.tier import DiskTier
-from cache.disk.tree import FileSpan, StoredFile
+from cache.disk.tree import StoredFile
 from tests.support import disk_driver
 from tests.support.disk_driver import (
     CountingFiles,
     FailingFiles,
+    FileSpan,
     KillingFiles,
     assert_all_right,
     assert_snapshot,
@@ -212,7 +213,7 @@ def test_files_that_changed_places_are_found(tmp_path: Path) -> None:
     for span in spans:
         assert span is not None
         with pytest.raises(DiskFault):
-            tier.reader.load_span(span)
+            tier.reader.load_rows(span.parts)
     tier.close()
 
 

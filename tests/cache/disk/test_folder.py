@@ -12,7 +12,7 @@ import pytest
 
 from cache.budget import FolderUnsafe
 from cache.disk.files import FileSystem
-from cache.disk.io import RETRY_SECONDS
+from cache.disk.tier import RETRY_SECONDS
 from tests.support.disk_driver import (
     CountingFiles,
     assert_recurrent,

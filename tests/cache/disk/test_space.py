@@ -66,7 +66,7 @@ def test_edges_that_wait_to_be_written_are_counted_and_not_listed(tmp_path: Path
     tier = open_tier(tmp_path)
     write(tier, tokens_of(range(60)), 40)
     assert tier.flush(10)
-    assert (tier.tree.listing("", 10), tier.tree.find_trie("").num_nodes) == (([], False), 1), "its rows have a gap"
+    assert (tier.tree.listing("", 10), tier.tree.find_trie("").num_nodes) == (([], False), 2), "its rows have a gap"
     write(tier, tokens_of(range(40)))
     assert tier.flush(10)
     assert [(entry.start, entry.stop) for entry in tier.tree.listing("", 10)[0]] == [(0, 40), (40, 60)]
