@@ -14,14 +14,13 @@ from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.tier import DiskTier, Prefetch
 from cache.history import History
 from cache.layers.layout import CHUNK_TOKENS, Layout
-from cache.layers.state import Segment
 from cache.lease import Lease, PrivateLease, Tier
 from cache.memory_tier import MemoryTier, Pins, path_nodes
 from cache.pager import Pager
 from cache.reclaim import Reclaimer, is_in_place
 from cache.slots import CacheRequest, Lookup, LookupResult, Slot, choose_slot, look_up
 from cache.snapshots import RestorePoint, RestorePointKind, deepest
-from cache.trie import Node, NodeMatch, Place, PrefixTrie, Snapshot
+from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache
 
 MAX_READS = 8
@@ -66,7 +65,8 @@ class PrefixCache:
         if all(slot.is_leased for slot in self.slots):
             return None
         self.memory.clock.begin(request.namespace, request.session_id, is_background=request.is_background)
-        found, is_promoted = self._look_up(request)
+        self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
+        found, is_promoted = self._promote(request.lookup, is_background=request.is_background)
         slot = choose_slot(self.slots, found, request.namespace, request.session_id)
         assert slot is not None, "a slot is idle"
         found = self._leave_end(request, found)
@@ -83,8 +83,8 @@ class PrefixCache:
         self.reclaimer.reserve(slot, capacity, needed=len(request.tokens))
         is_live = max(shared, slot.origin) >= slot.offset
         tier = Tier.DISK if is_promoted else Tier.LIVE if is_live else Tier.MEMORY
-        points = self._plan(request, slot.offset, found.match.length) if request.reuse else ()
-        kind = Lease if request.reuse else PrivateLease
+        points = self._plan(request, slot.offset, found.match.length) if request.lookup.reuse else ()
+        kind = Lease if request.lookup.reuse else PrivateLease
         return kind(self.reclaimer, slot, request, found.match.length, points, tier if slot.offset else None)
 
     def peek(self, lookup: Lookup) -> int:
@@ -109,10 +109,7 @@ class PrefixCache:
 
     def _find_in_memory(self, lookup: Lookup) -> LookupResult:
         """How much of a prompt memory can restore."""
-        return self._result_of(lookup.match(self.memory.find_trie(lookup.namespace)))
-
-    def _result_of(self, match: NodeMatch) -> LookupResult:
-        return look_up(match, self.slots, self.layout)
+        return look_up(lookup.match(self.memory.find_trie(lookup.namespace)), self.slots, self.layout)
 
     def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:
         if self.memory.disk is None:
@@ -126,32 +123,30 @@ class PrefixCache:
         """
         found, ledger = self._find_in_memory(lookup), self.ledger
         for _ in range(MAX_READS):
-            disk_match = self._find_on_disk(lookup, found)
-            if disk_match is None or self.memory.disk is None or disk_match.num_bytes > ledger.budget_bytes:
+            disk, disk_match = self.memory.disk, self._find_on_disk(lookup, found)
+            if disk is None or disk_match is None or disk_match.num_bytes > ledger.budget_bytes:
                 break
             # Freeing memory may write to disk, and a write may evict files. Recording the use now protects the files.
-            self.memory.disk.tier.touch(disk_match.place, disk_match.offset)
+            disk.tier.touch(disk_match.place, disk_match.offset)
             excess = ledger.excess_bytes(disk_match.num_bytes)
-            if self.reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
-                return self._find_in_memory(lookup), False
-            if found.match.is_gone:  # lost with a running sequence
-                found = self._find_in_memory(lookup)
-                continue
-            try:
-                loaded = self.memory.disk.load(disk_match)
-                fields = {"tokens": disk_match.offset - found.restorable, "bytes": disk_match.num_bytes}
-                self.memory.journal.record(CacheEvent(Happening.READ, lookup.namespace, fields))
-                self._attach(lookup, disk_match.offset, *loaded)
-            except DiskFault:
-                # The faulty file is no longer found, but others may be. Freeing memory may have changed the match.
-                found = self._find_in_memory(lookup)
-                continue
-            return self._find_in_memory(lookup), True
+            missing = self.reclaimer.free(excess, protected=found.path, is_background=is_background)
+            # The match may be lost with a running sequence.
+            is_read = missing <= 0 and not found.match.is_gone and self._try_read(disk, lookup, disk_match, found)
+            found = self._find_in_memory(lookup)
+            if is_read or missing > 0:
+                return found, is_read
         return found, False
 
-    def _attach(self, lookup: Lookup, offset: int, segment: Segment | None, snapshot: Snapshot | None) -> None:
-        trie, tokens = self.pager.trie(lookup.namespace), lookup.tokens[:offset]
-        first = segment.start if segment is not None else offset
+    def _try_read(self, disk: DiskConnector, lookup: Lookup, match: DiskMatch, found: LookupResult) -> bool:
+        """False for a faulty file, which is no longer found, but others may be."""
+        try:
+            segment, snapshot = disk.load(match)
+        except DiskFault:
+            return False
+        fields = {"tokens": match.offset - found.restorable, "bytes": match.num_bytes}
+        self.memory.journal.record(CacheEvent(Happening.READ, lookup.namespace, fields))
+        trie, tokens = self.pager.trie(lookup.namespace), lookup.tokens[: match.offset]
+        first = segment.start if segment is not None else match.offset
         assert trie.match(tokens).length >= first, "the state that a read was to extend was evicted meanwhile"
         tip = trie.extend(trie.root, tokens)
         for node in tip.path():
@@ -162,16 +157,7 @@ class PrefixCache:
             tip.kind = RestorePointKind.TURN_END
             trie.snap(tip, snapshot)
         self.memory.used(trie, tip)
-
-    def _look_up(self, request: CacheRequest) -> tuple[LookupResult, bool]:
-        trie = self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
-        if request.reuse:
-            return self._promote(request.lookup, is_background=request.is_background)
-        return self._result_of(Place(trie.root, 0)), False
-
-    def _look_again(self, request: CacheRequest, found: LookupResult) -> LookupResult:
-        trie = self.pager.trie(request.namespace)
-        return self._result_of(trie.match(request.tokens[: found.match.length]))
+        return True
 
     def _leave_end(self, request: CacheRequest, found: LookupResult) -> LookupResult:
         """Has the session end where the prompt leaves it: the rest is evicted first. Returns `found` anew."""
@@ -182,7 +168,7 @@ class PrefixCache:
         tip = self.pager.land(trie, found.path, found.stored)
         tip.session_id = request.session_id
         self.memory.ended(trie, tip)
-        return self._look_again(request, found)
+        return self._find_in_memory(request.lookup)
 
     def _capacity(self, request: CacheRequest) -> int:
         """Fewer tokens than expected, if the budget is too small."""
@@ -202,7 +188,7 @@ class PrefixCache:
         None if the request must wait; else what memory still holds of `found`.
         """
         if self.reclaimer.invite(slot, found, capacity):
-            found = self._look_again(request, found)
+            found = self._find_in_memory(request.lookup)
         offset = found.restorable_in(slot)
         if self.reclaimer.excess_for(slot, found.path, offset, capacity) <= 0:
             return found
@@ -212,7 +198,7 @@ class PrefixCache:
             return None
         if missing > 0 and not path_nodes(self.reclaimer.pins.explicit()) <= set(found.path):
             raise PinnedFull(missing)
-        return self._look_again(request, found)  # state may have been evicted, or lost with a running sequence
+        return self._find_in_memory(request.lookup)  # state may have been evicted, or lost with a running sequence
 
     def _restore(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> None:
         offset, trie = found.restorable_in(slot), self.pager.trie(request.namespace)

@@ -105,11 +105,11 @@ class RequestClock:
 class Lookup:
     """A prompt and its last match: only the rest is compared again. Worker thread only."""
 
-    def __init__(self, tokens: TokenArray, *, namespace: str = "") -> None:
-        """The last prompt token is never restored: the model needs one."""
-        self.namespace = namespace
+    def __init__(self, tokens: TokenArray, *, namespace: str = "", reuse: bool = True) -> None:
+        """The last prompt token is never restored: the model needs one. Without `reuse`, none is."""
+        self.namespace, self.reuse = namespace, reuse
         self.prompt = tokens
-        self.tokens = tokens[:-1]
+        self.tokens = tokens[:-1] if reuse else tokens[:0]
         self._match: NodeMatch | None = None
 
     def match(self, trie: PrefixTrie) -> NodeMatch:
@@ -130,7 +130,6 @@ class CacheRequest:
     restore_points: Sequence[RestorePoint] = ()
     expected_tokens: int = 0
     """Of the output, for which memory is reserved."""
-    reuse: bool = True
     is_volatile: bool = False
     """The state never goes to disk."""
     is_background: bool = False

@@ -10,7 +10,7 @@ object per token. Invariants:
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -114,10 +114,7 @@ class TokenTrie(Generic[TrieNode]):
     """
 
     def __init__(
-        self,
-        node_type: type[TrieNode],
-        namespace: str = "",
-        changed: Callable[[TrieNode], None] = lambda node: None,
+        self, node_type: type[TrieNode], namespace: str = "", changed: Callable[[TrieNode], None] = lambda node: None
     ) -> None:
         self.namespace = namespace
         self.root = node_type(None, np.empty(0, np.int32), 0)
@@ -356,7 +353,7 @@ class PrefixTrie(TokenTrie[Node]):
         """Cuts `node` at `offset`; the halves may take more bytes."""
         before = node.holding
         upper = super().split(node, offset)
-        self._count([before], [upper.holding, node.holding])
+        self._count(before, upper.holding, node.holding)
         return upper
 
     def try_absorb_parent(self, node: Node) -> bool:
@@ -383,27 +380,27 @@ class PrefixTrie(TokenTrie[Node]):
             raise ValueError(f"{leaf} is not a removable leaf")
         before = leaf.holding
         super().remove(leaf)
-        self._count([before], [])
+        self._count(before)
 
     def store(self, node: Node, span: "Segment") -> None:
         """Stores a span on a node, which is no longer live."""
         before = node.holding
         node.home, node.span = None, span
-        self._count([before], [node.holding])
+        self._count(before, node.holding)
         self._changed(node)
 
     def make_live(self, node: Node, home: Any) -> None:
         """Records a span as live in slot `home`; drops a stored copy."""
         before = node.holding
         node.home, node.span = home, None
-        self._count([before], [node.holding])
+        self._count(before, node.holding)
         self._changed(node)
 
     def snap(self, node: Node, snapshot: Snapshot | None) -> None:
         """Replaces or drops the node's snapshot."""
         before = node.holding
         node.snapshot = snapshot
-        self._count([before], [node.holding])
+        self._count(before, node.holding)
         self._snapped(node)
 
     def check(self) -> None:
@@ -414,12 +411,11 @@ class PrefixTrie(TokenTrie[Node]):
 
     def _add(self, parent: Node, tokens: TokenArray) -> Node:
         node = super()._add(parent, tokens)
-        self._count([], [node.holding])
+        self._count(Holding(), node.holding)
         return node
 
-    def _count(self, before: Sequence[Holding], after: Sequence[Holding]) -> None:
-        """Of nodes that have changed; one that came or left is in one of both."""
+    def _count(self, before: Holding, *after: Holding) -> None:
+        """Of a node before a change, and of what it is now: nothing, the node, or its halves."""
         held = self.held
-        less, more = (map(sum, zip(Holding(), *some, strict=True)) for some in (before, after))
-        self.held = Holding(*(one - old + new for one, old, new in zip(held, less, more, strict=True)))
+        self.held = Holding(*(one - old + sum(new) for one, old, *new in zip(held, before, *after, strict=True)))
         self._count_bytes(self.held.num_bytes - held.num_bytes)

@@ -19,16 +19,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache
 
 from cache.layers import state as segments
-from cache.layers.state import (
-    Pack,
-    RecurrentState,
-    Segment,
-    arrays_in,
-    assert_rows,
-    owned,
-    packed,
-    rows_up_to,
-)
+from cache.layers.state import Pack, RecurrentState, Segment, arrays_in, assert_rows, owned, packed, rows_up_to
 from cache.types import LayerCache
 
 

@@ -120,7 +120,7 @@ class Sequence(Scheduled):
         """Waits to be evaluated: the prompt and, in a replay, the output. All but the last are prefilled."""
         behind = [NO_TOKEN] if self.request.is_prefix_only else self.output.tokens
         self.queue(np.append(self.request.tokens, np.array(behind, np.int32)) if behind else self.request.tokens)
-        self.lookup = Lookup(self.tokens, namespace=self.namespace)
+        self.lookup = Lookup(self.tokens, namespace=self.namespace, reuse=self.request.cache_prompt)
         self.lease = self.row = None
         self.known, self.num_launched, self.is_suspect = [], len(self.output.tokens), is_suspect
 

@@ -105,7 +105,7 @@ class Prefill:
                     one.lease.want(RestorePoint(shared, RestorePointKind.BRANCH))
 
     def _restorable(self, sequence: Sequence) -> int:
-        return self._prefix_cache.peek(sequence.lookup) if sequence.shares else 0
+        return self._prefix_cache.peek(sequence.lookup)
 
     def _advance(self, sequence: Sequence) -> int:
         """The part of the chunk taken, in tokens; all of it by a failure."""
@@ -179,7 +179,6 @@ class Prefill:
                 request.session_id,
                 request.restore_points,
                 min(request.max_tokens - len(sequence.output.tokens), self._expected_tokens),
-                reuse=request.cache_prompt,
                 is_volatile=request.is_volatile,
                 is_background=request.priority is Priority.BACKGROUND,
             )
@@ -286,8 +285,7 @@ class Worker:
             self._end_idle_work()
         sequence = Sequence(request, sink, self._make_decoder(), self._eos, arrival=next(self._arrivals))
         self._scheduler.add(sequence)
-        if request.cache_prompt:
-            sequence.prefetch = self.prefix_cache.prefetch(sequence.lookup)
+        sequence.prefetch = self.prefix_cache.prefetch(sequence.lookup)
         self._prefill.share_prefixes(sequence)
         others = self._table.others(sequence)
         if request.is_idle_work and any(other.phase is not Phase.DECODING for other in others):
@@ -369,8 +367,7 @@ class Worker:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)
 
     def _find_awaited(self) -> list[Lookup]:
-        waiting = self._scheduler.in_phase(Phase.WAITING)[:LOOKAHEAD]
-        return [sequence.lookup for sequence in waiting if sequence.shares]
+        return [sequence.lookup for sequence in self._scheduler.in_phase(Phase.WAITING)[:LOOKAHEAD]]
 
     def _finish_decode_step(self) -> None:
         self._decode.read()

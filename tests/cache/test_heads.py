@@ -54,10 +54,10 @@ def readers(cache: PrefixCache, head: Slot) -> list[Slot]:
     return [slot for slot in cache.slots if slot.head is head]
 
 
-def run(cache: PrefixCache, prompt: Sequence[int], **options: Any) -> Lease:
+def run(cache: PrefixCache, prompt: Sequence[int], *, reuse: bool = True, **options: Any) -> Lease:
     """Begins a request and evaluates its prompt."""
     tokens = np.array(prompt, np.int32)
-    lease = cache.begin(CacheRequest(Lookup(tokens), **options))
+    lease = cache.begin(CacheRequest(Lookup(tokens, reuse=reuse), **options))
     assert lease is not None
     cache_driver.prefill(lease, tokens, fake_model.evaluate)
     assert_right(cache, lease, prompt[:-1])

@@ -167,8 +167,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         tokens, cache = np.array(prompt, np.int32), self.prefix_cache
         promised, num_evictions = cache.peek(Lookup(tokens, namespace=namespace)), cache.memory.num_evictions
         try:
-            lookup = Lookup(tokens, namespace=namespace)
-            lease = cache.begin(CacheRequest(lookup, session_id, points, expected_tokens, reuse=reuse))
+            lookup = Lookup(tokens, namespace=namespace, reuse=reuse)
+            lease = cache.begin(CacheRequest(lookup, session_id, points, expected_tokens))
         except BudgetExceeded:
             return
         if lease is None:

@@ -51,10 +51,9 @@ def run(
     tokens = np.array(prompt, np.int32)
     lease = prefix_cache.begin(
         CacheRequest(
-            Lookup(tokens, namespace=namespace),
+            Lookup(tokens, namespace=namespace, reuse=reuse),
             session_id=session_id,
             restore_points=points,
-            reuse=reuse,
             is_background=is_background,
             is_volatile=is_volatile,
         )
