@@ -18,7 +18,7 @@ from pathlib import Path
 from cache.budget import DiskFault, DiskInUse, FolderUnsafe, FolderUnusable
 from cache.disk.codec import LoadedState, StateImage, read_state
 from cache.disk.files import FileSystem, Receipt, TensorFile, read_exactly, write_tensors
-from cache.disk.index import DiskIndex, WriteDay
+from cache.disk.index import DATABASE, WriteDay, add, prepare, read_rows, read_write_day
 from cache.disk.tree import DiskTree, FilePart, FileRow, StoredFile, extended
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
@@ -81,7 +81,7 @@ class DiskStore:
             raise FolderUnusable(folder, error) from error
         try:
             self._secret = self._load_secret()
-            self.index, self.tree, self.day = self._recover()
+            self._index, self.tree, self.day = self._recover()
         except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
             self._unlock()
             raise FolderUnusable(folder, error) from error
@@ -112,43 +112,45 @@ class DiskStore:
 
     # ----------------------------------------------------------------------------------------------- opening
 
-    def _recover(self) -> tuple[DiskIndex, DiskTree, WriteDay | None]:
+    def _recover(self) -> tuple[sqlite3.Connection, DiskTree, WriteDay | None]:
         try:
             return self._open_index()
         except (sqlite3.Error, UnicodeDecodeError) as error:
             if not _is_damage(error):
                 raise
             logger.warning("disk cache: starting afresh, the index is damaged: %s", error)
-            DiskIndex.remove(self._files, self._folder)
+            for suffix in ("-wal", "-shm", ""):
+                self._files.remove(self._folder / (DATABASE + suffix))
             return self._open_index()
 
-    def _open_index(self) -> tuple[DiskIndex, DiskTree, WriteDay | None]:
-        """May raise sqlite3.Error, or UnicodeDecodeError from a message that quotes a damaged page."""
-        index = DiskIndex(self._files, self._folder)
+    def _open_index(self) -> tuple[sqlite3.Connection, DiskTree, WriteDay | None]:
+        if DATABASE not in self._files.sizes(self._folder):
+            # SQLite would make the file readable by others. Its further files copy the permissions of this one.
+            self._files.create(self._folder / DATABASE).close()
+        index = self._files.connect(self._folder / DATABASE)
         try:
-            num_foreign = index.prepare(self._fingerprint)
-            with self._logging_errors():
-                index.scrub()
+            num_foreign = prepare(index, self._fingerprint)
+            self._scrub(index)
             if num_foreign:
                 logger.warning(
                     "disk cache: removed %d files of state of other weights, of another --speculate, or of another "
                     "version of mlx or mlx-lm",
                     num_foreign,
                 )
-            return index, self._find(index), index.write_day()
+            return index, self._find(index), read_write_day(index)
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 index.close()
             raise
 
-    def _find(self, index: DiskIndex) -> DiskTree:
+    def _find(self, index: sqlite3.Connection) -> DiskTree:
         """Finds files by index, name and size, and deletes all others and their rows; foreign files stay."""
-        sizes, rows, tree = self._files.sizes(self._folder), index.rows(), DiskTree()
+        sizes, rows, tree = self._files.sizes(self._folder), read_rows(index), DiskTree()
         found = [row for row in rows if sizes.get(row.file.name) == row.file.num_bytes]
         tree.attach([row for row in found if row.file.name == self.name_of(row.file, row.key)], self.hasher)
         kept = {file.name for file in tree.files()}
         if lost := [row.file.name for row in rows if row.file.name not in kept]:
-            index.drop(lost)
+            _drop(index, lost)
         for name in sizes:
             if _OURS.fullmatch(name) and name not in kept:
                 with self._logging_errors():
@@ -189,28 +191,31 @@ class DiskStore:
         receipt = write_tensors(self._files, temporary, image.tensors(file.start, file.stop), metadata)
         self._files.rename(temporary, path)
         self._files.sync_folder(self._folder)
-        self.index.add(FileRow(file, parent.digest(), key, edge), receipt, day)
+        add(self._index, FileRow(file, parent.digest(), key, edge), receipt, day)
         return receipt
 
     def delete(self, files: Iterable[StoredFile]) -> None:
         """Deletes files and rows. Errors are logged; the next opening deletes the rest."""
         names = [file.name for file in files if file.name]
         with self._logging_errors():
-            self.index.drop(names)
+            _drop(self._index, names)
         for name in names:
             with self._logging_errors():
                 self._files.remove(self._folder / name)
 
     def scrub(self) -> None:
-        """Overwrites removed rows. Errors are logged."""
+        """Overwrites removed rows: they remain readable in the write-ahead log. Errors are logged."""
+        self._scrub(self._index)
+
+    def _scrub(self, index: sqlite3.Connection) -> None:
         with self._logging_errors():
-            self.index.scrub()
+            index.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def touch(self, files: Iterable[StoredFile]) -> None:
         """Records files' last use. Errors are logged."""
-        last_used = {file.name: file.last_used for file in files if file.name}
-        with self._logging_errors():
-            self.index.touch(last_used)
+        last_used = [(file.last_used, file.name) for file in files if file.name]
+        with self._logging_errors(), self._index:
+            self._index.executemany("UPDATE files SET last_used = ? WHERE name = ?", last_used)
 
     @contextlib.contextmanager
     def _logging_errors(self) -> Iterator[None]:
@@ -222,7 +227,7 @@ class DiskStore:
     def close(self) -> None:
         """Closes the index and unlocks the folder."""
         with contextlib.suppress(sqlite3.Error):
-            self.index.close()
+            self._index.close()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -243,3 +248,8 @@ class DiskStore:
                 return read_state(found, file.start, part.start, part.stop)
         except OSError as error:
             raise DiskFault(str(error)) from error
+
+
+def _drop(index: sqlite3.Connection, names: Iterable[str]) -> None:
+    with index:
+        index.executemany("DELETE FROM files WHERE name = ?", [(name,) for name in names])

@@ -1,20 +1,19 @@
 """The index of the disk tier: which files exist, their content and last use, and today's writes.
 
 One SQLite database in write-ahead mode. A row is added after its file is complete, removed before the file is
-deleted. One thread at a time.
+deleted. Functions raise sqlite3.Error, or UnicodeDecodeError from a message that quotes a damaged page.
 """
 
 import contextlib
 import math
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cache.disk.files import FileSystem, Receipt
+from cache.disk.files import Receipt
 from cache.disk.tree import FileRow, StoredFile
 
 DAY_SECONDS = 86_400.0
@@ -96,7 +95,7 @@ FORMAT = 1
 _ENCODING = ("utf-8", "surrogatepass")
 """JSON may name a namespace with half a surrogate pair."""
 
-_DATABASE = "index.sqlite3"
+DATABASE = "index.sqlite3"
 _TABLES = """
     CREATE TABLE IF NOT EXISTS state (fingerprint TEXT NOT NULL);
     DROP TABLE IF EXISTS written;
@@ -117,86 +116,61 @@ _COLUMNS = (
 )
 
 
-class DiskIndex:
-    """An open database. Raises OSError, sqlite3.Error, or UnicodeDecodeError from SQLite's messages."""
+def prepare(database: sqlite3.Connection, fingerprint: str) -> int:
+    """Makes missing tables and deletes another fingerprint's rows; returns how many.
 
-    def __init__(self, files: FileSystem, folder: Path) -> None:
-        """Makes a missing database. `prepare` comes next."""
-        if _DATABASE not in files.sizes(folder):
-            # SQLite would make the file readable by others. Its further files copy the permissions of this one.
-            files.create(folder / _DATABASE).close()
-        self._database = files.connect(folder / _DATABASE)
+    Raises sqlite3.DatabaseError for another format.
+    """
+    num_foreign = 0
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version not in (0, FORMAT):
+        raise sqlite3.DatabaseError(f"the index has format {version}, this version writes {FORMAT}")
+    with database:
+        database.execute("BEGIN")
+        for statement in filter(str.strip, _TABLES.split(";")):
+            database.execute(statement)
+        if database.execute("SELECT fingerprint FROM state").fetchall() != [(fingerprint,)]:
+            (num_foreign,) = database.execute("SELECT COUNT(*) FROM files").fetchone()
+            database.execute("DELETE FROM files")
+            database.execute("DELETE FROM state")
+            database.execute("INSERT INTO state VALUES (?)", (fingerprint,))
+        database.execute(f"PRAGMA user_version = {FORMAT}")
+    return num_foreign
 
-    @staticmethod
-    def remove(files: FileSystem, folder: Path) -> None:
-        """Deletes the database, which must be closed."""
-        for suffix in ("-wal", "-shm", ""):
-            files.remove(folder / (_DATABASE + suffix))
 
-    def prepare(self, fingerprint: str) -> int:
-        """Deletes another fingerprint's rows; returns how many. Raises sqlite3.DatabaseError for another format."""
-        database, num_foreign = self._database, 0
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version not in (0, FORMAT):
-            raise sqlite3.DatabaseError(f"the index has format {version}, this version writes {FORMAT}")
-        with database:
-            database.execute("BEGIN")
-            for statement in filter(str.strip, _TABLES.split(";")):
-                database.execute(statement)
-            known = database.execute("SELECT fingerprint FROM state").fetchall()
-            if known != [(fingerprint,)]:
-                (num_foreign,) = database.execute("SELECT COUNT(*) FROM files").fetchone()
-                database.execute("DELETE FROM files")
-                database.execute("DELETE FROM state")
-                database.execute("INSERT INTO state VALUES (?)", (fingerprint,))
-            database.execute(f"PRAGMA user_version = {FORMAT}")
-        return num_foreign
+def read_rows(database: sqlite3.Connection) -> list[FileRow]:
+    """All rows with valid columns."""
+    found = []
+    for values in database.execute(f"SELECT {_COLUMNS} FROM files"):
+        # A damaged database may hold anything in any column.
+        with contextlib.suppress(TypeError, ValueError):
+            found.append(_row(values))
+    return found
 
-    def rows(self) -> list[FileRow]:
-        """All rows with valid columns."""
-        found = []
-        for values in self._database.execute(f"SELECT {_COLUMNS} FROM files"):
-            # A damaged database may hold anything in any column.
-            with contextlib.suppress(TypeError, ValueError):
-                found.append(_row(values))
-        return found
 
-    def write_day(self) -> WriteDay | None:
-        """The day saved last, if valid."""
-        found = self._database.execute("SELECT saved_at, age_seconds, num_bytes FROM write_day").fetchone()
-        return _write_day(found) if found is not None else None
+def read_write_day(database: sqlite3.Connection) -> WriteDay | None:
+    """The day saved last, if valid."""
+    found = database.execute("SELECT saved_at, age_seconds, num_bytes FROM write_day").fetchone()
+    if found is None:
+        return None
+    saved_at, age_seconds, num_bytes = found
+    are_times = all(isinstance(value, float) and math.isfinite(value) for value in (saved_at, age_seconds))
+    is_valid = are_times and isinstance(num_bytes, int) and age_seconds >= 0 and num_bytes >= 0
+    return WriteDay(saved_at, age_seconds, num_bytes) if is_valid else None
 
-    def add(self, row: FileRow, receipt: Receipt, day: WriteDay) -> None:
-        """Adds a complete file's row; saves the day."""
-        file = row.file
-        values = (
-            *(file.name, file.is_snapshot, file.has_recurrent),
-            *(file.namespace.encode(*_ENCODING), file.start, file.stop),
-            *(row.parent_key, row.key, row.tokens.tobytes(), *astuple(receipt), file.last_used),
-        )
-        with self._database as database:
-            database.execute(f"INSERT OR REPLACE INTO files VALUES ({', '.join('?' * len(values))})", values)
-            database.execute("DELETE FROM write_day")
-            database.execute("INSERT INTO write_day VALUES (?, ?, ?)", astuple(day))
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Removes files' rows."""
-        with self._database as database:
-            database.executemany("DELETE FROM files WHERE name = ?", [(name,) for name in names])
-
-    def touch(self, last_used: Mapping[str, int]) -> None:
-        """Records last uses, by file name."""
-        with self._database as database:
-            changes = [(used_at, name) for name, used_at in last_used.items()]
-            database.executemany("UPDATE files SET last_used = ? WHERE name = ?", changes)
-
-    def scrub(self) -> None:
-        """Empties the write-ahead log, where removed rows remain readable."""
-        self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-
-    def close(self) -> None:
-        """Closes the database."""
-        self._database.close()
+def add(database: sqlite3.Connection, row: FileRow, receipt: Receipt, day: WriteDay) -> None:
+    """Adds a complete file's row; saves the day."""
+    file = row.file
+    values = (
+        *(file.name, file.is_snapshot, file.has_recurrent),
+        *(file.namespace.encode(*_ENCODING), file.start, file.stop),
+        *(row.parent_key, row.key, row.tokens.tobytes(), *astuple(receipt), file.last_used),
+    )
+    with database:
+        database.execute(f"INSERT OR REPLACE INTO files VALUES ({', '.join('?' * len(values))})", values)
+        database.execute("DELETE FROM write_day")
+        database.execute("INSERT INTO write_day VALUES (?, ?, ?)", astuple(day))
 
 
 def _row(values: tuple[Any, ...]) -> FileRow:
@@ -217,11 +191,3 @@ def _row(values: tuple[Any, ...]) -> FileRow:
         *(name, Receipt(sizes[0], sizes[1], sizes[2], digest), last_used),
     )
     return FileRow(file, parent_key, key, edge)
-
-
-def _write_day(values: tuple[Any, ...]) -> WriteDay | None:
-    saved_at, age_seconds, num_bytes = values
-    are_times = all(isinstance(value, float) and math.isfinite(value) for value in (saved_at, age_seconds))
-    if not are_times or not isinstance(num_bytes, int) or age_seconds < 0 or num_bytes < 0:
-        return None
-    return WriteDay(saved_at, age_seconds, num_bytes)

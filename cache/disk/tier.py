@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 _LOW_WATERMARK = 0.95
 """Eviction stops at this fraction, or after `tree.MAX_SPARE_FILES`."""
-
-
 _HEADER_BYTES = 4096
 
 elapsed_seconds = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
@@ -118,9 +116,7 @@ class FileReader:
             raise DiskFault(f"the state of tokens {part.start} to {part.stop} is not on disk")
         read = self._find(part)
         try:
-            result = read.result if read is not None else _CANCELLED
-            if read is not None:
-                self._remove(read)
+            result = self._take(read) if read is not None else _CANCELLED
             # A read that has not begun is faster done here.
             return self._store.read(part) if result.cancelled() else result.result()
         except DiskFault as fault:
@@ -135,19 +131,20 @@ class FileReader:
 
     def _release(self, read: _Read) -> None:
         read.num_waiting -= 1
-        if not read.num_waiting:
-            self._remove(read)
+        if not read.num_waiting and read in self._reads:
+            self._take(read)
 
-    def _remove(self, read: _Read) -> None:
-        if read in self._reads:
-            self._reads.remove(read)
-            read.result.cancel()
-            read.result = _CANCELLED  # frees the memory although other prefetches still refer to the read
+    def _take(self, read: _Read) -> "Future[LoadedState]":
+        """Forgets a read; what it reads is cancelled unless it has begun."""
+        self._reads.remove(read)
+        result, read.result = read.result, _CANCELLED  # other prefetches may still refer to the read
+        result.cancel()
+        return result
 
     def close(self) -> None:
         """Frees what was read ahead, and ends the thread."""
         for read in list(self._reads):
-            self._remove(read)
+            self._take(read)
         _end(self._thread)
 
 
@@ -405,7 +402,3 @@ class DiskTier:
         self.queue.close()
         self.reader.close()
         self._store.close()
-
-    def check(self) -> None:
-        """Asserts the invariants. For tests."""
-        self.tree.check()

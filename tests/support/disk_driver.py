@@ -231,7 +231,7 @@ def assert_all_right(tier: DiskTier) -> set[tuple[str, bytes]]:
         if snapshot is not None:
             assert_snapshot(tier, snapshot, tokens)
 
-    tier.check()
+    tier.tree.check()
     return restorable(tier, check)
 
 

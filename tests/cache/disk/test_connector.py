@@ -270,7 +270,7 @@ def test_any_history_with_restarts_restores_what_was_evaluated(layout: str, seed
             converse(prefix_cache, prompt, reply)
             known.append([*prompt, *reply])
         prefix_cache.check()
-        tier.check()
+        tier.tree.check()
     last = [*range(2000, 2100)]
     converse(prefix_cache, last)
     prefix_cache.end(10)

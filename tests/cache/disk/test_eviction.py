@@ -99,7 +99,7 @@ def test_victims_are_those_that_looking_at_everything_gives(
         expected = victims_by_looking(tier.tree, excess, newest)
         for _ in range(2):
             assert tier.tree.victims(excess, 0, newest) == expected
-        tier.check()
+        tier.tree.check()
     tier.close()
 
 

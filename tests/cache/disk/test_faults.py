@@ -67,7 +67,7 @@ def assert_right_or_gone(tier: DiskTier) -> int:
             pass
 
     disk_driver.restorable(tier, check)
-    tier.check()
+    tier.tree.check()
     return num_right
 
 
@@ -91,7 +91,7 @@ def use(folder: Path, files: CountingFiles) -> None:
         if number == 2:
             write(tier, LEFT, namespace="other")
             tier.clear("other")
-        tier.check()
+        tier.tree.check()
     touch(tier, TRUNK)
     tier.flush(10)
     tier.close()

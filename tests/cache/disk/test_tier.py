@@ -81,7 +81,7 @@ def reopened(tier: DiskTier, folder: Path) -> Iterator[DiskTier]:
 def tier(tmp_path: Path) -> Iterator[DiskTier]:
     made = open_tier(tmp_path)
     yield made
-    made.check()
+    made.tree.check()
     close_if_open(made)
 
 
@@ -259,7 +259,7 @@ def test_random_histories_match_a_list_of_what_was_written(tmp_path: Path) -> No
         snap(tier, tokens, namespace)
         assert span is not None
         written.append(tokens)
-        tier.check()
+        tier.tree.check()
         if number % 50 == 20:
             tier.flush(10)
             tier.close()
@@ -331,7 +331,7 @@ def test_a_small_budget_is_kept_under_random_use(seed: int, tmp_path: Path) -> N
         written.append(tokens)
         touch(tier, written[int(random.integers(len(written)))])
         assert tier.tree.num_bytes <= tier.budget_bytes
-        tier.check()
+        tier.tree.check()
     assert tier.num_gone > 0
     with reopened(tier, tmp_path) as again:
         assert len(assert_all_right(again)) > 3
