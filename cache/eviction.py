@@ -305,46 +305,46 @@ class EvictionOrder:
         """Nodes valued as the end of each session: several if the last end was evicted."""
         self._queue = FairQueue(find_over_share)
         self._latest: dict[Node, Candidate] = {}
-        self._changed: dict[Node, str] = {}
+        self._changed: dict[Node, None] = {}
 
-    def changed(self, namespace: str, node: Node) -> None:
+    def changed(self, node: Node) -> None:
         """Records a change of a node or a child, or that the node left the trie."""
         if node.parent is not None:
-            self._changed[node] = namespace
+            self._changed[node] = None
         else:
             self._changed.pop(node, None)
             self._latest.pop(node, None)
 
-    def snapped(self, namespace: str, node: Node) -> None:
+    def snapped(self, node: Node) -> None:
         """Records a new snapshot: nodes below, up to the next restore points, may be evaluated from there."""
-        self.changed(namespace, node)
+        self.changed(node)
         below = list(node.children.values()) if self._needs_snapshots and self._is_point(node) else []
         while below:
             next_node = below.pop()
             if next_node.snapshot is not None or not next_node.children:
-                self.changed(namespace, next_node)
+                self.changed(next_node)
             if not self._is_point(next_node):
                 below += next_node.children.values()
 
-    def used(self, namespace: str, node: Node, now: int) -> None:
+    def used(self, node: Node, now: int) -> None:
         """Records a sequence restored at a node, or recorded up to it."""
         node.last_used = now
         above: Node | None = node
         while above is not None and above.last_used_behind < now:
             above.last_used_behind = now
             above = above.parent
-        self.changed(namespace, node)
+        self.changed(node)
 
-    def ended(self, namespace: str, node: Node) -> None:
+    def ended(self, node: Node) -> None:
         """A node's session now ends there."""
         if node.session_id is None:
             return
-        session = namespace, node.session_id
+        session = node.trie.namespace, node.session_id
         before = self._ends.get(session, node)
         if before.parent is None or before.last_used <= node.last_used:
             self._ends[session] = node
             for left in self._current.pop(session, {}):
-                self.changed(namespace, left)
+                self.changed(left)
 
     def end_of(self, namespace: str, session_id: str | None) -> Node | None:
         """Where a session ended last, if that is still held."""
@@ -361,11 +361,10 @@ class EvictionOrder:
         if self._changed:
             self._refresh()
         while (candidate := self._queue.pop(now)) is not None:
-            namespace, node = candidate.key
             if not self._is_current(candidate):
                 continue
-            del self._latest[node]
-            fresh = self.value(namespace, node)
+            del self._latest[candidate.key]
+            fresh = self.value(candidate.key)
             if fresh.num_bytes > 0 and fresh.rank(now) <= candidate.rank(now):
                 return fresh
             self.push(fresh)  # its value has risen: it was used since, or the restore point before it was evicted
@@ -373,35 +372,33 @@ class EvictionOrder:
 
     def put_back(self, candidate: Candidate) -> None:
         """A popped candidate, unless its node was evicted."""
-        namespace, node = candidate.key
-        if _is_candidate(node) and node not in self._latest:
-            self.changed(namespace, node)
+        if _is_candidate(candidate.key) and candidate.key not in self._latest:
+            self.changed(candidate.key)
 
     def push(self, candidate: Candidate) -> None:
         """See `Queue.push`."""
-        namespace, node = candidate.key
         if candidate.num_bytes > 0:
-            self._latest[node] = candidate
-            self._queue.push(namespace, candidate)
+            self._latest[candidate.key] = candidate
+            self._queue.push(candidate.key.trie.namespace, candidate)
 
-    def check(self, nodes: Iterable[tuple[str, Node]]) -> None:
+    def check(self, nodes: Iterable[Node]) -> None:
         """Asserts that all evictable nodes are here, no value too high."""
         pending = self._find_stale()
-        for namespace, node in nodes:
+        for node in nodes:
             if _is_candidate(node) and node not in pending:
-                held, fresh = self._latest.get(node), self.value(namespace, node)
+                held, fresh = self._latest.get(node), self.value(node)
                 assert held is not None or fresh.num_bytes <= 0, f"{node} could be evicted and is not in the order"
                 is_lower = held is None or fresh.num_bytes <= 0 or held.weight <= fresh.weight
                 assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
 
-    def _find_stale(self) -> dict[Node, str]:
+    def _find_stale(self) -> dict[Node, None]:
         """Changed nodes, and nodes whose value the changes may have lowered."""
         found, seen = dict(self._changed), set[Node]()
-        for node, namespace in self._changed.items():
+        for node in self._changed:
             end = self._leaf_counting(node)
             if end is not None:
-                found[end] = namespace
-            found.update(dict.fromkeys(self._affected_above(node, seen), namespace))
+                found[end] = None
+            found.update(dict.fromkeys(self._affected_above(node, seen)))
         return found
 
     def _leaf_counting(self, node: Node) -> Node | None:
@@ -432,17 +429,17 @@ class EvictionOrder:
 
     def _refresh(self) -> None:
         changed, self._changed = self._find_stale(), {}
-        for node, namespace in changed.items():
+        for node in changed:
             self._latest.pop(node, None)
             if _is_candidate(node):
-                self.push(self.value(namespace, node))
+                self.push(self.value(node))
         limit = 2 * len(self._latest) + MIN_GARBAGE
         self._forget_sessions(limit)
         if len(self._queue) > limit:
             self._queue.sweep(self._is_current, SWEPT_PER_CHANGE * len(changed))
 
     def _is_current(self, candidate: Candidate) -> bool:
-        return self._latest.get(candidate.key[1]) is candidate
+        return self._latest.get(candidate.key) is candidate
 
     def _forget_sessions(self, max_sessions: int) -> None:
         """Forgets sessions with evicted ends beyond `max_sessions`."""
@@ -454,28 +451,27 @@ class EvictionOrder:
 
     # -- values
 
-    def value(self, namespace: str, node: Node) -> Candidate:
+    def value(self, node: Node) -> Candidate:
         """What evicting a leaf, or another node's snapshot, would free and cost."""
-        return self._of_snapshot(namespace, node) if node.children else self._of_leaf(namespace, node)
+        return self._of_snapshot(node) if node.children else self._of_leaf(node)
 
-    def _of_snapshot(self, namespace: str, node: Node) -> Candidate:
+    def _of_snapshot(self, node: Node) -> Candidate:
         num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
         base = self._base(node)
         chance = self._chance_within(node) if base or not node.last_used else Chance.FIRST
-        num_tokens, is_explicit = node.stop - base, node.is_explicit
-        return Candidate((namespace, node), num_bytes, num_tokens, node.last_used_behind, chance, is_explicit)
+        return Candidate(node, num_bytes, node.stop - base, node.last_used_behind, chance, node.is_explicit)
 
-    def _of_leaf(self, namespace: str, node: Node) -> Candidate:
-        key, last_used = (namespace, node), node.last_used
+    def _of_leaf(self, node: Node) -> Candidate:
+        last_used = node.last_used
         if not self._is_point(node):
-            return Candidate(key, node.num_bytes, 0, last_used, Chance.UNUSABLE)
-        base, chance = self._base(node), self._chance_at_end(namespace, node)
+            return Candidate(node, node.num_bytes, 0, last_used, Chance.UNUSABLE)
+        base, chance = self._base(node), self._chance_at_end(node)
         is_left = chance in (Chance.LEFT, Chance.LEFT_ROWS)
         is_end = node.session_id is not None and not node.is_background and not is_left
         if chance is Chance.CURRENT:
             is_rest = not base and node.kind in _HEADS
             chance = Chance.REST if is_rest else chance * min(1.0, (LONG_TOKENS / max(1, node.stop)) ** 2)
-        return Candidate(key, self._tail_bytes(node), node.stop - base, last_used, chance, is_session_end=is_end)
+        return Candidate(node, self._tail_bytes(node), node.stop - base, last_used, chance, is_session_end=is_end)
 
     def _chance_within(self, node: Node) -> Chance:
         owners = (leaf.session_id or leaf for leaf in _leaves(node))  # a leaf without a session counts as one
@@ -484,10 +480,10 @@ class EvictionOrder:
             return Chance.SHARED
         return _chance_before_end(node) if node.last_used else Chance.SUPERSEDED
 
-    def _chance_at_end(self, namespace: str, node: Node) -> float:
+    def _chance_at_end(self, node: Node) -> float:
         if node.session_id is None:
             return Chance.PROBATION if node.is_on_probation else Chance.CURRENT
-        session = namespace, node.session_id
+        session = node.trie.namespace, node.session_id
         end = self._ends.get(session, node)
         if end is not node and end.parent is not None:
             return Chance.LEFT if self._needs_snapshots else Chance.LEFT_ROWS

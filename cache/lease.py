@@ -133,7 +133,7 @@ class Lease:
         tip = self._slot.tip
         if tip.parent is not None:
             tip.is_on_probation = False  # the suspended sequence will restore it
-            self._memory.order.changed(self._slot.namespace, tip)
+            self._memory.order.changed(tip)
             self._cut_edges()
 
     def discard(self) -> None:
@@ -179,7 +179,7 @@ class Lease:
             self._pager.move_tip(slot, tip)
             tip.session_id, tip.is_on_probation = slot.session_id, slot.is_on_probation
             tip.is_background = slot.leaves_background
-            self._memory.ended(trie, tip)
+            self._memory.ended(tip)
             self._join_edges([tip])
         self._measure()
 
@@ -194,7 +194,7 @@ class Lease:
         trie, node = self._trie, self._slot.tip
         assert node.stop == self.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
-        self._memory.order.changed(trie.namespace, node)
+        self._memory.order.changed(node)
         if self._pager.layout.needs_snapshots and not is_restorable(self._pager.layout, node):
             node.kind, before = kind, node.snapshot
             trie.snap(node, self._pager.snapshot(self._slot))
@@ -203,7 +203,7 @@ class Lease:
                 trie.snap(node, before)
                 for older, last_used in marked:
                     older.last_used = last_used
-                    self._memory.order.changed(trie.namespace, older)
+                    self._memory.order.changed(older)
 
     def _join_edges(self, nodes: Iterable[Node]) -> None:
         """Joins edges where nothing needs the border. Copies no state."""
@@ -240,7 +240,7 @@ class Lease:
         marked = [(node, node.last_used) for node in found if node.last_used and not node.is_explicit]
         for node, _ in marked:
             node.last_used = 0
-            self._memory.order.changed(slot.namespace, node)
+            self._memory.order.changed(node)
         return marked
 
 

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
-from functools import partial
 
 from cache.budget import CacheEvent, EvictionReason, Happening, Journal, Ledger, PinLimit
 from cache.disk.connector import DiskConnector
@@ -46,7 +45,7 @@ class MemoryTier:
         """Nodes that waiting requests will restore: they are evicted last."""
         self.tries: dict[str, PrefixTrie] = {}
         """By namespace, in order of last use."""
-        self._empty_leaves: dict[Node, PrefixTrie] = {}
+        self._empty_leaves: dict[Node, None] = {}
         self.order = EvictionOrder(layout, self._find_over_share)
         """Must be told how nodes are used."""
 
@@ -58,8 +57,7 @@ class MemoryTier:
         found = self.tries.pop(namespace, None)
         if found is None:
             self._forget_idle(set(in_use))
-            changed, snapped = (partial(tell, namespace) for tell in (self.order.changed, self.order.snapped))
-            found = PrefixTrie(self.ledger.store, namespace, changed, snapped)
+            found = PrefixTrie(self.ledger.store, namespace, self.order.changed, self.order.snapped)
         self.tries[namespace] = found
         return found
 
@@ -70,7 +68,7 @@ class MemoryTier:
         for name, trie in sorted(idle, key=lambda pair: pair[1].num_nodes > 0):
             while is_full and len(self.tries) >= limit and (leaves := _evictable_leaves(trie)):
                 for leaf in leaves:
-                    self._evict(trie, leaf, (), EvictionReason.NAMESPACES)
+                    self._evict(leaf, (), EvictionReason.NAMESPACES)
             if not trie.num_nodes:
                 del self.tries[name], self.evictions[name]
 
@@ -82,9 +80,9 @@ class MemoryTier:
         held_bytes = {name: trie.held.num_bytes for name, trie in self.tries.items()}
         return over_share(held_bytes, self.ledger.budget_bytes)
 
-    def nodes(self) -> Iterator[tuple[PrefixTrie, Node]]:
-        """Every node with its trie, parents first."""
-        return ((trie, node) for trie in self.tries.values() for node in trie.nodes())
+    def nodes(self) -> Iterator[Node]:
+        """Every node, parents first."""
+        return (node for trie in self.tries.values() for node in trie.nodes())
 
     def clear(self, namespace: str | None) -> None:
         """Drops one namespace's state, or all, that lives in no slot."""
@@ -95,28 +93,28 @@ class MemoryTier:
             for node in trie.nodes():
                 trie.snap(node, None)
 
-    def drop_below(self, trie: PrefixTrie, top: Node) -> None:
+    def drop_below(self, top: Node) -> None:
         """Drops a node and all below it."""
         above = top.parent
         for node in reversed([top, *top.below()]):
-            trie.remove(node)
-        self._drop_empty(trie, above, ())
+            node.trie.remove(node)
+        self._drop_empty(above, ())
 
-    def used(self, trie: PrefixTrie, node: Node) -> None:
+    def used(self, node: Node) -> None:
         """Records that a sequence was restored at a node, or recorded up to it."""
-        self.order.used(trie.namespace, node, self.clock.now)
+        self.order.used(node, self.clock.now)
 
-    def ended(self, trie: PrefixTrie, node: Node) -> None:
+    def ended(self, node: Node) -> None:
         """Records that a node's session ends there now."""
-        self.used(trie, node)
-        self.order.ended(trie.namespace, node)
+        self.used(node)
+        self.order.ended(node)
 
     def refresh_if_many_changed(self) -> None:
         """Updates the eviction order ahead of time."""
         self.order.refresh_if_many_changed()
         leaves, self._empty_leaves = self._empty_leaves, {}
-        for node, trie in leaves.items():
-            self._drop_empty(trie, node, ())
+        for node in leaves:
+            self._drop_empty(node, ())
 
     def evict(self, target_bytes: int, kept: Collection[Node], *, guards_sessions: bool = False) -> None:
         """Evicts in order until `target_bytes` are charged, or only `kept` nodes are left.
@@ -133,9 +131,9 @@ class MemoryTier:
             try:
                 for victim in self._in_order(target_bytes, popped):
                     is_guarded = spares_sessions and (victim.is_session_end or victim.is_explicit)
-                    namespace, node = victim.key
+                    node = victim.key
                     if not is_guarded and node not in spared and node not in kept and _is_evictable(node):
-                        self._evict(self.tries[namespace], node, kept, _reason_of(victim))
+                        self._evict(node, kept, _reason_of(victim))
             finally:
                 for victim in popped:
                     self.order.put_back(victim)
@@ -153,7 +151,7 @@ class MemoryTier:
                     break
             yield victim
 
-    def _evict(self, trie: PrefixTrie, node: Node, kept: Collection[Node], reason: EvictionReason) -> None:
+    def _evict(self, node: Node, kept: Collection[Node], reason: EvictionReason) -> None:
         """Drops a leaf, or a node's snapshot except window rows that restore points below need."""
         rest, num_bytes, is_snapshot = None, node.num_bytes, bool(node.children)
         if is_snapshot:
@@ -163,7 +161,7 @@ class MemoryTier:
             num_bytes = snapshot.num_bytes - (rest.num_bytes if rest is not None else 0)
             if rest is not None and not num_bytes:
                 return
-        name = trie.namespace
+        name = node.trie.namespace
         self.num_evictions += 1
         self.evictions[name] += 1
         if self.journal.tell is not None:  # there may be thousands of nodes
@@ -171,33 +169,33 @@ class MemoryTier:
             fields = {"kind": kind, "tokens": node.stop - node.start, "bytes": num_bytes, "reason": reason}
             self.journal.record(CacheEvent(Happening.EVICTED, name, fields))
         if self.disk is not None:
-            self.disk.save_dropped(name, node)
+            self.disk.save_dropped(node)
         if is_snapshot:
-            trie.snap(node, rest)
+            node.trie.snap(node, rest)
         else:
-            self._remove_leaf(trie, node, kept)
+            self._remove_leaf(node, kept)
 
-    def _remove_leaf(self, trie: PrefixTrie, leaf: Node, kept: Collection[Node]) -> None:
+    def _remove_leaf(self, leaf: Node, kept: Collection[Node]) -> None:
         parent = leaf.parent
-        trie.remove(leaf)
-        parent = self._drop_empty(trie, parent, kept)
+        leaf.trie.remove(leaf)
+        parent = self._drop_empty(parent, kept)
         if parent is not None and parent.last_used <= leaf.last_used and not parent.children:
             # The conversation now ends at the parent, and its age stays the same.
             parent.session_id, parent.is_background = leaf.session_id, leaf.is_background
-            self.order.used(trie.namespace, parent, leaf.last_used)
-            self.order.ended(trie.namespace, parent)
+            self.order.used(parent, leaf.last_used)
+            self.order.ended(parent)
 
-    def _drop_empty(self, trie: PrefixTrie, node: Node | None, kept: Collection[Node]) -> Node | None:
+    def _drop_empty(self, node: Node | None, kept: Collection[Node]) -> Node | None:
         """Drops an empty leaf, then its parent if now a leaf; returns the first that stays.
 
         The order lacks `kept` and pinned nodes: they are tried again when a request ends.
         """
         while node is not None and _is_free_leaf(node) and not node.num_bytes:
             if node in kept or node.num_pins:
-                self._empty_leaves[node] = trie
+                self._empty_leaves[node] = None
                 break
             above = node.parent
-            trie.remove(node)
+            node.trie.remove(node)
             node = above
         return node
 
@@ -205,7 +203,7 @@ class MemoryTier:
         """Asserts the invariants."""
         for trie in self.tries.values():
             trie.check()
-        self.order.check((trie.namespace, node) for trie, node in self.nodes())
+        self.order.check(self.nodes())
         stored = sum(trie.held.num_bytes for trie in self.tries.values())
         assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
 
@@ -297,18 +295,15 @@ class Pins:
 
     def release_expired(self, now: float) -> None:
         """Ends expired soft pins."""
-        self._release(lambda name: self._pins[name][1] <= now)
+        self.release_if(lambda name: self._pins[name][1] <= now)
 
     def release_soft(self) -> bool:
         """Ends soft pins; returns whether that unpinned a node."""
-        nodes = self._release(lambda name: name.is_soft)
+        nodes = self.release_if(lambda name: name.is_soft)
         return any(node.num_pins == 0 and node.parent is not None for node in nodes)
 
-    def release_all(self, namespace: str | None) -> None:
-        """Ends the pins of one namespace, or all."""
-        self._release(lambda name: namespace in (None, name.namespace))
-
-    def _release(self, is_over: Callable[[PinName], bool]) -> list[Node]:
+    def release_if(self, is_over: Callable[[PinName], bool]) -> list[Node]:
+        """Ends pins; returns their nodes."""
         return [node for name in list(filter(is_over, self._pins)) for node in self.release(name)]
 
     def labels(self, namespace: str) -> tuple[str, ...]:

@@ -170,14 +170,14 @@ class Pager:
 
     def give_up(self, slot: Slot, path: Sequence[Node]) -> None:
         """Empties a slot; drops nodes of `path` that are live only there or damaged."""
-        trie, homes = self.trie(slot.namespace), self._other_homes(slot)
+        homes = self._other_homes(slot)
         for node in path:
             if node.home is slot and node in homes:
                 node.home = homes[node]
         lost = next((node for node in path if node.home is slot or _is_damaged(node)), None)
         self.empty(slot)
         if lost is not None:
-            self.memory.drop_below(trie, lost)
+            self.memory.drop_below(lost)
 
     def discard(self, slot: Slot) -> None:
         """Ends a lease with untrusted caches."""
@@ -236,12 +236,11 @@ class Pager:
 
     def move_tip(self, slot: Slot, tip: Node) -> None:
         """Records that a slot's sequence ends at `tip`."""
-        left, trie = slot.tip, self.trie(slot.namespace)
+        left, slot.tip = slot.tip, tip
         left.num_slots -= 1
-        slot.tip = tip
         tip.num_slots += 1
-        self.memory.order.changed(trie.namespace, left)
-        self.memory.order.changed(trie.namespace, tip)
+        self.memory.order.changed(left)
+        self.memory.order.changed(tip)
 
     def keep_tip(self, slot: Slot) -> None:
         """Takes a snapshot at an idle sequence's end."""
@@ -295,7 +294,7 @@ class Pager:
         """Asserts the module's invariants."""
         for slot in self.all_live:
             self._check_slot(slot)
-        for _, node in self.memory.nodes():
+        for node in self.memory.nodes():
             assert node.home is None or node in node.home.tip.path(), f"{node} is live in a slot that left it"
             assert node.home is None or node.start >= node.home.origin, f"{node} is live in its home's head"
 

@@ -20,7 +20,7 @@ from cache.pager import Pager
 from cache.reclaim import Reclaimer, is_in_place
 from cache.slots import CacheRequest, Lookup, LookupResult, Slot, choose_slot, look_up
 from cache.snapshots import RestorePoint, RestorePointKind, deepest
-from cache.trie import Node, PrefixTrie
+from cache.trie import Node
 from cache.types import LayerCache
 
 MAX_READS = 8
@@ -79,7 +79,7 @@ class PrefixCache:
         self._restore(request, slot, left, capacity)
         self.reclaimer.gather(is_short=False, also=slot)
         slot.lease_to(request, self.memory.clock.now)
-        self.memory.order.changed(request.namespace, slot.tip)
+        self.memory.order.changed(slot.tip)
         self.reclaimer.reserve(slot, capacity, needed=len(request.tokens))
         is_live = max(shared, slot.origin) >= slot.offset
         tier = Tier.DISK if is_promoted else Tier.LIVE if is_live else Tier.MEMORY
@@ -156,7 +156,7 @@ class PrefixCache:
         if snapshot is not None:
             tip.kind = RestorePointKind.TURN_END
             trie.snap(tip, snapshot)
-        self.memory.used(trie, tip)
+        self.memory.used(tip)
         return True
 
     def _leave_end(self, request: CacheRequest, found: LookupResult) -> LookupResult:
@@ -167,7 +167,7 @@ class PrefixCache:
         trie = self.pager.trie(request.namespace)
         tip = self.pager.land(trie, found.path, found.stored)
         tip.session_id = request.session_id
-        self.memory.ended(trie, tip)
+        self.memory.ended(tip)
         return self._find_in_memory(request.lookup)
 
     def _capacity(self, request: CacheRequest) -> int:
@@ -209,7 +209,7 @@ class PrefixCache:
             self._page_in(slot, request, found.path, offset, found.shared[slot.index], capacity)
         for node in slot.tip.path():
             node.num_uses += 1
-        self.memory.used(trie, slot.tip)
+        self.memory.used(slot.tip)
 
     def _page_in(
         self, slot: Slot, request: CacheRequest, path: list[Node], offset: int, shared: int, capacity: int
@@ -254,7 +254,7 @@ class PrefixCache:
 
     def clear(self, namespace: str | None = None) -> None:
         """Drops state, history and pins, all or one namespace's, but what a request holds."""
-        self.pins.release_all(namespace)
+        self.pins.release_if(lambda name: namespace in (None, name.namespace))
         for slot in self.slots:
             if not slot.is_leased and namespace in (None, slot.namespace):
                 self.pager.page_out(slot, 0)
@@ -297,13 +297,13 @@ class PrefixCache:
         """Writes unsaved state worth keeping, the last used first, a piece a step. Invalid after any other call."""
         if self.memory.disk is None:
             return
-        leaves = [(trie, node) for trie, node in self.memory.nodes() if not node.children]
-        leaves.sort(key=lambda pair: pair[1].last_used, reverse=True)
-        for (trie, leaf), used_at in zip(leaves, self.memory.disk.tier.ticks(len(leaves)), strict=True):
+        leaves = [node for node in self.memory.nodes() if not node.children]
+        leaves.sort(key=lambda leaf: leaf.last_used, reverse=True)
+        for leaf, used_at in zip(leaves, self.memory.disk.tier.ticks(len(leaves)), strict=True):
             if leaf.parent is not None:
-                yield from self._save_path(self.memory.disk, trie, leaf, used_at)
+                yield from self._save_path(self.memory.disk, leaf, used_at)
 
-    def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
+    def _save_path(self, disk: DiskConnector, leaf: Node, used_at: int) -> Iterator[None]:
         path = leaf.path()
         idle = [slot for slot in self.slots if slot.tip in path and not slot.is_leased]
         before = {slot.tip: slot.tip.snapshot for slot in idle}
@@ -311,11 +311,11 @@ class PrefixCache:
             self.pager.keep_tip(slot)
         kept = {node: node.snapshot for node in before if node.snapshot is not before[node]}
         try:
-            yield from disk.save_path(trie.namespace, path, self.pager.copy_live, used_at)
+            yield from disk.save_path(path, self.pager.copy_live, used_at)
         finally:
             for node, snapshot in kept.items():
                 if self.ledger.excess_bytes() > 0 and node.snapshot is snapshot:
-                    trie.snap(node, before[node])
+                    node.trie.snap(node, before[node])
 
     def end(self, timeout_seconds: float) -> None:
         """Ends the cache; first writes unsaved state as time allows."""
@@ -364,9 +364,9 @@ class PrefixCache:
         """Asserts the invariants of the parts."""
         self.memory.check()
         self.pager.check()
-        for trie, node in self.memory.nodes():
+        for node in self.memory.nodes():
             if self.memory.disk is not None:
-                self.memory.disk.check(trie.namespace, node)
+                self.memory.disk.check(node)
 
 
 def _no_caches() -> list[LayerCache]:

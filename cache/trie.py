@@ -33,6 +33,7 @@ class TokenNode:
     data: bytes = field(init=False)
     """`tokens` as bytes, which one call compares."""
     children: dict[int, Self] = field(init=False, default_factory=dict)
+    trie: "TokenTrie[Any]" = field(init=False)
     number: int = field(init=False, default=0)
     """Unique in its trie for ever."""
 
@@ -117,11 +118,11 @@ class TokenTrie(Generic[TrieNode]):
         self, node_type: type[TrieNode], namespace: str = "", changed: Callable[[TrieNode], None] = lambda node: None
     ) -> None:
         self.namespace = namespace
-        self.root = node_type(None, np.empty(0, np.int32), 0)
         self.num_nodes = 0
         self._node_type = node_type
         self._changed = changed
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count()
+        self.root = self._make_node(None, np.empty(0, np.int32), 0)
 
     def match(self, tokens: TokenArray) -> Place[TrieNode]:
         """Finds the longest stored prefix of `tokens`."""
@@ -215,9 +216,9 @@ class TokenTrie(Generic[TrieNode]):
             node.check()
         assert num_nodes == self.num_nodes, f"{num_nodes} nodes found, {self.num_nodes} counted"
 
-    def _make_node(self, parent: TrieNode, tokens: TokenArray, start: int) -> TrieNode:
+    def _make_node(self, parent: TrieNode | None, tokens: TokenArray, start: int) -> TrieNode:
         node = self._node_type(parent, tokens, start)
-        node.number = next(self._numbers)
+        node.trie, node.number = self, next(self._numbers)
         return node
 
     def _add(self, parent: TrieNode, tokens: TokenArray) -> TrieNode:
@@ -266,6 +267,7 @@ class Holding(NamedTuple):
 class Node(TokenNode):
     """One edge, its state, and its use."""
 
+    trie: "PrefixTrie" = field(init=False)
     span: "Segment | None" = None
     snapshot: Snapshot | None = None
     home: Any = None

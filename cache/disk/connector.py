@@ -113,30 +113,28 @@ class DiskConnector:
             logger.warning("stopped before everything was written to the disk cache")
         self.tier.close()
 
-    def save_dropped(self, namespace: str, node: Node) -> None:
+    def save_dropped(self, node: Node) -> None:
         """Writes what memory will drop: a leaf's state, another node's snapshot.
 
         If snapshots are needed, rows after the last on disk are useless.
         """
         self.tier.notice_written()
         path = node.path()
-        place = self._place(namespace, path)
+        place = self._place(node.trie.namespace, path)
         is_wanted = has_whole_snapshot(self._layout, node) and node in self._wanted_snapshots(path, place)
         is_needed = is_wanted or not self._layout.needs_snapshots or self.tier.tree.goes_on(place, node.stop)
         if node.span is not None and not node.children and is_needed and not node.is_volatile:
-            self.tier.write_span(_target(namespace, node, place), node.span)
+            self.tier.write_span(_target(node, place), node.span)
         if is_wanted:
-            self._save_snapshot(_target(namespace, node, place), node)
+            self._save_snapshot(_target(node, place), node)
 
-    def save_path(
-        self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], used_at: int
-    ) -> Iterator[None]:
+    def save_path(self, path: list[Node], live_rows: Callable[[Node], Segment], used_at: int) -> Iterator[None]:
         """Writes what disk lacks of a path, a piece a step.
 
         `live_rows` copies a node's live rows; `used_at` is one of the tier's `ticks`.
         """
         self.tier.notice_written()
-        place, stop = self._place(namespace, path), path[-1].stop
+        place, stop = self._place(path[-1].trie.namespace, path), path[-1].stop
         self.tier.touch(place, stop, used_at)
         wanted = self._wanted_snapshots(path, place)
         if self._layout.needs_snapshots:
@@ -148,10 +146,10 @@ class DiskConnector:
             is_missing = any(first < node.stop and node.start < last for first, last in missing)
             if is_missing and node.stop <= stop and not node.is_volatile:
                 segment = node.span if node.span is not None else live_rows(node)
-                self.tier.write_span(_target(namespace, node, place, used_at), segment)
+                self.tier.write_span(_target(node, place, used_at), segment)
                 yield
         for node in wanted:
-            self._save_snapshot(_target(namespace, node, place, used_at), node)
+            self._save_snapshot(_target(node, place, used_at), node)
             yield
 
     def _wanted_snapshots(self, path: list[Node], place: DiskPlace) -> list[Node]:
@@ -177,14 +175,14 @@ class DiskConnector:
             window = reduce(Segment.join, [*rows, window]).tail(first)
         self.tier.write_snapshot(target, window, snapshot.recurrent)
 
-    def check(self, namespace: str, node: Node) -> None:
+    def check(self, node: Node) -> None:
         """Asserts that a node's kept place is right."""
         place = node.place
         if place is not None and not place.is_gone:
             tokens = np.concatenate([step.tokens for step in node.path()])[: place.length]
-            found = self.tier.tree.follow(namespace, START, tokens)
+            found = self.tier.tree.follow(node.trie.namespace, START, tokens)
             assert found.length == place.length, f"{node} keeps a place at {place.length}, found {found.length}"
 
 
-def _target(namespace: str, node: Node, place: DiskPlace, used_at: int | None = None) -> Target:
-    return Target(namespace, np.concatenate([step.tokens for step in node.path()]), place, used_at)
+def _target(node: Node, place: DiskPlace, used_at: int | None = None) -> Target:
+    return Target(node.trie.namespace, np.concatenate([step.tokens for step in node.path()]), place, used_at)

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -162,6 +162,7 @@ def extended(hasher: "hashlib.blake2b", tokens: TokenArray) -> "hashlib.blake2b"
 class DiskNode(TokenNode):
     """One edge, and the files with its state."""
 
+    trie: "DiskTrie" = field(init=False)
     rows: StoredFile | None = None
     snapshot: StoredFile | None = None
 
@@ -333,22 +334,22 @@ class DiskTree:
         trie, offset = self._trie(file.namespace), file.parent_offset
         length = min(near.length, offset)
         node = next((node for node in near.edges(0, length) if node.stop <= length), trie.root)
-        self._add(trie, trie.extend(node, tokens[node.stop : offset]), tokens[offset:], file)
+        self._add(trie.extend(node, tokens[node.stop : offset]), tokens[offset:], file)
 
     def resize(self, file: StoredFile, difference_bytes: int) -> None:
         """Counts bytes by which a file grows."""
         file.num_bytes += difference_bytes
-        self._count(self._tries[file.namespace], difference_bytes)
+        self._count(file, difference_bytes)
 
-    def _count(self, trie: DiskTrie, num_bytes: int) -> None:
-        trie.num_bytes += num_bytes
+    def _count(self, file: StoredFile, num_bytes: int) -> None:
+        self._tries[file.namespace].num_bytes += num_bytes
         self.num_bytes += num_bytes
 
     def _trie(self, namespace: str) -> DiskTrie:
         return self._tries.setdefault(namespace, DiskTrie(DiskNode, namespace))
 
-    def _add(self, trie: DiskTrie, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
-        last = trie.extend(node, tokens)
+    def _add(self, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
+        last = node.trie.extend(node, tokens)
         self._ends[file] = end = Place(last, file.stop)
         if file.is_snapshot:
             last.snapshot = file
@@ -362,24 +363,23 @@ class DiskTree:
         before = (step.rows for step in end.edges(0, file.parent_offset) if step.rows is not None)
         for older in list(itertools.takewhile(lambda one: one.last_used < file.last_used, before)):
             older.last_used = file.last_used
-        self._count(trie, file.num_bytes)
+        self._count(file, file.num_bytes)
         self._order.push(file)
 
     def prune(self, gone: Iterable[StoredFile]) -> None:
         """Removes `gone` files, then edges without files on or below them."""
-        nodes: dict[DiskNode, DiskTrie] = {}
+        nodes: dict[DiskNode, None] = {}
         for file in gone:
-            trie = self._tries[file.namespace]
-            nodes.update(dict.fromkeys(self._nodes_of(file), trie))
-            self._count(trie, -file.num_bytes)
+            nodes.update(dict.fromkeys(self._nodes_of(file)))
+            self._count(file, -file.num_bytes)
             del self._ends[file]
         for node in nodes:
             node.rows = None if node.rows is None or node.rows.is_gone else node.rows
             node.snapshot = None if node.snapshot is None or node.snapshot.is_gone else node.snapshot
-        for node, trie in nodes.items():
-            _remove_empty(trie, node)
-            if not trie.num_nodes:
-                self._tries.pop(trie.namespace, None)
+        for node in nodes:
+            _remove_empty(node)
+            if not node.trie.num_nodes:
+                self._tries.pop(node.trie.namespace, None)
         self._order.compact(len(self._ends))
 
     # ----------------------------------------------------------------------------------------------- eviction
@@ -413,21 +413,21 @@ class DiskTree:
         """
         wanted = {row.parent_key for row in rows}
         cuts = sorted({row.file.parent_offset for row in rows})
-        ends: dict[bytes, tuple[DiskTrie, DiskNode, hashlib.blake2b]] = {}
+        ends: dict[bytes, tuple[DiskNode, hashlib.blake2b]] = {}
         for trie in map(self._trie, {row.file.namespace for row in rows}):
             hasher = hasher_of(trie.namespace)
-            ends[hasher.digest()] = trie, trie.root, hasher
+            ends[hasher.digest()] = trie.root, hasher
         for row in sorted(rows, key=lambda row: row.file.parent_offset):
             if row.parent_key not in ends:
                 continue
-            trie, node, hasher = ends[row.parent_key]
+            node, hasher = ends[row.parent_key]
             prefixes = _prefixes(row, hasher, cuts)
-            follows = row.file.namespace == trie.namespace and row.file.parent_offset == node.stop
+            follows = row.file.namespace == node.trie.namespace and row.file.parent_offset == node.stop
             if follows and prefixes[-1][1].digest() == row.key:
-                self._add(trie, node, row.tokens, row.file)
+                self._add(node, row.tokens, row.file)
                 for length, hasher in prefixes:
                     if (key := hasher.digest()) in wanted:
-                        ends.setdefault(key, (trie, trie.extend(node, row.tokens[:length]), hasher))
+                        ends.setdefault(key, (node.trie.extend(node, row.tokens[:length]), hasher))
 
 
 def _prefixes(row: FileRow, hasher: "hashlib.blake2b", cuts: Sequence[int]) -> "list[tuple[int, hashlib.blake2b]]":
@@ -446,8 +446,8 @@ def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:
     return excess_bytes <= 0 and (excess_bytes <= -spare_bytes or num_chosen >= MAX_SPARE_FILES)
 
 
-def _remove_empty(trie: DiskTrie, node: DiskNode) -> None:
+def _remove_empty(node: DiskNode) -> None:
     while node.parent is not None and not node.children and not node.files:
         above = node.parent
-        trie.remove(node)
+        node.trie.remove(node)
         node = above

@@ -185,7 +185,7 @@ class EngineSide:
     @property
     def live_share(self) -> float:
         """Live bytes, in bytes of the rows' different tokens."""
-        num_tokens = sum(len(node.tokens) for _, node in self.cache.memory.nodes())
+        num_tokens = sum(len(node.tokens) for node in self.cache.memory.nodes())
         return self.cache.ledger.live_bytes / (num_tokens * self.cache.layout.bytes_per_token)
 
 

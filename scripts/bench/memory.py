@@ -176,7 +176,7 @@ class Run:
 
 def unique_bytes(run: Run) -> tuple[int, int]:
     """Returns the bytes of the state of all different tokens, and of all snapshots taken, by arithmetic."""
-    nodes = [node for _, node in run.cache.memory.nodes()]
+    nodes = list(run.cache.memory.nodes())
     num_tokens = sum(len(node.tokens) for node in nodes)
     num_snapshots = sum(node.snapshot is not None for node in nodes)
     return num_tokens * run.shape.bytes_per_token, num_snapshots * run.shape.snapshot_bytes

@@ -219,7 +219,7 @@ class CacheDriver:
     def outcome(self, samples: list[Sample]) -> Outcome:
         """Returns what the cache holds now."""
         stats = self.prefix_cache.stats()
-        snapshots = [node for _, node in self.prefix_cache.memory.nodes() if node.snapshot is not None]
+        snapshots = [node for node in self.prefix_cache.memory.nodes() if node.snapshot is not None]
         return Outcome(
             samples,
             num_snapshots=len(snapshots),

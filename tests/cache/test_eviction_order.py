@@ -86,7 +86,7 @@ def test_what_is_kept_stays_also_where_the_ends_of_sessions_go_last() -> None:
     for number in (1, 2):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    kept = {node for _, node in prefix_cache.memory.nodes() if node.tokens[0] == 1000}
+    kept = {node for node in prefix_cache.memory.nodes() if node.tokens[0] == 1000}
     prefix_cache.memory.evict(0, kept, guards_sessions=True)
     assert [known(prefix_cache, number) for number in (1, 2)] == [100, 0]
     prefix_cache.check()
@@ -195,7 +195,7 @@ def chances(prefix_cache: PrefixCache) -> dict[int, Chance]:
         found.append(candidate)
     for candidate in found:
         queue.push(candidate)
-    return {candidate.key[1].stop: Chance(candidate.chance) for candidate in found}
+    return {candidate.key.stop: Chance(candidate.chance) for candidate in found}
 
 
 def after_first_eviction(num_turns: int) -> PrefixCache:
@@ -227,7 +227,7 @@ def test_points_along_a_new_prompt_are_thinned_while_it_is_evaluated(monkeypatch
     wanted: list[int] = []
 
     def inspect(lease: Lease) -> None:
-        wanted.extend(node.stop for _, node in prefix_cache.memory.nodes() if node.snapshot and node.last_used)
+        wanted.extend(node.stop for node in prefix_cache.memory.nodes() if node.snapshot and node.last_used)
 
     cache_driver.run(prefix_cache, list(range(10_001)), inspect=inspect)
     assert len(known_points(prefix_cache)) > 15
@@ -239,32 +239,32 @@ def test_the_beginning_that_is_left_of_a_conversation_stays_longest() -> None:
     trie = prefix_cache.memory.find_trie("")
     head = next(node for node in trie.nodes() if node.stop == 1002)
     for child in list(head.children.values()):
-        prefix_cache.memory.drop_below(trie, child)
+        prefix_cache.memory.drop_below(child)
     for kind, chance in ((RestorePointKind.TURN_END, Chance.CURRENT), (RestorePointKind.SYSTEM_END, Chance.REST)):
         head.kind = kind
-        prefix_cache.memory.order.changed("", head)
+        prefix_cache.memory.order.changed(head)
         assert chances(prefix_cache)[1002] is chance
 
 
 def known_points(prefix_cache: PrefixCache) -> list[int]:
     """The offsets of all snapshots."""
-    return sorted(node.stop for _, node in prefix_cache.memory.nodes() if node.snapshot is not None)
+    return sorted(node.stop for node in prefix_cache.memory.nodes() if node.snapshot is not None)
 
 
 def test_to_give_up_one_of_many_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Node] = []
     look = EvictionOrder.value
 
-    def counted(order: EvictionOrder, namespace: str, node: Node) -> Candidate:
+    def counted(order: EvictionOrder, node: Node) -> Candidate:
         looks.append(node)
-        return look(order, namespace, node)
+        return look(order, node)
 
     monkeypatch.setattr(EvictionOrder, "value", counted)
     prefix_cache = cache_of(10_000)
     for number in range(1, 61):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    oldest = next(node for _, node in prefix_cache.memory.nodes() if node.tokens[0] == 1000)
+    oldest = next(node for node in prefix_cache.memory.nodes() if node.tokens[0] == 1000)
     drop_one(prefix_cache, oldest)
     assert [known(prefix_cache, number) for number in (1, 2, 3)] == [100, 0, 100]
     looks.clear()
@@ -289,7 +289,7 @@ def test_a_failure_half_way_loses_nothing_from_the_order(monkeypatch: pytest.Mon
     for number in range(1, 6):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    oldest = next(node for _, node in prefix_cache.memory.nodes() if node.tokens[0] == 1000)
+    oldest = next(node for node in prefix_cache.memory.nodes() if node.tokens[0] == 1000)
 
     def fail(trie: PrefixTrie, node: Node) -> None:
         raise ZeroDivisionError
@@ -340,7 +340,7 @@ def test_a_leaf_is_looked_at_when_rows_above_it_begin_to_go_with_it() -> None:
     trie.snap(head, rows)
     held._refresh()
     assert held._latest[leaf].num_bytes == num_bytes + rows.num_bytes
-    assert held._latest[leaf].key == ("", leaf)
+    assert held._latest[leaf].key is leaf
     prefix_cache.check()
 
 
@@ -384,8 +384,8 @@ def test_an_end_that_a_session_came_back_to_because_its_last_had_gone_is_worth_l
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     trie = prefix_cache.memory.find_trie("")
     first, last = (trie.match(np.array(story(number), np.int32)).node.path()[-1] for number in (1, 2))
-    prefix_cache.memory.drop_below(trie, last)
-    prefix_cache.memory.order.changed("", first)
+    prefix_cache.memory.drop_below(last)
+    prefix_cache.memory.order.changed(first)
     assert chances(prefix_cache)[100] is Chance.CURRENT
     cache_driver.run(prefix_cache, story(3), session_id="a")
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
@@ -406,7 +406,7 @@ def test_no_restore_point_is_overrated_once_a_conversation_has_gone_on(monkeypat
         tokens.append(turn)
         assert held._latest
         for candidate in held._latest.values():
-            assert candidate.chance <= held.value(*candidate.key).chance
+            assert candidate.chance <= held.value(candidate.key).chance
 
 
 def test_many_changes_on_one_path_look_once_at_what_lies_above_them() -> None:
@@ -420,11 +420,11 @@ def test_many_changes_on_one_path_look_once_at_what_lies_above_them() -> None:
     prefix_cache = recurrent()
     talk(prefix_cache, 30, "1")
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    held, nodes = prefix_cache.memory.order, [node for _, node in prefix_cache.memory.nodes()]
+    held, nodes = prefix_cache.memory.order, list(prefix_cache.memory.nodes())
     held._refresh()
     held._latest = Counted(held._latest)
     for node in nodes:
-        held.changed("", node)
+        held.changed(node)
     assert nodes[-1] in held._find_stale()
     assert len(nodes) >= 30 and 0 < Counted.num_asked <= 3 * len(nodes)
 

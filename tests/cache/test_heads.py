@@ -89,7 +89,7 @@ def test_eight_running_sequences_hold_their_head_once(kind: str) -> None:
         pairs = zip(leaves_of(lease.caches), leaves_of(head.caches), strict=True)
         assert all(own.head is one for own, one in pairs if type(one) is KVCache), "a sequence holds a copy"
     if kind == "T":
-        unique = sum(node.stop - node.start for _, node in cache.memory.nodes()) * cache.layout.bytes_per_token
+        unique = sum(node.stop - node.start for node in cache.memory.nodes()) * cache.layout.bytes_per_token
         assert cache.ledger.live_bytes <= 1.15 * unique
     own = [cache.ledger.slot_bytes(lease.slot_index) for lease in leases]
     assert max(own) <= cache.layout.bytes_for(len(told_apart(0)) + STEP, head.offset)

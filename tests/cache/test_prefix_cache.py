@@ -73,9 +73,9 @@ def test_a_restore_point_without_memory_costs_no_other() -> None:
     evaluate(lease, own[30:])
     ledger = prefix_cache.ledger
     ledger.budget_bytes = ledger.charged_bytes - ledger.stored_bytes
-    before = [(node.stop, node.last_used, node.snapshot) for _, node in prefix_cache.memory.nodes() if node.snapshot]
+    before = [(node.stop, node.last_used, node.snapshot) for node in prefix_cache.memory.nodes() if node.snapshot]
     lease.keep(RestorePointKind.TURN_END)
-    after = [(node.stop, node.last_used, node.snapshot) for _, node in prefix_cache.memory.nodes() if node.snapshot]
+    after = [(node.stop, node.last_used, node.snapshot) for node in prefix_cache.memory.nodes() if node.snapshot]
     assert len(before) >= 4 and after == before
     prefix_cache.check()
 
@@ -134,7 +134,7 @@ def test_a_prompts_end_is_kept_once(asked_for: int, kept: int) -> None:
     prefix_cache, tokens = make("R", num_slots=1), list(range(1, 101))
     lease = begin(prefix_cache, tokens, restore_points=[RestorePoint(asked_for, RestorePointKind.PROMPT_END)])
     cache_driver.prefill(lease, np.array(tokens, np.int32), fake_model.evaluate)
-    offsets = [node.stop for _, node in prefix_cache.memory.nodes() if node.snapshot is not None]
+    offsets = [node.stop for node in prefix_cache.memory.nodes() if node.snapshot is not None]
     assert max(offsets) == kept
     assert sum(offset > 30 for offset in offsets) == 1
 
@@ -378,7 +378,7 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     trie = prefix_cache.pager.trie("")
     first, second = trie.match(np.array(prompt, np.int32)).node.path()[:2]
     assert (first.stop, second.stop) == (10, 20)
-    prefix_cache.memory._evict(trie, first, (), EvictionReason.MEMORY)
+    prefix_cache.memory._evict(first, (), EvictionReason.MEMORY)
     prefix_cache.check()
     assert isinstance(first.snapshot, Snapshot)
     assert first.snapshot.recurrent is None

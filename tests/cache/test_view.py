@@ -109,4 +109,4 @@ def test_another_namespace_shows_nothing_of_it() -> None:
     assert view.state.in_memory == view.state.disk == 0
     theirs = views.view(prefix_cache, "theirs", 100)
     assert theirs.pinned == ("s",) and theirs.num_evictions == prefix_cache.memory.num_evictions > 0
-    assert "ours" not in [trie.namespace for trie, _ in prefix_cache.memory.nodes()], "looking made a namespace"
+    assert "ours" not in [node.trie.namespace for node in prefix_cache.memory.nodes()], "looking made a namespace"

@@ -152,7 +152,7 @@ def assert_holds(caches: Sequence[LayerCache], tokens: Sequence[int], window: in
 
 def assert_stored_right(prefix_cache: PrefixCache) -> None:
     """Asserts that all stored state stands for the tokens it is stored under."""
-    for _, node in prefix_cache.memory.nodes():
+    for node in prefix_cache.memory.nodes():
         path = np.concatenate([step.tokens for step in node.path()]).tolist()
         if isinstance(node.span, Segment):
             _assert_rows(node.span, path)
@@ -190,7 +190,7 @@ def assert_bytes_known(prefix_cache: PrefixCache) -> None:
 def stored_bytes(prefix_cache: PrefixCache) -> int:
     """Returns the allocator's bytes of all stored arrays, each found by hand."""
     arrays: list[mx.array] = []
-    for _, node in prefix_cache.memory.nodes():
+    for node in prefix_cache.memory.nodes():
         snapshot = node.snapshot if isinstance(node.snapshot, Snapshot) else None
         for segment in (node.span, snapshot.window if snapshot else None):
             arrays += [pack.rows for pack in segment.packs] if isinstance(segment, Segment) else []

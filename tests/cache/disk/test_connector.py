@@ -330,7 +330,7 @@ def test_what_disk_has_forgotten_and_learnt_again_is_found_beyond_what_memory_kn
             pass
     assert tiers[-1].flush(10)
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    ((_, system),) = [pair for pair in prefix_cache.memory.nodes() if pair[1].stop == len(SYSTEM)]
+    (system,) = [node for node in prefix_cache.memory.nodes() if node.stop == len(SYSTEM)]
     prefix_cache.memory.evict(0, {system})
     assert prefix_cache.stats().num_nodes == 1
     assert converse(prefix_cache, [*prompt, 7, 8, 900]) == (len(prompt) + 2, Tier.DISK)

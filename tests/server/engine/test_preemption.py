@@ -57,7 +57,7 @@ class Tight(Harness):
             ledger = self.prefix_cache.ledger
             live = sum(self.prefix_cache.layout.live_bytes(slot.caches) for slot in self.prefix_cache.slots)
             self.excess_bytes = max(self.excess_bytes, live + ledger.stored_bytes - ledger.budget_bytes)
-            snapshots = [node.snapshot for _, node in self.prefix_cache.memory.nodes()]
+            snapshots = [node.snapshot for node in self.prefix_cache.memory.nodes()]
             sizes = [snapshot.num_bytes for snapshot in snapshots if snapshot is not None]
             self.snapshot_bytes = max(self.snapshot_bytes, *sizes, 0)
 

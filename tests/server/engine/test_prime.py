@@ -50,7 +50,7 @@ def test_the_end_of_a_primed_prefix_is_an_explicit_restore_point_also_where_it_w
     harness = Harness(layout)
     harness.run(harness.submit([*PREFIX, 6, 7, 8], max_tokens=4))
     prime(harness, PREFIX)
-    nodes = [node for _, node in harness.prefix_cache.memory.nodes()]
+    nodes = list(harness.prefix_cache.memory.nodes())
     node = next(node for node in nodes if node.stop == len(PREFIX))
     assert node.is_explicit
     assert harness.prefix_cache.peek(Lookup(np.array([*PREFIX, 9, 9], np.int32))) == len(PREFIX)
