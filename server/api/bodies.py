@@ -97,12 +97,6 @@ def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
         code = Code.INVALID_TYPE if problem["type"].endswith("_type") else Code.INVALID_VALUE
         if problem["type"] == "missing":
             code = Code.MISSING_PARAMETER
-        raise wrong(
-            param_name((*place, *problem["loc"])), problem["msg"].removeprefix("Value error, "), code
-        ) from error
-
-
-def param_name(location: tuple[int | str, ...]) -> str:
-    """A place in a body as clients write it, bounded: `messages[0].content`."""
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location if step != "[key]")
-    return "".join(steps).lstrip(".")[:200]
+        steps = (step for step in (*place, *problem["loc"]) if step != "[key]")
+        param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+        raise wrong(param.lstrip(".")[:200], problem["msg"].removeprefix("Value error, "), code) from error

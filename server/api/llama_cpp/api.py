@@ -24,7 +24,7 @@ from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context
 from server.api.errors import ApiError, Code, retry_later
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import read_conversation, text_prompt
-from server.api.openai.types import NO_LIMIT, ChatBody, GenerationBody, as_limit, read_params
+from server.api.openai.types import ChatBody, GenerationBody, as_limit, read_params
 from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CostsAtEnd, costs_of
 from server.api.wire import JsonBody, Payload, body_of, sse_event
@@ -142,7 +142,7 @@ def _model_asked(request: Request) -> ServedModel:
     return context_of(request).pool.find(request.query_params.get("model"))
 
 
-def params_body(sampling: SamplingParams, n_predict: int = NO_LIMIT, stop: Sequence[str] = ()) -> DefaultParams:
+def params_body(sampling: SamplingParams, n_predict: int = -1, stop: Sequence[str] = ()) -> DefaultParams:
     """Sampling, limit and stop texts."""
     repeat, texts = sampling.repetition_penalty, list(stop)
     return body_of(DefaultParams, sampling, n_predict=n_predict, repeat_penalty=repeat, stop=texts)

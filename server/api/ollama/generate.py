@@ -118,7 +118,8 @@ def read_params(body: OllamaBody, model: ServedModel) -> params.GenerationParams
     """A checked body's parameters; raises ApiError or InvalidParameter."""
     options = body.options or params.Options()
     sampling = params.options_sampling(options, model)
-    grammar = None if body.format is None else params.AnswerGrammar("format", params.json_grammar(body.format))
+    wanted: Any = body.format
+    grammar = None if wanted is None else params.AnswerGrammar("format", wanted)
     return params.GenerationParams(sampling=sampling, max_tokens=options.limit, stop=options.stops, grammar=grammar)
 
 

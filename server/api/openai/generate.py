@@ -24,7 +24,7 @@ from server.api.bodies import parse_body, refuse_fields
 from server.api.call import generate
 from server.api.conversation import Conversation, check_continuable, check_template_arguments
 from server.api.dialect import ApiContext, Endpoint, ErrorObject, Operation, error_object, namespace_of
-from server.api.errors import context_exceeded, explain, wrong
+from server.api.errors import ContextExceeded, explain, wrong
 from server.api.openai import types
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.params import ForcedCalls, Incoming, ask, build_request, check_token_ids, shows_tools
@@ -548,7 +548,7 @@ def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "promp
     if isinstance(prompt, str):
         return model.renderer.encode(prompt)
     if len(prompt) >= model.context_tokens:
-        raise context_exceeded(len(prompt), model.context_tokens - 1, place)
+        raise ContextExceeded(len(prompt), model.context_tokens - 1, place)
     check_token_ids(prompt, model.vocab_size, place)
     end = RestorePoint(len(prompt), RestorePointKind.PROMPT_END)
     return RenderedPrompt(np.array(prompt, dtype=np.int32), (end,) if prompt else ())

@@ -37,7 +37,7 @@ def _schema(value: Any) -> Any:
 
 Schema = Annotated[dict[str, Any] | None, BeforeValidator(_schema)]
 _Json = Annotated[Schema, AfterValidator(lambda schema: None if schema is None else params.json_grammar(schema))]
-_Format = Annotated[_Json, BeforeValidator(lambda value: dict(params.ANY_OBJECT) if value == "json" else value)]
+Format = Annotated[_Json, BeforeValidator(lambda value: dict(params.ANY_OBJECT) if value == "json" else value)]
 _AnyObject = Annotated[bool | None, AfterValidator(lambda on: params.json_grammar(params.ANY_OBJECT) if on else None)]
 _Regex = Annotated[str | None, AfterValidator(lambda text: Grammar(GrammarKind.REGEX, text) if text else None)]
 _Gbnf = Annotated[str | None, AfterValidator(lambda text: Grammar(GrammarKind.GBNF_OR_LARK, text) if text else None)]
@@ -100,7 +100,7 @@ class BoundBody(BodyModel):
     structured_outputs: StructuredOutputs | None = None
     json_schema: _Json = None
     guided_json: _Json = None
-    format: _Format = None
+    format: Format = None
     guided_regex: _Regex = None
     regex: _Regex = None
     guided_choice: _Choices | None = None
