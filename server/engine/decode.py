@@ -30,7 +30,7 @@ from server.engine.sequence import Sequence, SequenceTable
 from server.engine.speculation import Drafting, Speculation
 
 if TYPE_CHECKING:
-    from models.inference.runner import DecodeStep, Runner
+    from models.inference.runner import DecodeStep
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,6 @@ class Feed:
     """Of each sample; all None for a row without a grammar."""
     num_fed: int
     """Tokens, known and drafted."""
-    has_ended: bool
-    """The output had ended before: its last token is evaluated."""
     num_accepted: int = 0
     """Tokens of the draft that stay."""
     rest: list[int] = field(default_factory=list)
@@ -78,32 +76,9 @@ class Feed:
         sequence.post([*events, *sequence.finished(now)])
 
 
-def error_of(act: Callable[[], None]) -> Exception | None:
-    """An error for later: what is right is told first."""
-    try:
-        act()
-    except Exception as error:  # an error of the model: replaying the rows shows which one is at fault
-        return error
-    return None
-
-
-def force(runner: "Runner", sequence: Sequence, generated: list[int]) -> None:
-    """Has the next step feed the last of `generated`, whatever was sampled."""
-    runner.force(sequence.row, generated[-1], prompt=sequence.request.tokens, generated=generated)
-
-
-def masks_along(table: SequenceTable, sequence: Sequence, draft: list[int]) -> list[MaskWords | None] | None:
-    """As of the output; None where a grammar cannot be followed, which ends the sequence."""
-    try:
-        return sequence.output.masks_along(draft)
-    except Exception as error:  # an error of the grammar concerns this row only
-        table.fail_bound(sequence, error)
-        return None
-
-
 @dataclass
 class InFlightStep:
-    """A launched decode step and its sequences, until it is read."""
+    """A prepared or launched step and its sequences, until it is read."""
 
     step: "DecodeStep"
     sequences: list[Sequence]
@@ -111,221 +86,29 @@ class InFlightStep:
     """The step is to be sampled once the tokens before it are read: a row is bound to a grammar."""
 
 
-def prepare(
-    table: SequenceTable, sequences: list[Sequence], previous: InFlightStep | None, drafts: tuple[list[int], ...] = ()
-) -> InFlightStep:
-    """A step behind `previous`, if that is not read yet."""
-    for sequence in sequences:
-        if previous is None or sequence not in previous.sequences:
-            assert drafts or len(sequence.known) == 1, "a step without drafts feeds one token"
-            sequence.row.known = [*sequence.known]
-        elif (forced := sequence.output.forced_token()) is not None:
-            force(table.runner, sequence, [*sequence.output.tokens, forced])
-    step = table.runner.prepare(
-        [sequence.row for sequence in sequences],
-        None if previous is None else previous.step,
-        drafts=drafts,
-        samples=not (waits := any(sequence.output.is_bound for sequence in sequences)),
-        spare_bytes=table.prefix_cache.reclaimer.spare_bytes,
-    )
-    if table.runner.take_change():
-        table.prefix_cache.pager.measure_running()
-    return InFlightStep(step, sequences, waits)
-
-
-class FeedSteps:
-    """Plans and runs steps with drafts. Worker thread only."""
-
-    def __init__(self, table: SequenceTable, speculation: Speculation) -> None:
-        self._table, self._runner, self._clock = table, table.runner, table.clock
-        self.speculation = speculation
-
-    def may_pay(self, sequences: list[Sequence]) -> bool:
-        """Whether the next step may have drafts, or must evaluate several known tokens of a row."""
-        if any(len(sequence.known) > 1 for sequence in sequences):
-            return True
-        if not any(sequence.is_drafted_for for sequence in sequences):
-            return False
-        return self.speculation.may_draft([_drafting(sequence) for sequence in sequences])
-
-    # -- before a step
-
-    def plan(self, sequences: list[Sequence]) -> list[Feed]:
-        """The feeds of the next step, all earlier tokens known; none if each has one token.
-
-        A sequence whose grammar fails ends.
-        """
-        limits = [self._limit(sequence) for sequence in sequences]
-        drafts: list[list[int]] = [[] for _ in sequences]
-        if any(limits):
-            drafting = [_drafting(sequence) for sequence in sequences]
-            known = [len(sequence.known) for sequence in sequences]
-            drafts = self.speculation.plan(drafting, limits, partial(self._predict, sequences), known)
-        if not any(drafts) and not any(len(sequence.known) > 1 for sequence in sequences):
-            return []
-        pairs = zip(sequences, drafts, strict=True)
-        feeds = [feed for one, draft in pairs if (feed := self._feed_of(one, draft)) is not None]
-        return feeds if any(feed.num_fed > 1 for feed in feeds) else []
-
-    def _predict(self, sequences: list[Sequence], wanted: list[int]) -> list[list[int]]:
-        """What the drafter drafts; nothing if it fails: the step then shows whose state has survived."""
-        for sequence in sequences:
-            sequence.row.known = [*sequence.known]
-        begun = self._clock()
-        try:
-            drafts = self._runner.draft([sequence.row for sequence in sequences], wanted)
-        except Exception as error:  # of the device
-            logger.warning("drafting failed: %s", error)
-            for sequence in sequences:
-                _drafting(sequence).expected = None
-            return [[] for _ in sequences]
-        self.speculation.observe_drafting(wanted, self._clock() - begun)
-        return drafts
-
-    def _limit(self, sequence: Sequence) -> int:
-        """The longest draft, in tokens: the sample behind the last one still fits."""
-        num_known, lease = len(sequence.known), sequence.lease
-        if not sequence.is_drafted_for or num_known > MAX_KNOWN_TOKENS or lease is None:
-            return 0
-        left_tokens = sequence.request.max_tokens - len(sequence.output.tokens)
-        return max(0, min(left_tokens - 1, lease.spare_tokens - num_known, self._runner.max_feed_tokens - num_known))
-
-    def _feed_of(self, sequence: Sequence, draft: list[int]) -> Feed | None:
-        """None if the grammar cannot be followed."""
-        masks = masks_along(self._table, sequence, draft)
-        if masks is None:
-            return None
-        cut = len(masks) - 1
-        if draft[cut:] and (mask := masks[cut]) is not None and not allows(mask, draft[cut]):
-            _drafting(sequence).learn(cut + 1, cut, first=cut)
-        draft = draft[:cut]
-        num_fed = len(sequence.known) + len(draft)
-        return Feed(sequence, draft, masks, num_fed, sequence.output.reason is not None)
-
-    # -- a step
-
-    def run(self, feeds: list[Feed]) -> Exception | None:
-        """Evaluates and settles a step. Returns an error of the model: the live state of all rows is then lost."""
-        try:
-            step = self._started(feeds)
-            samples = step.tokens()
-        except Exception as error:  # replaying the rows shows which one is at fault
-            return error
-        now = self._clock()
-        for index, (feed, found) in enumerate(zip(feeds, samples, strict=True)):
-            if not feed.has_ended:
-                # Before the step is settled: what was accepted is right, whatever becomes of the state.
-                feed.accept(found, now, partial(step.logprob, index))
-        fault = error_of(partial(self._settle, step, feeds))
-        if fault is None:
-            for feed in feeds:
-                self._table.close_evaluated(feed.sequence)
-        return fault
-
-    def _started(self, feeds: list[Feed]) -> "DecodeStep":
-        drafts = tuple(feed.draft for feed in feeds)
-        prepared = prepare(self._table, [feed.sequence for feed in feeds], None, drafts)
-        if prepared.waits:
-            self._runner.sample(prepared.step, [mask for feed in feeds for mask in feed.masks])
-        self._runner.start(prepared.step)
-        return prepared.step
-
-    def _settle(self, step: "DecodeStep", feeds: list[Feed]) -> None:
-        held = self._runner.settle(step, [feed.num_accepted for feed in feeds])
-        for feed, num_held in zip(feeds, held, strict=True):
-            sequence = feed.sequence
-            sequence.num_launched = len(sequence.output.tokens)
-            sequence.known += feed.draft[: feed.num_accepted]
-            assert num_held in (0, len(sequence.known)), "a feed stays up to what was accepted, or not at all"
-            if num_held:
-                sequence.record()
-            sequence.known += feed.rest
-            if feed.is_forced and feed.rest:
-                force(self._runner, sequence, sequence.output.tokens)
-
-    def learn(self, feeds: list[Feed], seconds: float) -> None:
-        """Notes a step that is over."""
-        rows, fed = [_drafting(feed.sequence) for feed in feeds], [feed.num_fed for feed in feeds]
-        drafted, accepted = [len(feed.draft) for feed in feeds], [feed.num_accepted for feed in feeds]
-        self.speculation.learn(rows, fed, drafted, accepted, seconds)
-
-
-def _drafting(sequence: Sequence) -> Drafting:
-    assert sequence.drafting is not None, "a sequence decodes that was never admitted"
-    return sequence.drafting
-
-
 class DecodePipeline:
-    """Decodes all sequences, one step after another. Worker thread only."""
+    """Decodes all sequences, one token of each in a step. Worker thread only."""
 
-    def __init__(self, table: SequenceTable, speculation: Speculation | None) -> None:
+    def __init__(self, table: SequenceTable) -> None:
         self._table, self._runner, self._clock = table, table.runner, table.clock
-        self._feeds = FeedSteps(table, speculation) if speculation is not None else None
         self._in_flight: InFlightStep | None = None
-        self._left_seconds: float | None = None
-        """What the last plain step's end took, if a step with drafts was to follow it at once."""
 
     def next_sequences(self) -> list[Sequence]:
         """All sequences that decode, the best rank first, or the first suspect alone."""
-        decoding = self._table.scheduler.in_phase(Phase.DECODING)
+        decoding = self._table.in_phase(Phase.DECODING)
         ready = [one for one in decoding if one.may_launch or one.output.reason is not None]
         return [one for one in ready if one.is_suspect][:1] or ready
 
     def step(self) -> None:
-        """Launches the next step and reads the one before; a step with drafts is read too."""
-        begun = self._clock()
-        if self._feeds is None:
-            self._step_plain(self.next_sequences())
-        elif self._in_flight is None:
-            self._step_known(self._feeds, begun)
-        elif self._feeds.may_pay(sequences := self.next_sequences()):
-            self.read()
-            now = self._clock()
-            self._left_seconds = now - begun
-            self._step_known(self._feeds, now)
-        else:
-            looked = self._clock()
-            self._step_plain(sequences)
-            if sequences:
-                self._feeds.speculation.observe(len(sequences), self._clock() - looked, looked - begun)
-
-    def _step_known(self, steps: FeedSteps, begun: float) -> None:
-        """A step before which all tokens are known."""
-        sequences = self._with_memory()
-        if feeds := steps.plan(sequences):
-            self._step_feeds(steps, feeds, begun)
-            return
-        self._step_plain(self._with_memory())
-        if self._left_seconds is not None and sequences:
-            # Where drafts ended plain steps, end and beginning together outlast a step.
-            steps.speculation.observe_restart(len(sequences), self._left_seconds + self._clock() - begun)
-        self._left_seconds = None
-
-    def _with_memory(self) -> list[Sequence]:
-        """The next sequences for which memory is reserved: what has just ended waits for a step."""
-        return [one for one in self.next_sequences() if one.has_memory]
-
-    def _step_feeds(self, steps: FeedSteps, feeds: list[Feed], begun: float) -> None:
-        error = steps.run(feeds)
-        if error is None:
-            steps.learn(feeds, self._clock() - begun)
-            return
-        sequences = [feed.sequence for feed in feeds]
-        for sequence in sequences:
-            # The drafts may be at fault, and must not cost a replay again and again.
-            sequence.may_draft &= isinstance(error, RowLost)
-        self._recover(sequences, error, may_be_at_fault=False)
+        """Launches the next step and reads the one before."""
+        self._step_plain(self.next_sequences())
 
     def _step_plain(self, sequences: list[Sequence]) -> None:
         previous, self._in_flight = self._in_flight, None
-        error = error_of(partial(self._prepare, sequences, previous))
-        if self._runner.overlaps:
-            error = error or error_of(self._start)
+        error = self._error_of(partial(self._launch, sequences, previous)) if sequences else None
         if previous is not None:
             self._read(previous)
-        error = error or error_of(self._sample)
-        if not self._runner.overlaps:
-            error = error or error_of(self._start)
+        error = error or self._error_of(self._complete)
         if error is not None:
             self._recover(sequences, error)
         else:
@@ -337,39 +120,71 @@ class DecodePipeline:
         if launched is not None:
             self._read(launched)
 
+    def _error_of(self, act: Callable[[], None]) -> Exception | None:
+        """An error of the model, for later: what is right is told first. The prepared step is then lost."""
+        try:
+            act()
+        except Exception as error:  # replaying the rows shows which one is at fault
+            self._in_flight = None
+            return error
+        return None
+
     # -- launch
 
-    def _prepare(self, sequences: list[Sequence], previous: InFlightStep | None) -> None:
-        if not sequences:
-            return
-        prepared = prepare(self._table, sequences, previous)
+    def _launch(self, sequences: list[Sequence], previous: InFlightStep | None) -> None:
+        prepared = self._prepare(sequences, previous)
         for sequence in sequences:
             sequence.num_launched += 1
             sequence.record()
         self._in_flight = prepared
-
-    def _start(self) -> None:
-        prepared, self._in_flight = self._in_flight, None
-        if prepared is not None:
+        if self._runner.overlaps:
             self._runner.start(prepared.step)
-            self._in_flight = prepared
+
+    def _prepare(
+        self, sequences: list[Sequence], previous: InFlightStep | None, drafts: tuple[list[int], ...] = ()
+    ) -> InFlightStep:
+        """A step behind `previous`, if that is not read yet."""
+        for sequence in sequences:
+            if previous is None or sequence not in previous.sequences:
+                assert drafts or len(sequence.known) == 1, "a step without drafts feeds one token"
+                sequence.row.known = [*sequence.known]
+            elif (forced := sequence.output.forced_token()) is not None:
+                self._force(sequence, [*sequence.output.tokens, forced])
+        step = self._runner.prepare(
+            [sequence.row for sequence in sequences],
+            None if previous is None else previous.step,
+            drafts=drafts,
+            samples=not (waits := any(sequence.output.is_bound for sequence in sequences)),
+            spare_bytes=self._table.prefix_cache.reclaimer.spare_bytes,
+        )
+        if self._runner.take_change():
+            self._table.prefix_cache.pager.measure_running()
+        return InFlightStep(step, sequences, waits)
+
+    def _force(self, sequence: Sequence, generated: list[int]) -> None:
+        """Has the next step feed the last of `generated`, whatever was sampled."""
+        self._runner.force(sequence.row, generated[-1], prompt=sequence.request.tokens, generated=generated)
 
     # -- sample
 
-    def _sample(self) -> None:
-        waiting = self._in_flight
-        if waiting is None or not waiting.waits:
+    def _complete(self) -> None:
+        """Samples a step that waits, and starts one that has not started."""
+        launched = self._in_flight
+        if launched is None:
             return
-        self._in_flight = None
-        masks = [self._mask_of(sequence) for sequence in waiting.sequences]
-        self._runner.sample(waiting.step, masks)
-        self._in_flight = waiting
-        if self._runner.overlaps:
-            self._start()
+        if launched.waits:
+            masks = [self._masks_along(one, []) if one in self._table else None for one in launched.sequences]
+            self._runner.sample(launched.step, [found[0] if found is not None else None for found in masks])
+        if launched.waits or not self._runner.overlaps:
+            self._runner.start(launched.step)
 
-    def _mask_of(self, sequence: Sequence) -> MaskWords | None:
-        masks = masks_along(self._table, sequence, []) if sequence in self._table else None
-        return masks[0] if masks is not None else None
+    def _masks_along(self, sequence: Sequence, draft: list[int]) -> list[MaskWords | None] | None:
+        """As of the output; None where a grammar cannot be followed, which ends the sequence."""
+        try:
+            return sequence.output.masks_along(draft)
+        except Exception as error:  # an error of the grammar concerns this row only
+            self._table.fail_bound(sequence, error)
+            return None
 
     # -- read
 
@@ -392,7 +207,7 @@ class DecodePipeline:
         forced = sequence.output.forced_token()
         if forced is not None and not is_fed:
             try:
-                force(self._runner, sequence, [*sequence.output.tokens, forced])
+                self._force(sequence, [*sequence.output.tokens, forced])
             except Exception as error:  # of the device, while the row's penalties are made anew
                 self._table.fail_step(sequence, error)
                 return
@@ -422,3 +237,165 @@ class DecodePipeline:
         if is_out_of_memory(error):
             self._table.defer_youngest(alive)
             self._table.prefix_cache.reclaimer.relieve()
+
+
+class DraftingPipeline(DecodePipeline):
+    """Decodes with drafts where drafts pay; a step with drafts is read at once."""
+
+    def __init__(self, table: SequenceTable, speculation: Speculation) -> None:
+        super().__init__(table)
+        self._speculation = speculation
+        self._left_seconds: float | None = None
+        """What the last plain step's end took, if a step with drafts was to follow it at once."""
+
+    def step(self) -> None:
+        """Launches a step and reads the one before; a step with drafts is read too."""
+        begun = self._clock()
+        if self._in_flight is None:
+            self._step_known(begun)
+        elif self._may_pay(sequences := self.next_sequences()):
+            self.read()
+            now = self._clock()
+            self._left_seconds = now - begun
+            self._step_known(now)
+        else:
+            looked = self._clock()
+            self._step_plain(sequences)
+            if sequences:
+                self._speculation.observe(len(sequences), self._clock() - looked, looked - begun)
+
+    def _may_pay(self, sequences: list[Sequence]) -> bool:
+        """Whether the next step may have drafts, or must evaluate several known tokens of a row."""
+        if any(len(sequence.known) > 1 for sequence in sequences):
+            return True
+        if not any(sequence.is_drafted_for for sequence in sequences):
+            return False
+        return self._speculation.may_draft([_drafting(sequence) for sequence in sequences])
+
+    def _step_known(self, begun: float) -> None:
+        """A step before which all tokens are known."""
+        sequences = self._with_memory()
+        if feeds := self._plan(sequences):
+            self._step_feeds(feeds, begun)
+            return
+        self._step_plain(self._with_memory())
+        if self._left_seconds is not None and sequences:
+            # Where drafts ended plain steps, end and beginning together outlast a step.
+            self._speculation.observe_restart(len(sequences), self._left_seconds + self._clock() - begun)
+        self._left_seconds = None
+
+    def _with_memory(self) -> list[Sequence]:
+        """The next sequences for which memory is reserved: what has just ended waits for a step."""
+        return [one for one in self.next_sequences() if one.has_memory]
+
+    # -- before a step
+
+    def _plan(self, sequences: list[Sequence]) -> list[Feed]:
+        """The feeds of the next step, all earlier tokens known; none if each has one token.
+
+        A sequence whose grammar fails ends.
+        """
+        limits = [self._limit(sequence) for sequence in sequences]
+        drafts: list[list[int]] = [[] for _ in sequences]
+        if any(limits):
+            drafting = [_drafting(sequence) for sequence in sequences]
+            known = [len(sequence.known) for sequence in sequences]
+            drafts = self._speculation.plan(drafting, limits, partial(self._predict, sequences), known)
+        if not any(drafts) and not any(len(sequence.known) > 1 for sequence in sequences):
+            return []
+        pairs = zip(sequences, drafts, strict=True)
+        feeds = [feed for one, draft in pairs if (feed := self._feed_of(one, draft)) is not None]
+        return feeds if any(feed.num_fed > 1 for feed in feeds) else []
+
+    def _predict(self, sequences: list[Sequence], wanted: list[int]) -> list[list[int]]:
+        """What the drafter drafts; nothing if it fails: the step then shows whose state has survived."""
+        for sequence in sequences:
+            sequence.row.known = [*sequence.known]
+        begun = self._clock()
+        try:
+            drafts = self._runner.draft([sequence.row for sequence in sequences], wanted)
+        except Exception as error:  # of the device
+            logger.warning("drafting failed: %s", error)
+            for sequence in sequences:
+                _drafting(sequence).expected = None
+            return [[] for _ in sequences]
+        self._speculation.observe_drafting(wanted, self._clock() - begun)
+        return drafts
+
+    def _limit(self, sequence: Sequence) -> int:
+        """The longest draft, in tokens: the sample behind the last one still fits."""
+        num_known, lease = len(sequence.known), sequence.lease
+        if not sequence.is_drafted_for or num_known > MAX_KNOWN_TOKENS or lease is None:
+            return 0
+        left_tokens = sequence.request.max_tokens - len(sequence.output.tokens)
+        return max(0, min(left_tokens - 1, lease.spare_tokens - num_known, self._runner.max_feed_tokens - num_known))
+
+    def _feed_of(self, sequence: Sequence, draft: list[int]) -> Feed | None:
+        """None if the grammar cannot be followed."""
+        masks = self._masks_along(sequence, draft)
+        if masks is None:
+            return None
+        cut = len(masks) - 1
+        if draft[cut:] and (mask := masks[cut]) is not None and not allows(mask, draft[cut]):
+            _drafting(sequence).learn(cut + 1, cut, first=cut)
+        draft = draft[:cut]
+        return Feed(sequence, draft, masks, len(sequence.known) + len(draft))
+
+    # -- a step
+
+    def _step_feeds(self, feeds: list[Feed], begun: float) -> None:
+        sequences = [feed.sequence for feed in feeds]
+        error = self._run(feeds)
+        if error is not None:
+            for sequence in sequences:
+                # The drafts may be at fault, and must not cost a replay again and again.
+                sequence.may_draft &= isinstance(error, RowLost)
+            self._recover(sequences, error, may_be_at_fault=False)
+            return
+        fed, drafted = [feed.num_fed for feed in feeds], [len(feed.draft) for feed in feeds]
+        accepted = [feed.num_accepted for feed in feeds]
+        self._speculation.learn(list(map(_drafting, sequences)), fed, drafted, accepted, self._clock() - begun)
+
+    def _run(self, feeds: list[Feed]) -> Exception | None:
+        """Evaluates and settles a step. Returns an error of the model: the live state of all rows is then lost."""
+        try:
+            step = self._started(feeds)
+            samples = step.tokens()
+        except Exception as error:  # replaying the rows shows which one is at fault
+            return error
+        now = self._clock()
+        for index, (feed, found) in enumerate(zip(feeds, samples, strict=True)):
+            if feed.sequence.output.reason is None:  # else the last token was evaluated
+                # Before the step is settled: what was accepted is right, whatever becomes of the state.
+                feed.accept(found, now, partial(step.logprob, index))
+        fault = self._error_of(partial(self._settle, step, feeds))
+        if fault is None:
+            for feed in feeds:
+                self._table.close_evaluated(feed.sequence)
+        return fault
+
+    def _started(self, feeds: list[Feed]) -> "DecodeStep":
+        drafts = tuple(feed.draft for feed in feeds)
+        prepared = self._prepare([feed.sequence for feed in feeds], None, drafts)
+        if prepared.waits:
+            self._runner.sample(prepared.step, [mask for feed in feeds for mask in feed.masks])
+        self._runner.start(prepared.step)
+        return prepared.step
+
+    def _settle(self, step: "DecodeStep", feeds: list[Feed]) -> None:
+        held = self._runner.settle(step, [feed.num_accepted for feed in feeds])
+        for feed, num_held in zip(feeds, held, strict=True):
+            sequence = feed.sequence
+            sequence.num_launched = len(sequence.output.tokens)
+            sequence.known += feed.draft[: feed.num_accepted]
+            assert num_held in (0, len(sequence.known)), "a feed stays up to what was accepted, or not at all"
+            if num_held:
+                sequence.record()
+            sequence.known += feed.rest
+            if feed.is_forced and feed.rest:
+                self._force(sequence, sequence.output.tokens)
+
+
+def _drafting(sequence: Sequence) -> Drafting:
+    assert sequence.drafting is not None, "a sequence decodes that was never admitted"
+    return sequence.drafting

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -65,18 +65,6 @@ class Sink(Protocol):
 class Sequence(Scheduled):
     """The mutable side of a request. Worker thread only."""
 
-    lookup: Lookup
-    """The next match compares only new tokens."""
-    lease: Lease | None
-    row: Any
-    """Of the runner, while the sequence decodes."""
-    known: list[int]
-    """Known tokens, not in the lease's log yet: several where a draft was taken back."""
-    num_launched: int
-    """Tokens sampled in all steps, running steps included."""
-    is_suspect: bool
-    """A step failed: the sequence decodes alone until one succeeds."""
-
     def __init__(
         self,
         request: GenerationRequest,
@@ -121,8 +109,16 @@ class Sequence(Scheduled):
         behind = [NO_TOKEN] if self.request.is_prefix_only else self.output.tokens
         self.queue(np.append(self.request.tokens, np.array(behind, np.int32)) if behind else self.request.tokens)
         self.lookup = Lookup(self.tokens, namespace=self.namespace, reuse=self.request.cache_prompt)
-        self.lease = self.row = None
-        self.known, self.num_launched, self.is_suspect = [], len(self.output.tokens), is_suspect
+        """The next match compares only new tokens."""
+        self.lease: Lease | None = None
+        self.row: Any = None
+        """Of the runner, while the sequence decodes."""
+        self.known: list[int] = []
+        """Known tokens, not in the lease's log yet: several where a draft was taken back."""
+        self.num_launched = len(self.output.tokens)
+        """Tokens sampled in all steps, running steps included."""
+        self.is_suspect = is_suspect
+        """A step failed: the sequence decodes alone until one succeeds."""
 
     @property
     def may_launch(self) -> bool:
@@ -273,30 +269,30 @@ class EngineSessions:
         return tokens
 
 
-@dataclass(eq=False)
-class SequenceTable:
+class SequenceTable(Scheduler[Sequence]):
     """The unfinished sequences; how they end and start over. Worker thread only."""
 
-    runner: "Runner"
-    prefix_cache: PrefixCache
-    scheduler: Scheduler[Sequence]
-    sessions: EngineSessions
-    clock: Callable[[], float]
-    num_suspended: int = 0
+    def __init__(
+        self,
+        runner: "Runner",
+        prefix_cache: PrefixCache,
+        sessions: EngineSessions,
+        clock: Callable[[], float],
+        chunk_tokens: int,
+    ) -> None:
+        super().__init__(chunk_tokens)
+        self.runner, self.prefix_cache, self.sessions, self.clock = runner, prefix_cache, sessions, clock
+        self.num_suspended = 0
 
     def __len__(self) -> int:
-        return len(self.scheduler.sequences)
+        return len(self.sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Over a snapshot, so sequences may be removed meanwhile."""
-        return iter(list(self.scheduler.sequences.values()))
+        return iter(list(self.sequences.values()))
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.request.request_id in self.scheduler.sequences
-
-    def find(self, request_id: str) -> Sequence | None:
-        """An unfinished request's sequence."""
-        return self.scheduler.sequences.get(request_id)
+        return sequence.request.request_id in self.sequences
 
     def others(self, sequence: Sequence) -> list[Sequence]:
         """All sequences except this one."""
@@ -408,9 +404,9 @@ class SequenceTable:
         self.num_suspended += 1
 
     def _begin_again(self, sequence: Sequence, *, is_suspect: bool) -> None:
-        self.scheduler.take_out(sequence)
+        self.take_out(sequence)
         sequence.begin(is_suspect=is_suspect)
-        self.scheduler.add(sequence)
+        self.add(sequence)
 
     def _release(self, sequence: Sequence, lease: Lease, end: Callable[[], None]) -> None:
         try:
@@ -423,7 +419,7 @@ class SequenceTable:
                 lease.discard()
 
     def _forget(self, sequence: Sequence) -> None:
-        self.scheduler.remove(sequence)
+        self.remove(sequence)
         sequence.end_prefetch()
         if sequence.drafting is not None:
             sequence.drafting.end()

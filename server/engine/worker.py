@@ -21,7 +21,7 @@ from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from server.diagnosis.causes import OF_SCORED, Reuse
-from server.engine.decode import DecodePipeline
+from server.engine.decode import DecodePipeline, DraftingPipeline
 from server.engine.embeddings import EmbeddingJob, Embeddings
 from server.engine.output import MakeDecoder
 from server.engine.request import (
@@ -37,13 +37,15 @@ from server.engine.request import (
     Started,
     StepFailed,
 )
-from server.engine.scheduler import LOOKAHEAD, Phase, Scheduler, choose_to_wait
+from server.engine.scheduler import LOOKAHEAD, Phase, choose_to_wait
 from server.engine.sequence import EngineSessions, Sequence, SequenceTable, Sink
 from server.engine.speculation import Speculation
 
 if TYPE_CHECKING:
     from models.inference.embedding import Embedder
     from models.inference.runner import Runner
+
+logger = logging.getLogger(__name__)
 
 MAX_SCORED_TOKENS = 128
 """The longest chunk whose logits are all computed: 76 MiB of float32 with 150 000 words."""
@@ -53,175 +55,6 @@ FAR_TOKENS = 65_536
 """Beyond it macOS may end a long call, as attention takes most of the time."""
 COPIED_PER_EVALUATED = 64
 """Tokens whose state is copied while one is evaluated."""
-
-
-class Prefill:
-    """Admits sequences and evaluates prompts. Worker thread only."""
-
-    def __init__(
-        self, table: SequenceTable, speculation: Speculation | None, *, chunk_tokens: int, expected_tokens: int
-    ) -> None:
-        self._table, self._scheduler = table, table.scheduler
-        self._runner, self._prefix_cache = table.runner, table.prefix_cache
-        self._chunk_tokens = chunk_tokens
-        self._expected_tokens = expected_tokens
-        self._speculation = speculation
-        self.alone_tokens = chunk_tokens
-        """Of a prompt beside which nothing runs or waits; a multiple of `chunk_tokens`, so that the ends agree."""
-
-    def run_chunk(self, before_each: Callable[[], None]) -> None:
-        """Fills one chunk with parts of prompts; a part ends with the chunk, its prompt, or at a restore point.
-
-        `before_each` may end sequences, the chosen one too.
-        """
-        left_tokens = self._chunk_tokens
-        while left_tokens > 0:
-            sequence = self._scheduler.choose_prefill(self._restorable, left_tokens)
-            if sequence is None:
-                return
-            before_each()
-            if sequence in self._table:
-                left_tokens -= self._advance(sequence)
-
-    def _chunk_for(self, sequence: Sequence) -> int:
-        """The tokens to evaluate in one call.
-
-        While the sequence is alone that depends on the position only: what is restored of a prompt changes no end of
-        a chunk behind it, unless the rest fits into one (`chunk_end`).
-        """
-        if sequence.request.prompt_logprobs is not None:
-            return min(self._chunk_tokens, MAX_SCORED_TOKENS)
-        assert sequence.lease is not None
-        is_far = sequence.lease.offset >= FAR_TOKENS
-        is_alone = not self._table.others(sequence) and not sequence.request.is_idle_work
-        return self.alone_tokens if is_alone and not is_far else self._chunk_tokens
-
-    def share_prefixes(self, sequence: Sequence) -> None:
-        """Makes prefills keep a restore point where their prefix in common with the sequence ends."""
-        for other in self._table.others(sequence):
-            for one in (sequence, other):
-                if one.phase is Phase.PREFILLING and one.lease is not None:
-                    shared = self._scheduler.common_tokens(sequence, other)
-                    one.lease.want(RestorePoint(shared, RestorePointKind.BRANCH))
-
-    def _restorable(self, sequence: Sequence) -> int:
-        return self._prefix_cache.peek(sequence.lookup)
-
-    def _advance(self, sequence: Sequence) -> int:
-        """The part of the chunk taken, in tokens; all of it by a failure."""
-        try:
-            lease, taken_tokens = sequence.lease, 0
-            if lease is None:
-                lease = self._admit(sequence)
-                if lease is None:
-                    return 0
-                taken_tokens = self._restore_cost(lease)
-            if lease.offset < sequence.limit:
-                taken_tokens += self._evaluate(sequence, lease)
-            if lease.offset >= sequence.limit:
-                finish = self._end_prefix if sequence.request.is_prefix_only else self._start_decoding
-                finish(sequence, lease)
-            return taken_tokens
-        except Exception as error:  # of the model or of paging, or a bug of ours: none concerns other requests
-            self._table.fail_step(sequence, error)
-            return self._chunk_tokens
-
-    def _restore_cost(self, lease: Lease) -> int:
-        """The time to restore, in tokens that could be evaluated meanwhile."""
-        if lease.tier is Tier.MEMORY:
-            return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
-        return self._chunk_tokens if lease.tier is Tier.DISK else 0
-
-    def _evaluate(self, sequence: Sequence, lease: Lease) -> int:
-        stop = lease.chunk_stop(self._chunk_for(sequence), sequence.limit)
-        chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
-        if num_top is None:
-            self._runner.prefill(lease.caches, chunk, sequence.request.adapter_index)
-        else:
-            following = sequence.tokens[lease.offset + 1 : stop + 1]
-            found = self._runner.score(lease.caches, chunk, following, num_top, sequence.request.adapter_index)
-            sequence.prompt_logprobs[lease.offset : stop] = found
-        lease.advance(chunk)
-        sequence.offset = lease.offset
-        sequence.post(sequence.progress())
-        return len(chunk)
-
-    # -- admission
-
-    def _admit(self, sequence: Sequence) -> Lease | None:
-        """None if the sequence must wait for a slot or for memory, or was refused."""
-        begun = self._table.clock()
-        self._prefix_cache.pins.release_expired(begun)
-        try:
-            lease = self._begin(sequence)
-        except (BudgetExceeded, PinnedFull) as error:
-            self._refuse(sequence, error)
-            return None
-        if lease is None:
-            self._scheduler.is_stalled = True
-            return None
-        sequence.lease = lease
-        sequence.end_prefetch()
-        sequence.phase, sequence.offset = Phase.PREFILLING, lease.offset
-        if sequence.started is None:
-            self._post_started(sequence, lease, begun)
-        if self._speculation is not None and sequence.drafting is None:
-            begin_drafting = self._speculation.begin
-            sequence.drafting = begin_drafting(sequence.request, lease.match_tokens, sequence.output.forced)
-        self.share_prefixes(sequence)
-        return lease
-
-    def _begin(self, sequence: Sequence) -> Lease | None:
-        request = sequence.request
-        return self._prefix_cache.begin(
-            CacheRequest(
-                sequence.lookup,
-                request.session_id,
-                request.restore_points,
-                min(request.max_tokens - len(sequence.output.tokens), self._expected_tokens),
-                is_volatile=request.is_volatile,
-                is_background=request.priority is Priority.BACKGROUND,
-            )
-        )
-
-    def _refuse(self, sequence: Sequence, error: BudgetExceeded | PinnedFull) -> None:
-        if sequence.output.tokens:
-            self._table.end_truncated(sequence)
-        else:
-            kind = PromptTooLarge if isinstance(error, BudgetExceeded) else OutOfMemory
-            self._table.fail(sequence, kind(str(error)))
-
-    def _post_started(self, sequence: Sequence, lease: Lease, begun: float) -> None:
-        request, now = sequence.request, self._table.clock()
-        sequence.begun = begun
-        tokens = len(request.tokens), lease.match_tokens, lease.hit_tokens
-        reuse = Reuse() if request.prompt_logprobs is None else OF_SCORED
-        sequence.started = Started(lease.slot_index, *tokens, 1000 * (now - begun), lease.tier, reuse)
-        sequence.post([sequence.started])
-
-    # -- the end of a prompt
-
-    def _start_decoding(self, sequence: Sequence, lease: Lease) -> None:
-        last = int(sequence.tokens[-1])
-        sequence.row = self._runner.make_row(
-            lease.caches,
-            sequence.request.sampling,
-            last,
-            prompt=sequence.request.tokens,
-            generated=sequence.output.tokens,
-            adapter=sequence.request.adapter_index,
-        )
-        sequence.known = [last]
-        sequence.phase = Phase.DECODING
-
-    def _end_prefix(self, sequence: Sequence, lease: Lease) -> None:
-        is_asked_for = not sequence.request.is_idle_work
-        lease.keep(RestorePointKind.EXPLICIT if is_asked_for else RestorePointKind.PROMPT_END)
-        self._table.end(sequence, FinishReason.LENGTH)
-
-
-logger = logging.getLogger(__name__)
-
 SAVE_SECONDS = 10.0
 """For writing unsaved state at the end."""
 
@@ -251,16 +84,17 @@ class Worker:
         self.sessions = sessions or EngineSessions(prefix_cache)
         self.now = clock
         prefix_cache.pager.shared = runner
-        self._scheduler = Scheduler[Sequence](chunk_tokens)
-        self._table = SequenceTable(runner, prefix_cache, self._scheduler, self.sessions, clock)
-        self._decode = DecodePipeline(self._table, speculation)
-        self._prefill = Prefill(self._table, speculation, chunk_tokens=chunk_tokens, expected_tokens=expected_tokens)
+        self._table = SequenceTable(runner, prefix_cache, self.sessions, clock, chunk_tokens)
+        self._decode = DraftingPipeline(self._table, speculation) if speculation else DecodePipeline(self._table)
         prefix_cache.use_awaited(self._find_awaited)
         self._embeddings = Embeddings(embedder, prefix_cache.reclaimer, chunk_tokens)
         self._make_decoder = make_decoder
         self._eos = eos_token_ids
         self._arrivals = itertools.count(1)
         self._speculation = speculation
+        self._chunk_tokens = self._alone_tokens = chunk_tokens
+        """The second of a prompt beside which nothing runs or waits; a multiple, so that the ends agree."""
+        self._expected_tokens = expected_tokens
 
     @property
     def has_work(self) -> bool:
@@ -275,7 +109,7 @@ class Worker:
         except Exception as error:
             logger.exception("the engine could not take request %s", request.request_id)
             reported = StepFailed(f"the server failed: {error}")
-            if (sequence := self._table.find(request.request_id)) is not None:
+            if (sequence := self._table.sequences.get(request.request_id)) is not None:
                 self._table.fail(sequence, reported)
             else:
                 sink.post([Failed(reported)])
@@ -284,9 +118,9 @@ class Worker:
         if not request.is_idle_work:
             self._end_idle_work()
         sequence = Sequence(request, sink, self._make_decoder(), self._eos, arrival=next(self._arrivals))
-        self._scheduler.add(sequence)
+        self._table.add(sequence)
         sequence.prefetch = self.prefix_cache.prefetch(sequence.lookup)
-        self._prefill.share_prefixes(sequence)
+        self._share_prefixes(sequence)
         others = self._table.others(sequence)
         if request.is_idle_work and any(other.phase is not Phase.DECODING for other in others):
             self.cancel(request.request_id)
@@ -298,7 +132,7 @@ class Worker:
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its progress stays cached. Unknown ids are ignored."""
-        if (sequence := self._table.find(request_id)) is not None:
+        if (sequence := self._table.sequences.get(request_id)) is not None:
             self._table.end(sequence, FinishReason.CANCELLED)
 
     def close_answered(self, namespace: str) -> None:
@@ -338,7 +172,7 @@ class Worker:
         Not where layers have windows: their buffers hold a chunk more, in each slot.
         """
         if not self.prefix_cache.layout.has_windows:
-            self._prefill.alone_tokens *= ALONE_CHUNKS
+            self._alone_tokens *= ALONE_CHUNKS
 
     def _end_idle_work(self) -> None:
         """Evaluated tokens stay."""
@@ -353,9 +187,9 @@ class Worker:
         for sequence in self._table:
             sequence.is_unread = sequence.sink.is_behind
             sequence.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
-        self._prefill.run_chunk(before_each=self._finish_decode_step)
-        if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
-            self._scheduler.is_stalled = False
+        self._prefill()
+        if self._table.is_stalled and self._has_free_slot() and self._embeddings.give_way():
+            self._table.is_stalled = False
         self._reserve_next_step()
         if any(sequence.has_lost_state for sequence in self._table):
             self._finish_decode_step()
@@ -367,7 +201,8 @@ class Worker:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)
 
     def _find_awaited(self) -> list[Lookup]:
-        return [sequence.lookup for sequence in self._scheduler.in_phase(Phase.WAITING)[:LOOKAHEAD]]
+        waiting = self._table.in_phase(Phase.WAITING)[:LOOKAHEAD]
+        return [sequence.lookup for sequence in waiting]
 
     def _finish_decode_step(self) -> None:
         self._decode.read()
@@ -375,6 +210,155 @@ class Worker:
         for sequence in self._table:
             if sequence.has_lost_state and sequence.output.reason is None:
                 self._table.replay(sequence)
+
+    # -- prefill
+
+    def _prefill(self) -> None:
+        """Fills one chunk with parts of prompts; a part ends with the chunk, its prompt, or at a restore point."""
+        left_tokens = self._chunk_tokens
+        while left_tokens > 0:
+            sequence = self._table.choose_prefill(self._restorable, left_tokens)
+            if sequence is None:
+                return
+            self._finish_decode_step()  # may end the chosen sequence
+            if sequence in self._table:
+                left_tokens -= self._advance(sequence)
+
+    def _chunk_for(self, sequence: Sequence) -> int:
+        """The tokens to evaluate in one call.
+
+        While the sequence is alone that depends on the position only: what is restored of a prompt changes no end of
+        a chunk behind it, unless the rest fits into one (`chunk_end`).
+        """
+        if sequence.request.prompt_logprobs is not None:
+            return min(self._chunk_tokens, MAX_SCORED_TOKENS)
+        assert sequence.lease is not None
+        is_far = sequence.lease.offset >= FAR_TOKENS
+        is_alone = not self._table.others(sequence) and not sequence.request.is_idle_work
+        return self._alone_tokens if is_alone and not is_far else self._chunk_tokens
+
+    def _share_prefixes(self, sequence: Sequence) -> None:
+        """Makes prefills keep a restore point where their prefix in common with the sequence ends."""
+        for other in self._table.others(sequence):
+            for one in (sequence, other):
+                if one.phase is Phase.PREFILLING and one.lease is not None:
+                    shared = self._table.common_tokens(sequence, other)
+                    one.lease.want(RestorePoint(shared, RestorePointKind.BRANCH))
+
+    def _restorable(self, sequence: Sequence) -> int:
+        return self.prefix_cache.peek(sequence.lookup)
+
+    def _advance(self, sequence: Sequence) -> int:
+        """The part of the chunk taken, in tokens; all of it by a failure."""
+        try:
+            lease, taken_tokens = sequence.lease, 0
+            if lease is None:
+                lease = self._admit(sequence)
+                if lease is None:
+                    return 0
+                taken_tokens = self._restore_cost(lease)
+            if lease.offset < sequence.limit:
+                taken_tokens += self._evaluate(sequence, lease)
+            if lease.offset >= sequence.limit:
+                finish = self._end_prefix if sequence.request.is_prefix_only else self._start_decoding
+                finish(sequence, lease)
+            return taken_tokens
+        except Exception as error:  # of the model or of paging, or a bug of ours: none concerns other requests
+            self._table.fail_step(sequence, error)
+            return self._chunk_tokens
+
+    def _restore_cost(self, lease: Lease) -> int:
+        """The time to restore, in tokens that could be evaluated meanwhile."""
+        if lease.tier is Tier.MEMORY:
+            return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
+        return self._chunk_tokens if lease.tier is Tier.DISK else 0
+
+    def _evaluate(self, sequence: Sequence, lease: Lease) -> int:
+        stop = lease.chunk_stop(self._chunk_for(sequence), sequence.limit)
+        chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
+        if num_top is None:
+            self._table.runner.prefill(lease.caches, chunk, sequence.request.adapter_index)
+        else:
+            following = sequence.tokens[lease.offset + 1 : stop + 1]
+            found = self._table.runner.score(lease.caches, chunk, following, num_top, sequence.request.adapter_index)
+            sequence.prompt_logprobs[lease.offset : stop] = found
+        lease.advance(chunk)
+        sequence.offset = lease.offset
+        sequence.post(sequence.progress())
+        return len(chunk)
+
+    # -- admission
+
+    def _admit(self, sequence: Sequence) -> Lease | None:
+        """None if the sequence must wait for a slot or for memory, or was refused."""
+        begun = self.now()
+        self.prefix_cache.pins.release_expired(begun)
+        try:
+            lease = self._begin(sequence)
+        except (BudgetExceeded, PinnedFull) as error:
+            self._refuse(sequence, error)
+            return None
+        if lease is None:
+            self._table.is_stalled = True
+            return None
+        sequence.lease = lease
+        sequence.end_prefetch()
+        sequence.phase, sequence.offset = Phase.PREFILLING, lease.offset
+        if sequence.started is None:
+            self._post_started(sequence, lease, begun)
+        if self._speculation is not None and sequence.drafting is None:
+            begin_drafting = self._speculation.begin
+            sequence.drafting = begin_drafting(sequence.request, lease.match_tokens, sequence.output.forced)
+        self._share_prefixes(sequence)
+        return lease
+
+    def _begin(self, sequence: Sequence) -> Lease | None:
+        request = sequence.request
+        return self.prefix_cache.begin(
+            CacheRequest(
+                sequence.lookup,
+                request.session_id,
+                request.restore_points,
+                min(request.max_tokens - len(sequence.output.tokens), self._expected_tokens),
+                is_volatile=request.is_volatile,
+                is_background=request.priority is Priority.BACKGROUND,
+            )
+        )
+
+    def _refuse(self, sequence: Sequence, error: BudgetExceeded | PinnedFull) -> None:
+        if sequence.output.tokens:
+            self._table.end_truncated(sequence)
+        else:
+            kind = PromptTooLarge if isinstance(error, BudgetExceeded) else OutOfMemory
+            self._table.fail(sequence, kind(str(error)))
+
+    def _post_started(self, sequence: Sequence, lease: Lease, begun: float) -> None:
+        request, now = sequence.request, self.now()
+        sequence.begun = begun
+        tokens = len(request.tokens), lease.match_tokens, lease.hit_tokens
+        reuse = Reuse() if request.prompt_logprobs is None else OF_SCORED
+        sequence.started = Started(lease.slot_index, *tokens, 1000 * (now - begun), lease.tier, reuse)
+        sequence.post([sequence.started])
+
+    # -- the end of a prompt
+
+    def _start_decoding(self, sequence: Sequence, lease: Lease) -> None:
+        last = int(sequence.tokens[-1])
+        sequence.row = self._table.runner.make_row(
+            lease.caches,
+            sequence.request.sampling,
+            last,
+            prompt=sequence.request.tokens,
+            generated=sequence.output.tokens,
+            adapter=sequence.request.adapter_index,
+        )
+        sequence.known = [last]
+        sequence.phase = Phase.DECODING
+
+    def _end_prefix(self, sequence: Sequence, lease: Lease) -> None:
+        is_asked_for = not sequence.request.is_idle_work
+        lease.keep(RestorePointKind.EXPLICIT if is_asked_for else RestorePointKind.PROMPT_END)
+        self._table.end(sequence, FinishReason.LENGTH)
 
     # -- memory
 
@@ -415,4 +399,4 @@ class Worker:
             return
         logger.info("request %s waits for memory after %d tokens", request_id, sequence.offset)
         self._table.suspend(sequence)
-        self._scheduler.is_stalled = True
+        self._table.is_stalled = True

@@ -415,16 +415,16 @@ def test_a_bug_on_the_way_from_the_queue_into_a_slot_fails_one_request(place: st
     served, slots = Served(speculation=Oracle()), list[Slot]()
 
     def sabotage(worker: Any) -> None:
-        prefill, cache = worker._prefill, worker.prefix_cache
+        cache = worker.prefix_cache
         slots.extend(cache.slots)
         owner, name = {
             "decoder": (worker, "_make_decoder"),
             "prefetch": (cache, "prefetch"),
             "pins": (cache.pins, "release_expired"),
             "begin": (cache, "begin"),
-            "started": (prefill, "_post_started"),
-            "drafting": (prefill._speculation, "begin"),
-            "shared": (prefill, "share_prefixes"),
+            "started": (worker, "_post_started"),
+            "drafting": (worker._speculation, "begin"),
+            "shared": (worker, "_share_prefixes"),
         }[place]
         working = getattr(owner, name)
 

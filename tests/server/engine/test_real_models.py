@@ -226,9 +226,7 @@ def test_what_is_held_is_charged_whoever_leaves(
         if leaving == "1":
             harness.worker.cancel("1")
         elif leaving:
-            table.fail_step(
-                table.scheduler.sequences[leaving], RuntimeError("the model failed")
-            )  # which detaches no row
+            table.fail_step(table.sequences[leaving], RuntimeError("the model failed"))  # which detaches no row
         else:
             harness.step()
         harness.worker._decode.read()
