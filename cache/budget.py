@@ -169,7 +169,7 @@ class CacheEvent:
     """Named for clients: of `slot`, `kind`, `tokens`, `bytes`, `files` and `reason`."""
 
 
-Tell: TypeAlias = Callable[[CacheEvent], None]
+Tell: TypeAlias = Callable[[CacheEvent], object]
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from scripts.bench.common import Report, Target, write_json
 from server.engine.request import Delta, Event, Failed, GenerationRequest
+from server.engine.sequence import EngineState
 from server.engine.worker import Worker
 from tests.support import tiny_models
 
@@ -155,7 +156,7 @@ class EngineSide:
         max_tokens = num_steps + 4 * len(prompts)
         self._worker = Worker(
             runner,
-            self.cache,
+            EngineState(self.cache),
             Spelled,
             eos_token_ids=frozenset(),
             chunk_tokens=PREFILL_CHUNK_TOKENS,

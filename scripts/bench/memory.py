@@ -39,6 +39,7 @@ from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 from scripts.bench.common import Report, Target, median, write_json
 from server.engine.request import Event, Finished, GenerationRequest
+from server.engine.sequence import EngineState
 from server.engine.worker import Worker
 from tests.support.fake_runner import SharesNothing
 
@@ -451,7 +452,7 @@ def _worker(shape: Shape, runner: ShapeRunner, answers: Answers) -> Worker:
     cache.layout.calibrate(sample)
     return Worker(
         cast(Any, runner),
-        cache,
+        EngineState(cache),
         Silent,
         eos_token_ids=frozenset({NEVER}),
         chunk_tokens=CHUNK_TOKENS,

@@ -47,6 +47,7 @@ from scripts.bench.decode import Said, Spelled
 from scripts.bench.speculate_texts import Text, Vocabulary, agent, prose, reading, replacing, rewriting
 from scripts.demo.grading import PROBES, probe
 from server.engine.request import GenerationRequest
+from server.engine.sequence import EngineState
 from server.engine.speculation import Speculation
 from server.engine.worker import Worker
 from tests.support import tiny_models
@@ -221,7 +222,7 @@ class Side:
         self.speculation = self._speculation(cache) if drafts else None
         self._worker = Worker(
             self.runner,
-            cache,
+            EngineState(cache),
             Spelled,
             eos_token_ids=model.ends,
             chunk_tokens=CHUNK_TOKENS,

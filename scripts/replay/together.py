@@ -34,6 +34,7 @@ from scripts.replay.report import prefill_seconds
 from scripts.replay.rivals import Sizes, TreeRival
 from scripts.replay.schedule import Arrival
 from server.engine.request import Event, Failed, Finished, GenerationRequest, Started
+from server.engine.sequence import EngineState
 from server.engine.worker import Worker
 
 
@@ -279,7 +280,7 @@ class Replay:
         self._runner, self._now = SizedRunner(math.inf if heads else None), 0.0
         self._worker = Worker(
             cast(Any, self._runner),
-            cache,
+            EngineState(cache),
             Silent,
             eos_token_ids=frozenset(),
             chunk_tokens=CHUNK_TOKENS,

@@ -34,10 +34,9 @@ from models.texts import size_text
 from server.app import memory_budget
 from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, MemoryPlan, read_machine
-from server.engine.engine import CALIBRATION_TOKENS, Engine, EngineConfig, KeptState
+from server.engine.engine import CALIBRATION_TOKENS, Engine, EngineConfig
 from server.pool.catalog import stored_source
-from server.pool.loader import Around
-from server.pool.members import OpenedModel
+from server.pool.members import Around, OpenedModel
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource, ModelTooLarge
 from server.pool.served import ListedModel, ModelFacts, ServedModel, architecture_facts
@@ -122,7 +121,7 @@ def open_service(
     loaded = _load(source, config, find_float32_bytes(machine, others), tell)
     plan = _plan(config, machine, loaded, others)
     _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
-    engine, opened = _opened(loaded, config, plan.weights_bytes, plan.budget_bytes)
+    engine, opened = _opened(loaded, config, plan.weights_bytes, Around((), plan.budget_bytes))
     return Service(
         opened,
         loaded,
@@ -178,7 +177,7 @@ class ServiceOpener:
                 weights_bytes = _weights_bytes(loaded)
                 if not self.memory.fits([*around.weights, weights_bytes]):
                     raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
-                engine, opened = _opened(loaded, self.config, weights_bytes, around.budget_bytes, around.kept)
+                engine, opened = _opened(loaded, self.config, weights_bytes, around)
                 tell("trying it out")
                 engine.start()
                 return opened
@@ -314,7 +313,7 @@ def source_of(name: str) -> ModelSource:
 
 
 def _opened(
-    loaded: LoadedModel, config: ServerConfig, weights_bytes: int, budget_bytes: int, kept: KeptState | None = None
+    loaded: LoadedModel, config: ServerConfig, weights_bytes: int, around: Around
 ) -> tuple[Engine, OpenedModel]:
     tokenizer = loaded.tokenizer
     facts = ModelFacts(
@@ -329,7 +328,7 @@ def _opened(
         **architecture_facts(loaded.config),
     )
     served = _served_model(loaded, facts, config)
-    engine = Engine.for_model(loaded, _engine_config(config, budget_bytes, served), kept)
+    engine = Engine.for_model(loaded, _engine_config(config, around.budget_bytes, served), around.kept)
     adapters = () if loaded.adapters is None else loaded.adapters.adapters
     variants = {adapter.name: served.variant(adapter) for adapter in adapters}
     release_weights = partial(_release, loaded)

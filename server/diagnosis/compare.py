@@ -287,8 +287,11 @@ class _MessageDiff:
         return is_last and self._is_newest(i) and not any(part.role == "assistant" for part in self._theirs[j:])
 
     def _has_shed_a_note(self, i: int, other: Part) -> bool:
-        """Whether a message, while newest, had more text around it."""
-        return i >= self._prompt.num_head and self._is_newest(i) and _encloses(self._ours[i].text, other.text)
+        """Whether a message, while newest, had many more words around its text."""
+        text, inner = self._ours[i].text, other.text.strip()
+        num_added = len(text.split()) - len(inner.split())
+        is_newest = i >= self._prompt.num_head and self._is_newest(i)
+        return is_newest and num_added > MAX_ADDED_WORDS and bool(inner) and inner in text
 
     def _is_newest(self, i: int) -> bool:
         return i != self._reply and all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
@@ -306,12 +309,6 @@ class _MessageDiff:
         else:
             cause = Cause.REPLY if part.role == other.role == "assistant" else Cause.EDITED
         return _change(cause, j1, part, other)
-
-
-def _encloses(text: str, inner: str) -> bool:
-    """Whether `text` holds `inner` and many other words."""
-    added = len(text.split()) - len(inner.split())
-    return added > MAX_ADDED_WORDS and bool(inner.strip()) and inner.strip() in text
 
 
 def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:

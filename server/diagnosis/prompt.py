@@ -1,6 +1,7 @@
 """A request as a sequence of parts, before any template: the same for a server's and a recorded one. Pure."""
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +9,6 @@ from typing import Any
 
 from models.texts import read_object
 
-SYSTEM_ROLES = ("system", "developer")
 PLAIN = "prompt"
 _PART_BYTES = 400
 """Python's overhead of a part, besides its text."""
@@ -32,11 +32,11 @@ class Part:
     @property
     def num_bytes(self) -> int:
         """About the prompt's memory."""
-        return text_bytes(self.shown) + _PART_BYTES
+        return sys.getsizeof(self.shown) + _PART_BYTES
 
     @property
     def is_system(self) -> bool:
-        return self.role in SYSTEM_ROLES
+        return self.role == "system"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Prompt:
 
     @property
     def num_bytes(self) -> int:
-        return text_bytes(self.tools_text) + sum(part.num_bytes for part in self.parts)
+        return sys.getsizeof(self.tools_text) + sum(part.num_bytes for part in self.parts)
 
 
 def prompt_of(
@@ -113,17 +113,12 @@ def part_of(message: Mapping[str, Any]) -> Part:
     ids = [call.get("id") for call in calls] + [message.get("tool_call_id")]
     role = str(message.get("role"))
     return Part(
-        role="system" if role in SYSTEM_ROLES else role,
+        role="system" if role == "developer" else role,
         text=_content_text(message.get("content")) or str(message.get("refusal") or ""),
         reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
         calls=tuple(_call_text(call) for call in calls),
         call_ids=tuple(str(one) for one in ids if one),
     )
-
-
-def text_bytes(text: str) -> int:
-    """The most memory that a text takes."""
-    return len(text) * (1 if text.isascii() else 4)
 
 
 def _call_text(call: Mapping[str, Any]) -> str:

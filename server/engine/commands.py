@@ -84,7 +84,7 @@ def describe_slots(worker: Worker) -> list[bool]:
 def pin_session(worker: Worker, namespace: str, session_id: str) -> int:
     """Pins the state of a session's last turn and of later ones; returns the pinned tokens. Raises PinLimit."""
     worker.close_answered(namespace)
-    return worker.sessions.pin(namespace, session_id)
+    return worker.state.pin(namespace, session_id)
 
 
 def unpin_session(worker: Worker, namespace: str, session_id: str) -> bool:
@@ -95,7 +95,7 @@ def unpin_session(worker: Worker, namespace: str, session_id: str) -> bool:
 def forget_session(worker: Worker, namespace: str, session_id: str) -> None:
     """Drops last turn, pins, slot claim and texts for drafts, but no state of tokens."""
     worker.close_answered(namespace)  # else its turn would be recorded after this
-    worker.sessions.forget(namespace, session_id)
+    worker.state.forget(namespace, session_id)
 
 
 def pin_turn(worker: Worker, namespace: str, label: str, prompt: TokenArray, reply: Sequence[int]) -> None:

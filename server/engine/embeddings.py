@@ -110,23 +110,22 @@ class Embeddings:
         if is_behind_chat and self._num_passed < STEPS_BEHIND_CHAT:
             return
         self._num_passed, first = 0, self._texts[0]
-        if first.run is None and len(first.tokens) <= self._chunk_tokens:
-            self._embed_together()
-        else:
-            self._embed_long(first, is_behind_chat=is_behind_chat, may_take_memory=may_take_memory)
-
-    def _embed_together(self) -> None:
-        texts = self._next_texts()
+        is_long = first.run is not None or len(first.tokens) > self._chunk_tokens
+        texts = [first] if is_long else self._next_texts()
         try:
-            tokens, job = [text.tokens for text in texts], texts[0].job
-            vectors = self._embedder.embed(tokens, job.reading, job.adapter)
+            if is_long:
+                self._embed_long(first, is_behind_chat=is_behind_chat, may_take_memory=may_take_memory)
+            else:
+                self._embed_together(texts)
         except Exception as error:  # of an architecture, or of the device: the other requests go on
             for text in texts:
                 text.job.settle(_told(error))
-            return
-        for text in texts:
-            self._texts.remove(text)
+            self._forget_settled()
+
+    def _embed_together(self, texts: list[_Text]) -> None:
+        vectors = self._embedder.embed([text.tokens for text in texts], texts[0].job.reading, texts[0].job.adapter)
         for text, vector in zip(texts, vectors, strict=True):
+            self._texts.remove(text)
             text.job.take(text.place, vector)
 
     def _next_texts(self) -> list[_Text]:
@@ -141,28 +140,19 @@ class Embeddings:
         return chosen
 
     def _embed_long(self, text: _Text, *, is_behind_chat: bool, may_take_memory: bool) -> None:
-        try:
-            if text.run is None and may_take_memory:
-                self._begin(text, is_behind_chat=is_behind_chat)
-            if text.run is not None:
-                self._feed(text, text.run)
-        except Exception as error:  # see above
-            self._reclaimer.release_aside()
-            text.job.settle(_told(error))
-            self._forget_settled()
-
-    def _begin(self, text: _Text, *, is_behind_chat: bool) -> None:
         """Waits while answers hold the memory. Raises PromptTooLarge if the text can never fit."""
-        if self._reclaimer.try_set_aside(len(text.tokens)):
-            text.run = self._embedder.begin(text.job.reading, text.job.adapter)
-        elif not is_behind_chat:
-            raise PromptTooLarge(f"a text of {len(text.tokens)} tokens needs more memory than there is for all state")
-
-    def _feed(self, text: _Text, run: "LongText") -> None:
-        run.feed(text.tokens[text.offset : text.offset + self._chunk_tokens])
+        num_tokens = len(text.tokens)
+        if text.run is None and may_take_memory:
+            if self._reclaimer.try_set_aside(num_tokens):
+                text.run = self._embedder.begin(text.job.reading, text.job.adapter)
+            elif not is_behind_chat:
+                raise PromptTooLarge(f"a text of {num_tokens} tokens needs more memory than there is for all state")
+        if text.run is None:
+            return
+        text.run.feed(text.tokens[text.offset : text.offset + self._chunk_tokens])
         text.offset += self._chunk_tokens
-        if text.offset >= len(text.tokens):
-            vector = run.vector()
+        if text.offset >= num_tokens:
+            vector = text.run.vector()
             self._reclaimer.release_aside()
             self._texts.remove(text)
             text.job.take(text.place, vector)

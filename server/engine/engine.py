@@ -19,13 +19,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from cache.budget import CacheEvent, Journal, Tell
+from cache.budget import Journal, Tell
 from cache.disk import model_folders
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
 from cache.layers.layout import CHUNK_TOKENS
 from cache.prefix_cache import PrefixCache
-from models.adapter import NO_ADAPTER, client_namespace
+from models.adapter import NO_ADAPTER
 from models.formats import Reading, Vector
 from models.inference.drafters import drafter_of
 from models.inference.embedding import Embedder
@@ -45,49 +45,11 @@ from server.engine.request import (
     StepFailed,
     TokenArray,
 )
-from server.engine.sequence import EngineSessions
+from server.engine.sequence import EngineState
 from server.engine.speculation import Speculation
 from server.engine.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class KeptState:
-    """State kept in memory for a model that is not loaded. One thread at a time may use it."""
-
-    prefix_cache: PrefixCache
-    """Parked."""
-    sessions: EngineSessions
-    fingerprint: str
-    """Of model, precision and libraries."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.prefix_cache.ledger.stored_bytes
-
-    def shrink(self, budget_bytes: int) -> None:
-        """Drops the least valuable state down to `budget_bytes`; all of it where pins forbid that."""
-        if self.prefix_cache.try_resize(budget_bytes):
-            self.drop()
-
-    def forget(self, namespace: str) -> tuple[int, int]:
-        """Drops a namespace; returns its tokens and bytes."""
-        num_tokens = self.prefix_cache.memory.find_trie(namespace).held.num_tokens
-        before = self.num_bytes
-        self.prefix_cache.clear(namespace)
-        return num_tokens, before - self.num_bytes
-
-    def forget_session(self, namespace: str, session_id: str) -> None:
-        """As `forget_session`, with whatever adapter the client's namespace was used."""
-        cache = self.prefix_cache
-        for name in {*cache.memory.tries, *cache.history.namespaces}:
-            if client_namespace(name)[0] == namespace:
-                self.sessions.forget(name, session_id)
-
-    def drop(self) -> None:
-        """Drops all state now, whoever holds the cache."""
-        self.prefix_cache.clear()
 
 
 CALIBRATION_TOKENS = 8
@@ -127,13 +89,12 @@ class EngineConfig:
 class Engine:
     """One model being served. `submit` and `execute` belong to the event loop, the other methods to any thread."""
 
-    def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig, fingerprint: str = "") -> None:
+    def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig) -> None:
         """`make_worker` runs on the worker thread, which owns all that is made on the device."""
         self._make_worker = make_worker
         self._config = config
-        self._fingerprint = fingerprint
         self._parks = False
-        self._kept: KeptState | None = None
+        self._kept: EngineState | None = None
         self._inbox = Inbox(max_slots=config.max_slots, max_waiting=config.max_waiting)
         self._mailbox: Mailbox | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
@@ -145,14 +106,14 @@ class Engine:
         self._journal = Journal()
 
     @classmethod
-    def for_model(cls, loaded: LoadedModel, config: EngineConfig, kept: KeptState | None = None) -> "Engine":
+    def for_model(cls, loaded: LoadedModel, config: EngineConfig, kept: EngineState | None = None) -> "Engine":
         """An engine to be started.
 
         Consumes `kept`, what the last engine left; state of other weights, tokenizer or precision is dropped.
         """
         if kept is not None and kept.fingerprint != loaded.state_fingerprint:
             logger.warning("the files of %s have changed: its conversations begin anew", loaded.name)
-            kept.drop()
+            kept.prefix_cache.clear()
             kept = None
 
         def make_worker() -> Worker:
@@ -166,26 +127,25 @@ class Engine:
             )
             if loaded.no_draft:
                 runner.drafts_form += f"; {loaded.no_draft}"
-            prefix_cache = _make_prefix_cache(runner, config, loaded, kept)
-            _calibrate(runner, prefix_cache)
+            state = _state_of(runner, config, loaded, kept)
+            _calibrate(runner, state.prefix_cache)
             give_back()  # buffers left by reading the weights and trying the model
             worker = Worker(
                 runner,
-                prefix_cache,
+                state,
                 lambda: StreamDecoder(loaded.detokenizer),
                 eos_token_ids=loaded.eos_token_ids,
                 chunk_tokens=config.chunk_tokens,
                 expected_tokens=EXPECTED_TOKENS,
                 clock=time.monotonic,
                 embedder=Embedder(loaded.model, loaded.adapters),
-                sessions=None if kept is None else kept.sessions,
-                speculation=_speculation(runner, prefix_cache, loaded),
+                speculation=_speculation(runner, state.prefix_cache, loaded),
             )
             if runner.overlaps:
                 worker.use_long_chunks()
             return worker
 
-        return cls(make_worker, config, loaded.state_fingerprint)
+        return cls(make_worker, config)
 
     # ---------------------------------------------------------------------------------------------- lifecycle
 
@@ -211,13 +171,13 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def park(self) -> KeptState | None:
+    def park(self) -> EngineState | None:
         """Stops; returns state for the model's next engine, None where the disk has it."""
         self._parks = True
         self.stop()
         kept, self._kept = self._kept, None
         if kept is not None and self._config.disk_folder is not None:
-            kept.drop()
+            kept.prefix_cache.clear()
             return None
         return kept
 
@@ -257,7 +217,8 @@ class Engine:
 
     def watch(self, tell: Tell | None) -> None:
         """Calls `tell` on the event loop for each event of cached state; None ends that."""
-        self._journal.tell = None if tell is None else partial(_post, self._mailbox_here(), tell)
+        mailbox = self._mailbox_here()
+        self._journal.tell = None if tell is None else lambda event: mailbox.post(partial(tell, event))
 
     async def execute(self, command: Callable[..., Result], *given: object) -> Result:
         """The result of `command(worker, *given)`, called on the worker thread between two steps; raises its error.
@@ -300,7 +261,7 @@ class Engine:
             try:
                 worker.stop(parks=self._parks)
                 if self._parks:
-                    self._kept = KeptState(worker.prefix_cache, worker.sessions, self._fingerprint)
+                    self._kept = worker.state
             finally:
                 self._is_accepting = False
                 self._journal.tell = None
@@ -357,11 +318,6 @@ class Engine:
         return self._inbox.get()
 
 
-def _post(mailbox: Mailbox, tell: Tell, event: CacheEvent) -> None:
-    with contextlib.suppress(RuntimeError):
-        mailbox.post(partial(tell, event))
-
-
 def _log_failure(future: "Future[object]") -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None and not isinstance(error, EngineStopped):
@@ -396,20 +352,19 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
     )
 
 
-def _make_prefix_cache(
-    runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: KeptState | None
-) -> PrefixCache:
+def _state_of(runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: EngineState | None) -> EngineState:
     budget_bytes = config.budget_bytes - _disk_bytes_in_memory(config)
     if kept is not None:
         kept.prefix_cache.resume(runner.make_caches, budget_bytes)
-        return kept.prefix_cache
-    return PrefixCache(
+        return kept
+    prefix_cache = PrefixCache(
         runner.make_caches,
         num_slots=config.max_slots,
         budget_bytes=budget_bytes,
         chunk_tokens=config.chunk_tokens,
         disk=_open_disk(config, loaded),
     )
+    return EngineState(prefix_cache, loaded.state_fingerprint)
 
 
 def _speculation(runner: Runner, prefix_cache: PrefixCache, loaded: LoadedModel) -> Speculation | None:

@@ -38,22 +38,23 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._posted: deque[Callable[[], None]] = deque()
+        self._posted: deque[Callable[[], object]] = deque()
         self._wakes = False
         """The loop was woken and has not begun to read since."""
 
-    def post(self, delivery: Callable[[], None]) -> None:
-        """Runs `delivery` on the loop. For any thread; raises RuntimeError if the loop is closed."""
+    def post(self, delivery: Callable[[], object]) -> bool:
+        """Runs `delivery` on the loop; False if the loop is closed, so that nobody listens. For any thread."""
         self._posted.append(delivery)
         if self._wakes:
-            return
+            return True
         # Marked before the call: else the loop might read between the two, and the mark would stand for ever.
         self._wakes = True
         try:
             self.loop.call_soon_threadsafe(self._read)
         except RuntimeError:
             self._wakes = False
-            raise
+            return False
+        return True
 
     def _read(self) -> None:
         # Later posts wake the loop again, even if this call still reads them.
@@ -85,12 +86,10 @@ class Generation:
         return len(self._pending) > MAX_PENDING
 
     def post(self, events: list[Event]) -> None:
-        """Worker thread only. A closed loop means that nobody listens."""
+        """Worker thread only."""
         if any(isinstance(event, Finished | Failed) for event in events):
             self.on_end()
-        try:
-            self._mailbox.post(partial(self._put, events))
-        except RuntimeError:
+        if not self._mailbox.post(partial(self._put, events)):
             self.cancel()
 
     def cancel(self) -> None:
@@ -149,18 +148,15 @@ class Inbox:
 
     def __init__(self, *, max_slots: int, max_waiting: int) -> None:
         """`max_waiting` requests may wait beyond `max_slots`."""
-        self._max_slots = max_slots
-        self._max_waiting = max_waiting
+        self._max_slots, self._max_waiting = max_slots, max_waiting
         self._pace = QueuePace()
         self._messages: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self.is_open = False
         """A message put in under the lock while this is true is answered."""
         self.num_open = 0
         """Unfinished requests."""
         self._num_commands = 0
-        self._idle = threading.Event()
-        self._idle.set()
 
     # -- any thread
 
@@ -210,7 +206,8 @@ class Inbox:
 
     def wait_until_idle(self, timeout_seconds: float) -> bool:
         """Whether all requests ended in time."""
-        return self._idle.wait(timeout_seconds)
+        with self._lock:
+            return self._lock.wait_for(lambda: self.num_open == 0, timeout_seconds)
 
     def _put(self, message: WorkerMessage, admit: Callable[[], None] = lambda: None) -> None:
         with self._lock:
@@ -230,15 +227,13 @@ class Inbox:
             raise QueueFull(num_waiting, self._pace.retry_after_seconds(num_waiting, time.monotonic()))
         self.num_open += 1
         self._note_waiting()
-        self._idle.clear()
 
     def _request_ended(self) -> None:
         with self._lock:
             self._pace.end(time.monotonic())
             self.num_open -= 1
             self._note_waiting()
-            if self.num_open == 0:
-                self._idle.set()
+            self._lock.notify_all()
 
     def _note_waiting(self) -> None:
         self._pace.change(time.monotonic(), has_waiting=self.num_open > self._max_slots)

@@ -19,6 +19,7 @@ from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from cache.slots import Lookup
 from cache.types import common_prefix_length
+from models.adapter import client_namespace
 from models.errors import GrammarFailed
 from models.output.pieces import TokenLogprob
 from server.engine.output import Output, TextDecoder
@@ -220,16 +221,42 @@ MAX_BYTES = 64 << 20
 _TURN_BYTES = 512
 
 
-class EngineSessions:
-    """Last turn, pins and slot claim of each session. Worker thread only.
+class EngineState:
+    """The cache, and last turn, pins and slot claim of each session. One thread at a time may use it.
 
-    Turns are bounded in number and bytes; the least recently used go.
+    Turns are bounded in number and bytes; the least recently used go. Once parked, it outlives the engine.
     """
 
-    def __init__(self, prefix_cache: PrefixCache) -> None:
-        self._prefix_cache = prefix_cache
+    def __init__(self, prefix_cache: PrefixCache, fingerprint: str = "") -> None:
+        """`fingerprint`: of model, precision and libraries."""
+        self.prefix_cache, self.fingerprint = prefix_cache, fingerprint
+        self.last_used = 0.0
+        """When a model was used last that is not loaded."""
         self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
-        self.num_bytes = 0
+        self.turn_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of parked state."""
+        return self.prefix_cache.ledger.stored_bytes
+
+    def shrink(self, budget_bytes: int) -> None:
+        """Drops the least valuable state down to `budget_bytes`; all of it where pins forbid that."""
+        if self.prefix_cache.try_resize(budget_bytes):
+            self.prefix_cache.clear()
+
+    def clear(self, namespace: str) -> tuple[int, int]:
+        """Drops a namespace's parked state; returns its tokens and bytes."""
+        num_tokens = self.prefix_cache.memory.find_trie(namespace).held.num_tokens
+        before = self.num_bytes
+        self.prefix_cache.clear(namespace)
+        return num_tokens, before - self.num_bytes
+
+    def forget_client(self, namespace: str, session_id: str) -> None:
+        """As `forget`, with whatever adapter the client's namespace was used."""
+        for name in {*self.prefix_cache.memory.tries, *self.prefix_cache.history.namespaces}:
+            if client_namespace(name)[0] == namespace:
+                self.forget(name, session_id)
 
     def record(self, namespace: str, session_id: str, tokens: TokenArray) -> None:
         """Keeps a turn, unless it begins the kept one."""
@@ -239,8 +266,8 @@ class EngineSessions:
         # A view would keep a longer array alive.
         tokens = tokens if tokens.base is None else tokens.copy()
         self._turns[namespace, session_id] = tokens
-        self.num_bytes += tokens.nbytes + _TURN_BYTES
-        while len(self._turns) > MAX_SESSIONS or self.num_bytes > MAX_BYTES:
+        self.turn_bytes += tokens.nbytes + _TURN_BYTES
+        while len(self._turns) > MAX_SESSIONS or self.turn_bytes > MAX_BYTES:
             self._take(*next(iter(self._turns)))
 
     def last(self, namespace: str, session_id: str) -> TokenArray | None:
@@ -250,38 +277,31 @@ class EngineSessions:
     def pin(self, namespace: str, session_id: str) -> int:
         """As the command."""
         tokens = self.last(namespace, session_id)
-        return 0 if tokens is None else self._prefix_cache.pins.pin(PinName(namespace, session_id), tokens)
+        return 0 if tokens is None else self.prefix_cache.pins.pin(PinName(namespace, session_id), tokens)
 
     def forget(self, namespace: str, session_id: str) -> None:
         """As the command."""
         self._take(namespace, session_id)
-        self._prefix_cache.history.forget(namespace, session_id)
+        self.prefix_cache.history.forget(namespace, session_id)
         for is_soft in (False, True):
-            self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
-        for slot in self._prefix_cache.slots:
+            self.prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
+        for slot in self.prefix_cache.slots:
             if (slot.namespace, slot.session_id) == (namespace, session_id):
                 slot.session_id = None
 
     def _take(self, namespace: str, session_id: str) -> TokenArray | None:
         tokens = self._turns.pop((namespace, session_id), None)
         if tokens is not None:
-            self.num_bytes -= tokens.nbytes + _TURN_BYTES
+            self.turn_bytes -= tokens.nbytes + _TURN_BYTES
         return tokens
 
 
 class SequenceTable(Scheduler[Sequence]):
     """The unfinished sequences; how they end and start over. Worker thread only."""
 
-    def __init__(
-        self,
-        runner: "Runner",
-        prefix_cache: PrefixCache,
-        sessions: EngineSessions,
-        clock: Callable[[], float],
-        chunk_tokens: int,
-    ) -> None:
+    def __init__(self, runner: "Runner", state: EngineState, clock: Callable[[], float], chunk_tokens: int) -> None:
         super().__init__(chunk_tokens)
-        self.runner, self.prefix_cache, self.sessions, self.clock = runner, prefix_cache, sessions, clock
+        self.runner, self.prefix_cache, self.state, self.clock = runner, state.prefix_cache, state, clock
         self.num_suspended = 0
 
     def __len__(self) -> int:
@@ -335,7 +355,7 @@ class SequenceTable(Scheduler[Sequence]):
             return
         if request.session_id is not None and request.cache_prompt and not request.is_idle_work:
             tokens = np.append(request.tokens, np.array(sequence.output.tokens, np.int32))
-            self.sessions.record(sequence.namespace, request.session_id, tokens[: lease.offset])
+            self.state.record(sequence.namespace, request.session_id, tokens[: lease.offset])
         self._release(sequence, lease, lease.close)
 
     def close_finished(self, sequences: Iterable[Sequence]) -> None:

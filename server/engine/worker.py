@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from cache.budget import BudgetExceeded, PinnedFull
 from cache.lease import Lease, Tier
-from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from server.diagnosis.causes import OF_SCORED, Reuse
@@ -38,7 +37,7 @@ from server.engine.request import (
     StepFailed,
 )
 from server.engine.scheduler import LOOKAHEAD, Phase, choose_to_wait
-from server.engine.sequence import EngineSessions, Sequence, SequenceTable, Sink
+from server.engine.sequence import EngineState, Sequence, SequenceTable, Sink
 from server.engine.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Worker:
     def __init__(
         self,
         runner: "Runner",
-        prefix_cache: PrefixCache,
+        state: EngineState,
         make_decoder: MakeDecoder,
         *,
         eos_token_ids: frozenset[int],
@@ -73,18 +72,14 @@ class Worker:
         expected_tokens: int,
         clock: Callable[[], float],
         embedder: "Embedder",
-        sessions: EngineSessions | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """`sessions` must be of the same cache.
-
-        Without `speculation`, each token has a decode step of its own.
-        """
-        self.prefix_cache = prefix_cache
-        self.sessions = sessions or EngineSessions(prefix_cache)
+        """Without `speculation`, each token has a decode step of its own."""
+        self.state = state
+        self.prefix_cache = prefix_cache = state.prefix_cache
         self.now = clock
         prefix_cache.pager.shared = runner
-        self._table = SequenceTable(runner, prefix_cache, self.sessions, clock, chunk_tokens)
+        self._table = SequenceTable(runner, state, clock, chunk_tokens)
         self._decode = DraftingPipeline(self._table, speculation) if speculation else DecodePipeline(self._table)
         prefix_cache.use_awaited(self._find_awaited)
         self._embeddings = Embeddings(embedder, prefix_cache.reclaimer, chunk_tokens)
@@ -216,10 +211,7 @@ class Worker:
     def _prefill(self) -> None:
         """Fills one chunk with parts of prompts; a part ends with the chunk, its prompt, or at a restore point."""
         left_tokens = self._chunk_tokens
-        while left_tokens > 0:
-            sequence = self._table.choose_prefill(self._restorable, left_tokens)
-            if sequence is None:
-                return
+        while left_tokens > 0 and (sequence := self._table.choose_prefill(self._restorable, left_tokens)) is not None:
             self._finish_decode_step()  # may end the chosen sequence
             if sequence in self._table:
                 left_tokens -= self._advance(sequence)
@@ -307,8 +299,7 @@ class Worker:
         if sequence.started is None:
             self._post_started(sequence, lease, begun)
         if self._speculation is not None and sequence.drafting is None:
-            begin_drafting = self._speculation.begin
-            sequence.drafting = begin_drafting(sequence.request, lease.match_tokens, sequence.output.forced)
+            sequence.drafting = self._speculation.begin(sequence.request, lease.match_tokens, sequence.output.forced)
         self._share_prefixes(sequence)
         return lease
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,8 +48,7 @@ class Catalog:
             self._named.append(self._identified(source))
         self._has_others = has_others
         self._listed: Sequence[ModelSource] = ()
-        self._listed_at: float | None = None
-        self._seen: object = None
+        self._listed_at, self._seen = 0.0, object()
         self._lock = threading.Lock()
 
     def find(self, name: str) -> ModelSource | None:
@@ -72,24 +72,20 @@ class Catalog:
             return self._named
         seen = _all_stored(), cache_stamp()
         with self._lock:
-            is_old = self._listed_at is None or time.monotonic() - self._listed_at > LISTING_SECONDS
-            if is_old or seen != self._seen:
+            if seen != self._seen or time.monotonic() - self._listed_at > LISTING_SECONDS:
                 built_in = [ModelSource(name, path) for name, path in BUILT_IN.items()]
                 self._listed = _read(lambda: list(map(_source, installed())), built_in)
                 self._listed_at, self._seen = time.monotonic(), seen
             others = [(one, self._known(one.name)) for one in map(self._identified, self._listed)]
         # A model that the command line names under a label also keeps its own name.
-        return [*self._named, *(one for one, known in others if not any(known is named for named in self._named))]
+        return [*self._named, *(one for one, known in others if known not in self._named)]
 
     def _known(self, name: str) -> ModelSource | None:
         repository = parse_repository(name)
-        for source in self._named:
-            if source.name == name:
-                return source
-        for source in self._named:
-            if source.adapter is None and repository is not None and parse_repository(source.id) == repository:
-                return source if source.label is None else source.plain
-        return next((source.plain for source in self._named if source.id == name), None)
+        exact = (one for one in self._named if one.name == name)
+        bases = (one.plain for one in self._named if one.adapter is None and repository is not None)
+        same = (one for one in bases if parse_repository(one.id) == repository)
+        return next(chain(exact, same, (one.plain for one in self._named if one.id == name)), None)
 
     def _identified(self, source: ModelSource) -> ModelSource:
         folder = os.path.realpath(source.path)
@@ -116,6 +112,10 @@ def stored_source(stored: StoredModel) -> ModelSource:
         logger.warning("%s cannot be used: %s", stored.short_name, error)
         message = f"the weights of {stored.short_name} are not there any more, or not complete; see the server's log"
         raise ModelBroken(message) from error
+    return _labelled(stored, folder)
+
+
+def _labelled(stored: StoredModel, folder: Path) -> ModelSource:
     return ModelSource(identity_of(stored.weights), folder, label=stored.short_name, defaults=stored.defaults)
 
 
@@ -132,7 +132,4 @@ def _all_stored() -> Sequence[StoredModel]:
 
 
 def _source(model: InstalledModel) -> ModelSource:
-    if model.stored is None:
-        return ModelSource(model.name, model.path)
-    weights, defaults = model.stored.weights, model.stored.defaults
-    return ModelSource(identity_of(weights), model.path, label=model.name, defaults=defaults)
+    return _labelled(model.stored, model.path) if model.stored else ModelSource(model.name, model.path)

@@ -17,9 +17,8 @@ from typing import Any, Protocol, TypeVar
 from cache.budget import FolderError
 from models.errors import ModelError
 from models.texts import size_text
-from server.engine.engine import KeptState
 from server.engine.request import EngineStopped
-from server.pool.members import Budgets, Member, ModelHold, OpenedModel, UnloadedModel
+from server.pool.members import Around, Budgets, Member, ModelHold, OpenedModel
 from server.pool.memory import SMALLEST_PART_BYTES, ModelUse, PoolSettings, choose_to_unload
 from server.pool.names import (
     FOREVER,
@@ -41,18 +40,6 @@ logger = logging.getLogger(__name__)
 MAX_WAIT_SECONDS = 120.0
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, eq=False)
-class Around:
-    """What else the memory holds when a model is loaded."""
-
-    weights: Sequence[int]
-    """Bytes of weights of each model that stays loaded."""
-    budget_bytes: int
-    """Budget for the new model's state."""
-    kept: KeptState | None = None
-    """State that the model left when it was unloaded; consumed."""
 
 
 class Opener(Protocol):
@@ -272,7 +259,7 @@ class Loader:
         uses = [member.use(now) for member in self.loaded.values()]
         ids = choose_to_unload(uses, source.id, weights_bytes, settings.memory, settings.max_models)
         leaving = [self.loaded[model_id] for model_id in ids]
-        used_bytes = 0 if former is None else former.state.num_bytes
+        used_bytes = 0 if former is None else former.num_bytes
         self.budgets.joining = ModelUse(source.id, now, weights_bytes, used_bytes, is_in_use=True)
         for member in leaving:
             member.is_leaving = True
@@ -320,7 +307,7 @@ class Loader:
         self.on_change(ModelChange(ChangeKind.LOADING, source.id))
         former = self.budgets.unloaded.pop(source.id, None)
         weights = [member.opened.weights_bytes for member in self.loaded.values()]
-        around = Around(weights, budget_bytes, None if former is None else former.state)
+        around = Around(weights, budget_bytes, former)
 
         def tell(step: str) -> None:
             if self.is_closed:
@@ -340,7 +327,7 @@ class Loader:
             if former is not None:
                 self.budgets.unloaded[source.id] = former
             raise
-        if former is not None and not former.state.num_bytes:
+        if former is not None and not former.num_bytes:
             self.budgets.on_given_up(source.id)
         member = self.loaded[source.id] = Member(source, opened, budget_bytes, self._clock())
         await self._wire()
@@ -358,7 +345,8 @@ class Loader:
             state = await asyncio.to_thread(member.opened.unload)
             await self._wire()
             if state is not None:
-                self.budgets.unloaded[model_id] = UnloadedModel(model_id, state, member.last_used)
+                state.last_used = member.last_used
+                self.budgets.unloaded[model_id] = state
             else:
                 self.budgets.on_given_up(model_id)  # at most on disk
             logger.info("unloaded %s", model_id)

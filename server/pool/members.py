@@ -9,12 +9,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from cache.budget import UNBOUNDED_BYTES
 from server.engine.commands import limit_idle
-from server.engine.engine import KeptState
 from server.engine.request import EngineStopped, QueueFull
+from server.engine.sequence import EngineState
 from server.pool.memory import IDLE_SECONDS, IdleLimit, ModelUse, PoolMemory, Pressure, divide, due_bytes
 from server.pool.names import ModelSource
 from server.pool.served import EnginePort, ServedModel
@@ -28,20 +27,16 @@ RETRY_SECONDS = 0.1
 """Pause before a model is asked again for memory that its answers hold."""
 
 
-class PooledEngine(EnginePort, Protocol):
-    """An engine as the pool sees it."""
+@dataclass(frozen=True, eq=False)
+class Around:
+    """What else the memory holds when a model is loaded."""
 
-    async def try_resize(self, budget_bytes: int) -> int:
-        """As `Engine.try_resize`."""
-
-    async def drain(self, timeout_seconds: float) -> bool:
-        """As `Engine.drain`."""
-
-    def stop(self) -> None:
-        """Ends the engine. Blocks; for any thread."""
-
-    def park(self) -> KeptState | None:
-        """Ends the engine; returns state on no disk. Blocks; for any thread."""
+    weights: Sequence[int]
+    """Bytes of weights of each model that stays loaded."""
+    budget_bytes: int
+    """Budget for the new model's state."""
+    kept: EngineState | None = None
+    """State that the model left when it was unloaded; consumed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +44,7 @@ class OpenedModel:
     """A model in memory, its engine running."""
 
     model: ServedModel
-    engine: PooledEngine
+    engine: EnginePort
     weights_bytes: int = 0
     release: Callable[[], object] = lambda: None
     """Releases the weights of an ended engine. For any thread."""
@@ -61,7 +56,7 @@ class OpenedModel:
         """The model, or its variant with an adapter."""
         return self.model if adapter is None else self.variants.get(adapter)
 
-    def unload(self) -> KeptState | None:
+    def unload(self) -> EngineState | None:
         """Ends the engine, releases weights; returns state on no disk. Blocks; for any thread."""
         state = self.engine.park()
         self.release()
@@ -160,10 +155,6 @@ class ModelHold:
         member.num_holds += 1
         member.idle.clear()
 
-    @property
-    def model(self) -> ServedModel:
-        return self.member.opened.model
-
     def close(self) -> None:
         """Closing twice is harmless."""
         if not self._is_open:
@@ -175,19 +166,6 @@ class ModelHold:
         self._on_close(self.member)
 
 
-@dataclass(frozen=True, eq=False)
-class UnloadedModel:
-    """The state that a model left in memory."""
-
-    id: str
-    state: KeptState
-    last_used: float
-
-    def use(self) -> ModelUse:
-        """As `Member.use`."""
-        return ModelUse(self.id, self.last_used, used_bytes=self.state.num_bytes, is_loaded=False)
-
-
 class Budgets:
     """Gives each model the memory that `divide` plans."""
 
@@ -195,7 +173,8 @@ class Budgets:
         self._memory = memory
         self.members = members
         self._clock = clock
-        self.unloaded: dict[str, UnloadedModel] = {}
+        self.unloaded: dict[str, EngineState] = {}
+        """What models left in memory, by id."""
         self.joining: ModelUse | None = None
         """A model being loaded, which already counts in `plan`."""
         self._due_bytes = 0
@@ -244,11 +223,11 @@ class Budgets:
         self._shrink_unloaded(plan, "other models or servers")
 
     def _shrink_unloaded(self, plan: Mapping[str, int], for_whom: str) -> None:
-        for gone in list(self.unloaded.values()):
-            if gone.state.num_bytes > plan[gone.id]:
-                gone.state.shrink(plan[gone.id])
-                if not gone.state.num_bytes:
-                    self.give_up(gone.id, for_whom)
+        for model_id, state in list(self.unloaded.items()):
+            if state.num_bytes > plan[model_id]:
+                state.shrink(plan[model_id])
+                if not state.num_bytes:
+                    self.give_up(model_id, for_whom)
 
     async def divide(self) -> None:
         """Divides memory anew, as running requests allow."""
@@ -277,24 +256,27 @@ class Budgets:
 
     def give_up(self, model_id: str, for_whom: str) -> None:
         """Drops all state of an unloaded model."""
-        self.unloaded.pop(model_id).state.drop()
+        self.unloaded.pop(model_id).prefix_cache.clear()
         self.on_given_up(model_id)
         logger.info("the conversations of %s are given up: %s need the memory", model_id, for_whom)
 
     def _held(self) -> dict[str, int]:
         held = {member.source.id: member.held_bytes for member in self.members.values()}
-        return held | {gone.id: gone.state.num_bytes for gone in self.unloaded.values()}
+        return held | {model_id: state.num_bytes for model_id, state in self.unloaded.items()}
 
     def _for_state(self, uses: Sequence[ModelUse]) -> int:
         return self._memory.for_state([one.weights_bytes for one in uses if one.is_loaded])
 
     def _taken_for_state(self) -> int:
         budgets = sum(member.budget_bytes for member in self.members.values())
-        return budgets + sum(gone.state.num_bytes for gone in self.unloaded.values())
+        return budgets + sum(state.num_bytes for state in self.unloaded.values())
 
     def _uses(self) -> list[ModelUse]:
         now, joining = self._clock(), self.joining
-        uses = {gone.id: gone.use() for gone in self.unloaded.values()}
+        uses = {
+            model_id: ModelUse(model_id, state.last_used, used_bytes=state.num_bytes, is_loaded=False)
+            for model_id, state in self.unloaded.items()
+        }
         uses |= {member.source.id: member.use(now) for member in self.members.values()}
         if joining is not None:
             uses[joining.id] = joining

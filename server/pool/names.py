@@ -6,7 +6,7 @@ No error ends the pool.
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -37,19 +37,12 @@ def parse_alias(text: str) -> Alias:
     return Alias(pattern, model)
 
 
-def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
-    """Yields what a name means: an alias of just this name, else itself, then what a pattern makes of it."""
+def spellings(name: str, aliases: Sequence[Alias]) -> list[str]:
+    """What a name means: an alias of just this name, else itself, then what a pattern makes of it."""
     plain = name.removesuffix(LATEST)
-    exact = next((alias.model for alias in aliases if alias.pattern in (name, plain)), None)
-    if exact is not None:
-        yield exact
-        return
-    yield name
-    if plain != name:
-        yield plain
-    matched = next((alias.model for alias in aliases if fnmatchcase(plain, alias.pattern)), None)
-    if matched is not None:
-        yield matched
+    exact = [alias.model for alias in aliases if alias.pattern in (name, plain)]
+    matched = [alias.model for alias in aliases if fnmatchcase(plain, alias.pattern)]
+    return exact[:1] or [*dict.fromkeys((name, plain, *matched[:1]))]
 
 
 def served_instead(name: str, served: Collection[str]) -> str:

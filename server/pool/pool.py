@@ -149,13 +149,13 @@ class ModelPool(Loader):
 
     def forget_unloaded(self, source: ModelSource, namespace: str) -> tuple[int, int]:
         """Drops a namespace of an unloaded model; returns its tokens and bytes."""
-        gone = self.budgets.unloaded.get(source.id)
-        return (0, 0) if gone is None else gone.state.forget(namespace)
+        state = self.budgets.unloaded.get(source.id)
+        return (0, 0) if state is None else state.clear(namespace)
 
     def forget_session_of_unloaded(self, namespace: str, session_id: str) -> None:
         """Drops what unloaded models left of a session, but not the state of its tokens."""
-        for gone in self.budgets.unloaded.values():
-            gone.state.forget_session(namespace, session_id)
+        for state in self.budgets.unloaded.values():
+            state.forget_client(namespace, session_id)
 
     # --------------------------------------------------------------------------------------------------- the end
 

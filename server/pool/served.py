@@ -25,6 +25,7 @@ from server.engine.request import EngineStats, GenerationRequest, TokenArray
 
 if TYPE_CHECKING:
     from models.inference.grammar import GrammarCompiler
+    from server.engine.sequence import EngineState
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ MAX_PREVIEWS = 16_384
 
 
 class EnginePort(Protocol):
-    """What endpoints use of `Engine`; event loop only."""
+    """What endpoints and the pool use of `Engine`; event loop only, but for `stop` and `park`."""
 
     @property
     def is_running(self) -> bool: ...
@@ -92,6 +93,18 @@ class EnginePort(Protocol):
 
     def execute_later(self, command: Callable[..., Any], *given: Any) -> None:
         """As `Engine.execute_later`."""
+
+    async def try_resize(self, budget_bytes: int) -> int:
+        """As `Engine.try_resize`."""
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """As `Engine.drain`."""
+
+    def stop(self) -> None:
+        """As `Engine.stop`. Blocks."""
+
+    def park(self) -> "EngineState | None":
+        """As `Engine.park`. Blocks."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
 from server.engine.request import Delta, Event, Failed, Finished, GenerationRequest, Started
+from server.engine.sequence import EngineState
 from server.engine.worker import Worker
 from tests.support.fake_embedder import FakeEmbedder
 from tests.support.fake_runner import EOS, FakeRunner
@@ -80,8 +81,14 @@ def make_worker(
     """Returns a worker over a runner, with a cache of its own."""
     return Worker(
         runner,
-        PrefixCache(
-            runner.make_caches, num_slots=num_slots, budget_bytes=budget_bytes, chunk_tokens=chunk_tokens, disk=disk
+        EngineState(
+            PrefixCache(
+                runner.make_caches,
+                num_slots=num_slots,
+                budget_bytes=budget_bytes,
+                chunk_tokens=chunk_tokens,
+                disk=disk,
+            )
         ),
         NumberDecoder,
         eos_token_ids=frozenset({EOS}),

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from models.errors import ModelBroken
 from server.pool.catalog import Catalog
-from server.pool.loader import Around
-from server.pool.members import OpenedModel
+from server.pool.members import Around, OpenedModel
 from server.pool.names import ModelSource
 from server.pool.served import ListedModel, ModelFacts
 from tests.support.fake_engine import FakeEngine, fake_model

@@ -165,8 +165,8 @@ def test_the_same_name_in_another_namespace_is_left_alone() -> None:
         ask(harness, PROMPT, "s", namespace)
     forget_session(harness.worker, "ours", "s")
     harness.step(2)
-    assert harness.worker.sessions.last("ours", "s") is None
-    assert harness.worker.sessions.last("theirs", "s") is not None
+    assert harness.worker.state.last("ours", "s") is None
+    assert harness.worker.state.last("theirs", "s") is not None
     assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "ours"] == [None]
     assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
 
@@ -194,7 +194,7 @@ def test_a_running_request_of_a_forgotten_session_goes_on() -> None:
     harness.run(sink)
     assert len(sink.tokens) == 6
     harness.step(2)
-    assert harness.worker.sessions.last("", "s") is not None
+    assert harness.worker.state.last("", "s") is not None
 
 
 def test_idle_state_goes_as_far_as_asked_and_running_requests_keep_theirs() -> None:

@@ -21,7 +21,7 @@ from server.app.memory_budget import Machine
 from server.app.service import Service, ServiceOpener, open_service, pool_memory, source_of
 from server.cli.config import load_config
 from server.engine.request import DraftSource, FinishReason
-from server.pool.loader import Around
+from server.pool.members import Around
 from tests.support import fake_runner, tiny_models
 from tests.support.disk_driver import open_tier
 from tests.support.drafting import GREEDY, Predicting, answers, answers_without

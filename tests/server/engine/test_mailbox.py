@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-import pytest
-
 from server.engine.messages import Mailbox
 
 
@@ -60,8 +58,7 @@ def test_each_post_to_a_closed_loop_says_so() -> None:
     mailbox = Mailbox(loop)
     loop.close()
     for _ in range(2):
-        with pytest.raises(RuntimeError):
-            mailbox.post(lambda: None)
+        assert not mailbox.post(lambda: None)
 
 
 def test_all_that_several_threads_post_arrives_in_the_order_of_each() -> None:

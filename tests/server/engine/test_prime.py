@@ -111,10 +111,10 @@ def test_what_is_evaluated_ahead_is_no_turn_of_its_session() -> None:
     harness = Harness()
     harness.submit([*range(1, 60)], session_id="s", max_tokens=2)
     harness.run()
-    before = harness.worker.sessions.last("", "s")
+    before = harness.worker.state.last("", "s")
     harness.submit([*range(1, 40), *range(100, 140)], max_tokens=0, is_idle_work=True, session_id="s")
     harness.run()
-    after = harness.worker.sessions.last("", "s")
+    after = harness.worker.state.last("", "s")
     assert before is not None
     assert after is not None
     assert after.tolist() == before.tolist()

@@ -11,7 +11,7 @@ TOKENS = np.arange(100, dtype=np.int32)
 
 def test_a_turn_that_is_the_beginning_of_another_does_not_take_its_place() -> None:
     """A prefix that was primed, or a request that was cancelled early, says nothing new of its session."""
-    sessions = Harness().worker.sessions
+    sessions = Harness().worker.state
     sessions.record("", "s", TOKENS)
     sessions.record("", "s", TOKENS[:25].copy())
     assert sessions.last("", "s") is TOKENS and sessions.last("", "another") is None
@@ -21,7 +21,7 @@ def test_a_turn_that_is_the_beginning_of_another_does_not_take_its_place() -> No
 
 
 def test_a_forgotten_session_is_that_of_its_namespace_only() -> None:
-    sessions = Harness().worker.sessions
+    sessions = Harness().worker.state
     for namespace in ("ours", "theirs"):
         sessions.record(namespace, "s", TOKENS)
     sessions.forget("ours", "s")
@@ -31,20 +31,20 @@ def test_a_forgotten_session_is_that_of_its_namespace_only() -> None:
 
 def test_what_sessions_remember_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "MAX_BYTES", 10 * 4600)
-    sessions = Harness().worker.sessions
+    sessions = Harness().worker.state
     for number in range(30):
         sessions.record("", f"{number}", np.full(1000, number, np.int32))
-        assert sessions.num_bytes <= sequence.MAX_BYTES
+        assert sessions.turn_bytes <= sequence.MAX_BYTES
     assert sessions.last("", "0") is None and sessions.last("", "29") is not None
     for number in range(30):
         sessions.forget("", f"{number}")
-    assert sessions.num_bytes == 0
+    assert sessions.turn_bytes == 0
     sessions.record("", "s", np.full(20_000, 7, np.int32))
-    assert (sessions.last("", "s"), sessions.num_bytes) == (None, 0)
+    assert (sessions.last("", "s"), sessions.turn_bytes) == (None, 0)
 
 
 def test_a_turn_that_was_cut_short_keeps_no_longer_array() -> None:
-    sessions = Harness().worker.sessions
+    sessions = Harness().worker.state
     sessions.record("", "s", np.arange(100_000, dtype=np.int32)[:10])
     tokens = sessions.last("", "s")
     assert tokens is not None

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cache.budget import CacheStats
 from server.engine.request import EngineStats
-from server.pool.loader import Around
-from server.pool.members import OpenedModel
+from server.pool.members import Around, OpenedModel
 from server.pool.memory import IDLE_SECONDS, PoolMemory, PoolSettings
 from server.pool.names import ModelSource, PoolBusy
 from server.pool.pool import ModelPool

@@ -20,7 +20,7 @@ NAMED = ModelSource("qwen3:0.6b", Path("/models/qwen"))
     ["qwen3:0.6b", "mlx-community/Qwen3-0.6B-4bit", "https://huggingface.co/mlx-community/Qwen3-0.6B-4bit"],
 )
 def test_all_names_of_a_model_of_the_command_line_are_one_identity(name: str) -> None:
-    assert Catalog([NAMED]).find(name) is NAMED
+    assert Catalog([NAMED]).find(name) == NAMED
 
 
 def test_installed_models_are_found_unless_the_server_has_one_only() -> None:

@@ -17,8 +17,7 @@ from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import ServiceOpener
 from server.pool.catalog import Catalog
-from server.pool.loader import Around
-from server.pool.members import OpenedModel
+from server.pool.members import Around, OpenedModel
 from server.pool.memory import PoolMemory, PoolSettings
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
@@ -177,10 +176,10 @@ def test_a_session_is_forgotten_while_its_model_is_unloaded(tmp_path: Path) -> N
         server.ask("llama", session_id="s")
         server.unload("llama")
         until(lambda: "llama" in server.pool.budgets.unloaded)
-        kept = server.pool.budgets.unloaded["llama"].state
-        assert kept.sessions.last("", "s") is not None
+        kept = server.pool.budgets.unloaded["llama"]
+        assert kept.last("", "s") is not None
         assert server.client.delete("/v1/sessions/s").status_code == 200
-        assert kept.sessions.last("", "s") is None
+        assert kept.last("", "s") is None
 
 
 def test_conversations_given_up_with_their_model_are_told_so(tmp_path: Path) -> None:

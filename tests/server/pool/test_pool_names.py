@@ -21,7 +21,7 @@ ALIASES = (Alias("gpt-*", "qwen3:8b"), Alias("gpt-4o", "demo"))
 def test_a_name_stands_for_itself_before_any_pattern_but_after_an_alias_of_its_own(
     name: str, expected: list[str]
 ) -> None:
-    assert list(spellings(name, ALIASES)) == expected
+    assert spellings(name, ALIASES) == expected
 
 
 def test_an_alias_is_written_with_an_equals_sign() -> None:

@@ -9,36 +9,36 @@ import pytest
 from cache.history import HistoryFollower
 from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
-from server.engine.engine import KeptState
-from server.engine.sequence import EngineSessions
-from server.pool.members import Budgets, UnloadedModel
+from server.engine.sequence import EngineState
+from server.pool.members import Budgets
 from server.pool.memory import ModelUse, PoolMemory, Pressure
 from tests.support import cache_driver, fake_model
 
 SAID = np.arange(20, dtype=np.int32)
 
 
-def state_of(prompts: Sequence[Sequence[int]], pinned: Sequence[int] = ()) -> KeptState:
+def state_of(prompts: Sequence[Sequence[int]], pinned: Sequence[int] = ()) -> EngineState:
     prefix_cache = PrefixCache(lambda: fake_model.make_caches("T"), num_slots=2, budget_bytes=1 << 30)
     for prompt in prompts:
         cache_driver.run(prefix_cache, prompt)
     prefix_cache.park()
     if pinned:
         prefix_cache.pins.pin(PinName("", "s"), np.array(pinned, np.int32))
-    return KeptState(prefix_cache, EngineSessions(prefix_cache), "")
+    return EngineState(prefix_cache)
 
 
 def conversations(count: int) -> list[list[int]]:
     return [[first, *range(1, 40)] for first in range(100, 100 + count)]
 
 
-def budgets_of(total_bytes: int, **states: KeptState) -> tuple[Budgets, list[str]]:
+def budgets_of(total_bytes: int, **states: EngineState) -> tuple[Budgets, list[str]]:
     """Returns budgets of no loaded model, and the list of those whose state is given up."""
     budgets = Budgets(PoolMemory(total_bytes), {}, lambda: 100.0)
     given_up: list[str] = []
     budgets.on_given_up = given_up.append
     for number, (model_id, state) in enumerate(states.items()):
-        budgets.unloaded[model_id] = UnloadedModel(model_id, state, float(number))
+        state.last_used = float(number)
+        budgets.unloaded[model_id] = state
     return budgets, given_up
 
 
@@ -89,7 +89,7 @@ def test_state_that_is_pinned_and_cannot_be_cut_down_goes_as_a_whole() -> None:
     assert state.num_bytes == 0
 
 
-def drafted(state: KeptState, namespace: str) -> list[int]:
+def drafted(state: EngineState, namespace: str) -> list[int]:
     """What follows the beginning of `SAID`."""
     own = state.prefix_cache.history.begin(namespace)
     follower = HistoryFollower(state.prefix_cache.history, own)
@@ -103,9 +103,9 @@ def test_a_session_is_forgotten_with_every_adapter_and_in_its_namespace_only() -
     state = state_of([])
     for name in ("ours", "lora:1234:ours", "theirs"):
         state.prefix_cache.history.add(name, SAID, "s")
-        state.sessions.record(name, "s", SAID)
-    state.forget_session("ours", "another")
+        state.record(name, "s", SAID)
+    state.forget_client("ours", "another")
     assert drafted(state, "ours") == [5, 6]
-    state.forget_session("ours", "s")
+    state.forget_client("ours", "s")
     assert [drafted(state, name) for name in ("ours", "lora:1234:ours", "theirs")] == [[], [], [5, 6]]
-    assert [state.sessions.last(name, "s") is None for name in ("ours", "theirs")] == [True, False]
+    assert [state.last(name, "s") is None for name in ("ours", "theirs")] == [True, False]
