@@ -21,10 +21,10 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from models.errors import RowLost
+from models.errors import GrammarFailed, RowLost
 from models.output.grammar import MaskWords, allows
 from models.output.pieces import TokenLogprob
-from server.engine.request import Event, is_out_of_memory
+from server.engine.request import AnswerUnbound, Event, StepFailed, is_out_of_memory
 from server.engine.scheduler import Phase
 from server.engine.sequence import Sequence, SequenceTable
 from server.engine.speculation import Drafting, Speculation
@@ -49,7 +49,6 @@ class Feed:
     num_fed: int
     """Tokens, known and drafted."""
     num_accepted: int = 0
-    """Tokens of the draft that stay."""
     rest: list[int] = field(default_factory=list)
     """The output's last token, unless it is of the draft."""
     is_forced: bool = False
@@ -183,7 +182,9 @@ class DecodePipeline:
         try:
             return sequence.output.masks_along(draft)
         except Exception as error:  # an error of the grammar concerns this row only
-            self._table.fail_bound(sequence, error)
+            logger.warning("request %s failed: %s", sequence.request.request_id, error)
+            kind = AnswerUnbound if isinstance(error, GrammarFailed) else StepFailed
+            self._table.fail(sequence, kind(str(error)))
             return None
 
     # -- read

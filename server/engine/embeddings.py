@@ -35,7 +35,6 @@ class EmbeddingJob:
     adapter: int = NO_ADAPTER
     vectors: "Future[list[Vector]]" = field(default_factory=Future)
     found: dict[int, Vector] = field(default_factory=dict)
-    """By the index of the text."""
 
     def take(self, place: int, vector: Vector) -> None:
         """The last vector answers the request."""

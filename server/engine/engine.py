@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,17 +34,19 @@ from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
 from server.engine.commands import give_back
 from server.engine.embeddings import EmbeddingJob
-from server.engine.messages import Generation, Inbox, Mailbox, WorkerMessage
+from server.engine.messages import Generation, Mailbox
 from server.engine.request import (
     DeviceLost,
     DraftSource,
     EngineStats,
     EngineStopped,
+    Failed,
     GenerationRequest,
     QueueFull,
     StepFailed,
     TokenArray,
 )
+from server.engine.scheduler import QueuePace
 from server.engine.sequence import EngineState
 from server.engine.speculation import Speculation
 from server.engine.worker import Worker
@@ -59,7 +61,10 @@ MAX_IN_FLIGHT_BYTES = 1 << 30
 QUIET_SECONDS = 30.0
 """Seconds without requests before idle state is written to disk."""
 IDLE_PAUSE_SECONDS = 0.005
-"""Between two pieces of idle work."""
+
+MAX_COMMANDS = 64
+COMMAND_RETRY_SECONDS = 2
+"""No command takes longer than a step."""
 
 Result = TypeVar("Result")
 
@@ -81,21 +86,37 @@ class EngineConfig:
     """Running sequences hold a beginning in common once."""
     speculates: bool = True
     disk_folder: Path | None = None
-    """For state that memory does not hold."""
     disk_bytes: int = 0
     disk_write_bytes_per_day: int | None = None
 
 
+class _Message(NamedTuple):
+    """Both parts run on the worker thread."""
+
+    handle: Callable[[Worker], None]
+    refuse: Callable[[EngineStopped], object] = lambda _: None
+    """Answers in place of a worker that has ended."""
+
+
 class Engine:
-    """One model being served. `submit` and `execute` belong to the event loop, the other methods to any thread."""
+    """One model being served. `submit`, `embed`, `execute`, `watch` belong to the event loop, others to any thread.
+
+    Messages to the worker are bounded in number, and each is handled in order or, once the worker has ended, refused.
+    """
 
     def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig) -> None:
         """`make_worker` runs on the worker thread, which owns all that is made on the device."""
-        self._make_worker = make_worker
-        self._config = config
+        self._make_worker, self._config = make_worker, config
         self._parks = False
         self._kept: EngineState | None = None
-        self._inbox = Inbox(max_slots=config.max_slots, max_waiting=config.max_waiting)
+        self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        """None ends the worker."""
+        self._lock = threading.Condition()
+        self._is_open = False
+        """A message put in under the lock while this is true is answered."""
+        self._pace = QueuePace()
+        self._num_open = self._num_commands = 0
+        """Unfinished requests; waiting commands."""
         self._mailbox: Mailbox | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
         self._is_accepting = False
@@ -162,12 +183,17 @@ class Engine:
     async def drain(self, timeout_seconds: float) -> bool:
         """Takes no more requests; returns whether the running ones ended in time."""
         self._is_accepting = False
-        return await asyncio.to_thread(self._inbox.wait_until_idle, timeout_seconds)
+
+        def wait_until_idle() -> bool:
+            with self._lock:
+                return self._lock.wait_for(lambda: self._num_open == 0, timeout_seconds)
+
+        return await asyncio.to_thread(wait_until_idle)
 
     def stop(self) -> None:
         """Ends running requests with an error, and then the thread."""
         self._is_accepting = False
-        self._inbox.put_end()
+        self._messages.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -190,9 +216,21 @@ class Engine:
         left_tokens = self._config.context_tokens - len(request.tokens)
         if left_tokens < 1 or not len(request.tokens) or request.max_tokens < 0:
             raise ValueError(f"{len(request.tokens)} prompt tokens of {self._config.context_tokens} leave no room")
-        generation = Generation(request.request_id, self._inbox.put_cancel, self._mailbox_here())
-        self._inbox.put_request(replace(request, max_tokens=min(request.max_tokens, left_tokens)), generation)
+        generation = Generation(request.request_id, self._cancel, self._mailbox_here())
+        fitted = replace(request, max_tokens=min(request.max_tokens, left_tokens))
+        message = _Message(
+            lambda worker: worker.submit(fitted, generation), lambda error: generation.post([Failed(error)])
+        )
+        if request.is_idle_work:  # not counted
+            self._put(message)
+        else:
+            generation.on_end = self._request_ended
+            self._put(message, self._count_request)
         return generation
+
+    def _cancel(self, request_id: str) -> None:
+        """A cancel that comes too late has no effect. For any thread."""
+        self._messages.put(_Message(lambda worker: worker.cancel(request_id)))
 
     def _mailbox_here(self) -> Mailbox:
         loop = asyncio.get_running_loop()
@@ -208,12 +246,13 @@ class Engine:
         if not self.is_running:
             raise EngineStopped("the engine is not running")
         job = EmbeddingJob(texts, reading, adapter)
-        self._inbox.put_embedding(job)
+        self._put(_Message(lambda worker: worker.embed(job), job.settle), self._count_request)
+        job.vectors.add_done_callback(lambda _: self._request_ended())
         return await asyncio.wrap_future(job.vectors)
 
     def stats(self) -> EngineStats:
         """The counts of the last step."""
-        return replace(self._stats, num_open=self._inbox.num_open)
+        return replace(self._stats, num_open=self._num_open)
 
     def watch(self, tell: Tell | None) -> None:
         """Calls `tell` on the event loop for each event of cached state; None ends that."""
@@ -226,7 +265,7 @@ class Engine:
         It may take a fraction of a step's time. Raises QueueFull when too much waits, and EngineStopped where the
         engine does not run or ends before.
         """
-        return await asyncio.wrap_future(self._inbox.put_command(lambda worker: command(worker, *given)))
+        return await asyncio.wrap_future(self._queue(command, *given))
 
     async def try_resize(self, budget_bytes: int) -> int:
         """Changes the budget for state, unless running requests exceed it: returns by how many bytes."""
@@ -236,7 +275,57 @@ class Engine:
     def execute_later(self, command: Callable[..., object], *given: object) -> None:
         """As `execute`, without waiting; an error is logged. For any thread."""
         with contextlib.suppress(QueueFull, EngineStopped):
-            self._inbox.put_command(lambda worker: command(worker, *given)).add_done_callback(_log_failure)
+            self._queue(command, *given).add_done_callback(_log_failure)
+
+    # ------------------------------------------------------------------------------------------ to the worker
+
+    def _queue(self, command: Callable[..., Result], *given: object) -> Future[Result]:
+        future: Future[Result] = Future()
+
+        def run(worker: Worker) -> None:
+            with self._lock:
+                self._num_commands -= 1
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(command(worker, *given))
+                except Exception as error:  # the caller gets it; it concerns nobody else
+                    future.set_exception(error)
+
+        def refuse(error: EngineStopped) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+        self._put(_Message(run, refuse), self._count_command)
+        return future
+
+    def _put(self, message: _Message, admit: Callable[[], None] = lambda: None) -> None:
+        with self._lock:
+            if not self._is_open:
+                raise EngineStopped("the engine is not running")
+            admit()
+            self._messages.put(message)
+
+    def _count_command(self) -> None:
+        if self._num_commands >= MAX_COMMANDS:
+            raise QueueFull(self._num_commands, COMMAND_RETRY_SECONDS)
+        self._num_commands += 1
+
+    def _count_request(self) -> None:
+        num_waiting = self._num_open - self._config.max_slots
+        if num_waiting >= self._config.max_waiting:
+            raise QueueFull(num_waiting, self._pace.retry_after_seconds(num_waiting, time.monotonic()))
+        self._num_open += 1
+        self._note_waiting()
+
+    def _request_ended(self) -> None:
+        with self._lock:
+            self._pace.end(time.monotonic())
+            self._num_open -= 1
+            self._note_waiting()
+            self._lock.notify_all()
+
+    def _note_waiting(self) -> None:
+        self._pace.change(time.monotonic(), has_waiting=self._num_open > self._config.max_slots)
 
     # ----------------------------------------------------------------------------------------- worker thread
 
@@ -247,7 +336,7 @@ class Engine:
         except BaseException as error:  # handed to `start`, which raises it where somebody can answer
             self._started.set_exception(error)
             return
-        self._inbox.is_open = True
+        self._is_open = True
         self._started.set_result(None)
         try:
             while self._handle_messages(worker):
@@ -265,7 +354,14 @@ class Engine:
             finally:
                 self._is_accepting = False
                 self._journal.tell = None
-                self._inbox.close()
+                self._refuse_the_rest()
+
+    def _refuse_the_rest(self) -> None:
+        with self._lock:
+            self._is_open = False
+        while not self._messages.empty():
+            if (message := self._messages.get_nowait()) is not None:
+                message.refuse(EngineStopped("the server is shutting down"))
 
     def _guard(self, worker: Worker, act: Callable[[], None]) -> None:
         try:
@@ -287,21 +383,21 @@ class Engine:
                 return False
             self._guard(worker, partial(message.handle, worker))
 
-    def _next_message(self, worker: Worker) -> WorkerMessage | None:
+    def _next_message(self, worker: Worker) -> _Message | None:
         """Returns None for the end. Raises queue.Empty where no message waits and requests have work."""
         if worker.has_work:
             self._idle_work_at = time.monotonic() + QUIET_SECONDS
-            return self._inbox.get(0)
+            return self._messages.get(timeout=0)
         # No step follows the cancel of the last request, nor a command.
         self._stats = worker.stats()
         if self._idle_work_at is None:
-            return self._inbox.get()
+            return self._messages.get()
         try:
-            return self._inbox.get(max(0.0, self._idle_work_at - time.monotonic()))
+            return self._messages.get(timeout=max(0.0, self._idle_work_at - time.monotonic()))
         except queue.Empty:
             return self._work_idly(worker)
 
-    def _work_idly(self, worker: Worker) -> WorkerMessage | None:
+    def _work_idly(self, worker: Worker) -> _Message | None:
         """Does idle work until a message comes.
 
         Commands end no idle work: a client that polls the cache must not keep state off the disk.
@@ -309,13 +405,13 @@ class Engine:
         try:
             for _ in worker.prefix_cache.save():
                 with contextlib.suppress(queue.Empty):
-                    return self._inbox.get(IDLE_PAUSE_SECONDS)
+                    return self._messages.get(timeout=IDLE_PAUSE_SECONDS)
         except Exception:  # a bug of ours; nobody waits for this work
             logger.exception("the engine failed while it was idle")
         give_back()
         self._idle_work_at = None
         self._stats = worker.stats()
-        return self._inbox.get()
+        return self._messages.get()
 
 
 def _log_failure(future: "Future[object]") -> None:

@@ -58,7 +58,6 @@ class GenerationOptions:
     """The state of the request is never written to disk."""
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
-    """For benchmarks."""
     speculates: bool = True
     """False: every token has a decode step of its own."""
     prediction: TokenArray | None = None
@@ -166,7 +165,6 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of `token_ids`, where the request asks."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +293,6 @@ class DraftStats:
 
     drafted: Mapping[DraftSource, int]
     accepted: Mapping[DraftSource, int]
-    """Of `drafted`."""
     steps: int
     """Decode steps with a draft."""
     tokens: int
@@ -312,7 +309,6 @@ class EngineStats:
     rows_form: str = ""
     """How several answers decode, for a person."""
     drafts: DraftStats | None = None
-    """None where no answer is drafted."""
     drafts_form: str = ""
     """Whether answers are drafted, and why not, for a person."""
     num_open: int = 0

@@ -90,7 +90,6 @@ class Scheduler(Generic[S]):
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self.sequences: dict[str, S] = {}
-        """By request id."""
         self._sessions: dict[tuple[str, str], list[S]] = {}
         self._predecessors: dict[S, S | None] = {}
         """The sequence that each continues and waits for, once looked up."""
@@ -150,8 +149,7 @@ class Scheduler(Generic[S]):
         step.
         """
         running, waiting = self.in_phase(Phase.PREFILLING), self._free_to_begin()
-        todo = {one: one.limit - one.offset for one in running}
-        todo |= self._could_begin(waiting, running, restorable)
+        todo = {one: one.limit - one.offset for one in running} | self._could_begin(waiting, running, restorable)
         if not todo:
             return None
         chosen = self._choose(todo)

@@ -20,11 +20,9 @@ from cache.prefix_cache import PrefixCache
 from cache.slots import Lookup
 from cache.types import common_prefix_length
 from models.adapter import client_namespace
-from models.errors import GrammarFailed
 from models.output.pieces import TokenLogprob
 from server.engine.output import Output, TextDecoder
 from server.engine.request import (
-    AnswerUnbound,
     Event,
     Failed,
     Finished,
@@ -340,12 +338,6 @@ class SequenceTable(Scheduler[Sequence]):
         if sequence.output.reason is None:
             sequence.post([Failed(error)])
         self.close(sequence)
-
-    def fail_bound(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence whose grammar cannot tell what may come next."""
-        logger.warning("request %s failed: %s", sequence.request.request_id, error)
-        is_bound = isinstance(error, GrammarFailed)
-        self.fail(sequence, AnswerUnbound(str(error)) if is_bound else StepFailed(str(error)))
 
     def close(self, sequence: Sequence) -> None:
         """Ends a sequence whose client has the last event."""

@@ -55,7 +55,6 @@ FAR_TOKENS = 65_536
 COPIED_PER_EVALUATED = 64
 """Tokens whose state is copied while one is evaluated."""
 SAVE_SECONDS = 10.0
-"""For writing unsaved state at the end."""
 
 
 class Worker:

@@ -52,9 +52,9 @@ class OpenedModel:
     """By the adapter's name."""
     useful_bytes: int = UNBOUNDED_BYTES
 
-    def served(self, adapter: str | None) -> ServedModel | None:
-        """The model, or its variant with an adapter."""
-        return self.model if adapter is None else self.variants.get(adapter)
+    @property
+    def models(self) -> Sequence[ServedModel]:
+        return self.model, *self.variants.values()
 
     def unload(self) -> EngineState | None:
         """Ends the engine, releases weights; returns state on no disk. Blocks; for any thread."""
@@ -84,19 +84,20 @@ class Member:
     def __post_init__(self) -> None:
         self.idle.set()
 
-    def served(self, source: ModelSource) -> ServedModel | None:
-        """The same object for a source each time; None for an unknown adapter. For any thread."""
-        served = self.opened.served(source.adapter)
-        if served is None or source.adapter is not None or source.label is None:
-            return served
+    def served(self, source: ModelSource) -> ServedModel:
+        """The same object for a source each time. For any thread."""
+        if source.adapter is not None:
+            return self.opened.variants[source.adapter]
+        if source.label is None:
+            return self.opened.model
         known = self._labelled.get(source.label)
         if known is None or known.defaults != source.defaults:
-            known = self._labelled[source.label] = served.labelled(source.label, source.defaults)
+            known = self._labelled[source.label] = self.opened.model.labelled(source.label, source.defaults)
         return known
 
     def has(self, model: ServedModel) -> bool:
         """Whether `served` returned this object and would return it again."""
-        return model is self.opened.served(model.adapter_name) or self._labelled.get(model.id) is model
+        return model in self.opened.models or self._labelled.get(model.id) is model
 
     @property
     def is_busy(self) -> bool:

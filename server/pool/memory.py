@@ -57,9 +57,9 @@ class PoolMemory:
             return left_bytes - self.state_bytes if is_useful else -1
         return max(left_bytes - SMALLEST_PART_BYTES * num_models, -1 if others else self.largest_alone_bytes)
 
-    def is_short(self, weights: Sequence[int]) -> bool:
+    def is_short(self, weights_bytes: int) -> bool:
         """Whether idle models should be unloaded after a while."""
-        return sum(weights) > self.total_bytes * MUCH_WEIGHTS
+        return weights_bytes > self.total_bytes * MUCH_WEIGHTS
 
 
 class Pressure(IntEnum):
@@ -197,7 +197,7 @@ class PoolSettings:
     max_models: int | None = None
     """None: as many as fit."""
     keep_alive_seconds: float | None = None
-    """None: as `Loader.expires` says."""
+    """None: as `ModelPool.expires` says."""
     aliases: Sequence[Alias] = ()
     default_id: str | None = None
     wire: Callable[[int, bool], object] = lambda weights_bytes, is_quiet: None

@@ -65,7 +65,6 @@ def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 MAX_PREVIEW_CHARACTERS = 80
 MAX_PREVIEWS = 16_384
-"""Remembered previews."""
 
 
 class EnginePort(Protocol):
@@ -164,10 +163,6 @@ class ServedModel:
     @property
     def adapter_index(self) -> int:
         return NO_ADAPTER if self.adapter is None else self.adapter.index
-
-    @property
-    def adapter_name(self) -> str | None:
-        return None if self.adapter is None else self.adapter.name
 
     def state_namespace(self, namespace: str) -> str:
         """Where the model's state is kept for a client's namespace."""

@@ -343,7 +343,7 @@ def _free(context: ApiContext, name: str, param: str) -> str:
     except StoreError as error:
         raise wrong(param, str(error)) from error
     short = free.removesuffix(LATEST)
-    if any(model.adapter_name == short for model in context.pool.served):
+    if any(model.adapter and model.adapter.name == short for model in context.pool.served):
         # Requests for this name would still mean the adapter.
         raise wrong(param, f"{short} is an adapter that this server was started with; choose another name")
     return free

@@ -45,9 +45,9 @@ from server.cli.serve import (
     raise_file_limit,
     urls,
 )
-from server.pool.loader import on_thread
 from server.pool.members import Around
 from server.pool.memory import PoolMemory, Pressure
+from server.pool.pool import on_thread
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.server_process import Process

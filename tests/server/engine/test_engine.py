@@ -191,7 +191,7 @@ async def begin_to_stop(served: Served) -> asyncio.Future[None]:
     """Returns once an engine whose step waits has been told to stop."""
     await served.runner.reaches_gate()
     stopping = asyncio.ensure_future(asyncio.to_thread(served.engine.stop))
-    while served.engine._inbox._messages.empty():  # noqa: ASYNC110 - there is nothing to be told by
+    while served.engine._messages.empty():  # noqa: ASYNC110 - there is nothing to be told by
         await asyncio.sleep(0.001)
     return stopping
 
@@ -331,7 +331,7 @@ def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Ser
         generation = served.engine.submit(request())
         await served.runner.reaches_gate()
         for number in range(64):  # which count as no commands
-            served.engine._inbox.put_cancel(f"nobody {number}")
+            served.engine._cancel(f"nobody {number}")
         asked = [asyncio.ensure_future(served.engine.execute(lambda worker: ran.append(1))) for _ in range(64)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):

@@ -226,7 +226,7 @@ def test_running_requests_that_hold_what_another_is_due_are_waited_for() -> None
 
 @pytest.mark.usefixtures("quick_retries")
 def test_running_requests_that_go_on_for_too_long_leave_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.pool.loader.MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("server.pool.pool.MAX_WAIT_SECONDS", 0.01)
     world = World()
 
     async def test() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from server.engine.request import EngineStopped
-from server.pool import loader
 from server.pool.members import ModelHold
 from server.pool.memory import PoolMemory, PoolSettings
 from server.pool.names import (
@@ -106,7 +105,7 @@ def test_an_idle_model_makes_way_and_a_busy_one_is_waited_for() -> None:
 
 
 def test_a_model_that_does_not_come_in_time_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("server.pool.pool.MAX_WAIT_SECONDS", 0.01)
     opener = FakeOpener()
     pool = make_pool(opener, max_models=1)
 
