@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import uvicorn
@@ -70,7 +70,7 @@ class Exchange:
 
 
 class ScriptedEngine:
-    """An engine whose answers are bound to a script. Satisfies `EnginePort`; event loop only.
+    """An engine whose answers are bound to a script. Stands for an `Engine`; event loop only.
 
     If `reply` is set, it makes each reply from the prompt. Else a request that offers tools gets the reply with the
     number of tool results in its prompt; all others, such as an agent's request for a title, get `aside`.
@@ -196,7 +196,9 @@ def scripted_server(model: Path) -> Iterator[tuple[str, ScriptedEngine]]:
     engine = ScriptedEngine(service.engine, binder, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
     try:
         with _running(
-            _Watched(create_app(engine, service.model, config), lambda line: engine.refusals.append(line))
+            _Watched(
+                create_app(cast(Engine, engine), service.model, config), lambda line: engine.refusals.append(line)
+            )
         ) as url:
             yield url, engine
     finally:

@@ -17,9 +17,9 @@ from server.api.record import OpenRequest, RequestRecord, counts_of
 from server.api.sessions import Recent, TokenCounts
 from server.api.wire import sse_event
 from server.diagnosis.causes import Miss
+from server.engine.engine import Engine
 from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.names import ModelChange
-from server.pool.served import EnginePort
 
 CAPACITY = 1024
 KEEP_SECONDS = 60.0
@@ -205,7 +205,7 @@ PACE_TOKENS = 64
 class Activity:
     """One server's open requests, log of events, sums, and pace."""
 
-    def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, EnginePort]]) -> None:
+    def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, Engine]]) -> None:
         self.log = log
         self._engines = engines
         self._open: dict[OpenRequest, None] = {}

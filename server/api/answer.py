@@ -27,6 +27,7 @@ from server.diagnosis import account
 from server.diagnosis.causes import Cause, Reuse
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, prompt_of
 from server.engine.commands import pin_turn
+from server.engine.engine import Engine
 from server.engine.request import (
     Delta,
     EngineError,
@@ -39,7 +40,7 @@ from server.engine.request import (
     Started,
     Timings,
 )
-from server.pool.served import EnginePort, ServedModel
+from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +375,7 @@ class Answer:
 
 
 async def _evaluate_ahead(
-    engine: EnginePort, exchange: Exchange, conversation: Conversation, reply_ids: Sequence[int]
+    engine: Engine, exchange: Exchange, conversation: Conversation, reply_ids: Sequence[int]
 ) -> None:
     def requests() -> list[GenerationRequest]:
         return next_turn_requests(conversation, exchange.request, reply_ids, exchange.reply_messages())

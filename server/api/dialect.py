@@ -31,8 +31,9 @@ from server.api.wire import JsonBody, Payload, bearer_key, sse_comment, sse_even
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing, RateLimits, namespace_of_key
 from server.diagnosis.account import Conversations
+from server.engine.engine import Engine
 from server.pool.pool import ModelPool
-from server.pool.served import EnginePort, ListedModel, ServedModel
+from server.pool.served import ListedModel, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +243,7 @@ class ApiContext:
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 
-    def running_engine(self, model: ServedModel) -> EnginePort:
+    def running_engine(self, model: ServedModel) -> Engine:
         """A model's engine; raises ApiError (503) if it accepts no requests."""
         engine = self.pool.engines.get(model.base_id)
         if self.is_draining or engine is None or not engine.is_running:

@@ -13,8 +13,9 @@ from models.formats import JUDGED_PREFIX, JUDGED_SUFFIX, Reading, Vector
 from server.api.errors import ApiError, Code, ContextExceeded, wrong
 from server.api.params import check_token_ids
 from server.api.wire import json_text
+from server.engine.engine import Engine
 from server.engine.request import TokenArray
-from server.pool.served import EnginePort, ServedModel
+from server.pool.served import ServedModel
 
 MAX_TEXTS = 2048
 MAX_TOKENS = 300_000
@@ -37,7 +38,7 @@ class EmbeddingWork:
     def num_tokens(self) -> int:
         return sum(len(text) for text in self.texts)
 
-    async def run(self, engine: EnginePort) -> Response:
+    async def run(self, engine: Engine) -> Response:
         """The answer; raises ApiError and what the engine raises."""
         reading, own = self.reading, self.model.embedding
         if reading is None:

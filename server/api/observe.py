@@ -19,8 +19,8 @@ from prometheus_client.registry import Collector
 
 from server.api.record import RequestRecord
 from server.app.config import StartError
+from server.engine.engine import Engine
 from server.engine.request import EngineStats
-from server.pool.served import EnginePort
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -63,7 +63,7 @@ _COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
 class Metrics:
     """One server's counters."""
 
-    def __init__(self, engines: Callable[[], Mapping[str, EnginePort]], num_slots: int) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, Engine]], num_slots: int) -> None:
         """`engines` returns loaded models' engines by id."""
         self.registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(engines, num_slots))
@@ -159,7 +159,7 @@ _ENGINE_COUNTERS: Sequence[tuple[str, str, str, _Read]] = (
 class _EngineCollector(Collector):
     """A reloaded model's counters restart at 0."""
 
-    def __init__(self, engines: Callable[[], Mapping[str, EnginePort]], num_slots: int) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, Engine]], num_slots: int) -> None:
         self._engines = engines
         self._num_slots = num_slots
 

@@ -71,7 +71,7 @@ def explain(
         return _of_first(request, match, hit)
     if previous.is_neighbour:
         return _of_neighbour(previous, request, match, hit)
-    misses = tuple(_Loss(previous, request, match, hit).misses())
+    misses = tuple(_misses(previous, request, match, hit))
     if any(miss.cause is Cause.SIDE_REQUEST for miss in misses):
         return Reuse(misses)  # the request continues no turn
     return Reuse(misses, min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0)
@@ -108,60 +108,47 @@ def _of_neighbour(previous: EvaluatedTurn, request: Rendered, match: int, hit: i
     return Reuse((replace(changes[0], token=common, lost_tokens=reach - hit), *changes[1:]))
 
 
-class _Loss:
+def _misses(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) -> Iterator[Miss]:
     """One prompt's losses, by changes and by missing state."""
-
-    def __init__(self, previous: EvaluatedTurn, request: Rendered, match: int, hit: int) -> None:
-        self._previous = previous
-        self._request = request
-        self._match, self._hit = match, hit
-        longest = len(request.tokens) - 1
-        self._reach = max(0, min(len(previous.tokens), longest))
-        is_known = request.prompt.shares_state_with(previous.prompt)
-        self._common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
-
-    def misses(self) -> Iterator[Miss]:
-        by_state = max(0, min(self._common, self._reach) - self._hit)
-        by_change = max(0, self._reach - max(self._common, self._hit))
-        found = find_changes_between(self._previous, self._request.prompt) if by_change else []
-        changes = [change for change in found if not self._is_left_out(change)]
-        if by_change and self._is_consequence(changes, by_state):
+    longest = len(request.tokens) - 1
+    reach = max(0, min(len(previous.tokens), longest))
+    is_known = request.prompt.shares_state_with(previous.prompt)
+    common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
+    by_state, by_change = max(0, min(common, reach) - hit), max(0, reach - max(common, hit))
+    found = find_changes_between(previous, request.prompt) if by_change else []
+    index, _ = request.outline.message_at(common)
+    # The template does not show a change where the tokens of its message are the same.
+    changes = [one for one in found if index is None or one.message_index is None or one.message_index + 1 >= index]
+    if by_change and match >= common and previous.lost is None:
+        num_missing = min(previous.num_prompt_tokens, common) - hit
+        if _is_consequence(changes, by_state, num_missing):
             by_state, by_change = 0, by_change + by_state
-        if by_state:
-            missing = Cause.NOT_RESTORABLE if self._match >= self._common else Cause.EVICTED
-            yield self._request.miss_at(self._hit, by_state, self._previous.lost or missing)
-        if by_change and changes:
-            yield replace(changes[0], token=self._common, lost_tokens=by_change)
-            yield from changes[1:]
-        elif by_change:
-            yield self._request.miss_at(self._common, by_change, Cause.TEMPLATE)
+    if by_state:
+        missing = Cause.NOT_RESTORABLE if match >= common else Cause.EVICTED
+        yield request.miss_at(hit, by_state, previous.lost or missing)
+    if by_change and changes:
+        yield replace(changes[0], token=common, lost_tokens=by_change)
+        yield from changes[1:]
+    elif by_change:
+        yield request.miss_at(common, by_change, Cause.TEMPLATE)
 
-    def _is_left_out(self, change: Miss) -> bool:
-        """Whether the template does not show a change: the tokens of its message are the same."""
-        index, _ = self._request.outline.message_at(self._common)
-        return index is not None and change.message_index is not None and change.message_index + 1 < index
 
-    def _is_consequence(self, changes: Sequence[Miss], by_state: int) -> bool:
-        """Whether state is missing only because of the change: state is kept for prompts that continue unchanged.
+def _is_consequence(changes: Sequence[Miss], by_state: int, num_missing: int) -> bool:
+    """Whether state is missing only because of the change: state is kept for prompts that continue unchanged.
 
-        If a template changes a reply, prompts part within the answer's header, after the restore point.
-        """
-        if self._match < self._common or self._previous.lost is not None:
-            return False
-        if not changes:
-            return self._hit >= min(self._previous.num_prompt_tokens, self._common) - EDGE_TOKENS
-        # A request beside the conversation shares the conversation's beginning, and could have been restored there.
-        is_other = changes[0].cause is Cause.SIDE_REQUEST and by_state > EDGE_TOKENS
-        return changes[0].cause is not Cause.BRANCHED and not is_other
+    If a template changes a reply, prompts part within the answer's header, after the restore point.
+    """
+    if not changes:
+        return num_missing <= EDGE_TOKENS
+    # A request beside the conversation shares the conversation's beginning, and could have been restored there.
+    is_other = changes[0].cause is Cause.SIDE_REQUEST and by_state > EDGE_TOKENS
+    return changes[0].cause is not Cause.BRANCHED and not is_other
 
 
 MAX_TURNS = 16
-"""Turns kept of one conversation."""
 MAX_CONVERSATIONS = 1024
 MAX_UNNAMED_LOOKED_AT = 256
-"""The latest unnamed conversations searched for a request."""
 MAX_NEIGHBOURS = 8
-"""The latest conversations compared with a new one."""
 MAX_BYTES = 64 << 20
 """Holds some 80 turns of 100 000 tokens."""
 

@@ -316,8 +316,7 @@ def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
         yield Cause.THOUGHTS, excerpt(one.shown, 0), excerpt(other.shown, 0)
         return
     if one.text != other.text:
-        for found in find_changes(one.text, other.text):
-            yield found.cause, found.before, found.after
+        yield from find_changes(one.text, other.text)
     elif one.reasoning != other.reasoning:
         cause = Cause.EDITED if other.reasoning else Cause.THOUGHTS
         yield cause, excerpt(one.reasoning, 0), excerpt(other.reasoning, 0)

@@ -95,16 +95,10 @@ def prompt_of(
     namespace: str = "",
 ) -> Prompt:
     """A conversation's parts."""
-    return Prompt(
-        tuple(part_of(message) for message in messages),
-        tuple(
-            json.dumps({name: value for name, value in tool.items() if name != "cache_control"}, ensure_ascii=False)
-            for tool in tools
-        ),
-        json.dumps(arguments, sort_keys=True, default=str) if arguments else "",
-        model,
-        namespace,
-    )
+    offered = ({name: value for name, value in tool.items() if name != "cache_control"} for tool in tools)
+    texts = tuple(json.dumps(tool, ensure_ascii=False) for tool in offered)
+    inputs = json.dumps(arguments, sort_keys=True, default=str) if arguments else ""
+    return Prompt(tuple(map(part_of, messages)), texts, inputs, model, namespace)
 
 
 def part_of(message: Mapping[str, Any]) -> Part:

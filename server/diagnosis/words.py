@@ -5,10 +5,10 @@ The changed words tell the kind: `09:16` that becomes `09:17` is a clock in any 
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from html import unescape
 from itertools import groupby
+from typing import NamedTuple
 from unicodedata import normalize
 
 from models.texts import shared_length
@@ -58,13 +58,10 @@ _ID_PREFIX = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class WordChange:
-    """Where two texts differ, with the words around."""
+class WordChange(NamedTuple):
+    """The words around a place where two texts differ."""
 
     cause: Cause
-    offset: int
-    """In characters of the earlier text."""
     before: str
     after: str
 
@@ -77,9 +74,9 @@ def find_changes(before: str, after: str) -> list[WordChange]:
     if whole is not None:
         return [change_at(before, after, whole)]
     changes: dict[Cause, WordChange] = {}
-    for start, one, other in _places(before, after):
+    for one, other in _places(before, after):
         change = change_at(one, other, classify_text(one, other))
-        changes.setdefault(change.cause, WordChange(change.cause, start + change.offset, change.before, change.after))
+        changes.setdefault(change.cause, change)
     return list(changes.values())
 
 
@@ -172,26 +169,26 @@ def _is_same_words(before: str, after: str) -> bool:
     return ours != theirs and sorted(ours) == sorted(theirs)
 
 
-def _places(before: str, after: str) -> Iterator[tuple[int, str, str]]:
-    """Yields changed stretches: offset in `before`, both texts."""
+def _places(before: str, after: str) -> Iterator[tuple[str, str]]:
+    """Yields changed stretches of both texts."""
     ours, theirs = (re.findall(r"\S+|\s+", text) for text in (before, after))
     head, tail = shared_ends(ours, theirs)
     inner, other_inner = ours[head : len(ours) - tail], theirs[head : len(theirs) - tail]
     if len(inner) + len(other_inner) > MAX_WORDS:
-        yield 0, before, after
+        yield before, after
         return
     for kind, i1, i2, j1, j2 in SequenceMatcher(None, inner, other_inner, autojunk=False).get_opcodes():
         if kind != "equal":
             lead = "".join(ours[max(0, head + i1 - AROUND_WORDS) : head + i1])
             one = "".join(ours[head + i1 : head + i2 + AROUND_WORDS])
             other = "".join(theirs[head + j1 : head + j2 + AROUND_WORDS])
-            yield sum(map(len, ours[: head + i1])) - len(lead), lead + one, lead + other
+            yield lead + one, lead + other
 
 
 def change_at(before: str, after: str, cause: Cause) -> WordChange:
     """The place of the first difference."""
     start = shared_length(before, after)
-    return WordChange(cause, start, excerpt(before, start), excerpt(after, start))
+    return WordChange(cause, excerpt(before, start), excerpt(after, start))
 
 
 def excerpt(text: str, offset: int) -> str:

@@ -123,8 +123,7 @@ class Engine:
         self._idle_work_at: float | None = None
         """None once idle work is done. Worker thread only."""
         self._started: Future[None] = Future()
-        self._stats = EngineStats()
-        self._journal = Journal()
+        self._stats, self._journal = EngineStats(), Journal()
 
     @classmethod
     def for_model(cls, loaded: LoadedModel, config: EngineConfig, kept: EngineState | None = None) -> "Engine":

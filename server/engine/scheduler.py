@@ -75,11 +75,6 @@ class Scheduled:
         """Where the prefill ends: the last token is evaluated by the first decode step."""
         return len(self.tokens) - 1
 
-    @property
-    def shares(self) -> bool:
-        """The request may reuse shared state and leave state for others."""
-        return self.request.cache_prompt
-
 
 S = TypeVar("S", bound=Scheduled)
 
@@ -134,7 +129,7 @@ class Scheduler(Generic[S]):
 
     def common_tokens(self, one: S, other: S) -> int:
         """The length of the common prefix, 0 where state may not be shared."""
-        if one.namespace != other.namespace or not (one.shares and other.shares):
+        if one.namespace != other.namespace or not (one.request.cache_prompt and other.request.cache_prompt):
             return 0
         found = self._common.setdefault(one, {})
         if other not in found:
@@ -250,8 +245,8 @@ def _goes_on_from(one: Scheduled, earlier: Scheduled) -> bool:
     return (
         earlier.arrival < one.arrival
         and earlier.request.priority <= one.request.priority
-        and earlier.shares
-        and one.shares
+        and earlier.request.cache_prompt
+        and one.request.cache_prompt
         and len(start) < len(prompt)
         # Most prompts differ here already, and comparing one token costs next to nothing.
         and prompt[len(start) - 1] == start[-1]

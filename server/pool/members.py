@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 from cache.budget import UNBOUNDED_BYTES
 from server.engine.commands import limit_idle
+from server.engine.engine import Engine
 from server.engine.request import EngineStopped, QueueFull
 from server.engine.sequence import EngineState
 from server.pool.memory import IDLE_SECONDS, IdleLimit, ModelUse, PoolMemory, Pressure, divide, due_bytes
 from server.pool.names import ModelSource
-from server.pool.served import EnginePort, ServedModel
+from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class OpenedModel:
     """A model in memory, its engine running."""
 
     model: ServedModel
-    engine: EnginePort
+    engine: Engine
     weights_bytes: int = 0
     release: Callable[[], object] = lambda: None
     """Releases the weights of an ended engine. For any thread."""

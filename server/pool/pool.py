@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from cache.budget import FolderError
 from models.errors import ModelBroken, ModelError
 from models.texts import size_text
+from server.engine.engine import Engine
 from server.engine.request import EngineStopped
 from server.pool.catalog import Catalog
 from server.pool.members import Around, Budgets, Member, ModelHold, OpenedModel
@@ -42,7 +43,7 @@ from server.pool.names import (
     served_instead,
     spellings,
 )
-from server.pool.served import EnginePort, ListedModel, ModelFacts, ServedModel
+from server.pool.served import ListedModel, ModelFacts, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class ModelPool:
         return [model for member in self.members for model in member.opened.models]
 
     @property
-    def engines(self) -> Mapping[str, EnginePort]:
+    def engines(self) -> Mapping[str, Engine]:
         return {member.source.id: member.opened.engine for member in self.members}
 
     def idle_seconds_left(self, member: Member) -> float:

@@ -1,4 +1,4 @@
-"""What is served: a model, its formats and defaults, its engine.
+"""What is served: a model, its formats and defaults.
 
 Knows no HTTP, no client and not which models are loaded.
 """
@@ -6,13 +6,12 @@ Knows no HTTP, no client and not which models are loaded.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cache.budget import Tell
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
-from models.formats import EmbeddingFormat, Judgement, Reading, Vector
+from models.formats import EmbeddingFormat, Judgement
 from models.inference.sampling_params import SamplingParams
 from models.output.detokenizer import Detokenizer, token_search
 from models.output.pieces import OutputParser, ReasoningFormat, ReasoningParser, Thinking
@@ -20,12 +19,9 @@ from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax,
 from models.prompt.chat_template import ChatRenderer
 from models.prompt.shapes import ToolOrders
 from models.store.stored_model import ModelDefaults
-from server.engine.messages import Generation
-from server.engine.request import EngineStats, GenerationRequest, TokenArray
 
 if TYPE_CHECKING:
     from models.inference.grammar import GrammarCompiler
-    from server.engine.sequence import EngineState
 
 
 @dataclass(frozen=True)
@@ -65,45 +61,6 @@ def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 MAX_PREVIEW_CHARACTERS = 80
 MAX_PREVIEWS = 16_384
-
-
-class EnginePort(Protocol):
-    """What endpoints and the pool use of `Engine`; event loop only, but for `stop` and `park`."""
-
-    @property
-    def is_running(self) -> bool: ...
-
-    def submit(self, request: GenerationRequest) -> Generation:
-        """As `Engine.submit`."""
-
-    def watch(self, tell: Tell | None) -> None:
-        """As `Engine.watch`."""
-
-    def stats(self) -> EngineStats:
-        """As `Engine.stats`."""
-
-    async def execute(self, command: Callable[..., Any], *given: Any) -> Any:
-        """As `Engine.execute`."""
-
-    async def embed(
-        self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER
-    ) -> Sequence[Vector]:
-        """As `Engine.embed`."""
-
-    def execute_later(self, command: Callable[..., Any], *given: Any) -> None:
-        """As `Engine.execute_later`."""
-
-    async def try_resize(self, budget_bytes: int) -> int:
-        """As `Engine.try_resize`."""
-
-    async def drain(self, timeout_seconds: float) -> bool:
-        """As `Engine.drain`."""
-
-    def stop(self) -> None:
-        """As `Engine.stop`. Blocks."""
-
-    def park(self) -> "EngineState | None":
-        """As `Engine.park`. Blocks."""
 
 
 @dataclass(frozen=True, eq=False)

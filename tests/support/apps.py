@@ -8,13 +8,14 @@ from server.api.app import APIS, create_pool_app
 from server.api.dialect import Dialect
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing
+from server.engine.engine import Engine
 from server.pool.members import OpenedModel
 from server.pool.pool import ModelPool
-from server.pool.served import EnginePort, ServedModel
+from server.pool.served import ServedModel
 
 
 def create_app(
-    engine: EnginePort,
+    engine: Engine,
     model: ServedModel,
     config: ServerConfig,
     apis: Sequence[Dialect] = APIS,

@@ -21,6 +21,7 @@ from models.prompt.chat_template import ChatTemplateError, RenderedPrompt
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import ToolDefinitions
 from server.diagnosis.causes import Miss, Reuse
+from server.engine.engine import Engine
 from server.engine.messages import Generation, Mailbox
 from server.engine.request import (
     Delta,
@@ -81,8 +82,8 @@ def _direction(tokens: Any) -> Any:
 
 
 @dataclass
-class FakeEngine:
-    """Satisfies `EnginePort`. `script` may be replaced at any time, or be a function of the request."""
+class FakeEngine(Engine):
+    """An engine without a worker. `script` may be replaced at any time, or be a function of the request."""
 
     script: Script | Callable[[GenerationRequest], Script] = field(default_factory=Script)
     max_waiting: int | None = None
@@ -119,7 +120,7 @@ class FakeEngine:
         self.requests.append(request)
         generation = Generation(request.request_id, self._cancel, Mailbox(asyncio.get_running_loop()))
         script = self.script if isinstance(self.script, Script) else self.script(request)
-        task = asyncio.get_running_loop().create_task(self._run(request, script, generation))
+        task = asyncio.get_running_loop().create_task(self._answer(request, script, generation))
         # The loop keeps only a weak hold on its tasks.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -171,11 +172,11 @@ class FakeEngine:
         self.cancelled.add(request_id)
         self.cancel_seen.set()
 
-    async def _run(self, request: GenerationRequest, script: Script, generation: Generation) -> None:
+    async def _answer(self, request: GenerationRequest, script: Script, generation: Generation) -> None:
         num_prompt = len(request.tokens)
         if script.queue_seconds:
             await self._pause(request, script.queue_seconds)
-        generation.post([self._started(request, script)])
+        generation.post([self._beginning(request, script)])
         if script.prefill_seconds:
             await self._pause(request, script.prefill_seconds)
         generation.post([Progress(done, num_prompt) for done in (*script.progress, num_prompt)])
@@ -208,7 +209,7 @@ class FakeEngine:
             return Failed(script.error)
         was_cancelled = request.request_id in self.cancelled
         reason = FinishReason.CANCELLED if was_cancelled else script.reason
-        num_prompt, started = len(request.tokens), self._started(request, script)
+        num_prompt, started = len(request.tokens), self._beginning(request, script)
         drafted, accepted = script.drafted_tokens, script.accepted_tokens
         num_evaluated = num_prompt - script.hit_tokens
         timings = Timings(script.hit_tokens, num_evaluated, 20.0, num_predicted, 40.0, drafted, accepted)
@@ -225,7 +226,7 @@ class FakeEngine:
         )
 
     @staticmethod
-    def _started(request: GenerationRequest, script: Script) -> Started:
+    def _beginning(request: GenerationRequest, script: Script) -> Started:
         hit = script.hit_tokens
         reuse = Reuse() if script.miss is None else Reuse((script.miss,), 0.5)
         return Started(0, len(request.tokens), hit, hit, 2.0, "memory" if hit else None, reuse)

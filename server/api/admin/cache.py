@@ -33,8 +33,9 @@ from server.api.openai.types import ChatBody, read_params
 from server.api.params import Incoming, build_request
 from server.api.wire import JsonBody, Payload, body_of, number_asked
 from server.engine import commands
+from server.engine.engine import Engine
 from server.pool.names import ModelNotLoaded
-from server.pool.served import EnginePort, ServedModel
+from server.pool.served import ServedModel
 
 MAX_NODES = 256
 MAX_NODES_LIMIT = 10_000
@@ -219,7 +220,7 @@ async def unpin_session(request: Request) -> Response:
     return _pinned(session_id, 0)
 
 
-def _asked(request: Request) -> tuple[ServedModel, EnginePort, str]:
+def _asked(request: Request) -> tuple[ServedModel, Engine, str]:
     """Model, engine, and the name of the namespace's states there."""
     context = context_of(request)
     model = context.pool.find(request.query_params.get("model"))

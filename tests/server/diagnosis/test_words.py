@@ -104,7 +104,7 @@ def test_an_excerpt_shows_whole_words_wherever_it_is_cut(value: str) -> None:
 
 def test_the_same_words_in_another_order_are_reordered() -> None:
     (change,) = find_changes('{"b": 1, "a": [2, 3]}', '{"a": [2, 3], "b": 1}')
-    assert (change.cause, change.offset) == (Cause.REORDERED, 2)
+    assert change.cause is Cause.REORDERED
 
 
 def test_every_kind_of_change_in_a_text_is_found_in_order() -> None:
@@ -112,9 +112,8 @@ def test_every_kind_of_change_in_a_text_is_found_in_order() -> None:
     before, after = (text.format(f"09:1{n}", 49 + n, UUIDS[n], f"09:1{n}") for n in (0, 1))
     changes = find_changes(before, after)
     assert [change.cause for change in changes] == [Cause.CLOCK, Cause.COUNTER, Cause.NONCE]
-    assert changes[0].offset == shared_length(before, after)
     assert "09:10" in changes[0].before and "09:11" in changes[0].after
-    assert before[changes[1].offset :].startswith("49%")
+    assert "[49%]" in changes[1].before and "[50%]" in changes[1].after
 
 
 def test_of_too_many_changes_the_first_is_told() -> None:
@@ -127,7 +126,7 @@ def test_any_two_texts_are_compared(before: str, after: str) -> None:
     changes = find_changes(before, after)
     assert bool(changes) == (before != after)
     if changes:
-        assert min(change.offset for change in changes) == shared_length(before, after)
+        assert before.find(changes[0].before) <= shared_length(before, after), "the first change comes first"
 
 
 @given(st.text(alphabet="ab", max_size=9), st.text(alphabet="ab", max_size=9))
