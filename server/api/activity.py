@@ -267,7 +267,7 @@ class Activity:
         seconds = None if change.seconds is None else round(change.seconds, 1)
         fields = {"model": change.model_id, "seconds": seconds, "message": change.message}
         told = {name: value for name, value in fields.items() if value is not None}
-        self.log.publish(f"model.{change.kind.value}", None, **told)
+        self.log.publish(f"model.{change.kind}", None, **told)
         engine = self._engines().get(change.model_id)
         if engine is not None:
             engine.watch(partial(self._note_state, change.model_id))

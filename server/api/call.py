@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, TypeAlias
@@ -193,7 +193,7 @@ class Call:
         """Raises PoolError and EngineStopped."""
         while True:
             self._loading = source
-            with closing(await self._context.pool.load(source)) as loaded:
+            with await self._context.pool.load(source) as loaded:
                 LOADED.set(loaded.member)
                 try:
                     return await self._plan()

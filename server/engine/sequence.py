@@ -19,6 +19,7 @@ from cache.memory_tier import PinName
 from cache.prefix_cache import PrefixCache
 from cache.slots import Lookup
 from cache.types import common_prefix_length
+from cache.views import view
 from models.adapter import client_namespace
 from models.output.pieces import TokenLogprob
 from server.engine.output import Output, TextDecoder
@@ -243,12 +244,13 @@ class EngineState:
         if self.prefix_cache.try_resize(budget_bytes):
             self.prefix_cache.clear()
 
-    def clear(self, namespace: str) -> tuple[int, int]:
-        """Drops a namespace's parked state; returns its tokens and bytes."""
-        num_tokens = self.prefix_cache.memory.find_trie(namespace).held.num_tokens
-        before = self.num_bytes
+    def clear(self, namespace: str) -> tuple[int, int, int]:
+        """Drops state, except what running requests use; returns its tokens, bytes in memory and bytes on disk."""
+        before = view(self.prefix_cache, namespace, max_nodes=0)
         self.prefix_cache.clear(namespace)
-        return num_tokens, before - self.num_bytes
+        after = view(self.prefix_cache, namespace, max_nodes=0)
+        memory_bytes = before.state.in_memory - after.state.in_memory
+        return before.num_tokens - after.num_tokens, memory_bytes, before.state.disk - after.state.disk
 
     def forget_client(self, namespace: str, session_id: str) -> None:
         """As `forget`, with whatever adapter the client's namespace was used."""

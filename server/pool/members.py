@@ -6,6 +6,7 @@ requests hold goes to nobody else until they end.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,25 +148,15 @@ class Member:
         return True
 
 
-class ModelHold:
-    """A request's use of a model, which stays loaded until `close`."""
+class ModelHold(contextlib.ExitStack):
+    """A request's use of a model, which stays loaded until `close`. Closing twice is harmless."""
 
     def __init__(self, member: Member, on_close: Callable[[Member], object]) -> None:
+        super().__init__()
         self.member = member
-        self._on_close = on_close
-        self._is_open = True
         member.num_holds += 1
         member.idle.clear()
-
-    def close(self) -> None:
-        """Closing twice is harmless."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self.member.num_holds -= 1
-        if not self.member.is_busy:
-            self.member.idle.set()
-        self._on_close(self.member)
+        self.callback(on_close, member)
 
 
 class Budgets:

@@ -8,10 +8,9 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from models.store.stored_model import ModelDefaults
 
@@ -149,20 +148,11 @@ class ModelInUse(PoolError):
     """A model that answers requests is not unloaded."""
 
 
-class ChangeKind(StrEnum):
-    """What happened to a model."""
-
-    LOADING = "loading"
-    LOADED = "loaded"
-    UNLOADED = "unloaded"
-    FAILED = "failed"
-
-
 @dataclass(frozen=True)
 class ModelChange:
     """A change of one model."""
 
-    kind: ChangeKind
+    kind: Literal["loading", "loaded", "unloaded", "failed"]
     model_id: str
     seconds: float | None = None
     message: str | None = None

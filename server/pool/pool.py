@@ -7,12 +7,12 @@ behind the model that waits for its memory.
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,6 @@ from server.pool.memory import SMALLEST_PART_BYTES, ModelUse, PoolSettings, choo
 from server.pool.names import (
     FOREVER,
     WHEN_SHORT_SECONDS,
-    ChangeKind,
     LoadFailed,
     ModelChange,
     ModelInUse,
@@ -216,10 +215,10 @@ class ModelPool:
         member = self.find_loaded(model.base_id)
         return self._hold(member) if member and member.has(model) and self.budgets.has_due(member) else None
 
-    def forget_unloaded(self, source: ModelSource, namespace: str) -> tuple[int, int]:
-        """Drops a namespace of an unloaded model; returns its tokens and bytes."""
+    def forget_unloaded(self, source: ModelSource, namespace: str) -> tuple[int, int, int]:
+        """Drops a namespace of an unloaded model; returns as `EngineState.clear`."""
         state = self.budgets.unloaded.get(source.id)
-        return (0, 0) if state is None else state.clear(namespace)
+        return (0, 0, 0) if state is None else state.clear(namespace)
 
     def forget_session_of_unloaded(self, namespace: str, session_id: str) -> None:
         """Drops what unloaded models left of a session, but not the state of its tokens."""
@@ -268,14 +267,15 @@ class ModelPool:
         """Gives up loadings, and refuses new ones."""
         self.is_closed = True
         for loading in list(self._loadings.values()):
-            self._end(loading, EngineStopped("the server is stopping"))
-            if loading.task is not None:
-                loading.task.cancel()
+            self._give_up(loading)
 
     def _hold(self, member: Member) -> ModelHold:
         return ModelHold(member, self._released)
 
     def _released(self, member: Member) -> None:
+        member.num_holds -= 1
+        if not member.is_busy:
+            member.idle.set()
         member.last_used = self._clock()
         self.watch()
         # The model's conversations may need more memory than it is due.
@@ -325,7 +325,7 @@ class ModelPool:
         self.watch()
 
     def _fail(self, loading: Loading, error: Exception) -> None:
-        self.on_change(ModelChange(ChangeKind.FAILED, loading.source.id, message=str(error)))
+        self.on_change(ModelChange("failed", loading.source.id, message=str(error)))
         self._end(loading, error)
 
     def _end(self, loading: Loading, outcome: Member | Exception) -> None:
@@ -345,8 +345,11 @@ class ModelPool:
             if waiter.exception() is None:
                 waiter.result().close()
         elif all(one.cancelled() for one in loading.waiters) and loading.task is not None:
-            if self._loadings.get(loading.source.id) is loading:
-                del self._loadings[loading.source.id]
+            self._give_up(loading)
+
+    def _give_up(self, loading: Loading) -> None:
+        self._end(loading, EngineStopped("the server is stopping"))
+        if loading.task is not None:
             loading.task.cancel()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
@@ -359,17 +362,16 @@ class ModelPool:
 
     async def _ready(self, loading: Loading) -> Member:
         is_loaded = loading.source.id in self.loaded
-        try:
-            member = self.loaded[loading.source.id] if is_loaded else await self._load(loading)
-            # The model counts as in use from now on, however long this takes.
-            with contextlib.closing(self._hold(member)):
+        with ExitStack() as held:
+            try:
+                member = self.loaded[loading.source.id] if is_loaded else await self._load(loading)
+                # The model counts as in use from now on, however long this takes.
+                held.enter_context(self._hold(member))
                 if is_loaded:
                     await self._make_room(loading, [])
-                await self.budgets.divide()
                 return member
-        except BaseException:
-            await self.budgets.divide()
-            raise
+            finally:
+                await self.budgets.divide()
 
     async def _load(self, loading: Loading) -> Member:
         source, settings, opener = loading.source, self._settings, self._opener
@@ -425,7 +427,7 @@ class ModelPool:
     async def _open(self, loading: Loading, opener: Opener, budget_bytes: int) -> Member:
         source, began = loading.source, self._clock()
         logger.info("loading %s", source.id)
-        self.on_change(ModelChange(ChangeKind.LOADING, source.id))
+        self.on_change(ModelChange("loading", source.id))
         former = self.budgets.unloaded.pop(source.id, None)
         weights = [member.opened.weights_bytes for member in self.loaded.values()]
         around = Around(weights, budget_bytes, former)
@@ -454,7 +456,7 @@ class ModelPool:
         await self._wire()
         seconds = self._clock() - began
         logger.info("loaded %s in %.1f s", source.id, seconds)
-        self.on_change(ModelChange(ChangeKind.LOADED, source.id, seconds))
+        self.on_change(ModelChange("loaded", source.id, seconds))
         return member
 
     # ------------------------------------------------------------------------------------------------- unloading
@@ -471,7 +473,7 @@ class ModelPool:
             else:
                 self.budgets.on_given_up(model_id)  # at most on disk
             logger.info("unloaded %s", model_id)
-            self.on_change(ModelChange(ChangeKind.UNLOADED, model_id))
+            self.on_change(ModelChange("unloaded", model_id))
 
     async def _wire(self) -> None:
         is_quiet = not any(one.is_busy for one in self.loaded.values())

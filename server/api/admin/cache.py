@@ -192,7 +192,7 @@ async def clear_cache(request: Request) -> Response:
         # Only a running engine changes the disk; the states of an adapter are known only once the adapter is loaded.
         if context.config.cache_disk_bytes is not None or error.source.adapter is not None:
             raise
-        name, freed = error.source.id, (*context.pool.forget_unloaded(error.source, namespace), 0)
+        name, freed = error.source.id, context.pool.forget_unloaded(error.source, namespace)
     context.conversations.note_cleared(namespace)
     num_tokens, memory_bytes, disk_bytes = freed
     amounts = {"freed_tokens": num_tokens, "freed_bytes": memory_bytes, "freed_disk_bytes": disk_bytes}
