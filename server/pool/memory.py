@@ -168,10 +168,8 @@ def choose_to_unload(
     Raises ModelTooLarge where the model does not fit alone.
     """
     if not memory.fits([weights_bytes]):
-        raise ModelTooLarge(
-            f"the weights of {name} take {size_text(weights_bytes)}, and there is memory for "
-            f"{size_text(max(memory.largest_weights_bytes([]), 0))}"
-        )
+        size, limit = size_text(weights_bytes), size_text(max(memory.largest_weights_bytes([]), 0))
+        raise ModelTooLarge(f"the weights of {name} take {size}, and there is memory for {limit}")
 
     def fits(staying: Sequence[ModelUse]) -> bool:
         is_within = max_models is None or len(staying) < max_models

@@ -419,10 +419,8 @@ class ModelPool:
                 await self.budgets.shrink(plan, tell_wait)
                 return plan
         except TimeoutError:
-            busy = ", ".join(member.source.id for member in self.loaded.values() if member.is_busy)
-            raise PoolBusy(
-                f"{loading.source.id} fits only once {busy or 'others'} have finished; try again"
-            ) from None
+            busy = ", ".join(member.source.id for member in self.loaded.values() if member.is_busy) or "others"
+            raise PoolBusy(f"{loading.source.id} fits only once {busy} have finished; try again") from None
 
     async def _open(self, loading: Loading, opener: Opener, budget_bytes: int) -> Member:
         source, began = loading.source, self._clock()

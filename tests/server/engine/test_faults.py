@@ -12,7 +12,7 @@ from cache.slots import Slot
 from cache.types import LayerCache
 from server.engine.request import EngineError, Failed, FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
-from tests.support.engine_driver import Collected
+from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_runner import FakeRunner, reference
 from tests.support.oracle import Oracle
 
@@ -184,3 +184,13 @@ def run_day(layout: str, faults: Faults, oracle: Oracle | None = None) -> None:
     last = harness.submit(prompt_of(5, 30), max_tokens=5, ignore_eos=True)
     harness.run()
     assert last.tokens == reference(prompt_of(5, 30), 5, ignore_eos=True)
+
+
+def test_a_step_that_could_not_start_is_not_read_later(caplog: pytest.LogCaptureFixture) -> None:
+    harness, faults = Harness(), iter([None, None, "start"])
+    harness.runner.fault = lambda kind, rows: next(faults, None) if kind == "decode" else None
+    prompts = [prompt_of(1, 20), prompt_of(2, 20)]
+    sinks = [harness.submit(prompt, max_tokens=6, ignore_eos=True) for prompt in prompts]
+    harness.run()
+    assert [sink.tokens for sink in sinks] == [reference(prompt, 6, ignore_eos=True) for prompt in prompts]
+    assert caplog.text.count("replaying each") == 1
