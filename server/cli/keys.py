@@ -147,7 +147,7 @@ def loading(model: str) -> Iterator[str | None]:
         with held_back():
             fast_blas = load_fast_blas()
         find_compiler(held_back)
-        with console.status(f"Loading {model} …"):
+        with console.status(f"Loading {model} …") if console.is_terminal else contextlib.nullcontext():
             # Ctrl-C would leave the terminal without a cursor.
             console.show_cursor(True)
             yield fast_blas

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +61,8 @@ class LocalModels:
     def _load(self, config: ServerConfig) -> None:
         self.close()
         gc.collect()
-        with Console().status(f"Loading {config.models[0]} …"):
+        console = Console()
+        with console.status(f"Loading {config.models[0]} …") if console.is_terminal else nullcontext():
             service = open_service(config)
             service.start()
         self._service, self._config = service, config
