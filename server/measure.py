@@ -266,12 +266,11 @@ def take_turns(subject: Subject, sides: Comparison, num_blocks: int) -> Comparis
 # --------------------------------------------------------------------------------------------- prefill and the cache
 
 
-def prefill_speed(subject: Subject, num_tokens: int, chunk_tokens: int, num_times: int = 1) -> float:
-    """Returns tokens per second of a cold prompt in chunks, after a chunk that is not timed. Raises TimeUp."""
+def prefill_speed(subject: Subject, num_tokens: int, chunk_tokens: int) -> float:
+    """Tokens per second of a cold prompt in chunks, after a chunk that is not timed. Raises TimeUp."""
     tokens = subject.tokens(num_tokens, 1)
     subject.prefill(subject.runner.make_caches(), tokens[:chunk_tokens], chunk_tokens)
-    act = lambda: subject.prefill(subject.runner.make_caches(), tokens, chunk_tokens)  # noqa: E731
-    return num_tokens / statistics.median(timed(act) for _ in range(num_times))
+    return num_tokens / timed(lambda: subject.prefill(subject.runner.make_caches(), tokens, chunk_tokens))
 
 
 class MeasuredConversation:

@@ -12,6 +12,7 @@ precision the two sides round differently, so the share of equal tokens is shown
 """
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -89,7 +90,7 @@ def prefill(subject: Subject) -> Report:
     """Returns tokens per second of a cold prompt in chunks of each size, medians of three."""
     report = Report(f"Prefill of {PREFILL_TOKENS} tokens", ["chunk", "tokens/s"])
     for chunk in CHUNKS:
-        speed = prefill_speed(subject, PREFILL_TOKENS, chunk, num_times=3)
+        speed = statistics.median(prefill_speed(subject, PREFILL_TOKENS, chunk) for _ in range(3))
         report.rows.append([str(chunk), f"{speed:.0f}"])
         report.figures[str(chunk)] = speed
     return report

@@ -137,7 +137,7 @@ class Codex(Agent):
 
     def arguments(self, url: str, model: str) -> Sequence[str]:
         """One task in the folder, which is a sandbox already."""
-        launched = RECIPES["codex"].arguments(_target(url, model))
+        _, launched = RECIPES["codex"].start(_target(url, model))
         quiet = ["-c", "analytics.enabled=false", "-c", "check_for_update_on_startup=false"]
         open_flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
         return [*launched, "exec", *quiet, *open_flags, TASK]

@@ -52,14 +52,14 @@ class _Recipe:
     title: str
     program: str
     advice: str
-    variables: Callable[[Served], Variables]
-    arguments: Callable[[Served], Sequence[str]] = lambda target: ()
+    start: Callable[[Served], tuple[Variables, Sequence[str]]]
+    """Makes the variables, and the first arguments."""
 
 
-def _claude_variables(target: Served) -> Variables:
+def _claude(target: Served) -> tuple[Variables, Sequence[str]]:
     sizes = {f"ANTHROPIC_DEFAULT_{size}_MODEL": target.model for size in ("HAIKU", "SONNET", "OPUS")}
     window = str(target.context_tokens)
-    return {
+    variables = {
         "ANTHROPIC_BASE_URL": target.url,
         "ANTHROPIC_AUTH_TOKEN": target.key or NO_KEY,
         # A key of Anthropic's is not for this server.
@@ -69,13 +69,10 @@ def _claude_variables(target: Served) -> Variables:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         **({"CLAUDE_CODE_AUTO_COMPACT_WINDOW": window} if target.context_tokens >= COMPACT_FROM_TOKENS else {}),
     }
+    return variables, ()
 
 
-def _codex_variables(target: Served) -> Variables:
-    return {CODEX_KEY: target.key} if target.key else {}
-
-
-def _codex_arguments(target: Served) -> Sequence[str]:
+def _codex(target: Served) -> tuple[Variables, Sequence[str]]:
     provider = {"name": "mlx-serve", "base_url": f"{target.url}/v1", "wire_api": "responses"}
     if target.key:
         provider["env_key"] = CODEX_KEY
@@ -83,10 +80,11 @@ def _codex_arguments(target: Served) -> Sequence[str]:
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
     settings = [f"model_providers.mlx={{{table}}}", 'model_provider="mlx"', f"model={json.dumps(target.model)}"]
     settings += [f"model_context_window={target.context_tokens}"] if target.context_tokens else []
-    return [part for setting in settings for part in ("-c", setting)]
+    arguments = [part for setting in settings for part in ("-c", setting)]
+    return {CODEX_KEY: target.key} if target.key else {}, arguments
 
 
-def _opencode_variables(target: Served) -> Variables:
+def _opencode(target: Served) -> tuple[Variables, Sequence[str]]:
     context = target.context_tokens
     limit = {"limit": {"context": context, "output": min(LONGEST_ANSWER_TOKENS, context // 4)}} if context else {}
     provider = {
@@ -97,37 +95,36 @@ def _opencode_variables(target: Served) -> Variables:
     }
     model = f"mlx/{target.model}"
     config = {"provider": {"mlx": provider}, "model": model, "small_model": model}
-    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, ()
+
+
+def _aider(target: Served) -> tuple[Variables, Sequence[str]]:
+    variables = {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key or NO_KEY}
+    # aider warns about a model without a known price, and asks whether to open a page about it.
+    return variables, ("--model", f"openai/{target.model}", "--no-show-model-warnings")
 
 
 RECIPES: Mapping[str, _Recipe] = {
-    "claude": _Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude_variables),
-    "codex": _Recipe("Codex", "codex", "npm install -g @openai/codex", _codex_variables, _codex_arguments),
-    "opencode": _Recipe("opencode", "opencode", "npm install -g opencode-ai", _opencode_variables),
-    "aider": _Recipe(
-        "aider",
-        "aider",
-        "uv tool install aider-chat",
-        lambda target: {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key or NO_KEY},
-        # aider warns about a model without a known price, and asks whether to open a page about it.
-        lambda target: ["--model", f"openai/{target.model}", "--no-show-model-warnings"],
-    ),
+    "claude": _Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": _Recipe("Codex", "codex", "npm install -g @openai/codex", _codex),
+    "opencode": _Recipe("opencode", "opencode", "npm install -g opencode-ai", _opencode),
+    "aider": _Recipe("aider", "aider", "uv tool install aider-chat", _aider),
 }
 
 
 def environment_of(recipe: _Recipe, target: Served, environment: Mapping[str, str]) -> dict[str, str]:
     """The agent's environment, given the shell's."""
-    return {name: told for name, told in {**environment, **recipe.variables(target)}.items() if told is not None}
+    return {name: told for name, told in {**environment, **recipe.start(target)[0]}.items() if told is not None}
 
 
 def command_of(recipe: _Recipe, target: Served, rest: Sequence[str]) -> list[str]:
     """The command line; a person adds `rest`."""
-    return [recipe.program, *recipe.arguments(target), *rest]
+    return [recipe.program, *recipe.start(target)[1], *rest]
 
 
 def as_shell(recipe: _Recipe, target: Served, rest: Sequence[str]) -> str:
     """A shell line that starts the agent in the same way."""
-    variables = recipe.variables(target)
+    variables, _ = recipe.start(target)
     unset = [f"-u {name}" for name, value in variables.items() if value is None]
     told = [f"{name}={shlex.quote(value)}" for name, value in variables.items() if value is not None]
     start = ["env", *unset, *told] if told or unset else []

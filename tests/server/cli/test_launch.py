@@ -38,17 +38,18 @@ PLAIN = Served("http://h:1", "demo")
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_agent_is_told_the_server_the_model_and_the_key_and_no_secret_in_its_arguments(name: str) -> None:
     recipe = RECIPES[name]
-    told = " ".join([*recipe.arguments(TARGET), *(value for value in recipe.variables(TARGET).values() if value)])
+    variables, arguments = recipe.start(TARGET)
+    told = " ".join([*arguments, *filter(None, variables.values())])
     assert TARGET.url in told
     assert TARGET.model in told or json.dumps(TARGET.model) in told or json.dumps(f"mlx/{TARGET.model}") in told
     assert TARGET.key in environment_of(recipe, TARGET, {}).values() or f'"{TARGET.key}"' in told
-    assert TARGET.key not in shlex.split(" ".join(map(shlex.quote, recipe.arguments(TARGET))))
+    assert TARGET.key not in shlex.split(" ".join(map(shlex.quote, arguments)))
     assert command_of(recipe, TARGET, ["x", "-y"])[-2:] == ["x", "-y"]
 
 
 def test_codex_reads_toml() -> None:
     for target in (TARGET, PLAIN):
-        arguments = RECIPES["codex"].arguments(target)
+        _, arguments = RECIPES["codex"].start(target)
         assert arguments[::2] == ["-c"] * (len(arguments) // 2)
         settings = tomllib.loads("\n".join(arguments[1::2]))
         assert settings["model"] == target.model and settings["model_provider"] == "mlx"
